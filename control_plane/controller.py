@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from control_plane.event_log import open_event_log
+from control_plane.flights.flights import Flights
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.member_streams import FromMember, Member, serve_members
 from control_plane.members.deadlines import Deadlines
@@ -27,11 +29,6 @@ from control_plane.members.seats import SeatsNow
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from control_plane.scheduler.invariants import check
-from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
-from control_plane.scheduler.scheduler import Scheduler
-from control_plane.transfers import Transfers, num_cached
-from control_plane.windows import WindowsInFlight
 from nanocp.config import Config
 from nanocp.plan import (
     AbortRequested,
@@ -40,15 +37,12 @@ from nanocp.plan import (
     Event,
     FinishReason,
     InstanceLost,
-    InstancePlan,
     Plan,
     Regrouped,
     Resubmitted,
     SeatsWanted,
     TermEnded,
-    TransferDone,
     TransferFailed,
-    TransferFenced,
     WindowDone,
 )
 from nanocp.wire import convert
@@ -58,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
+_ANSWER_S = 10.0
+"""Longest wait for the controller's thread to answer."""
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
 
@@ -76,12 +72,14 @@ class Controller:
         front_end: ControllerEvents,
         metrics: Metrics,
         view: ClusterView,
+        make_flights: Callable[[Members], Flights],
         num_experts: int | None = None,
     ) -> None:
         """Make a controller; no port is open and no thread runs yet.
 
         processes: replaces members that are lost. member_secrets: what each member shows when it
-        attaches. num_experts: see members.seats. Raises ValueError (policy) or OSError (event log).
+        attaches. make_flights: makes the scheduler, and what sends its plans to these members.
+        num_experts: see members.seats. Raises ValueError (policy) or OSError (event log).
         """
         self._config = config
         self._processes = processes
@@ -89,16 +87,15 @@ class Controller:
         self._front_end = front_end
         self._metrics = metrics
         self._view = view
-        self._scheduler = Scheduler(config.cluster, config.scheduler)
         self._event_log = open_event_log(config, time.time_ns() // 1000 - _now_us())
         if event_log := self._event_log:
             metrics.recovery.log_with(lambda: event_log.num_missing)
-        self._windows = WindowsInFlight(config.cluster.num_instances)
         self._events: list[Event] = []
         self._submitted: dict[int, Submission] = {}
         """By request, from submit until its prompt is on its way to the prefill."""
         self.members = Members(config, self, processes, metrics.recovery, num_experts)
-        self._transfers = Transfers(self.members)
+        self._flights = make_flights(self.members)
+        self._scheduler = self._flights.scheduler
         self._deadlines = Deadlines()
         self._resubmissions = 0
         """Front ends that have yet to submit their open requests again, once for each term."""
@@ -136,6 +133,23 @@ class Controller:
         """See Members.want; from any thread."""
         return asyncio.run_coroutine_threadsafe(self.members.want(seats), self._loop)
 
+    def want_layout(self, split: Sequence[int]) -> Future[None]:
+        """Let layers of a pipeline move; done when they have. See PipelineFlights.want_layout."""
+
+        async def want() -> None:
+            wanted = self._flights.want_layout(tuple(split))
+            self._look()
+            await asyncio.wrap_future(wanted)
+
+        return asyncio.run_coroutine_threadsafe(want(), self._loop)
+
+    def stages(self) -> list[dict[str, Any]]:
+        """For each stage of a pipeline, its layers and what it does; empty without stages."""
+        return asyncio.run_coroutine_threadsafe(self._stages(), self._loop).result(_ANSWER_S)
+
+    async def _stages(self) -> list[dict[str, Any]]:
+        return self._flights.stages()
+
     def leave(self, reason: str) -> None:
         """Plan no more and ask every member to leave, also those that attach later. Idempotent."""
         if self._thread.is_alive():
@@ -162,7 +176,9 @@ class Controller:
             return
         self._bound.set_result(address)
         self._planner = asyncio.create_task(self._plan_for_ever())
-        self._publisher = asyncio.create_task(self._view.publish_for_ever(self._scheduler))
+        self._publisher = asyncio.create_task(
+            self._view.publish_for_ever(self._scheduler, self._flights.stages)
+        )
         self._watch = asyncio.create_task(self.members.watch_heartbeats())
         self._watch.add_done_callback(self._watch_ended)
         await self._left.wait()
@@ -230,8 +246,11 @@ class Controller:
     def _happened(self, event: Event) -> None:
         """Keep the event for the scheduler, and call it if it could act now."""
         self._events.append(event)
+        self._look()
+
+    def _look(self) -> None:
         # After a loss no window may ever be reported again, and new requests must still be ended.
-        if self.members.failure.done() or len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
+        if self.members.failure.done() or not self._flights.is_full:
             self._due.set()
 
     async def _plan_for_ever(self) -> None:
@@ -241,8 +260,8 @@ class Controller:
             try:
                 self._plan()
                 is_checked = self._config.service.check_invariants
-                if is_checked and not self._windows and self.members.terms.is_serving:
-                    check(self._scheduler, self._windows.tables)
+                if is_checked and not len(self._flights) and self.members.terms.is_serving:
+                    self._flights.check()
             except Exception as error:
                 # A scheduler that fails must not plan on, and streams must not wait for it.
                 logger.exception("the controller's loop failed")
@@ -255,15 +274,15 @@ class Controller:
         began_ns = time.monotonic_ns()
         plan: Plan | None = None
         try:
-            plan = self._scheduler.plan_window(events, began_ns // 1000)
+            plan = self._flights.plan(events, began_ns // 1000)
             num_new = sum(transfer.source is None for transfer in plan.transfers)
             self._metrics.scheduling.planned(
                 (time.monotonic_ns() - began_ns) / 1e9,
                 self._scheduler,
                 plan.window is not None,
-                self._transfers.num_prefilling + num_new,
+                self._flights.num_prefilling + num_new,
             )
-            self._metrics.recovery.waits(self._scheduler.num_held, self._transfers.num_prefilling)
+            self._metrics.recovery.waits(self._scheduler.num_held, self._flights.num_prefilling)
             self._view.planned(began_ns // 1000, events, plan, self._scheduler.noted)
             self._carry_out(plan)
         finally:
@@ -271,33 +290,27 @@ class Controller:
             # is written too.
             if self._event_log is not None:
                 self._event_log.write(began_ns // 1000, events, plan)
-        if plan != _NOTHING and len(self._windows) < MAX_WINDOWS_IN_FLIGHT:
+        if plan != _NOTHING and not self._flights.is_full:
             self._due.set()
 
     def _carry_out(self, plan: Plan) -> None:
-        for transfer in plan.transfers:
-            if transfer.source is not None:
-                self._metrics.scheduling.moving(len(transfer.instances()))
-            if failed := self._transfers.start(transfer, self._submitted.get(transfer.request_id)):
-                self._happened(failed)
-        self._metrics.engines.awaited(self._transfers.num_pages_awaited)
-        for fence in plan.fences:
-            self._transfers.fence(fence)
+        for event in self._flights.prepare(plan, self._submitted):
+            self._happened(event)
+        self._metrics.engines.awaited(self._flights.num_pages_awaited)
         # Before the window: a front end refuses tokens of an instance that it does not know as the
         # request's MoE binding.
         for placement in plan.placements:
             submission = self._submitted.pop(placement.request_id, None)
             if submission is not None:
                 self._metrics.scheduling.placed(placement.cp_degree)
-                self._front_end.placed(placement, num_cached(submission, plan.transfers))
+                num_cached = self._flights.num_cached(submission, plan)
+                self._front_end.placed(placement, num_cached)
             else:
                 self._metrics.scheduling.binding_changed()
                 self._front_end.placed(placement)
         if plan.window is not None:
-            self._windows.sent(plan.instances)
-            for instance_plan in plan.instances:
-                self._send_plan(instance_plan)
-            if len(self._windows) == 1:
+            self._flights.send(plan)
+            if len(self._flights) == 1:
                 self._watch_window()
         if plan.is_settled:
             self.members.changes.settled()
@@ -313,10 +326,6 @@ class Controller:
         self._metrics.scheduling.ended(ended)
         self._front_end.ended(ended)
 
-    def _send_plan(self, plan: InstancePlan) -> None:
-        message = pb.ToInstance(plan=convert.instance_plan_to_wire(plan))
-        self.members.send(Member("instance", plan.instance), message)
-
     def _watch_deadline(self) -> None:
         """Call the scheduler again when the next waiting request expires, if nothing else does."""
         self._deadlines.met("scheduler")
@@ -331,14 +340,14 @@ class Controller:
         Instances find a dead peer first, and name it.
         """
         self._deadlines.met("window")
-        if self._windows.oldest is not None:
+        if self._flights.oldest is not None:
             limits = self._config.limits
             limit_ms = limits.plan_timeout_ms + limits.exchange_timeout_ms
             self._deadlines.start("window", limit_ms, partial(self._window_overdue, limit_ms))
 
     def _window_overdue(self, limit_ms: float) -> None:
-        message = f"did not report window {self._windows.oldest} in {limit_ms / 1000:.0f} s"
-        self.members.blame(self._windows.missing(), message)
+        message = f"did not report window {self._flights.oldest} in {limit_ms / 1000:.0f} s"
+        self.members.blame(self._flights.missing(), message)
 
     # --- members.MemberEvents ---
 
@@ -359,11 +368,11 @@ class Controller:
     @property
     def has_windows(self) -> bool:
         """See members.MemberEvents."""
-        return len(self._windows) > 0
+        return len(self._flights) > 0
 
     def prefill_arrived(self) -> None:
         """See members.MemberEvents."""
-        self._transfers.prefill_arrived()
+        self._flights.prefill_arrived()
 
     def instance_lost(self, instance: int) -> None:
         """See members.MemberEvents."""
@@ -375,15 +384,14 @@ class Controller:
 
     def term_ended(self) -> None:
         """See members.MemberEvents."""
-        self._windows.abandon()
+        self._flights.end_term()
         self._watch_window()
-        self._transfers.end_term()
         self._happened(TermEnded())
 
     def term_began(self, term: int) -> None:
         """See members.MemberEvents."""
         seats, keeps_rows = tuple(self.members.seats), self.members.terms.keeps_rows
-        self._windows.begin_term(seats, keeps_rows)
+        self._flights.begin_term(seats, keeps_rows)
         self._happened(Regrouped(term, seats, keeps_rows))
         if not keeps_rows:
             self._resubmitted(self._front_end.interrupted())
@@ -394,48 +402,30 @@ class Controller:
 
     def prefill_lost(self) -> None:
         """See members.MemberEvents."""
-        for failed in self._transfers.prefill_lost():
+        for failed in self._flights.prefill_lost():
             self._happened(failed)
 
     def _from_instance(self, instance: int, message: pb.FromInstance) -> None:
         match message.WhichOneof("message"):
             case "window_done":
                 self._window_done(convert.window_done_from_wire(instance, message.window_done))
-            case "transfer_done":
-                self._answered(TransferDone(message.transfer_done.ticket, instance))
-            case "transfer_fenced":
-                self._answered(TransferFenced(message.transfer_fenced.ticket, instance))
-            case "resync":
-                self._resync(instance, message.resync)
             case "tokens_lost":
                 # The requests begin their next attempt (one history).
                 for request_id in message.tokens_lost.request_ids:
                     reason = f"instance {instance}: {message.tokens_lost.reason}"
                     self._front_end.tokens_lost(request_id, reason)
-            case kind:
-                raise ValueError(f"instance {instance} sent {kind}, which has no meaning here")
+            case _:
+                event = self._flights.reported(instance, message)
+                self._events += [] if event is None else [event]
+                self._look()
 
     def _window_done(self, done: WindowDone) -> None:
-        is_complete = self._windows.reported(done.instance, done.window)
+        is_complete = self._flights.window_done(done)
         self._metrics.instances.stepped(done, is_complete)
         self._events.append(done)
         if is_complete:
             self._watch_window()
             self._due.set()
-
-    def _answered(self, event: TransferDone | TransferFenced) -> None:
-        self._transfers.answered(event.ticket, event.instance)
-        self._happened(event)
-
-    def _resync(self, instance: int, request: pb.ResyncRequest) -> None:
-        logger.warning(
-            "instance %d needs the full table of window %d: %s",
-            instance,
-            request.window,
-            request.reason,
-        )
-        self._metrics.instances.resynced()
-        self._send_plan(self._windows.full_plan(instance, request.window))
 
 
 _NOTHING = Plan(None)

@@ -11,6 +11,9 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.choices import check_at_least, check_one_of, require
+from nanocp.passes import PassesConfig as PassesConfig
+from nanocp.passes import pipeline_obstacle
+from nanocp.prefill_config import PrefillConfig as PrefillConfig
 from nanocp.service_config import LimitsConfig as LimitsConfig
 from nanocp.service_config import ServiceConfig as ServiceConfig
 
@@ -27,6 +30,7 @@ EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 PAGE_BACKENDS = ("auto", "nixl")
 SECRETS = ("api_key", "api_keys", "tenant_keys")
 """Keys whose values are never shown, in whatever section."""
+LAYOUTS = ("instances", "pipeline")
 LANES = ("off", "measured", "always", "random")
 
 
@@ -73,7 +77,11 @@ class ClusterConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     num_instances: int = 4
-    """Instances of the cluster."""
+    """Instances of the cluster; stages of a pipeline."""
+    layout: str = "instances"
+    """instances: each has some experts of every layer, and a request's KV may be on several.
+    pipeline: each has some layers, with all their experts and KV, and prompts are computed there
+    too (docs/pipeline.md)."""
     instances_per_node: int = 4
     """Instances of one machine: instance i is on node i // instances_per_node."""
     num_frames: int = 256
@@ -89,6 +97,7 @@ class ClusterConfig:
     these then load experts only. On the machine of `nanocp serve`, on CPUs."""
 
     def __post_init__(self) -> None:
+        check_one_of(LAYOUTS, layout=self.layout)
         check_at_least(
             1, num_instances=self.num_instances, instances_per_node=self.instances_per_node
         )
@@ -352,70 +361,6 @@ class DataPlaneConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """Who computes prompts (3): vLLM servers, or the embedded prefill, for small models."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    engines: tuple[str, ...] = ()
-    """vLLM servers that compute prompts, as http://host:port (docs/prefill.md). Empty: the
-    embedded prefill."""
-    api_key: str = field(default="", repr=False)
-    """The key that these servers ask for (vLLM's --api-key); best given as NANOCP_PREFILL__API_KEY,
-    since it is a secret. Empty: they ask for none."""
-    synthetic_kv: bool = False
-    """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
-    chunk_tokens: int = 512
-    """Tokens of one forward pass of the embedded prefill."""
-    ring_pages: int = 8
-    """Pages in each receive ring; an instance has one ring for each engine."""
-    timeout_ms: int = 60_000
-    """Longest time that an engine may take for a prompt, besides timeout_us_per_token."""
-    timeout_us_per_token: int = 10_000
-    """Time that an engine may take for each token of a prompt, besides timeout_ms."""
-    max_attempts: int = 3
-    """Engines that are asked for one prompt, one after the other, before its request fails."""
-    max_tokens_in_flight: int = 65_536
-    """Prompt tokens that one engine is asked for at a time; it is asked for one prompt in any
-    case."""
-
-    def __post_init__(self) -> None:
-        check_at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
-        check_at_least(1, timeout_ms=self.timeout_ms, max_attempts=self.max_attempts)
-        check_at_least(1, max_tokens_in_flight=self.max_tokens_in_flight)
-        check_at_least(0, timeout_us_per_token=self.timeout_us_per_token)
-        for url in self.engines:
-            require(
-                re.fullmatch(r"https?://[^/\s]+/?", url) is not None,
-                f"engines has {url!r}; it must be the address of a vLLM server, as http://host:port",
-            )
-        require(
-            self.api_key.isascii()
-            and self.api_key.isprintable()
-            and self.api_key == self.api_key.strip(),
-            "api_key has a character that no header can carry; it must be printable ASCII, without "
-            "space at its ends",
-        )
-        require(
-            len(set(self.engines)) == len(self.engines),
-            f"engines is {', '.join(self.engines)}; each address must be there once",
-        )
-        require(
-            not (self.engines and self.synthetic_kv),
-            "synthetic_kv is set and engines too; with synthetic KV no engine computes anything",
-        )
-
-    def limit_ms(self, num_tokens: int) -> float:
-        """Longest time that an engine may take for a prompt of this many tokens."""
-        return self.timeout_ms + self.timeout_us_per_token * num_tokens / 1000
-
-    @property
-    def num_writers(self) -> int:
-        """Processes that write pages of prompts, each into rings of its own."""
-        return 0 if self.synthetic_kv else max(1, len(self.engines))
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration of a cluster."""
 
@@ -425,6 +370,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    pipeline: PassesConfig = field(default_factory=PassesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
 
@@ -437,11 +383,21 @@ class Config:
         require(
             not self.cluster.spares or self.recovers,
             f"cluster.spares is {self.cluster.spares}, for a service that ends at its first loss; "
-            "spares need device cpu, page_backend auto and recovery_timeout_ms above 0",
+            "spares need layout instances, device cpu, page_backend auto and recovery_timeout_ms "
+            "above 0",
         )
+        obstacle = pipeline_obstacle(self) if self.cluster.layout == "pipeline" else ""
+        require(not obstacle, f"cluster.layout is pipeline, and {obstacle}")
 
     @property
     def recovers(self) -> bool:
         """Whether the cluster goes on after it has lost a member."""
         is_cpu = self.data_plane.device == "cpu" and self.data_plane.page_backend != "nixl"
-        return is_cpu and self.limits.recovery_timeout_ms > 0
+        # A stage's KV of every open request is lost with it.
+        has_peers = self.cluster.layout != "pipeline"
+        return is_cpu and has_peers and self.limits.recovery_timeout_ms > 0
+
+    @property
+    def has_prefill_member(self) -> bool:
+        """Whether prompts are computed by a member of their own, or by engines behind it."""
+        return self.cluster.layout != "pipeline" and not self.prefill.synthetic_kv

@@ -9,16 +9,21 @@ All stages have one page table: frame f of a stage holds its layers of the page 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanocp.choices import check_at_least, require
 from nanocp.plan import Ended, Finished, InstancePlan, Preempted
+
+if TYPE_CHECKING:
+    from nanocp.config import Config
 
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
     """Constants of the time that a pass takes, in microseconds, in the form of DynaPipe's paper."""
+
+    __pydantic_config__ = {"extra": "forbid"}
 
     token_us: float = 1.0
     """For each token, in each layer (phi 1)."""
@@ -33,13 +38,11 @@ class PassCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineConfig:
-    """How many stages there are, how passes are formed, and when layers change their stage."""
+class PassesConfig:
+    """How passes of a pipeline are formed, and when layers change their stage."""
 
-    num_stages: int = 2
-    """Stages of the pipeline, in the order of the layers."""
-    num_layers: int = 32
-    """Layers of the model."""
+    __pydantic_config__ = {"extra": "forbid"}
+
     max_layers: int = 0
     """Layers whose KV and weights a stage has room for, its own included. 0: all."""
     max_pass_tokens: int = 2048
@@ -60,9 +63,28 @@ class PipelineConfig:
     costs: PassCosts = field(default_factory=PassCosts)
 
     def __post_init__(self) -> None:
-        check_at_least(1, num_stages=self.num_stages, max_pass_tokens=self.max_pass_tokens)
+        check_at_least(1, max_pass_tokens=self.max_pass_tokens)
         check_at_least(1, layout_window=self.layout_window, layout_passes=self.layout_passes)
         check_at_least(0, max_layers=self.max_layers, chaos_seed=self.chaos_seed)
+        require(
+            self.frame_move_us >= 0,
+            f"frame_move_us is {self.frame_move_us}; it must be at least 0",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig(PassesConfig):
+    """The whole configuration of a pipeline: with its stages and the model's layers."""
+
+    num_stages: int = 2
+    """Stages of the pipeline, in the order of the layers."""
+    num_layers: int = 32
+    """Layers of the model."""
+
+    def __post_init__(self) -> None:
+        # Without arguments, super would look for the class that slots have replaced.
+        PassesConfig.__post_init__(self)
+        check_at_least(1, num_stages=self.num_stages)
         require(
             self.num_layers >= self.num_stages,
             f"num_layers is {self.num_layers}; each of the {self.num_stages} stages needs a layer",
@@ -79,6 +101,15 @@ class PipelineConfig:
             f"of a stage, to {num_layers}, all layers",
         )
 
+    @classmethod
+    def of(cls, config: Config, num_layers: int) -> PipelineConfig:
+        """The pipeline of a service whose model has so many layers.
+
+        Raises ValueError if the two do not fit.
+        """
+        passes = {each.name: getattr(config.pipeline, each.name) for each in fields(PassesConfig)}
+        return cls(num_stages=config.cluster.num_instances, num_layers=num_layers, **passes)
+
     @property
     def num_places(self) -> int:
         """Layers that a stage has room for."""
@@ -93,6 +124,40 @@ class PipelineConfig:
         numbers = argument.split(",")
         is_list = all(number.isascii() and number.isdigit() for number in numbers)
         return tuple(map(int, numbers)) if is_list else ()
+
+
+def pipeline_obstacle(config: Config) -> str:
+    """What of a configuration a pipeline cannot do; empty if nothing."""
+    scheduler, prefill, data_plane = config.scheduler, config.prefill, config.data_plane
+    not_here = (
+        (data_plane.device != "cpu", f"data_plane.device {data_plane.device}: stages run on CPUs"),
+        (
+            data_plane.page_backend != "auto",
+            f"data_plane.page_backend {data_plane.page_backend}: KV of layers goes as auto says",
+        ),
+        (
+            scheduler.steps_per_window != 1,
+            f"scheduler.steps_per_window {scheduler.steps_per_window}: a pass is one step",
+        ),
+        (scheduler.lanes != "off", f"scheduler.lanes {scheduler.lanes}: passes have no lanes"),
+        (
+            scheduler.policy != "dual_balanced",
+            f"scheduler.policy {scheduler.policy}: a pipeline places no request on instances, so "
+            "take the default, and see pipeline.layer_policy",
+        ),
+        (bool(prefill.engines), "prefill.engines is set: its stages compute prompts"),
+        (prefill.synthetic_kv, "prefill.synthetic_kv is set: its stages compute prompts"),
+        (
+            config.cluster.redundant_experts != 0,
+            f"cluster.redundant_experts {config.cluster.redundant_experts}: a stage has all "
+            "experts of its layers",
+        ),
+        (
+            bool(config.service.event_log),
+            "service.event_log is set: its calls cannot be replayed yet",
+        ),
+    )
+    return next((sentence for is_asked, sentence in not_here if is_asked), "")
 
 
 def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -177,6 +242,13 @@ class LayersMoved:
 
     stage: int
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutWanted:
+    """An operator wants a layout, to which there is no obstacle (LayoutChanges.obstacle)."""
+
+    split: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,10 @@ def test_every_command_has_an_extra_or_needs_none():
         for command in app.registered_commands
     }
     names |= {group.name for group in app.registered_groups}
-    assert names == {*EXTRAS, *("config", "generate", "top", "why", "drain", "scale", "upgrade")}
+    assert names == {
+        *EXTRAS,
+        *("config", "generate", "top", "why", "drain", "scale", "upgrade", "layout"),
+    }
     assert set(EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
 
 

@@ -62,9 +62,9 @@ class Members:
         self._instances = tuple(
             Member("instance", instance) for instance in range(config.cluster.num_instances)
         )
-        has_prefill = not config.prefill.synthetic_kv
+        has_prefill = config.has_prefill_member
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
-        """Every member that must be ready; with synthetic KV there is no prefill."""
+        """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
         self.recovers = config.recovers
         self._streams: dict[Member, MemberStream] = {}
         self._ready: dict[Member, tuple[str, ...]] = {}

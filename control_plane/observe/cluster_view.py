@@ -22,11 +22,11 @@ from itertools import islice
 from typing import Any
 
 from control_plane.observe.load_log import LoadLog, num_prefilling
+from control_plane.observe.observed import ObservedScheduler
 from control_plane.observe.request_values import request_values
 from control_plane.observe.tenant_loads import TenantLoad, tenant_loads
 from control_plane.observe.timelines import NOTHING_NOTED, Timeline, Timelines, sentences
 from control_plane.scheduler.request import TRANSFERRING, Request, num_pages
-from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE, Event, Finished, InstanceLoad, Plan, WindowDone
 
@@ -83,6 +83,8 @@ class _Snapshot:
     """Those with most requests, the most first."""
     curves: tuple[tuple[float | None, float], ...]
     """(ms from token to token, tokens a second), the oldest first."""
+    stages: list[dict[str, Any]]
+    """Those of a pipeline; see Flights.stages."""
 
 
 class ClusterView:
@@ -134,8 +136,13 @@ class ClusterView:
                 self._num_tokens += event.num_tokens
         self._timelines.planned(now_us, events, plan, noted)
 
-    async def publish_for_ever(self, scheduler: Scheduler) -> None:
-        """Add to the curves, and publish a snapshot while they are requested."""
+    async def publish_for_ever(
+        self, scheduler: ObservedScheduler, stages: Callable[[], list[dict[str, Any]]] = list
+    ) -> None:
+        """Add to the curves, and publish a snapshot while they are requested.
+
+        stages: what the stages of a pipeline do.
+        """
         last_s, last_tokens, (last_intervals, last_sum_s) = time.monotonic(), 0, (0, 0.0)
         load_log = LoadLog(last_s)
         while True:
@@ -148,12 +155,12 @@ class ClusterView:
             last_intervals, last_sum_s = intervals, sum_s
             load_log.tick(now_s, scheduler, self._num_tokens)
             if now_s < self._wanted_until_s:
-                snapshot = self._snapshot(scheduler)
+                snapshot = self._snapshot(scheduler, stages())
                 with self._changed:
                     self._published = snapshot
                     self._changed.notify_all()
 
-    def _snapshot(self, scheduler: Scheduler) -> _Snapshot:
+    def _snapshot(self, scheduler: ObservedScheduler, stages: list[dict[str, Any]]) -> _Snapshot:
         state, queue = scheduler.decided
         placed = heapq.nlargest(
             _MAX_REQUESTS, state.requests.values(), key=lambda request: request.num_pages
@@ -183,6 +190,7 @@ class ClusterView:
             ),
             tenants=tenant_loads(scheduler),
             curves=tuple(self._curves),
+            stages=stages,
         )
 
     def _placed(self, request: Request, step: int) -> _Shown:
@@ -269,6 +277,7 @@ class ClusterView:
                 }
                 for instance, load in enumerate(now.loads)
             ],
+            "stages": now.stages,
             "engines": self._engines(),
             "recovery": self._recovery(),
             "requests": [_request(shown, now.at_us) for shown in now.requests],

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from control_plane.observe.observed import ObservedScheduler
 from control_plane.scheduler.request import State
-from control_plane.scheduler.scheduler import Scheduler
 from nanocp.logs import fields
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ PERIOD_S = 10.0
 """Time between two lines."""
 
 
-def num_prefilling(scheduler: Scheduler) -> int:
+def num_prefilling(scheduler: ObservedScheduler) -> int:
     """Requests that are placed and whose KV is not there yet. Visits every placed request."""
     requests = scheduler.decided[0].requests.values()
     return sum(request.state is State.TRANSFERRING for request in requests)
@@ -31,7 +31,7 @@ class LoadLog:
         self._last_s = now_s
         self._last_tokens = 0
 
-    def tick(self, now_s: float, scheduler: Scheduler, num_tokens: int) -> None:
+    def tick(self, now_s: float, scheduler: ObservedScheduler, num_tokens: int) -> None:
         """Log the load if the period is over and requests are open, or were since the last line.
 
         num_tokens: generated since the start.

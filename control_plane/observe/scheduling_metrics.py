@@ -24,7 +24,7 @@ from control_plane.observe.metric_families import (
     per_engine,
     total,
 )
-from control_plane.scheduler.scheduler import Scheduler
+from control_plane.observe.observed import ObservedScheduler
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, ClusterLoad, Ended, FinishReason, InstanceLoad
 
@@ -108,7 +108,11 @@ class SchedulingMetrics(Collector):
         )
 
     def planned(
-        self, seconds: float, scheduler: Scheduler, has_window: bool, num_prefilling: int = 0
+        self,
+        seconds: float,
+        scheduler: ObservedScheduler,
+        has_window: bool,
+        num_prefilling: int = 0,
     ) -> None:
         """The scheduler was called: how long it took, and whether it issued a window.
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from socketserver import ThreadingMixIn
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -24,10 +25,10 @@ SnapshotJson = Callable[[], bytes]
 """Makes a snapshot. Raises TimeoutError, with a sentence, if there is none."""
 RequestsJson = Callable[[str], bytes | None]
 """Why requests of a name took as long as they did; None if none is known."""
-Seats = Callable[[bytes | None], bytes]
-"""Answers for /cluster/seats: the seats now, or, for a body, once they are as it asks.
+Change = Callable[[bytes | None], bytes]
+"""Answers for /cluster/seats or /cluster/layout: how it is now, or, for a body, once it is so.
 
-Raises ValueError, with a sentence, if they cannot be, RuntimeError if the change failed.
+Raises ValueError, with a sentence, if it cannot be, RuntimeError if the change failed.
 """
 Admit = Callable[[str | None], bool]
 """Whether the client that sends this Authorization header may see metrics and the cluster."""
@@ -39,6 +40,8 @@ REQUESTS_PATH = "/cluster/requests.json"
 
 SEATS_PATH = "/cluster/seats"
 """The seats of the cluster: GET says them, POST changes them. At the status port only."""
+LAYOUT_PATH = "/cluster/layout"
+"""The layers of a pipeline's stages: GET says them, POST changes them. At the status port only."""
 _MAX_BODY_BYTES = 1 << 16
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -74,11 +77,15 @@ class StatusServer:
         snapshot_json: SnapshotJson,
         admit: Admit,
         requests_json: RequestsJson = lambda name: None,
-        seats: Seats | None = None,
+        changes: Mapping[str, Change] = MappingProxyType({}),
         may_change: Admit | None = None,
     ) -> None:
-        """may_change: which clients may change seats; by default those that `admit` does."""
-        self._seats = seats
+        """Set what is answered.
+
+        changes: what answers for SEATS_PATH and others. may_change: which clients may change what
+        these are; by default those that `admit` does.
+        """
+        self._changes = changes
         self._may_change = may_change or admit
         self._requests_json = requests_json
         self._registry = registry
@@ -115,8 +122,8 @@ class StatusServer:
             environ.get("HTTP_AUTHORIZATION")
         ):
             return _say(start_response, "401 Unauthorized", f"{_KEY_REQUIRED}\n")
-        if path == SEATS_PATH and self._seats is not None:
-            return self._answer_seats(environ, start_response, self._seats)
+        if path in self._changes:
+            return self._answer_change(environ, start_response, self._changes[path])
         if not self._answers.acquire(blocking=False):
             return _say(
                 start_response,
@@ -144,8 +151,8 @@ class StatusServer:
         finally:
             self._answers.release()
 
-    def _answer_seats(
-        self, environ: dict[str, Any], start_response: Any, seats: Seats
+    def _answer_change(
+        self, environ: dict[str, Any], start_response: Any, change: Change
     ) -> Iterable[bytes]:
         # It takes no place among the answers: a change takes minutes, and one is made at a time.
         body: bytes | None = None
@@ -161,7 +168,7 @@ class StatusServer:
             sentence = "Content-Type must be application/json"
             return _say(start_response, "415 Unsupported Media Type", sentence)
         try:
-            return _say(start_response, "200 OK", seats(body), "application/json")
+            return _say(start_response, "200 OK", change(body), "application/json")
         except ValueError as error:
             return _say(start_response, "400 Bad Request", str(error))
         except (RuntimeError, TimeoutError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from control_plane.scheduler.scheduler import Scheduler
+from control_plane.observe.observed import ObservedScheduler
 from nanocp.plan import PAGE_SIZE
 
 _MAX_TENANTS = 8
@@ -29,7 +29,7 @@ class TenantLoad(NamedTuple):
     """The virtual token counter, by which tenants are ordered."""
 
 
-def tenant_loads(scheduler: Scheduler) -> tuple[TenantLoad, ...]:
+def tenant_loads(scheduler: ObservedScheduler) -> tuple[TenantLoad, ...]:
     """The tenants with most placed and queued requests; at most 8, the most first."""
     state, queue = scheduler.decided
     placed: Counter[str] = Counter()

@@ -11,11 +11,13 @@ K/V heads: G of them, D = O = E (the width of a head), W = 2GE, keys first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data_plane.attention.lse_merge import lse_merge
@@ -25,6 +27,10 @@ _MIN_RUN_PAGES = 8
 """Least run of adjacent frames that is read in place; shorter runs of a row are gathered."""
 _MAX_GATHERED_PAGES = 32
 """Most frames gathered at a time: it bounds the copy, whatever the length of the row."""
+
+
+_MAX_PIECE_TOKENS = 2048
+"""Tokens whose keys and values a chunk reads at a time: it bounds memory at any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,12 @@ class KvLayout(Protocol):
     def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
         """Show each query head its keys [H, T, D] and values [H, T, O]: for the slow reference."""
 
+    def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Show each query head its keys [H, T, D] and values [H, T, D], the first O of them valid.
+
+        Latent KV is not copied.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class LatentKv:
@@ -114,6 +126,11 @@ class LatentKv:
         """See KvLayout."""
         kv_HTW = kv_TW.expand(num_heads, -1, -1)
         return kv_HTW, kv_HTW[..., : self.rank]
+
+    def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """See KvLayout."""
+        kv_HTW = kv_TW.expand(num_heads, -1, -1)
+        return kv_HTW, kv_HTW
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +162,10 @@ class KvHeads:
             for heads in self._heads(kv_TW[None])
         )
         return key, value
+
+    def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """See KvLayout."""
+        return self.keys_and_values(kv_TW, num_heads)
 
     def _heads(self, kv_ATW: Tensor) -> tuple[Tensor, Tensor]:
         rows, tokens, _ = kv_ATW.shape
@@ -198,6 +219,40 @@ def paged_attention(
             out, out_lse = lse_merge(torch.stack(outs), torch.stack(lses))
         partial[row], lse[row] = out[0], out_lse[0]
     return partial, lse
+
+
+def causal_attention(
+    q_THD: Tensor,
+    kv_UW: Tensor,
+    scale: float,
+    heads_of: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Attend with the last T tokens of a sequence to all of it, each to none after it: [T, H, O].
+
+    kv_UW: KV of the whole sequence. heads_of: shows each head its keys [H, U, D] and values [H, U,
+    O] of a piece of it. Pieces are merged by their lse; those before the T tokens need no mask.
+    """
+    begin = len(kv_UW) - len(q_THD)
+    q_HTD, out_width, partials = q_THD.transpose(0, 1), 0, []
+    for first, last in pairwise((*range(0, begin, _MAX_PIECE_TOKENS), begin, len(kv_UW))):
+        key, value = heads_of(kv_UW[first:last])
+        out_width, width = value.shape[-1], max(q_THD.shape[-1], value.shape[-1])
+        partials.append(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(_of_width(x, width)[None] for x in (q_HTD, key, value)),
+                0.0,
+                first == begin,
+                scale=scale,
+            )
+        )
+    out, lse = zip(*partials, strict=True)
+    merged = lse_merge(torch.cat(out), torch.cat(lse))[0] if len(partials) > 1 else out[0][0]
+    return merged[..., :out_width].transpose(0, 1).to(kv_UW.dtype)
+
+
+def _of_width(x: Tensor, width: int) -> Tensor:
+    """The kernel wants queries, keys and values of one width. Padding is a copy."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def reference_attention(

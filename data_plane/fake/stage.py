@@ -90,5 +90,5 @@ class HashStage(StageEdge):
     def _write_frame(self, place: int, frame: int, payload: np.ndarray) -> None:
         self._kv[place, frame] = payload.view(np.uint64)
 
-    def _spoil(self, place: int) -> None:
+    def _new_layer(self, layer: int, place: int) -> None:
         self._kv[place] = _SPOILED

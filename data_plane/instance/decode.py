@@ -17,11 +17,11 @@ from torch import Tensor, cat, inference_mode
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
-from data_plane.instance.grammar import GrammarMasks, MaskedRow
+from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import ResyncNeeded, TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
+from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
-from data_plane.instance.sampler import RowMasks, sample_rows, token_logprobs
 from data_plane.instance.window_edge import Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing
@@ -164,7 +164,7 @@ class DecodeInstance(WindowEdge):
     def run_step(self) -> None:
         """See interface.Instance.run_step."""
         with self._one_step() as window:
-            masks = self._begin_masks(window)
+            masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
                 self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows)
             if len(window.lanes) == 1:
@@ -217,20 +217,6 @@ class DecodeInstance(WindowEdge):
             state.position[index] = row.position
             state.live[index] = not row.finished
 
-    def _begin_masks(self, window: Window) -> Future[Tensor] | None:
-        """Start the masks of the rows that have a grammar; None if none has one.
-
-        They need the outputs so far only, so they are made while the step computes.
-        """
-        if self.grammar_masks is None:
-            return None
-        wanted = [
-            MaskedRow(row.request_id, row.attempt, row.params.constraint, row.output_ids)
-            for row in window.live_rows()
-            if row.params.constraint
-        ]
-        return self.grammar_masks.begin(wanted) if wanted else None
-
     def _sample(self, window: Window, pending: Future[Tensor] | None) -> None:
         parts = []
         for lane in window.lanes:
@@ -241,27 +227,18 @@ class DecodeInstance(WindowEdge):
         if not rows:
             return
         logits = cat(parts) if len(parts) > 1 else parts[0]
-        params, outputs = [row.params for row in rows], [row.output_ids for row in rows]
-        prompts = [row.prompt_ids for row in rows]
-        masks = None if pending is None else self._finish_masks(window, rows, pending)
-        token_ids = sample_rows(logits, params, outputs, prompts, masks)
-        for row, token_id, logits_V in zip(rows, token_ids, logits, strict=True):
-            num_top = row.params.logprobs
-            logprobs = (
-                None
-                if num_top is None
-                else token_logprobs(logits_V[None].cpu(), [token_id], num_top)[0]
-            )
+        sampled = sample(rows, logits, self._finished_masks(window, pending))
+        for row, (token_id, logprobs) in zip(rows, sampled, strict=True):
             self._commit(window, row, token_id, logprobs)
 
-    def _finish_masks(
-        self, window: Window, rows: Sequence[Row], pending: Future[Tensor]
-    ) -> RowMasks:
+    def _finished_masks(self, window: Window, pending: Future[Tensor] | None) -> Tensor | None:
         """Wait for the masks, which the library bounds; the wait is on the window's account."""
+        if pending is None:
+            return None
         begin_ns = time.perf_counter_ns()
         allowed = pending.result()
         window.mask_ns += time.perf_counter_ns() - begin_ns
-        return RowMasks([i for i, row in enumerate(rows) if row.params.constraint], allowed)
+        return allowed
 
     # --- transfers ---
 

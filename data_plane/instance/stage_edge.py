@@ -60,6 +60,7 @@ class StageEdge(ABC):
     ) -> None:
         """mover: takes KV of layers to other stages, one frame of one layer a page."""
         self._stage = stage
+        self._num_stages = pipeline.num_stages
         self._is_last = stage == pipeline.num_stages - 1
         self._num_frames = num_frames
         self._links = links
@@ -85,8 +86,12 @@ class StageEdge(ABC):
         """(layer, frame) that is to come -> whether it still holds the page that was meant."""
         self._num_missing: dict[int, int] = {}
         """Own layer -> frames that must come before it can run."""
+        self._source_of: dict[int, int] = {}
+        """Layer -> the stage that its KV comes from."""
         self._events: list[PassDone | LayersMoved] = []
         self._tokens: list[Token] = []
+        self.awaited: int | None = None
+        """The stage that `run` waits for now; None if none. Any thread may read it."""
 
     # --- the arithmetic
 
@@ -119,10 +124,24 @@ class StageEdge(ABC):
         """Put KV that arrived into a layer's frame."""
 
     @abstractmethod
-    def _spoil(self, place: int) -> None:
-        """Make everything in a layer's place useless: another layer had it."""
+    def _new_layer(self, layer: int, place: int) -> None:
+        """The layer has this place from now on. What another layer had there is useless."""
 
     # --- calls
+
+    def connect(self) -> None:
+        """Attach to the other stages. Raises what links and mover raise: PeerLost and others."""
+        self._links.connect()
+        self._mover.connect()
+
+    def wait(self, timeout_ms: float) -> None:
+        """Wait for hidden rows or tokens; `run` then goes on. KV that comes does not end it."""
+        self._links.wait(timeout_ms)
+
+    def close(self) -> None:
+        """Release both ends of links and mover. Idempotent."""
+        self._links.close()
+        self._mover.close()
 
     def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
         """For the first stage, before the pass in which the request starts: its known tokens."""
@@ -157,6 +176,11 @@ class StageEdge(ABC):
             self._events.append(LayersMoved(self._stage, self._unreported_moves))
             self._unreported_moves = None
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether KV of layers is to be sent or to come: `progress` has something to do."""
+        return self._unreported_moves is not None
+
     def poll(self) -> StagePolled:
         """What happened since the last call."""
         polled = StagePolled(tuple(self._events), tuple(self._tokens))
@@ -174,14 +198,19 @@ class StageEdge(ABC):
             )
         if self._stage == 0:
             yield from self._until(
-                lambda: self._take_tokens(plan.after), f"tokens of pass {plan.after}"
+                lambda: self._take_tokens(plan.after),
+                f"tokens of pass {plan.after}",
+                self._num_stages - 1,
             )
             rows = self._embed([(span, self._inputs(span)) for span in plan.spans])
         else:
             rows = yield from self._receive_rows(plan)
         spans = [(span, self._frames_of(span)) for span in plan.spans]
         for layer in self._layers:
-            yield from self._until(partial(self._is_complete, layer), f"KV of layer {layer}")
+            source = self._source_of.get(layer, self._stage)
+            yield from self._until(
+                partial(self._is_complete, layer), f"KV of layer {layer}", source
+            )
             place = self._place_of[layer]
             self._fill(layer, place, spans)
             rows = self._run_layer(layer, place, spans, rows)
@@ -190,13 +219,15 @@ class StageEdge(ABC):
         else:
             self._links.send_hidden(HiddenRows(plan.number, plan.layout, self._layers.stop, rows))
 
-    def _until(self, is_here: Callable[[], bool], what: str) -> Waits:
-        """Wait. KV must flow meanwhile, or two stages could wait for each other."""
+    def _until(self, is_here: Callable[[], bool], what: str, stage: int) -> Waits:
+        """Wait for a stage. KV must flow meanwhile, or two stages could wait for each other."""
         while not is_here():
             self.progress()
             if is_here():
-                return
+                break
+            self.awaited = None if stage == self._stage else stage
             yield f"stage {self._stage} waits for {what}"
+        self.awaited = None
 
     def _apply(self, plan: PassPlan) -> None:
         table = plan.table
@@ -252,7 +283,8 @@ class StageEdge(ABC):
                 received.append(rows)
             return bool(received)
 
-        yield from self._until(is_here, f"hidden rows of pass {plan.number}")
+        what = f"hidden rows of pass {plan.number}"
+        yield from self._until(is_here, what, self._stage - 1)
         expected = plan.number, plan.layout, self._layers.start
         if received[0][:3] != expected:
             raise RuntimeError(
@@ -316,6 +348,7 @@ class StageEdge(ABC):
             if source == self._stage:
                 self._to_send.extend((target, layer, frame) for frame in frames)
             if target == self._stage:
+                self._source_of[layer] = source
                 self._take_place(layer, place)
                 self._coming.update(dict.fromkeys(((layer, frame) for frame in frames), True))
                 if item.split is not None and frames:
@@ -337,7 +370,7 @@ class StageEdge(ABC):
                 del self._place_of[other]
         self._place_of[layer] = place
         self._filled[place] = 0
-        self._spoil(place)
+        self._new_layer(layer, place)
 
     def _is_complete(self, layer: int) -> bool:
         return layer not in self._num_missing

@@ -86,6 +86,16 @@ class FramePool:
         payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
         return payload if payload.is_cuda else payload.numpy()
 
+    def read_layer(self, layer: int, frame: int) -> np.ndarray:
+        """A copy of a frame's bytes of one layer, uint8; the pool must be on the CPU."""
+        payload: np.ndarray = self.layers[layer, frame].clone().view(torch.uint8).flatten().numpy()
+        return payload
+
+    def write_layer(self, layer: int, frame: int, payload: np.ndarray) -> None:
+        """Write a frame of one layer from bytes, as `read_layer` returns them."""
+        target = self.layers[layer, frame]
+        target.copy_(torch.from_numpy(payload).view(target.dtype).view(target.shape))
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, all layers."""

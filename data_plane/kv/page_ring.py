@@ -184,8 +184,15 @@ class PageRingWriter:
     """
 
     def __init__(
-        self, segments: Segments, instance: int, limits: LimitsConfig, kind: str = PREFILL_RING
+        self,
+        segments: Segments,
+        instance: int,
+        limits: LimitsConfig,
+        kind: str = PREFILL_RING,
+        may_be_short: bool = False,
     ) -> None:
+        """may_be_short: payloads may have fewer bytes than a page, and only those travel."""
+        self._may_be_short = may_be_short
         self._instance = instance
         self._limits = limits
         try:
@@ -233,14 +240,16 @@ class PageRingWriter:
 
         payload: bytes, an array, or a tensor of bytes on a GPU. Returns False if `is_cancelled`,
         which is asked each tick, ended the wait. Raises PeerLost or ExchangeTimeout while waiting,
-        ValueError if the payload does not have page_bytes bytes.
+        ValueError if the payload does not have page_bytes bytes, or more if it may be short.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
         data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
         if isinstance(data, np.ndarray):
             data = _bytes_of(data)
-        if data.nbytes != self.page_bytes:
+        if data.nbytes != self.page_bytes and not (
+            self._may_be_short and data.nbytes < self.page_bytes
+        ):
             raise ValueError(
                 f"the payload of page {page} is {data.nbytes} bytes; a page has {self.page_bytes}"
             )
@@ -248,11 +257,13 @@ class PageRingWriter:
             return False
         place = self._num_written % len(places.headers)
         places.headers[place][:] = _Header(ticket=ticket, page=page, num_tokens=num_tokens)
-        _copy(data, places.payloads[place])
+        _copy(data, places.payloads[place][: data.nbytes])
         self._num_written += 1
-        self._segment.publish(
-            places.written, self._num_written, places.chunks[place], places.bulk_chunks[place]
-        )
+        chunks = places.chunks[place]
+        if self._may_be_short:
+            header, (offset, _) = chunks
+            chunks = header, (offset, data.nbytes)
+        self._segment.publish(places.written, self._num_written, chunks, places.bulk_chunks[place])
         return True
 
     def close(self) -> None:

@@ -9,14 +9,13 @@ One thread, the caller's, drives the instance; the others only fill and empty qu
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from queue import Empty, Full
+from collections.abc import Callable, Sequence
+from queue import Empty
 from typing import Any, Protocol
 
 from data_plane.instance.interface import Instance, TermStart
@@ -26,14 +25,13 @@ from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import (
     Make,
     MemberSpec,
-    ShutdownRequested,
     meet,
     running,
     segments_of,
     whole_percents,
 )
+from data_plane.member.term_loop import TermLoop, wake
 from data_plane.member.token_streams import TokenStreams
-from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.experts import ExpertTable
@@ -43,8 +41,6 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_LOOK = object()
-"""A message in the inbox: the instance's ring has pages, or a token stream has ended."""
 _RING_WAIT_MS = 1000
 """Longest single wait of a thread that watches a ring."""
 
@@ -68,12 +64,29 @@ class ClusterInstance(Instance, Protocol):
         """Join a term together with its peers, who do the same; returns the number of graphs."""
 
 
-def run_instance(spec: MemberSpec, make: Make | None = None) -> None:
-    """Run the instance until the controller asks for a shutdown.
+class Driven(Protocol):
+    """What a loop drives: a ClusterInstance, or a stage of a pipeline."""
 
-    `spec.factory` names a callable(config, instance, segments, checkpoint, progress) that makes a
-    ClusterInstance. make: another one, which has loaded much of it already. Raises FailureReported
-    or ControllerLost if the instance failed, after releasing everything.
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+
+
+MakeLoop = Callable[[Any, ControllerLink, TokenStreams, Segments, LimitsConfig], TermLoop]
+
+
+def run_instance(
+    spec: MemberSpec, make: Make | None = None, make_loop: MakeLoop | None = None
+) -> None:
+    """Run the instance or stage until the controller asks for a shutdown.
+
+    `spec.factory` names a callable(config, instance, segments, checkpoint, progress) that makes
+    what `make_loop` (by default DecodeLoop) drives. make: another one, which has loaded much of it
+    already. Raises FailureReported or ControllerLost if the instance failed, after releasing
+    everything.
     """
     assert spec.instance is not None
     limits = spec.config.limits
@@ -81,11 +94,11 @@ def run_instance(spec: MemberSpec, make: Make | None = None) -> None:
         loading = whole_percents(lambda percent: _send_loading(link, spec, percent))
         segments = segments_of(spec, link.term)
         held.callback(segments.close)
-        instance: ClusterInstance = (make or spec.make)(
+        instance: Any = (make or spec.make)(
             spec.config, spec.instance, segments, spec.checkpoint, loading
         )
-        tokens = TokenStreams(spec.instance, limits, spec.metadata, broke=lambda: _wake(link))
-        loop = DecodeLoop(instance, link, tokens, segments, limits)
+        tokens = TokenStreams(spec.instance, limits, spec.metadata, broke=lambda: wake(link))
+        loop = (make_loop or DecodeLoop)(instance, link, tokens, segments, limits)
         held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
@@ -100,11 +113,11 @@ def _send_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:
     link.send(pb.FromInstance(loading=pb.InstanceLoading(instance=spec.instance, percent=percent)))
 
 
-def _send_heartbeat(link: ControllerLink, instance: ClusterInstance) -> None:
+def _send_heartbeat(link: ControllerLink, instance: Driven) -> None:
     link.send(pb.FromInstance(heartbeat=pb.Heartbeat(awaited=instance.awaited)))
 
 
-class DecodeLoop:
+class DecodeLoop(TermLoop):
     """Drives one instance by the controller's messages, in one term after the other."""
 
     def __init__(
@@ -116,69 +129,20 @@ class DecodeLoop:
         limits: LimitsConfig,
     ) -> None:
         """segments: the instance's own, whose term this loop sets."""
+        super().__init__(link, tokens, segments, limits)
         self._instance = instance
-        self._link = link
-        self._tokens = tokens
-        self._segments = segments
-        self._limits = limits
         self._plans: deque[InstancePlan] = deque()
         """Plans of the windows that have not begun, at most two."""
         self._full_plan: InstancePlan | None = None
         self._pages_reported = threading.Event()
         self._watchers: list[threading.Thread] = []
 
-    def run(self) -> None:
-        """Run windows until the controller asks for a shutdown, which raises ShutdownRequested.
+    def _renew(self) -> None:
+        self._instance.leave()
 
-        A term that is over is left, and the next one joined. If a wait for a peer fails, the
-        controller decides whether the term ends. Any other exception is a failure of the instance,
-        or ControllerLost.
-        """
-        limit_s: float | None = self._limits.start_timeout_ms / 1000
-        while True:
-            message = self._await_join(limit_s)
-            # Unbounded on purpose after the first term: a loss is mended elsewhere meanwhile. The
-            # controller bounds that, and keepalive proves its stream.
-            limit_s = None
-            try:
-                self._join(message)
-                self._run_windows()
-            except TermOver as over:
-                logger.info("%s", over)
-            except (PeerLost, ExchangeTimeout) as error:
-                self._suspect(error)
-            self._leave()
-
-    def _await_join(self, limit_s: float | None) -> pb.ToInstance:
-        """Wait for the next term; what came for an earlier one is dropped."""
-        while True:
-            try:
-                message: Any = self._link.inbox.get(timeout=limit_s)
-            except Empty:
-                limit = f"start_timeout_ms ({self._limits.start_timeout_ms} ms)"
-                raise ControllerLost(f"no term began within {limit}") from None
-            if message is None:
-                raise ControllerLost("the controller's stream ended")
-            if message is _LOOK:
-                continue
-            match message.WhichOneof("message"):
-                case "join":
-                    assert isinstance(message, pb.ToInstance)
-                    return message
-                case "shutdown":
-                    raise ShutdownRequested(message.shutdown.reason)
-                case kind:
-                    logger.debug("dropped: %s of term %d, which is over", kind, message.term)
-
-    def _join(self, message: pb.ToInstance) -> None:
-        term = self._segments.term
-        if message.term != term.number:
-            # A process that was started for a term which ended before it began has made its ends.
-            self._instance.leave()
-            term.number = message.term
-        term.check()
-        meet(self._segments, message.join)
-        num_graphs = self._instance.enter(_term_start(message.join))
+    def _join(self, join: pb.Join) -> pb.InstanceReady:
+        meet(self._segments, join)
+        num_graphs = self._instance.enter(_term_start(join))
         self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()]
         for ring in self._instance.rings:
             watcher = threading.Thread(
@@ -186,41 +150,23 @@ class DecodeLoop:
             )
             watcher.start()
             self._watchers.append(watcher)
-        self._send(ready=pb.InstanceReady(num_graphs=num_graphs, selected=self._instance.selected))
+        return pb.InstanceReady(num_graphs=num_graphs, selected=self._instance.selected)
 
-    def _run_windows(self) -> None:
+    def _work(self) -> None:
         while True:
             while not self._plans:
-                self._await_message()
+                # Unbounded on purpose: an idle instance waits as long as its stream is open, which
+                # keepalive proves. But pages from another instance send no message, so it looks
+                # again each tick.
+                is_moving = self._instance.is_moving_pages
+                self._await_message(self._limits.tick_ms / 1000 if is_moving else None)
                 self._between_steps()
             self._run_window(self._plans.popleft())
-
-    def _suspect(self, error: ExchangeError) -> None:
-        """Report a failed wait, and wait until the term is over.
-
-        Raises the error if the controller does not end the term in a bounded time.
-        """
-        is_gone = isinstance(error, PeerLost)
-        message = f"{type(error).__name__}: {error}"
-        logger.info("%s", message)
-        self._send(suspect=pb.Suspect(instance=error.peer, is_gone=is_gone, message=message))
-        deadline = time.monotonic() + self._limits.exchange_timeout_ms / 1000
-        try:
-            while (left_s := deadline - time.monotonic()) > 0:
-                with contextlib.suppress(Empty):
-                    self._take(self._link.inbox.get(timeout=left_s))
-        except TermOver:
-            return
-        raise error
 
     def _leave(self) -> None:
         self._instance.leave()
         self._plans.clear()
         self._full_plan = None
-        self._send(left=pb.Left())
-
-    def _send(self, **message: Any) -> None:
-        self._link.send(pb.FromInstance(term=self._segments.term.number, **message))
 
     def join(self) -> None:
         """Wait, a bounded time, for the rings' watchers; closing the instance ends them.
@@ -268,41 +214,14 @@ class DecodeLoop:
 
     def _between_steps(self) -> None:
         """Do what may be done only between steps: take messages, copy pages, send pages."""
-        while True:
-            try:
-                self._take(self._link.inbox.get_nowait())
-            except Empty:
-                break
+        self._take_all()
         self._pages_reported.clear()
         self._instance.copy_arrived_pages()
         self._instance.send_pages()
         self._deliver()
 
-    def _await_message(self) -> None:
-        # Unbounded on purpose: an idle instance waits as long as its stream is open, which
-        # keepalive proves. But pages from another instance send no message, so it looks again each
-        # tick.
-        timeout_s = self._limits.tick_ms / 1000 if self._instance.is_moving_pages else None
-        try:
-            self._take(self._link.inbox.get(timeout=timeout_s))
-        except Empty:
-            return
-
-    def _take(self, message: Any) -> None:
-        if message is _LOOK:
-            return
-        if message is None:
-            raise ControllerLost("the controller's stream ended")
-        kind = message.WhichOneof("message")
-        if kind == "shutdown":
-            # At once, also from a window: its other instances are asked to leave too.
-            raise ShutdownRequested(message.shutdown.reason)
-        if message.term != self._segments.term.number:
-            logger.debug("dropped: %s of term %d, which is over", kind, message.term)
-            return
+    def _take_work(self, kind: str, message: pb.ToInstance) -> None:
         match kind:
-            case "leave":
-                raise TermOver(f"term {message.term} is over")
             case "plan":
                 plan = convert.instance_plan_from_wire(message.plan)
                 if plan.is_full:
@@ -320,12 +239,7 @@ class DecodeLoop:
 
     def _deliver(self) -> None:
         polled = self._instance.poll()
-        lost = self._tokens.send(polled.tokens)
-        if lost:
-            message = pb.TokensLost(
-                request_ids=sorted(lost), reason="the front end does not take the tokens"
-            )
-            self._send(tokens_lost=message)
+        self._deliver_tokens(polled.tokens)
         for event in polled.events:
             self._send(**_to_wire(event))
 
@@ -334,7 +248,7 @@ class DecodeLoop:
         while ring.is_open:
             if ring.wait(_RING_WAIT_MS) and not self._pages_reported.is_set():
                 self._pages_reported.set()
-                _wake(self._link)
+                wake(self._link)
 
 
 def _term_start(join: pb.Join) -> TermStart:
@@ -342,13 +256,6 @@ def _term_start(join: pb.Join) -> TermStart:
     if join.expert_seats:
         table = ExpertTable(tuple(join.expert_seats), tuple(join.expert_slots))
     return TermStart(tuple(join.seats), table, join.newest_ticket, join.keeps_rows)
-
-
-def _wake(link: ControllerLink) -> None:
-    try:
-        link.inbox.put_nowait(_LOOK)
-    except Full:
-        logger.debug("the inbox is full: the decode thread is awake anyway")
 
 
 def _to_wire(event: Event) -> dict[str, Any]:

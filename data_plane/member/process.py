@@ -16,12 +16,13 @@ from data_plane.member.instance_runner import run_instance
 from data_plane.member.lifetime import FailureReported, Make, MemberSpec, SpareSpec, sentence
 from data_plane.member.node_streams import run_node_streams
 from data_plane.member.prefill_runner import run_prefill
+from data_plane.member.stage_runner import StageLoop
 from data_plane.transport.shared_memory import sweep_stale
 from nanocp.logs import configure
 
 
 def run_member(spec: MemberSpec, make: Make | None = None) -> None:
-    """Run the instance, prefill or node's streams until the controller asks for a shutdown.
+    """Run the member that the spec names until the controller asks for a shutdown.
 
     make: makes the instance, in a process that was a spare.
     """
@@ -30,6 +31,8 @@ def run_member(spec: MemberSpec, make: Make | None = None) -> None:
     try:
         if spec.node is not None:
             run_node_streams(spec)
+        elif spec.instance is not None and spec.config.cluster.layout == "pipeline":
+            run_instance(spec, make_loop=StageLoop)
         elif spec.instance is not None:
             run_instance(spec, make)
         elif spec.config.prefill.engines:

@@ -14,7 +14,7 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
 from data_plane.model.rope import RopeTable
-from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights
+from data_plane.model.weights import LayerWeights, LogitsWeights, MlpWeights
 
 
 def attention_rows(
@@ -65,6 +65,6 @@ def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
     return mlp.down(F.silu(gate) * up)
 
 
-def logits(x_BX: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
+def logits(x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
     """Score the vocabulary for hidden rows: [B, vocabulary] fp32."""
     return weights.lm_head(rms_norm(x_BX, weights.final_norm, config.norm_eps)).float()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,26 @@ class LayerWeights:
     moe: MoeWeights | None
 
 
+class LogitsWeights(Protocol):
+    """Weights that make logits of hidden rows: a model's, or HeadWeights."""
+
+    @property
+    def final_norm(self) -> Tensor:
+        """[X]."""
+
+    @property
+    def lm_head(self) -> LinearLayer:
+        """From X to the vocabulary."""
+
+
+class HeadWeights(NamedTuple):
+    """What makes logits of hidden rows."""
+
+    final_norm: Tensor
+    lm_head: LinearLayer
+    """From X to the vocabulary."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """A decoder, with the experts of one instance."""
@@ -99,39 +119,56 @@ def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str,
 
 def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """List the tensors that an instance with these experts reads: name -> shape."""
+    shapes = embedding_shapes(config) | head_shapes(config)
+    for index in range(config.num_layers):
+        shapes |= layer_shapes(config, index, experts)
+    return shapes
+
+
+def embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """List the tensors that turn token ids into hidden rows: name -> shape."""
+    return {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+
+
+def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """List the tensors that turn hidden rows into logits: name -> shape."""
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (config.hidden_size,)}
+    if config.tied_embeddings:
+        return shapes | embedding_shapes(config)
+    return shapes | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+
+
+def layer_shapes(
+    config: ModelConfig, index: int, experts: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """List the tensors of one layer with these experts: name -> shape."""
     hidden, kind = config.hidden_size, config.attention
+
+    layer = f"model.layers.{index}."
+    attention, mlp = layer + "self_attn.", layer + "mlp."
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+        layer + "input_layernorm.weight": (hidden,),
+        layer + "post_attention_layernorm.weight": (hidden,),
+        **kind.stored_shapes(attention, hidden),
+        attention + "o_proj.weight": (hidden, kind.num_heads * kind.value_dim),
     }
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
 
     def add_mlp(prefix: str, size: int, names: MixtureNames = PLAIN_NAMES) -> None:
         gate, up, down = mlp_names(prefix, names)
         shapes[gate] = shapes[up] = (size, hidden)
         shapes[down] = (hidden, size)
 
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        attention, mlp = layer + "self_attn.", layer + "mlp."
-        shapes |= {
-            layer + "input_layernorm.weight": (hidden,),
-            layer + "post_attention_layernorm.weight": (hidden,),
-            **kind.stored_shapes(attention, hidden),
-            attention + "o_proj.weight": (hidden, kind.num_heads * kind.value_dim),
-        }
-        if index < config.num_dense_layers:
-            add_mlp(mlp, config.dense_size)
-            continue
-        mlp = layer + config.names.prefix
-        shapes[mlp + "gate.weight"] = (config.num_experts, hidden)
-        if not config.softmax_gate:
-            shapes[mlp + "gate.e_score_correction_bias"] = (config.num_experts,)
-        for expert in experts:
-            add_mlp(f"{mlp}experts.{expert}.", config.expert_size, config.names)
-        if config.num_shared_experts:
-            add_mlp(mlp + "shared_experts.", config.num_shared_experts * config.expert_size)
+    if index < config.num_dense_layers:
+        add_mlp(mlp, config.dense_size)
+        return shapes
+    mlp = layer + config.names.prefix
+    shapes[mlp + "gate.weight"] = (config.num_experts, hidden)
+    if not config.softmax_gate:
+        shapes[mlp + "gate.e_score_correction_bias"] = (config.num_experts,)
+    for expert in experts:
+        add_mlp(f"{mlp}experts.{expert}.", config.expert_size, config.names)
+    if config.num_shared_experts:
+        add_mlp(mlp + "shared_experts.", config.num_shared_experts * config.expert_size)
     return shapes
 
 
@@ -162,7 +199,7 @@ def load_weights(
     reader = SafetensorsReader(Path(path), config.fp8_block)
     shapes = stored_shapes(config, experts)
     reader.check(shapes)
-    return _Loader(
+    return WeightLoader(
         reader, config, dtype, experts, shapes, progress, packing or TorchPacking()
     ).model()
 
@@ -189,7 +226,7 @@ def load_experts(
         reader = SafetensorsReader(Path(path), config.fp8_block)
         shapes = stored_shapes(config, sorted(missing.values()))
         reader.check(shapes)
-        loader = _Loader(
+        loader = WeightLoader(
             reader, config, dtype, range(0), shapes, say_nothing, packing or TorchPacking()
         )
     for index, moe in layers:
@@ -204,7 +241,7 @@ def load_experts(
     return len(missing)
 
 
-class _Loader:
+class WeightLoader:
     """Reads one checkpoint; no method keeps a tensor as stored while it reads another."""
 
     def __init__(
@@ -217,6 +254,7 @@ class _Loader:
         progress: Progress,
         packing: Packing,
     ) -> None:
+        """Set what is read; see `load_weights`. shapes: of all tensors that will be."""
         self._reader = reader
         self._config = config
         self._dtype = dtype
@@ -229,19 +267,31 @@ class _Loader:
         self._done = 0
 
     def model(self) -> ModelWeights:
+        """All of an instance's weights."""
         config = self._config
-        embedding = self.tensor("model.embed_tokens.weight")
+        embedding = self.embedding()
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self._layer(index) for index in range(config.num_layers)),
-            final_norm=self.tensor("model.norm.weight"),
-            lm_head=self.packing.linear(embedding)
-            if config.tied_embeddings
-            else self.linear("lm_head.weight"),
+            layers=tuple(self.layer(index) for index in range(config.num_layers)),
+            **self.head(embedding)._asdict(),
             rope=RopeTable(config.rope, config.attention.rope_dim),
         )
 
-    def _layer(self, index: int) -> LayerWeights:
+    def embedding(self) -> Tensor:
+        """[vocabulary, X]."""
+        return self.tensor("model.embed_tokens.weight")
+
+    def head(self, embedding: Tensor | None) -> HeadWeights:
+        """What makes logits. embedding: if it has been read."""
+        final_norm = self.tensor("model.norm.weight")
+        if not self._config.tied_embeddings:
+            return HeadWeights(final_norm, self.linear("lm_head.weight"))
+        if embedding is None:
+            embedding = self.embedding()
+        return HeadWeights(final_norm, self.packing.linear(embedding))
+
+    def layer(self, index: int) -> LayerWeights:
+        """One decoder layer."""
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         is_dense = index < self._config.num_dense_layers
@@ -269,6 +319,7 @@ class _Loader:
         )
 
     def expert(self, layer: int, expert: int) -> MlpWeights:
+        """One expert of a layer."""
         prefix = f"model.layers.{layer}.{self._config.names.prefix}experts.{expert}."
         (mlp,) = self._expert_mlps([prefix])
         return mlp

@@ -127,6 +127,10 @@ class NativeExpertKernels:
         """Forget the addresses of experts: others are in their slots."""
         self._experts.clear()
 
+    def forget_experts(self, moe: MoeWeights) -> None:
+        """Keep nothing of this layer's experts: they are given up."""
+        self._experts.pop(id(moe), None)
+
     def pack_rows(
         self,
         x_BX: Tensor,

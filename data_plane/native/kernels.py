@@ -20,7 +20,7 @@ from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import LATENT_NORM_EPS, MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.rope import RopeTable
-from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights
+from data_plane.model.weights import LayerWeights, LogitsWeights, MlpWeights
 from data_plane.native.attention import NativeAttention
 from data_plane.native.build import native_library
 from data_plane.native.calls import LayerFields
@@ -165,7 +165,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
         self._calls.mlp(x_BX.data_ptr(), gate_up, down, x_BX.shape[0], size, inner, out.data_ptr())
         return out
 
-    def logits(self, x_BX: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
+    def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
         """Logits [B, vocabulary] fp32 of hidden rows; see layers.logits.
 
         The logits of a bf16 model are not rounded to bf16.
@@ -196,6 +196,12 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
         if kind.kv_lora_rank % 32 or kind.kv_width % 32:
             return None
         return NativeAttention(self.attention_call, kind.kv_lora_rank)
+
+    def forget(self, layer: LayerWeights) -> None:
+        """Keep nothing of this layer's weights: they are given up."""
+        self._layers.pop(id(layer), None)
+        if layer.moe is not None:
+            self.forget_experts(layer.moe)
 
     def _layer(self, layer: LayerWeights, rope: RopeTable, config: ModelConfig) -> Any:
         known = self._layers.get(id(layer))

@@ -4,20 +4,19 @@ Enters: all weights, a prompt. Leaves: pages of KV, and the prompt's log probabi
 they are asked for. Does not know: frames, rings, tickets. It never samples: decode's first step
 takes the last prompt token. (The paper's section 3.)
 
-Legend: T tokens of a chunk, U tokens so far, X hidden, V vocabulary, H heads, E width of a head's
-keys and values, W width of KV, L layers, S = 64.
+Legend: T tokens of a chunk, X hidden, V vocabulary in logits, else a head's values, H heads, E
+width of a head's keys, W width of KV, L layers, S = 64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from data_plane.attention.lse_merge import lse_merge
+from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.sampler import token_logprobs
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
@@ -28,8 +27,6 @@ from data_plane.moe.gate import gate
 from nanocp.plan import PAGE_SIZE
 from nanocp.sampling import PromptLogprobs
 
-_MAX_PIECE_TOKENS = 2048
-"""Tokens whose keys and values are computed at a time: it bounds memory at any length."""
 _LOGITS_TOKENS = 64
 """Tokens whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""
 
@@ -94,7 +91,13 @@ def _run_chunk(
         if index == len(weights.layers) - 1 and not is_output_wanted:
             break
         q_THE = kind.prefill_queries(wire_q_TC, position_T, own, weights.rope)
-        x_TX = x_TX + _causal_attention(q_THE, kv_LTW[index, :end], begin, layer, config)
+        o_THV = causal_attention(
+            q_THE,
+            kv_LTW[index, :end],
+            kind.softmax_scale,
+            partial(kind.keys_and_values, weights=own),
+        )
+        x_TX = x_TX + ops.output_projection(o_THV, layer)
         x_TX = x_TX + _mlp(
             rms_norm(x_TX, layer.post_attention_norm, config.norm_eps), layer, config
         )
@@ -114,46 +117,6 @@ def _append_logprobs(
         wanted.report(
             token_logprobs(logits_TV, next_ids[begin : begin + _LOGITS_TOKENS], wanted.num_top)
         )
-
-
-def _causal_attention(
-    q_THE: Tensor, kv_UW: Tensor, begin: int, layer: LayerWeights, config: ModelConfig
-) -> Tensor:
-    """Attend with rows `begin` on of a sequence to all of its KV so far: [T, X].
-
-    KV before the chunk needs no mask. Pieces are merged by their lse.
-    """
-    kind = config.attention
-    # The kernel wants keys and values of one width.
-    width = max(q_THE.shape[-1], kind.value_dim)
-    q_HTE = _padded(q_THE.transpose(0, 1), width)
-    partials = []
-    for first, last in pairwise((*range(0, begin, _MAX_PIECE_TOKENS), begin, len(kv_UW))):
-        key_HUE, value_HUE = (
-            _padded(heads, width)
-            for heads in kind.keys_and_values(kv_UW[first:last], layer.attention)
-        )
-        partials.append(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_HTE[None],
-                key_HUE[None],
-                value_HUE[None],
-                0.0,
-                first == begin,
-                scale=kind.softmax_scale,
-            )
-        )
-    out, lse = zip(*partials, strict=True)
-    merged_HTE, _ = (
-        lse_merge(torch.cat(out), torch.cat(lse)) if len(partials) > 1 else (out[0][0], lse)
-    )
-    return ops.output_projection(
-        merged_HTE[..., : kind.value_dim].transpose(0, 1).to(kv_UW.dtype), layer
-    )
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, (0, width - x.shape[-1]))
 
 
 def _mlp(x_TX: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:

@@ -17,7 +17,13 @@ from data_plane.model import layers
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing, TorchPacking
 from data_plane.model.rope import RopeTable
-from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from data_plane.model.weights import (
+    LayerWeights,
+    LogitsWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from data_plane.moe.all_to_all_cpu import ExpertExchange, ExpertKernels
 from data_plane.moe.experts import visit_experts
 from data_plane.moe.gate import gate
@@ -74,7 +80,7 @@ class Kernels(Packing, ExpertKernels, Protocol):
     def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
         """See model.layers."""
 
-    def logits(self, x_BX: Tensor, weights: ModelWeights, config: ModelConfig) -> Tensor:
+    def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
         """See model.layers."""
 
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -82,6 +88,9 @@ class Kernels(Packing, ExpertKernels, Protocol):
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """The attention that comes with these kernels, if they have one for the model's widths."""
+
+    def forget(self, layer: LayerWeights) -> None:
+        """Keep nothing of this layer's weights: they are given up."""
 
 
 class TorchKernels(TorchPacking):
@@ -105,6 +114,9 @@ class TorchKernels(TorchPacking):
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """None: torch's attention is no part of these kernels."""
         return None
+
+    def forget(self, layer: LayerWeights) -> None:
+        """Do nothing: torch keeps nothing."""
 
 
 def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernels, str]:

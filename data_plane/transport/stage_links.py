@@ -34,6 +34,15 @@ class PassTokens(NamedTuple):
 class StageLinks(Protocol):
     """One stage's ends of the links to the next stage, and from the last to the first."""
 
+    def connect(self) -> None:
+        """Attach to the next stage, before anything is sent."""
+
+    def wait(self, timeout_ms: float) -> None:
+        """Wait until a message comes that no earlier `wait` has seen, at most so long."""
+
+    def close(self) -> None:
+        """Release both ends. Idempotent."""
+
     def send_hidden(self, rows: HiddenRows) -> None:
         """To the next stage. Never blocks: the passes in flight are bounded."""
 
@@ -64,6 +73,15 @@ class LocalStageLinks:
         hidden: list[deque[HiddenRows]] = [deque() for _ in range(num_stages)]
         tokens: deque[PassTokens] = deque()
         return [cls(stage, hidden, tokens) for stage in range(num_stages)]
+
+    def connect(self) -> None:
+        """See StageLinks."""
+
+    def wait(self, timeout_ms: float) -> None:
+        """Return: what can come in one process is here."""
+
+    def close(self) -> None:
+        """See StageLinks."""
 
     def send_hidden(self, rows: HiddenRows) -> None:
         """See StageLinks."""

@@ -22,7 +22,7 @@ from nanocp.cli.overlap.app import app as overlap
 from nanocp.cli.plan import plan
 from nanocp.cli.prefill_flags import prefill_flags
 from nanocp.cli.profile import profile
-from nanocp.cli.seats import drain, scale, upgrade
+from nanocp.cli.seats import drain, layout, scale, upgrade
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
 from nanocp.cli.top import top
@@ -74,6 +74,7 @@ for command in (
     drain,
     scale,
     upgrade,
+    layout,
 ):
     app.command()(command)
 app.add_typer(bench, name="bench")

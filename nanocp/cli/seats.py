@@ -1,13 +1,14 @@
-"""`nanocp drain`, `nanocp scale` and `nanocp upgrade`: other instances for a service that runs.
+"""`nanocp drain`, `scale`, `upgrade` and `layout`: changes of a service that runs.
 
-Enters: a service's status port, seats. Leaves: the change, once it has been made; exit status 1 if
-it was not, 2 if the service cannot make it. Does not know: how instances come and go.
+Enters: a service's status port, seats or layers. Leaves: the change, once it has been made; exit
+status 1 if it was not, 2 if the service cannot make it. Does not know: how instances come and go.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -87,6 +88,35 @@ def upgrade(
     _carry_out("upgrade", change)
 
 
+def layout(
+    split: Annotated[
+        str | None,
+        typer.Argument(help="The layers of each stage, such as 7,5; without it, print them."),
+    ] = None,
+    target: Target = "127.0.0.1:9464",
+    api_key: Key = "",
+) -> None:
+    """Let layers of a pipeline move to other stages: no stream ends, and policies are off then."""
+
+    def change() -> None:
+        body = None
+        if split is not None:
+            if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", split):
+                raise ValueError(f"the layout is {split!r}; it must be numbers of layers, as 7,5")
+            body = json.dumps({"split": [int(count) for count in split.split(",")]}).encode()
+        stages = _ask(target, api_key, body, "/cluster/layout")["stages"]
+        if not stages:
+            raise Refused("this cluster has no stages: cluster.layout is not pipeline")
+        layers = ", ".join(
+            f"stage {one['stage']} has layers {one['first_layer']} to "
+            f"{one['first_layer'] + one['num_layers'] - 1}"
+            for one in stages
+        )
+        print(layers, flush=True)
+
+    _carry_out("layout", change)
+
+
 def _carry_out(name: str, change: Callable[[], None]) -> None:
     try:
         change()
@@ -112,9 +142,9 @@ def _seats(target: str, api_key: str) -> dict[str, Any]:
     return seats
 
 
-def _ask(target: str, api_key: str, body: bytes | None = None) -> Any:
+def _ask(target: str, api_key: str, body: bytes | None = None, path: str = "/cluster/seats") -> Any:
     """What the status port answers. Raises Refused, or ValueError if no service answers."""
-    url = f"http://{target}/cluster/seats"
+    url = f"http://{target}{path}"
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONFIG_OPTIONS = FieldOptions(
     [
         config_option("cluster.num_instances", name="instances"),
+        config_option("cluster.layout"),
+        config_option("pipeline.layer_policy"),
         config_option("cluster.instances_per_node"),
         config_option("cluster.num_frames"),
         config_option("cluster.max_model_len"),
@@ -160,7 +162,10 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     service = Service(config, served, _launcher(config, address, ray, groups))
     place = _place(config, address, ray, groups)
     num = config.cluster.num_instances
-    output.say(f"{num} instance{'s' * (num != 1)} as {place}, policy {config.scheduler.policy}")
+    what, policy = "instance", config.scheduler.policy
+    if config.cluster.layout == "pipeline":
+        what, policy = "stage", config.pipeline.layer_policy
+    output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
     try:
         return _serve(service, served, output)
     finally:

@@ -183,11 +183,29 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
     parts.append(Text(_LEGEND, style="dim"))
     if long:
         parts += [Text(""), requests]
+    parts += _stages(snapshot.get("stages", []))
     parts += _tenants(snapshot.get("tenants", []))
     if snapshot["engines"]:
         parts += [Text(""), *(_engine(engine) for engine in snapshot["engines"])]
     parts += _recovery(snapshot["recovery"])
     return Group(*parts)
+
+
+def _stages(stages: list[dict[str, Any]]) -> list[Text]:
+    """A line for each stage of a pipeline, and one on its layouts."""
+    from rich.text import Text
+
+    if not stages:
+        return []
+    lines = [Text("")]
+    for one in stages:
+        last = one["first_layer"] + one["num_layers"] - 1
+        times = ""
+        if one["pass_ms"] is not None:
+            times = f": a pass {one['pass_ms']:.1f} ms, of which it waits {one['wait_ms']:.1f} ms"
+        lines.append(Text(f"stage {one['stage']} has layers {one['first_layer']}-{last}{times}"))
+    moving = ", layers are moving" if stages[0]["is_moving"] else ""
+    return [*lines, Text(f"layout changes {stages[0]['layout_changes']}{moving}")]
 
 
 def _tenants(tenants: list[dict[str, Any]]) -> list[Text]:

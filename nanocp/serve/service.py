@@ -11,35 +11,42 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 from control_plane.addresses import advertised_host, join
 from control_plane.controller import Controller
+from control_plane.flights.decode import DecodeFlights
+from control_plane.flights.flights import Flights
+from control_plane.flights.pipeline import PipelineFlights
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tls import check_tls
-from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
-from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers.launcher import Launcher
 from control_plane.member_streams import PREFILL, Member
+from control_plane.members.members import Members
 from control_plane.members.seats import SeatsNow
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import Observer
-from control_plane.observe.status_server import StatusServer, metrics_page
+from control_plane.observe.status_server import (
+    LAYOUT_PATH,
+    SEATS_PATH,
+    StatusServer,
+    metrics_page,
+)
 from control_plane.observe.tracing import TracedObserver, Tracing
 from data_plane.member.lifetime import MemberSpec, SpareSpec
-from data_plane.model.config import ModelConfig
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
 from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
+from nanocp.serve.served import Served as Served
+from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
 
 logger = logging.getLogger(__name__)
@@ -50,50 +57,6 @@ _ANSWER_S = 10.0
 """Longest wait for the controller to say which seats serve."""
 _NEVER_SERVED_TIMEOUT_S = 1.0
 """Longest wait for members to leave that never served: some cannot read that they should."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What is served, and the factories of its members."""
-
-    limits: ModelLimits
-    tokenizer: Tokenizer | None
-    checkpoint: Path
-    instance_factory: str = "data_plane.startup.instance:build_instance"
-    prefill_factory: str = "data_plane.startup.prefill:build_prefill"
-    probe_factory: str = "data_plane.startup.prefill:build_probe"
-    """Makes what engines are probed with, where they take the prefill's place."""
-    spare_factory: str = "data_plane.startup.instance:prepare_instance"
-    """See SpareSpec."""
-    num_experts: int | None = None
-    """Experts of a layer, 0 for a dense model; None if every instance must always serve."""
-
-
-def open_checkpoint(config: Config, checkpoint: Path) -> Served:
-    """Check a checkpoint folder, but not its weights.
-
-    Raises ValueError saying what does not fit.
-    """
-    model = ModelConfig.from_folder(checkpoint)
-    num_instances = config.cluster.num_instances
-    if 0 < model.num_experts < num_instances:
-        raise ValueError(
-            f"the model has {model.num_experts} experts; there may be as many instances, and not "
-            f"{num_instances}"
-        )
-    max_model_len = min(model.max_len, config.cluster.max_model_len)
-    has_prefill = not config.prefill.synthetic_kv
-    name = config.service.served_model_name or str(checkpoint)
-    limits = ModelLimits(
-        model.vocab_size,
-        max_model_len,
-        model.eos_token_ids,
-        has_prefill,
-        name,
-        config.cluster.bounds.max_grammar_bytes,
-        has_prompt_logprobs=not config.prefill.engines,
-    )
-    return Served(limits, load_tokenizer(checkpoint), checkpoint, num_experts=model.num_experts)
 
 
 def member_environment(config: Config) -> dict[str, str]:
@@ -178,6 +141,7 @@ class Service:
             self._front_ends,
             self.metrics,
             view,
+            self._make_flights,
             served.num_experts,
         )
         self._spares = Spares(
@@ -191,7 +155,7 @@ class Service:
             view.snapshot_json,
             status_keys.admit,
             view.requests_json,
-            self._answer_seats,
+            {SEATS_PATH: self._answer_seats, LAYOUT_PATH: self._answer_layout},
             ApiKeys(config.service.api_keys).admit,
         )
         self.addresses: tuple[str, ...] = ()
@@ -317,6 +281,19 @@ class Service:
         now["ready_spares"] = self.num_ready_spares
         return json.dumps(now).encode()
 
+    def _answer_layout(self, body: bytes | None) -> bytes:
+        """See status_server.Change. The body names the layers of each stage."""
+        if body is not None:
+            try:
+                split = [int(count) for count in json.loads(body)["split"]]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError('the body must be JSON such as {"split": [7, 5]}') from None
+            if not self._has_served:
+                raise ValueError("the service is starting")
+            limits = self._config.limits
+            self._controller.want_layout(split).result(limits.start_timeout_ms / 1000)
+        return json.dumps({"stages": self._controller.stages()}).encode()
+
     def regroup(self) -> None:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""
         self._controller.regroup()
@@ -389,6 +366,11 @@ class Service:
         served = self._served
         config = self._config_of(Member("instance"))
         return SpareSpec(name, served.spare_factory, config, served.checkpoint)
+
+    def _make_flights(self, members: Members) -> Flights:
+        if self._config.cluster.layout == "pipeline":
+            return PipelineFlights(self._config, members, self._served.num_layers)
+        return DecodeFlights(self._config, members, self.metrics)
 
     def _factory(self, member: Member) -> str:
         if member != PREFILL:

@@ -8,10 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from control_plane.flights.transfers import Transfers
 from control_plane.frontend.client_stream import ClientStream
 from control_plane.frontend.streams import ClientStreams
 from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.transfers import Transfers
 from nanocp.sampling import RowInput
 from nanocp.wire import convert
 

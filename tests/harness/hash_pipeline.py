@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.pipeline.invariants import check_pipeline
@@ -23,12 +23,13 @@ from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, P
 from data_plane.fake.local_pages import local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.fake.stage import HashStage
-from data_plane.transport.stage_links import LocalStageLinks
+from data_plane.instance.page_transfers import PageMover
+from data_plane.transport.stage_links import LocalStageLinks, StageLinks
 from harness.hash_parts import Story
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.passes import LayerMoves, PassPlan, PipelineConfig, PipelinePlan
 from nanocp.plan import AbortRequested, Arrival, FinishReason, Preempted
-from nanocp.sampling import RowInput, SamplingParams
+from nanocp.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
@@ -77,7 +78,7 @@ def draw_setup(random: Random) -> PipelineSetup:
 class StageProcess:
     """A stage, and everything under way to it and from it."""
 
-    def __init__(self, stage: HashStage) -> None:
+    def __init__(self, stage: Any) -> None:
         self.stage = stage
         self.items: deque[PassPlan | LayerMoves] = deque()
         self.events: deque[PipelineEvent] = deque()
@@ -93,16 +94,11 @@ class HashPipeline:
         self.random = random = Random(seed)
         self.setup = setup = setup or draw_setup(random)
         pipeline = setup.pipeline
-        num_dense_layers = random.randrange(pipeline.num_layers + 1)
-        self.model = HashModel(pipeline.num_layers, num_dense_layers)
         self.scheduler = PipelineScheduler(*setup)
         links = LocalStageLinks.create_all(pipeline.num_stages)
         movers = local_peer_rings(pipeline.num_stages)
-        num_frames = setup.cluster.num_frames
-        self.processes = [
-            StageProcess(HashStage(stage, pipeline, num_frames, self.model, *ends))
-            for stage, ends in enumerate(zip(links, movers, strict=True))
-        ]
+        ends = list(zip(links, movers, strict=True))
+        self.processes = [StageProcess(stage) for stage in self._make_stages(ends)]
         self.loops = [self._stage_loop(process) for process in self.processes]
         self.events: deque[PipelineEvent] = deque()
         self.table = InstanceTable(0, 1)
@@ -114,6 +110,41 @@ class HashPipeline:
         self.now_us = 0
         self.counts: Counter[str] = Counter()
         self.num_reported = 0
+
+    # --- the model
+
+    def _make_stages(self, ends: list[tuple[StageLinks, PageMover]]) -> list[Any]:
+        """Make the stages of these ends, in order."""
+        pipeline, num_frames = self.setup.pipeline, self.setup.cluster.num_frames
+        num_dense_layers = self.random.randrange(pipeline.num_layers + 1)
+        self.model = HashModel(pipeline.num_layers, num_dense_layers)
+        return [
+            HashStage(stage, pipeline, num_frames, self.model, *own)
+            for stage, own in enumerate(ends)
+        ]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model."""
+        return self.model.vocab_size
+
+    def _draw_params(self, max_tokens: int) -> SamplingParams:
+        random = self.random
+        num_stop_ids = random.choice([0, 0, 1, 3])
+        return SamplingParams(
+            temperature=1.0,
+            max_tokens=max_tokens,
+            min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
+            seed=random.randrange(1 << 32),
+            stop_token_ids=tuple(random.randrange(self.vocab_size) for _ in range(num_stop_ids)),
+        )
+
+    def _expected(self, prompt_ids: list[int], params: SamplingParams) -> list[int]:
+        return self.model.generate(prompt_ids, params)
+
+    def _kv_of(self, stage: Any, layer: int) -> Any:
+        """The KV of one layer at a stage, by frame."""
+        return stage._kv[stage._place_of[layer]]
 
     # --- the play
 
@@ -173,7 +204,7 @@ class HashPipeline:
                     self._arrive()
 
     def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
-        random, vocab_size = self.random, self.model.vocab_size
+        random, vocab_size = self.random, self.vocab_size
         any_prompt_len = random.choice(
             [1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 400)]
         )
@@ -184,30 +215,37 @@ class HashPipeline:
             common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
             prompt_ids = [*common, *prompt_ids][:600]
         max_tokens = max_tokens or random.choice([1, 3, 20, random.randrange(1, 150)])
-        num_stop_ids = random.choice([0, 0, 1, 3])
-        params = SamplingParams(
-            temperature=1.0,
-            max_tokens=max_tokens,
-            min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
-            seed=random.randrange(1 << 32),
-            stop_token_ids=tuple(random.randrange(vocab_size) for _ in range(num_stop_ids)),
-        )
+        params = self._draw_params(max_tokens)
+        priority = random.choice([0, 0, 0, 1])
+        deadline_us = self.now_us + 20_000 if random.random() < 0.1 else None
+        self.submit(prompt_ids, params, priority, deadline_us)
+
+    def submit(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        deadline_us: int | None = None,
+    ) -> Story:
+        """Let a request arrive."""
         request_id = len(self.stories) + 1
-        expected = self.model.generate(prompt_ids, params)
-        self.stories[request_id] = Story(
-            request_id, prompt_ids, params, expected, prompt_ids, owners=None
-        )
+        expected = self._expected(prompt_ids, params)
+        story = Story(request_id, prompt_ids, params, expected, prompt_ids, owners=None)
+        self.stories[request_id] = story
+        penalized = penalized_prompt_ids(prompt_ids, params)
+        row = RowInput(prompt_ids[-1], params, "front-end:1", (), penalized)
         self.events.append(
             Arrival(
                 request_id,
                 len(prompt_ids),
-                max_tokens,
-                encode_row_input(RowInput(prompt_ids[-1], params, "front-end:1")),
-                priority=random.choice([0, 0, 0, 1]),
-                deadline_us=self.now_us + 20_000 if random.random() < 0.1 else None,
+                params.max_tokens,
+                encode_row_input(row),
+                priority=priority,
+                deadline_us=deadline_us,
                 page_hashes=page_hashes(prompt_ids),
             )
         )
+        return story
 
     def _resume(self, preempted: Preempted) -> None:
         """Submit a preempted request again, as the front end does once it has every token."""
@@ -217,7 +255,8 @@ class HashPipeline:
         assert len(story.output) == num_generated, "the scheduler knows how many tokens there are"
         output_ids = tuple(story.output[index] for index in range(num_generated))
         story.known_ids = [*story.prompt_ids, *output_ids]
-        row = RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids)
+        penalized = penalized_prompt_ids(story.prompt_ids, story.params)
+        row = RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids, penalized)
         self.events.append(
             Arrival(
                 preempted.request_id,
@@ -303,12 +342,15 @@ class HashPipeline:
             name = f"token {token.index} of request {token.request_id}"
             assert token.index not in story.output, f"{name} came twice"
             story.output[token.index] = token.token_id
-            expected = story.expected[token.index] if token.index < len(story.expected) else None
-            assert token.token_id == expected, f"{name} is {token.token_id}, not {expected}"
+            self._check_token(story, token, name)
             self.counts["tokens"] += 1
-            if token.finish_reason is not None:
-                assert token.index == len(story.expected) - 1
-                story.is_settled = True
+            story.is_settled |= token.finish_reason is not None
+
+    def _check_token(self, story: Story, token: Token, name: str) -> None:
+        expected = story.expected[token.index] if token.index < len(story.expected) else None
+        assert token.token_id == expected, f"{name} is {token.token_id}, not {expected}"
+        is_last = token.index == len(story.expected) - 1
+        assert is_last or token.finish_reason is None, f"{name} is not the last"
 
     # --- verdict
 
@@ -321,7 +363,7 @@ class HashPipeline:
             assert not process.stage._coming and not process.stage._num_missing
         for (stage, layer), good in places.good.items():
             (owner,) = (s for s in range(len(stages)) if layer in stages[s]._layers)
-            kv = [stages[s]._kv[stages[s]._place_of[layer]] for s in (stage, owner)]
+            kv = [self._kv_of(stages[s], layer) for s in (stage, owner)]
             for first, count in runs_of(good & full):
                 frames = slice(first, first + count)
                 assert (kv[0][frames] == kv[1][frames]).all(), (stage, layer, frames)

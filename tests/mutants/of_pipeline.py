@@ -5,6 +5,11 @@ from mutant import Mutant
 MOVES = (
     "tests/data_plane/fake/test_hash_pipeline.py::test_every_token_is_right_while_layers_move",
 )
+SPLITS = (
+    "tests/data_plane/step/test_stage.py",
+    "-k",
+    "test_every_split_before_during_and_after_changes and 2-auto",
+)
 SCHEDULER = ("tests/control_plane/scheduler/pipeline/test_pipeline_scheduler.py", "-k")
 
 OF_PIPELINE = [
@@ -119,9 +124,49 @@ OF_PIPELINE = [
         text="""while not is_here():
             self.progress()
             if is_here():
-                return
-            yield""",
-        fault="while not is_here():\n    yield",
+                break
+            self.awaited""",
+        fault="while not is_here():\n    self.awaited",
         tests=("tests/data_plane/instance/test_stage_edge.py",),
+    ),
+    Mutant(
+        name="weights-of-another-layer",
+        why="a layer that comes to a stage runs with another layer's weights",
+        path="data_plane/model/stage_weights.py",
+        text="self._thread.submit(self._read, layer)",
+        fault="self._thread.submit(self._read, layer - 1)",
+        tests=SPLITS,
+    ),
+    Mutant(
+        name="place-off-by-one",
+        why="a layer reads the KV of the place before its own",
+        path="data_plane/step/stage.py",
+        text="pool_FSW = self._kernels, self._frames.layers[place]",
+        fault="pool_FSW = self._kernels, self._frames.layers[place - 1]",
+        tests=SPLITS,
+    ),
+    Mutant(
+        name="chunk-without-prefix",
+        why="a chunk of a prompt attends to its own tokens only",
+        path="data_plane/step/stage.py",
+        text="flatten(0, 1)[:num_tokens]",
+        fault="flatten(0, 1)[num_tokens - part.stop + part.start : num_tokens]",
+        tests=("tests/data_plane/step/test_stage.py", "-k", "kv_of_chunks"),
+    ),
+    Mutant(
+        name="hidden-rows-without-layout",
+        why="hidden rows do not say in which layout they were made",
+        path="data_plane/kv/stage_rings.py",
+        text="rows.layout << 32 | rows.next_layer",
+        fault="rows.next_layer",
+        tests=("tests/data_plane/kv/test_stage_rings.py",),
+    ),
+    Mutant(
+        name="policy-against-operator",
+        why="a policy takes back the layout that an operator asked for",
+        path="control_plane/scheduler/pipeline/layout_changes.py",
+        text="if self._asked is not None:\n    return",
+        fault="pass",
+        tests=("tests/control_plane/scheduler/pipeline/test_layout_changes.py",),
     ),
 ]

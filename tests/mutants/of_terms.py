@@ -30,7 +30,7 @@ OF_TERMS = [
     Mutant(
         name="old-plans",
         why="an instance runs a plan of the term before (terms)",
-        path="data_plane/member/instance_runner.py",
+        path="data_plane/member/term_loop.py",
         text="if message.term != self._segments.term.number:",
         fault="if False:",
         tests=("tests/data_plane/member/test_instance_runner.py", "-k", "term_that_ends"),
@@ -87,10 +87,10 @@ OF_TERMS = [
     Mutant(
         name="lost-prompts",
         why="prompts that a lost prefill had not filled are forgotten",
-        path="control_plane/transfers.py",
+        path="control_plane/flights/transfers.py",
         text="if unanswered.request is not None:",
         fault="if False:",
-        tests=("tests/control_plane/test_transfers.py",),
+        tests=("tests/control_plane/flights/test_transfers.py",),
     ),
     Mutant(
         name="expert-table",

@@ -38,6 +38,8 @@ class LayoutChanges:
         self._target: Split | None = None
         """The layout to change to, while a change is under way."""
         self._num_rounds = 0
+        self._asked: Split | None = None
+        """The layout that an operator asked for last; the policy is not heard since then."""
         self.num_changes = 0
 
     @property
@@ -45,11 +47,34 @@ class LayoutChanges:
         """Whether a change is under way, or some stage has not reported the last one."""
         return self._target is not None or self._num_unreported > 0
 
+    def obstacle(self, split: Split) -> str:
+        """Why an operator cannot have this layout now; empty if he can."""
+        pipeline = self._pipeline
+        if len(split) != pipeline.num_stages or sum(split) != pipeline.num_layers or min(split) < 1:
+            return (
+                f"layout is {','.join(map(str, split))}; it must be {pipeline.num_stages} numbers "
+                f"of layers, each at least 1, which sum to {pipeline.num_layers}"
+            )
+        if self.is_moving:
+            return "layers are moving already; ask again later"
+        if not self.places.is_legal(split):
+            return (
+                f"a stage has room for {pipeline.num_places} layers (max_layers), and would have "
+                "more while it gives some away and gets others; ask for a layout in between"
+            )
+        return ""
+
+    def ask(self, split: Split) -> None:
+        """An operator wants this layout, to which there is no obstacle, until he wants another."""
+        self._asked = split
+
     def consider(self, times: PassTimes, number: int, num_frames: int) -> None:
         """A pass was planned. num_frames: frames with KV.
 
         A change begins when as many passes in a row as the window has wanted the same layout.
         """
+        if self._asked is not None:
+            return
         split = self.places.split
         wish = self._policy.wish(split, times, number, num_frames)
         if wish != self._wish:
@@ -76,7 +101,11 @@ class LayoutChanges:
         num_rows: placed requests. full_and_live: frames whose page will not be written again, and
         all frames with KV, after the passes that were sent.
         """
-        if self._target is None or self._num_unreported:
+        if self._num_unreported:
+            return None
+        if self._asked not in (None, self.places.split) and self._target is None:
+            self._target, self._num_rounds = self._asked, 0
+        if self._target is None:
             return None
         target, places = self._target, self.places
         full, live = full_and_live()

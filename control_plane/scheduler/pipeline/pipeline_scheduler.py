@@ -7,7 +7,7 @@ cluster, with the pipeline as its one instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from control_plane.scheduler.admission import Admission
@@ -25,8 +25,17 @@ from control_plane.scheduler.promise import Promise
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.quarantine import Quarantine
 from control_plane.scheduler.request import Request, num_pages
+from control_plane.scheduler.waiting_queue import WaitingQueue
 from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import LayersMoved, PassDone, PassPlan, PipelineConfig, PipelinePlan, Span
+from nanocp.passes import (
+    LayersMoved,
+    LayoutWanted,
+    PassDone,
+    PassPlan,
+    PipelineConfig,
+    PipelinePlan,
+    Span,
+)
 from nanocp.plan import (
     PAGE_SIZE,
     AbortRequested,
@@ -37,7 +46,7 @@ from nanocp.plan import (
     Preempted,
 )
 
-PipelineEvent = Arrival | AbortRequested | PassDone | LayersMoved | ClusterLost
+PipelineEvent = Arrival | AbortRequested | PassDone | LayersMoved | LayoutWanted | ClusterLost
 
 
 class PipelineScheduler:
@@ -75,6 +84,7 @@ class PipelineScheduler:
         self._handlers: dict[type, Callable[[Any], None]] = {
             PassDone: self._pass_done,
             LayersMoved: self._layers_moved,
+            LayoutWanted: self._layout_wanted,
             Arrival: self._arrive,
             AbortRequested: self._abort,
             ClusterLost: self._cluster_lost,
@@ -90,6 +100,7 @@ class PipelineScheduler:
         """
         assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
         self._now_us = now_us
+        self._admission.noted = {}
         for event in events:
             self._handlers[type(event)](event)
         self._admission.expire(now_us)
@@ -110,6 +121,26 @@ class PipelineScheduler:
                 pass_plan = self._issue(spans, sampled)
         decided = self._answer.take(None, (), 0)
         return PipelinePlan(pass_plan, moves, decided.ended, decided.preempted)
+
+    @property
+    def decided(self) -> tuple[ClusterState, WaitingQueue]:
+        """The placed requests with their loads, and the waiting ones: to look at only."""
+        return self._state, self._admission.queue
+
+    @property
+    def noted(self) -> Mapping[int, str]:
+        """Why waiting requests were not placed in the latest call; see Scheduler.noted."""
+        return self._admission.noted
+
+    @property
+    def num_held(self) -> int:
+        """None: a pipeline does not go on after a loss."""
+        return 0
+
+    @property
+    def newest_ticket(self) -> int:
+        """None was issued: prompts are computed in passes."""
+        return 0
 
     @property
     def num_waiting(self) -> int:
@@ -136,6 +167,10 @@ class PipelineScheduler:
         """What is decided for every stage alike: rows, tokens and frames."""
         return self._state.load(0)
 
+    def loads(self) -> tuple[InstanceLoad, ...]:
+        """`load`, of the one instance that a pipeline is."""
+        return (self.load,)
+
     # --- events
 
     def _arrive(self, arrival: Arrival) -> None:
@@ -159,6 +194,9 @@ class PipelineScheduler:
 
     def _layers_moved(self, event: LayersMoved) -> None:
         self.layouts.reported(event.number)
+
+    def _layout_wanted(self, event: LayoutWanted) -> None:
+        self.layouts.ask(event.split)
 
     def _cluster_lost(self, event: ClusterLost) -> None:
         admission = self._admission

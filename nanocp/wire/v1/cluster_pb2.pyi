@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromInstance(_message.Message):
-    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost", "loading", "left", "suspect", "heartbeat", "term")
+    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost", "loading", "left", "suspect", "heartbeat", "layers_moved", "term")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WINDOW_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class FromInstance(_message.Message):
     LEFT_FIELD_NUMBER: _ClassVar[int]
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_MOVED_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     hello: InstanceHello
     ready: InstanceReady
@@ -33,8 +34,9 @@ class FromInstance(_message.Message):
     left: Left
     suspect: Suspect
     heartbeat: Heartbeat
+    layers_moved: int
     term: int
-    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., layers_moved: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class FromNode(_message.Message):
     __slots__ = ("items",)
@@ -199,7 +201,7 @@ class Failure(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class ToInstance(_message.Message):
-    __slots__ = ("join", "plan", "expect", "fence", "shutdown", "send", "leave", "term")
+    __slots__ = ("join", "plan", "expect", "fence", "shutdown", "send", "leave", "pass_plan", "layer_moves", "prompt", "term")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +209,9 @@ class ToInstance(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    PASS_PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_MOVES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     join: Join
     plan: InstancePlan
@@ -215,8 +220,11 @@ class ToInstance(_message.Message):
     shutdown: Shutdown
     send: Transfer
     leave: Leave
+    pass_plan: PassPlan
+    layer_moves: LayerMoves
+    prompt: Prompt
     term: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., pass_plan: _Optional[_Union[PassPlan, _Mapping]] = ..., layer_moves: _Optional[_Union[LayerMoves, _Mapping]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("peers", "newest_ticket", "seats", "expert_seats", "expert_slots", "keeps_rows")
@@ -343,6 +351,60 @@ class HandOff(_message.Message):
     request_id: int
     peer: int
     def __init__(self, request_id: _Optional[int] = ..., peer: _Optional[int] = ...) -> None: ...
+
+class PassPlan(_message.Message):
+    __slots__ = ("number", "layout", "after", "table", "span_request", "span_first", "span_tokens", "span_samples")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    SPAN_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIRST_FIELD_NUMBER: _ClassVar[int]
+    SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    layout: int
+    after: int
+    table: InstancePlan
+    span_request: _containers.RepeatedScalarFieldContainer[int]
+    span_first: _containers.RepeatedScalarFieldContainer[int]
+    span_tokens: _containers.RepeatedScalarFieldContainer[int]
+    span_samples: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, number: _Optional[int] = ..., layout: _Optional[int] = ..., after: _Optional[int] = ..., table: _Optional[_Union[InstancePlan, _Mapping]] = ..., span_request: _Optional[_Iterable[int]] = ..., span_first: _Optional[_Iterable[int]] = ..., span_tokens: _Optional[_Iterable[int]] = ..., span_samples: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class LayerMoves(_message.Message):
+    __slots__ = ("number", "split", "moves")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    split: _containers.RepeatedScalarFieldContainer[int]
+    moves: _containers.RepeatedCompositeFieldContainer[LayerMove]
+    def __init__(self, number: _Optional[int] = ..., split: _Optional[_Iterable[int]] = ..., moves: _Optional[_Iterable[_Union[LayerMove, _Mapping]]] = ...) -> None: ...
+
+class LayerMove(_message.Message):
+    __slots__ = ("layer", "source", "target", "place", "first_frame", "num_frames")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FRAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    source: int
+    target: int
+    place: int
+    first_frame: _containers.RepeatedScalarFieldContainer[int]
+    num_frames: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., source: _Optional[int] = ..., target: _Optional[int] = ..., place: _Optional[int] = ..., first_frame: _Optional[_Iterable[int]] = ..., num_frames: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("request_id", "token_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("ticket", "request_id", "num_tokens", "first_page", "num_pages", "instance", "frame", "source")

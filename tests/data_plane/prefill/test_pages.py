@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from data_plane.attention import torch_paged
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
@@ -107,7 +108,7 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(variant, chunk_tokens)
 
 @pytest.mark.parametrize("max_piece_tokens", [32, 50, 100])
 def test_a_context_longer_than_one_piece(tiny, tiny_checkpoint, monkeypatch, max_piece_tokens):
-    monkeypatch.setattr(prefill, "_MAX_PIECE_TOKENS", max_piece_tokens)
+    monkeypatch.setattr(torch_paged, "_MAX_PIECE_TOKENS", max_piece_tokens)
     kv = whole_kv(*tiny, make_ids(), LENGTH, 40)
     torch.testing.assert_close(
         kv[:, :LENGTH], reference_kv(tiny_checkpoint, make_ids()), atol=1e-4, rtol=0
@@ -175,7 +176,7 @@ def test_attention_never_holds_more_than_a_piece(tiny, monkeypatch):
     """The keys and values of a long context are made piece by piece."""
     lengths = []
     keys_and_values = MlaConfig.keys_and_values
-    monkeypatch.setattr(prefill, "_MAX_PIECE_TOKENS", 128)
+    monkeypatch.setattr(torch_paged, "_MAX_PIECE_TOKENS", 128)
     monkeypatch.setattr(
         MlaConfig,
         "keys_and_values",

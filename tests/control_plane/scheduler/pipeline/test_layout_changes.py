@@ -103,3 +103,28 @@ def test_few_full_pages_go_with_the_mark():
     layouts.consider(LONG_TAIL, 0, 0)
     mark = moves(layouts, 0b111, 0b1111, num_rows=3)
     assert mark is not None and mark.split == (3, 1)
+
+
+def test_an_operators_layout_stands_though_the_policy_wants_another():
+    layouts = changes(window=1)
+    assert layouts.obstacle((1, 3)) == ""
+    layouts.ask((1, 3))
+    mark = moves(layouts, 0, 0)
+    assert mark is not None and mark.split == (1, 3), "at once, without a window"
+    assert layouts.obstacle((2, 2)) == "layers are moving already; ask again later"
+    layouts.reported(1)
+    layouts.reported(1)
+    for number in range(5):
+        layouts.consider(LONG_TAIL, number, 0)
+        assert moves(layouts, 0, 0) is None
+    assert layouts.places.split == (1, 3)
+
+
+def test_what_an_operator_cannot_have_is_said():
+    layouts = changes(max_layers=2)
+    for split in ((2, 2, 0), (3, 2), (4, 0)):
+        assert (
+            "it must be 2 numbers of layers, each at least 1, which sum to 4"
+            in layouts.obstacle(split)
+        )
+    assert "has room for 2 layers (max_layers)" in layouts.obstacle((3, 1))

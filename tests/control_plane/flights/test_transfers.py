@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from control_plane.flights.transfers import Transfers
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import PREFILL
-from control_plane.transfers import Transfers
 from nanocp.plan import Fence, TargetRun, Transfer, TransferFailed
 
 TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))

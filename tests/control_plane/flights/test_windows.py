@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
+from control_plane.flights.windows import WindowsInFlight
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.windows import WindowsInFlight
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, InstancePlan, TransferDone, WindowDone
 from nanocp.table import InstanceTable

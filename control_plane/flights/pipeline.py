@@ -1,0 +1,221 @@
+"""Passes of a pipeline, and layers that move.
+
+Enters: plans of the pipeline's scheduler, reports of stages, an operator's wishes. Leaves: prompts,
+passes and layer moves to the stages; events for the scheduler. Does not know: clients, how a member
+is watched. The rest of the controller sees the pipeline as one instance, whose windows are passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from control_plane.frontend.controller_interface import Submission
+from control_plane.member_streams import Member
+from control_plane.members.members import Members
+from control_plane.scheduler.pipeline.invariants import check_pipeline
+from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
+from nanocp.config import Config
+from nanocp.passes import LayersMoved, LayoutWanted, PassDone, PipelineConfig, PipelinePlan
+from nanocp.plan import (
+    AbortRequested,
+    Arrival,
+    ClusterLost,
+    Event,
+    Placement,
+    Plan,
+    WindowDone,
+)
+from nanocp.table import InstanceTable
+from nanocp.wire import passes
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+
+class PipelineFlights:
+    """The passes of a pipeline; see flights.Flights for every method."""
+
+    def __init__(self, config: Config, members: Members, num_layers: int) -> None:
+        """Raises ValueError if the configuration and the model do not fit."""
+        self._pipeline = PipelineConfig.of(config, num_layers)
+        self._last = self._pipeline.num_stages - 1
+        cluster = replace(config.cluster, num_instances=1)
+        self.scheduler = PipelineScheduler(cluster, config.scheduler, self._pipeline)
+        self._members = members
+        self._table = InstanceTable(0, 1)
+        """The stages' table after all passes that were sent."""
+        self._planned = PipelinePlan(None)
+        self._news: list[PipelineEvent] = []
+        """What the scheduler gets with the next call, besides the controller's events."""
+        self._next_reports = [0] * self._pipeline.num_stages
+        """For each stage, the oldest pass that it has not reported."""
+        self._reports: list[WindowDone | None] = [None] * self._pipeline.num_stages
+        self._asked: tuple[tuple[int, ...], Future[None]] | None = None
+        """The layout that an operator waits for."""
+
+    def __len__(self) -> int:
+        return self.scheduler.num_in_flight
+
+    @property
+    def is_full(self) -> bool:
+        """See Flights: one pass more than there are stages waits at the first one."""
+        return self.scheduler.num_in_flight > self._pipeline.num_stages
+
+    @property
+    def oldest(self) -> int | None:
+        """See Flights."""
+        return self._next_reports[-1] if len(self) else None
+
+    def missing(self) -> list[int]:
+        """See Flights."""
+        oldest = self._next_reports[-1]
+        return [stage for stage, number in enumerate(self._next_reports) if number <= oldest]
+
+    def plan(self, events: Sequence[Event], now_us: int) -> Plan:
+        """See Flights."""
+        taken = [taken for event in events for taken in self._events_of(event)]
+        news, self._news = self._news, []
+        planned = self._planned = self.scheduler.plan_pass([*news, *taken], now_us)
+        self._answer_operator()
+        pass_plan, placements = planned.pass_plan, []
+        if pass_plan is not None:
+            for start in pass_plan.table.starts:
+                holders = ((0, self._last),)
+                placements.append(
+                    Placement(start.request_id, self._last, start.position + 1, holders)
+                )
+        return Plan(
+            None if pass_plan is None else pass_plan.number,
+            () if pass_plan is None else (pass_plan.table,),
+            placements=tuple(placements),
+            ended=planned.ended,
+            preempted=planned.preempted,
+        )
+
+    def _events_of(self, event: Event) -> list[PipelineEvent]:
+        match event:
+            case WindowDone(instance, window, finished):
+                # The other stages' reports are telemetry: the last one runs a pass last.
+                return [PassDone(window, finished)] if instance == self._last else []
+            case Arrival() | AbortRequested() | ClusterLost():
+                return [event]
+        return []  # of terms, of which there is one
+
+    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
+        """See Flights. Layers move before the pass; the first stage gets the prompts."""
+        if self._planned.layer_moves is not None:
+            moves = passes.layer_moves_to_wire(self._planned.layer_moves)
+            self._to_all(pb.ToInstance(layer_moves=moves))
+        for placement in plan.placements:
+            ids = submitted[placement.request_id].prompt_ids
+            prompt = pb.Prompt(request_id=placement.request_id, token_ids=ids)
+            self._members.send(Member("instance", 0), pb.ToInstance(prompt=prompt))
+        return ()
+
+    def num_cached(self, submission: Submission, plan: Plan) -> int:
+        """See Flights."""
+        assert self._planned.pass_plan is not None
+        spans = self._planned.pass_plan.spans
+        return next(span.first for span in spans if span.request_id == submission.request_id)
+
+    def send(self, plan: Plan) -> None:
+        """See Flights."""
+        pass_plan = self._planned.pass_plan
+        assert pass_plan is not None and pass_plan.number == plan.window
+        self._table.apply(pass_plan.table.changes)
+        self._to_all(pb.ToInstance(pass_plan=passes.pass_plan_to_wire(pass_plan)))
+
+    def _to_all(self, message: pb.ToInstance) -> None:
+        for stage in range(self._pipeline.num_stages):
+            self._members.send(Member("instance", stage), message)
+
+    def window_done(self, done: WindowDone) -> bool:
+        """See Flights: a pass is over when the last stage has run it."""
+        stage = done.instance
+        if done.window != self._next_reports[stage]:
+            raise ValueError(f"stage {stage} reported pass {done.window}, which it was not running")
+        self._next_reports[stage] += 1
+        self._reports[stage] = done
+        return stage == self._last
+
+    def reported(self, instance: int, message: pb.FromInstance) -> Event | None:
+        """See Flights."""
+        kind = message.WhichOneof("message")
+        if kind != "layers_moved":
+            raise ValueError(f"stage {instance} sent {kind}, which has no meaning here")
+        self._news.append(LayersMoved(instance, message.layers_moved))
+        return None
+
+    # --- an operator's layout
+
+    def want_layout(self, split: tuple[int, ...]) -> Future[None]:
+        """Let layers move to another layout; done when every stage has reported it.
+
+        Raises ValueError saying why they cannot.
+        """
+        if self._asked is not None:
+            raise ValueError("another layout is asked for already; ask again later")
+        if obstacle := self.scheduler.layouts.obstacle(split):
+            raise ValueError(obstacle)
+        self._asked = split, Future()
+        self._news.append(LayoutWanted(split))
+        return self._asked[1]
+
+    def _answer_operator(self) -> None:
+        layouts = self.scheduler.layouts
+        if self._asked is not None:
+            split, asked = self._asked
+            if split == layouts.places.split and not layouts.is_moving:
+                self._asked = None
+                asked.set_result(None)
+
+    def stages(self) -> list[dict[str, Any]]:
+        """See Flights."""
+        layouts, first, stages = self.scheduler.layouts, 0, []
+        for stage, num_layers in enumerate(layouts.places.split):
+            report = self._reports[stage]
+            stages.append(
+                {
+                    "stage": stage,
+                    "first_layer": first,
+                    "num_layers": num_layers,
+                    "max_layers": self._pipeline.num_places,
+                    "pass_ms": report.step_us / 1e3 if report else None,
+                    "wait_ms": report.exchange_us / 1e3 if report else None,
+                    "layout": layouts.layout,
+                    "layout_changes": layouts.num_changes,
+                    "is_moving": layouts.is_moving,
+                }
+            )
+            first += num_layers
+        return stages
+
+    # --- what a pipeline has not
+
+    @property
+    def num_prefilling(self) -> int:
+        """See Flights: prompts are computed in passes, without tickets."""
+        return 0
+
+    @property
+    def num_pages_awaited(self) -> int:
+        """See Flights."""
+        return 0
+
+    def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
+        """See Flights: a pipeline has one term."""
+
+    def end_term(self) -> None:
+        """See Flights: the loss that ended the term ends the service."""
+
+    def prefill_arrived(self) -> None:
+        """See Flights: a pipeline has no prefill."""
+
+    def prefill_lost(self) -> Iterable[Event]:
+        """See Flights."""
+        return ()
+
+    def check(self) -> None:
+        """See Flights."""
+        check_pipeline(self.scheduler, self._table)

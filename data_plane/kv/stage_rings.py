@@ -1,0 +1,127 @@
+"""The links between stages of a pipeline in different processes: rings of messages.
+
+Enters: hidden rows for the next stage, tokens for the first one. Leaves: the same, in order, at the
+stage they are for. Does not know: layers, requests, how a ring gets to another node.
+
+A ring is a page ring (page_ring.py): in the receiver's shared memory, written from its node
+directly and from others by TCP. What a place has no need of does not travel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
+from data_plane.transport.segments import Segments
+from data_plane.transport.stage_links import HiddenRows, PassTokens
+from nanocp.config import LimitsConfig
+
+_HIDDEN, _TOKENS = "hidden_rows", "pass_tokens"
+_TOKEN_WORDS = 2
+"""u64 words of a token: request id, token id."""
+
+
+class RingStageLinks:
+    """One stage's ends; see transport.stage_links.StageLinks. One thread uses them.
+
+    A ring has a place for every pass that can be in flight, so no send waits for a stage. It may
+    wait for the news, from another node, that a place is free.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        stage: int,
+        num_stages: int,
+        max_pass_tokens: int,
+        row: torch.Tensor,
+        limits: LimitsConfig,
+    ) -> None:
+        """row: one hidden row of zeros, [X] in the rows' dtype."""
+        self._segments, self._stage, self._num_stages = segments, stage, num_stages
+        self._row, self._limits = row, limits
+        self._own_tokens: list[PassTokens] = []
+        """With one stage, which is first and last."""
+        self._ring: PageRing | None = None
+        self._writer: PageRingWriter | None = None
+        if num_stages > 1:
+            row_bytes = _TOKEN_WORDS * 8 if stage == 0 else row.nbytes
+            kind = _TOKENS if stage == 0 else _HIDDEN
+            places = num_stages + 2
+            self._ring = PageRing.create(segments, stage, places, max_pass_tokens * row_bytes, kind)
+
+    def connect(self) -> None:
+        """Attach to the ring of the stage that this one sends to. Raises as PageRingWriter does."""
+        if self._num_stages > 1:
+            target = (self._stage + 1) % self._num_stages
+            kind = _TOKENS if target == 0 else _HIDDEN
+            self._writer = PageRingWriter(
+                self._segments, target, self._limits, kind, may_be_short=True
+            )
+
+    def wait(self, timeout_ms: float) -> None:
+        """Wait for a message that no earlier `wait` has seen, at most so long."""
+        if self._ring is not None:
+            self._ring.wait(timeout_ms)
+
+    def close(self) -> None:
+        """Release both ends. Idempotent."""
+        for end in (self._writer, self._ring):
+            if end is not None:
+                end.close()
+
+    def send_hidden(self, rows: HiddenRows) -> None:
+        """See StageLinks. The pass and what is next are the place's header."""
+        payload = rows.rows.contiguous().view(torch.uint8).flatten().numpy()
+        self._write(rows.number, rows.layout << 32 | rows.next_layer, len(rows.rows), payload)
+
+    def receive_hidden(self) -> HiddenRows | None:
+        """See StageLinks."""
+        page = self._take()
+        if page is None:
+            return None
+        payload = torch.from_numpy(page.payload)
+        layout, next_layer = divmod(page.page, 1 << 32)
+        rows = payload.view(self._row.dtype).view(page.num_tokens, len(self._row))
+        return HiddenRows(page.ticket, layout, next_layer, rows)
+
+    def send_tokens(self, tokens: PassTokens) -> None:
+        """See StageLinks."""
+        if self._writer is None:
+            self._own_tokens.append(tokens)
+            return
+        payload = np.array(tokens.tokens, np.uint64).reshape(-1)
+        self._write(tokens.number, 0, len(tokens.tokens), payload)
+
+    def receive_tokens(self) -> PassTokens | None:
+        """See StageLinks."""
+        if self._ring is None:
+            return self._own_tokens.pop(0) if self._own_tokens else None
+        page = self._take()
+        if page is None:
+            return None
+        words = page.payload.view(np.uint64).reshape(-1, _TOKEN_WORDS).tolist()
+        return PassTokens(page.ticket, tuple((request, token) for request, token in words))
+
+    def _write(self, ticket: int, page: int, count: int, payload: np.ndarray) -> None:
+        assert self._writer is not None, "not connected"
+        self._writer.write(
+            ticket=ticket,
+            page=page,
+            num_tokens=count,
+            payload=payload,
+            timeout_ms=self._limits.exchange_timeout_ms,
+        )
+
+    def _take(self) -> ArrivedPage | None:
+        """The next message, its payload cut to what came and copied."""
+        assert self._ring is not None
+        arrived = self._ring.arrived()
+        page = next(arrived, None)
+        if page is None:
+            return None
+        row_bytes = _TOKEN_WORDS * 8 if self._stage == 0 else self._row.nbytes
+        page = page._replace(payload=page.payload[: page.num_tokens * row_bytes].copy())
+        next(arrived, None)  # the place is free from here on
+        return page

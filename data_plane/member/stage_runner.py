@@ -1,0 +1,140 @@
+"""The loop of a stage of a pipeline: drives it by the controller's messages, sends its tokens.
+
+Enters: passes, layer moves and prompts from the controller. Leaves: reports of passes and moves to
+the controller, tokens to the front ends. Does not know: how the stage works. What a stage reports
+of a pass is a WindowDone; the last stage's says that the pass is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from data_plane.instance.stage_edge import StagePolled, Waits
+from data_plane.member.controller_link import ControllerLink
+from data_plane.member.lifetime import meet
+from data_plane.member.term_loop import TermLoop
+from data_plane.member.token_streams import TokenStreams
+from data_plane.transport.segments import Segments
+from nanocp.config import LimitsConfig
+from nanocp.passes import LayerMoves, PassDone, PassPlan
+from nanocp.plan import WindowDone
+from nanocp.wire import convert, passes
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+_WAIT_MS = 2.0
+"""Longest single wait for hidden rows or tokens: KV and messages are looked for in between."""
+
+
+class Stage(Protocol):
+    """A stage whose neighbours are other processes: all of instance.stage_edge.StageEdge."""
+
+    selected: list[str]
+
+    @property
+    def is_moving(self) -> bool:
+        """See StageEdge."""
+
+    def connect(self) -> None:
+        """See StageEdge."""
+
+    def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """See StageEdge."""
+
+    def run(self, item: PassPlan | LayerMoves) -> Waits:
+        """See StageEdge."""
+
+    def progress(self) -> None:
+        """See StageEdge."""
+
+    def wait(self, timeout_ms: float) -> None:
+        """See StageEdge."""
+
+    def poll(self) -> StagePolled:
+        """See StageEdge."""
+
+
+class StageLoop(TermLoop):
+    """Drives one stage. Its pipeline has one term: a lost stage ends the service."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        link: ControllerLink,
+        tokens: TokenStreams,
+        segments: Segments,
+        limits: LimitsConfig,
+    ) -> None:
+        """See TermLoop."""
+        super().__init__(link, tokens, segments, limits)
+        self._stage = stage
+        self._items: deque[PassPlan | LayerMoves] = deque()
+        """What is to run, in its order: at most the passes that are in flight."""
+
+    def _join(self, join: pb.Join) -> pb.InstanceReady:
+        meet(self._segments, join)
+        self._stage.connect()
+        return pb.InstanceReady(selected=self._stage.selected)
+
+    def _renew(self) -> None:
+        raise RuntimeError("a stage serves in the first term only")
+
+    def _leave(self) -> None:
+        raise RuntimeError("the term is over; a stage cannot join another one")
+
+    def join(self) -> None:
+        """Return: there are no other threads."""
+
+    def _work(self) -> None:
+        while True:
+            while not self._items:
+                # Unbounded on purpose: an idle stage waits as long as its stream is open, which
+                # keepalive proves. KV that moves sends no message, so it looks again each tick.
+                self._await_message(_WAIT_MS / 1000 if self._stage.is_moving else None)
+                self._stage.progress()
+                self._deliver()
+            self._run(self._items.popleft())
+
+    def _run(self, item: PassPlan | LayerMoves) -> None:
+        began_ns, waited_ns = time.perf_counter_ns(), 0
+        for _ in self._stage.run(item):
+            # Unbounded on purpose: the controller bounds how long a pass takes, and its message
+            # ends the wait.
+            wait_ns = time.perf_counter_ns()
+            self._stage.wait(_WAIT_MS)
+            self._take_all()
+            waited_ns += time.perf_counter_ns() - wait_ns
+        polled = self._deliver()
+        if isinstance(item, PassPlan):
+            done = next((each for each in polled.events if isinstance(each, PassDone)), None)
+            report = WindowDone(
+                instance=0,  # the stream says which stage
+                window=item.number,
+                finished=done.finished if done else (),
+                step_us=(time.perf_counter_ns() - began_ns) // 1000,
+                exchange_us=waited_ns // 1000,
+                num_tokens=len(polled.tokens),
+                num_rows=len(item.spans),
+            )
+            self._send(window_done=convert.window_done_to_wire(report))
+
+    def _take_work(self, kind: str, message: pb.ToInstance) -> None:
+        match kind:
+            case "pass_plan":
+                self._items.append(passes.pass_plan_from_wire(message.pass_plan))
+            case "layer_moves":
+                self._items.append(passes.layer_moves_from_wire(message.layer_moves))
+            case "prompt":
+                self._stage.take_prompt(message.prompt.request_id, message.prompt.token_ids)
+            case _:
+                raise AssertionError(f"the controller sent {kind} to a running stage")
+
+    def _deliver(self) -> StagePolled:
+        polled = self._stage.poll()
+        self._deliver_tokens(polled.tokens)
+        for event in polled.events:
+            if not isinstance(event, PassDone):
+                self._send(layers_moved=event.number)
+        return polled

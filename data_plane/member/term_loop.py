@@ -1,0 +1,185 @@
+"""What drives a member with an instance or a stage: terms, and messages of the controller.
+
+Enters: the controller's messages. Leaves: what the member reports; tokens for the front ends. Does
+not know: what the member computes, what a message of a term means to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from queue import Empty, Full
+from typing import Any
+
+from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.member.lifetime import ShutdownRequested
+from data_plane.member.token_streams import TokenStreams
+from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost, TermOver
+from data_plane.transport.segments import Segments
+from nanocp.config import LimitsConfig
+from nanocp.sampling import Token
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_LOOK = object()
+"""A message in the inbox: pages have come, or a token stream has ended."""
+
+
+class TermLoop(ABC):
+    """Joins one term after the other, and does its work in them. One thread, the caller's."""
+
+    def __init__(
+        self, link: ControllerLink, tokens: TokenStreams, segments: Segments, limits: LimitsConfig
+    ) -> None:
+        """segments: the member's own, whose term this loop sets."""
+        self._link = link
+        self._tokens = tokens
+        self._segments = segments
+        self._limits = limits
+
+    @abstractmethod
+    def _join(self, join: pb.Join) -> pb.InstanceReady:
+        """Join the term, whose peers do the same."""
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Do the term's work until TermOver."""
+
+    @abstractmethod
+    def _take_work(self, kind: str, message: pb.ToInstance) -> None:
+        """Take a message of the present term."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Forget the term, which is over."""
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Give up ends that were made for a term which will not be."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Wait, a bounded time, for threads of this loop; closing the instance ends them."""
+
+    def run(self) -> None:
+        """Work until the controller asks for a shutdown, which raises ShutdownRequested.
+
+        A term that is over is left, and the next one joined. If a wait for a peer fails, the
+        controller decides whether the term ends. Any other exception is a failure of the member,
+        or ControllerLost.
+        """
+        limit_s: float | None = self._limits.start_timeout_ms / 1000
+        while True:
+            message = self._await_join(limit_s)
+            # Unbounded on purpose after the first term: a loss is mended elsewhere meanwhile. The
+            # controller bounds that, and keepalive proves its stream.
+            limit_s = None
+            try:
+                self._begin(message)
+                self._work()
+            except TermOver as over:
+                logger.info("%s", over)
+            except (PeerLost, ExchangeTimeout) as error:
+                self._suspect(error)
+            self._leave()
+            self._send(left=pb.Left())
+
+    def _begin(self, message: pb.ToInstance) -> None:
+        term = self._segments.term
+        if message.term != term.number:
+            # A process that was started for a term which ended before it began has made its ends.
+            self._renew()
+            term.number = message.term
+        term.check()
+        self._send(ready=self._join(message.join))
+
+    def _await_join(self, limit_s: float | None) -> pb.ToInstance:
+        """Wait for the next term; what came for an earlier one is dropped."""
+        while True:
+            try:
+                message: Any = self._link.inbox.get(timeout=limit_s)
+            except Empty:
+                limit = f"start_timeout_ms ({self._limits.start_timeout_ms} ms)"
+                raise ControllerLost(f"no term began within {limit}") from None
+            if message is None:
+                raise ControllerLost("the controller's stream ended")
+            if message is _LOOK:
+                continue
+            match message.WhichOneof("message"):
+                case "join":
+                    assert isinstance(message, pb.ToInstance)
+                    return message
+                case "shutdown":
+                    raise ShutdownRequested(message.shutdown.reason)
+                case kind:
+                    logger.debug("dropped: %s of term %d, which is over", kind, message.term)
+
+    def _suspect(self, error: ExchangeError) -> None:
+        """Report a failed wait, and wait until the term is over.
+
+        Raises the error if the controller does not end the term in a bounded time.
+        """
+        is_gone = isinstance(error, PeerLost)
+        message = f"{type(error).__name__}: {error}"
+        logger.info("%s", message)
+        self._send(suspect=pb.Suspect(instance=error.peer, is_gone=is_gone, message=message))
+        deadline = time.monotonic() + self._limits.exchange_timeout_ms / 1000
+        try:
+            while (left_s := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(Empty):
+                    self._take(self._link.inbox.get(timeout=left_s))
+        except TermOver:
+            return
+        raise error
+
+    def _send(self, **message: Any) -> None:
+        self._link.send(pb.FromInstance(term=self._segments.term.number, **message))
+
+    def _take_all(self) -> None:
+        """Take the messages that are here."""
+        while True:
+            try:
+                self._take(self._link.inbox.get_nowait())
+            except Empty:
+                return
+
+    def _await_message(self, timeout_s: float | None) -> None:
+        """Wait for one message, and take it; None: as long as the stream is open."""
+        with contextlib.suppress(Empty):
+            self._take(self._link.inbox.get(timeout=timeout_s))
+
+    def _take(self, message: Any) -> None:
+        if message is _LOOK:
+            return
+        if message is None:
+            raise ControllerLost("the controller's stream ended")
+        kind = message.WhichOneof("message")
+        if kind == "shutdown":
+            # At once, also from a window: the other members are asked to leave too.
+            raise ShutdownRequested(message.shutdown.reason)
+        if message.term != self._segments.term.number:
+            logger.debug("dropped: %s of term %d, which is over", kind, message.term)
+            return
+        if kind == "leave":
+            raise TermOver(f"term {message.term} is over")
+        self._take_work(kind, message)
+
+    def _deliver_tokens(self, tokens: Sequence[Token]) -> None:
+        lost = self._tokens.send(tokens)
+        if lost:
+            message = pb.TokensLost(
+                request_ids=sorted(lost), reason="the front end does not take the tokens"
+            )
+            self._send(tokens_lost=message)
+
+
+def wake(link: ControllerLink) -> None:
+    """Let a loop that waits for a message look again."""
+    try:
+        link.inbox.put_nowait(_LOOK)
+    except Full:
+        logger.debug("the inbox is full: the loop's thread is awake anyway")

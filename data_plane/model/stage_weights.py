@@ -1,0 +1,110 @@
+"""Weights of a stage of a pipeline: some layers with all their experts, and what its end needs.
+
+Enters: a checkpoint folder, which layers. Leaves: layers, as they are needed. Does not know: KV,
+passes, why a layer comes or goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.linear import Packing
+from data_plane.model.rope import RopeTable
+from data_plane.model.safetensors_reader import SafetensorsReader
+from data_plane.model.weights import (
+    HeadWeights,
+    LayerWeights,
+    Progress,
+    WeightLoader,
+    embedding_shapes,
+    head_shapes,
+    layer_shapes,
+    say_nothing,
+    stored_shapes,
+)
+
+
+class StageWeights:
+    """Layers that are here. Others are read in a thread, while passes run."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        packing: Packing,
+        layers: Iterable[int],
+        is_first: bool,
+        is_last: bool,
+        progress: Progress = say_nothing,
+    ) -> None:
+        """Read these layers, and what the first and the last stage have besides.
+
+        packing, progress and errors: see weights.load_weights. The whole checkpoint is checked,
+        because any layer may come.
+        """
+        self._config, self._dtype, self._packing = config, dtype, packing
+        self._experts = range(config.num_experts)
+        self._reader = SafetensorsReader(path, config.fp8_block)
+        self._reader.check(stored_shapes(config, self._experts))
+        layers = list(layers)
+        shapes = self._shapes(layers)
+        if is_first:
+            shapes |= embedding_shapes(config)
+        if is_last:
+            shapes |= head_shapes(config)
+        loader = self._loader(shapes, progress)
+        self.rope = RopeTable(config.rope, config.attention.rope_dim)
+        self.embedding: Tensor | None = loader.embedding() if is_first else None
+        """[vocabulary, X]; None but at the first stage."""
+        self.head: HeadWeights | None = loader.head(self.embedding) if is_last else None
+        """None but at the last stage."""
+        self._layers: dict[int, Future[LayerWeights]] = {}
+        for layer in layers:
+            self._layers[layer] = Future()
+            self._layers[layer].set_result(loader.layer(layer))
+        self._thread = ThreadPoolExecutor(1, "layer weights")
+
+    def keep(self, layers: Collection[int]) -> list[LayerWeights]:
+        """Hold these layers: begin to read those that are not here, and return those given up."""
+        gone = [self._layers.pop(layer) for layer in list(self._layers) if layer not in layers]
+        for layer in layers:
+            if layer not in self._layers:
+                self._layers[layer] = self._thread.submit(self._read, layer)
+        for each in gone:
+            each.cancel()  # one that is still being read goes when it is here: it never ran
+        gone = [each for each in gone if not each.cancelled()]
+        return [each.result() for each in gone if each.done() and not each.exception()]
+
+    def has(self, layer: int) -> bool:
+        """Whether the layer is here."""
+        return self._layers[layer].done()
+
+    def layer(self, layer: int) -> LayerWeights:
+        """A layer that is here. Raises what ended its reading: OSError or ValueError."""
+        return self._layers[layer].result()
+
+    def close(self) -> None:
+        """End the thread; a layer that it reads is read to its end."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, layer: int) -> LayerWeights:
+        return self._loader(self._shapes([layer]), say_nothing).layer(layer)
+
+    def _shapes(self, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:
+        return {
+            name: shape
+            for layer in layers
+            for name, shape in layer_shapes(self._config, layer, self._experts).items()
+        }
+
+    def _loader(self, shapes: dict[str, tuple[int, ...]], progress: Progress) -> WeightLoader:
+        return WeightLoader(
+            self._reader, self._config, self._dtype, self._experts, shapes, progress, self._packing
+        )

@@ -1,0 +1,78 @@
+"""Start-up of a stage of a pipeline, on the CPU.
+
+Enters: Config, checkpoint folder, which stage of which cluster. Leaves: a ModelStage, not yet
+connected. Does not know: what starts it, gRPC, Ray.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from data_plane.attention.backend import AttentionSite, attention_backend
+from data_plane.instance.grammar import load_grammar_masks
+from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.peer_rings import PeerRings
+from data_plane.kv.stage_rings import RingStageLinks
+from data_plane.model.config import ModelConfig
+from data_plane.model.stage_weights import StageWeights
+from data_plane.model.weights import Progress, say_nothing
+from data_plane.startup.shared_parts import torch_dtype
+from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.step.stage import ModelStage
+from data_plane.transport.segments import Segments
+from nanocp.config import Config
+from nanocp.passes import PipelineConfig
+
+
+def build_stage(
+    config: Config,
+    stage: int,
+    segments: Segments,
+    checkpoint: Path,
+    progress: Progress = say_nothing,
+) -> ModelStage:
+    """Load this stage's first layers, and allocate its frames and its ends of the links.
+
+    progress: see model.weights.Progress. Raises ValueError naming what is wrong with the
+    checkpoint, what does not fit it, or what this machine does not have.
+    """
+    torch.set_num_threads(config.data_plane.threads_per_instance)
+    dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint)
+    pipeline = PipelineConfig.of(config, model.num_layers)
+    kernels, kernels_choice = cpu_kernels(
+        config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
+    )
+    site = AttentionSite.of(model, torch.device("cpu"), dtype, kv_dtype=dtype)
+    attention, attention_choice = attention_backend(
+        config.data_plane.attention_backend, site, kernels.own_attention(model)
+    )
+    is_last, first = stage == pipeline.num_stages - 1, sum(pipeline.first_split[:stage])
+    layers = range(first, first + pipeline.first_split[stage])
+    weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
+    width, num_frames = model.attention.kv_width, config.cluster.num_frames
+    frames = FramePool(pipeline.num_places, num_frames, width, dtype)
+    links = RingStageLinks(
+        segments,
+        stage,
+        pipeline.num_stages,
+        pipeline.max_pass_tokens,
+        torch.zeros(model.hidden_size, dtype=dtype),
+        config.limits,
+    )
+    page_bytes = frames.page_bytes // pipeline.num_places
+    mover = PeerRings(segments, stage, pipeline.num_stages, page_bytes, config.limits)
+    masks = None
+    if is_last and config.cluster.bounds.max_grammar_bytes:
+        masks = load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)
+    built = ModelStage(
+        stage, pipeline, model, weights, frames, kernels, attention, links, mover, masks
+    )
+    built.selected = [
+        f"kernels: {kernels_choice}",
+        f"attention: {attention_choice}",
+        f"layers: {layers.start} to {layers.stop - 1} of {model.num_layers}, room for "
+        f"{pipeline.num_places}",
+    ]
+    return built

@@ -1,0 +1,196 @@
+"""A stage that computes with the model's weights: spans of a pass through a range of layers.
+
+Enters: passes, through stage_edge.py. Leaves: hidden rows, tokens. Does not know: processes, what
+carries hidden rows and KV, why layers move.
+
+A span of one token is a row of paged attention, as in a decode step. A longer one attends to its
+own tokens and to all before them; the slow reference of both is prefill/pages.py.
+
+Legend: T tokens of a pass, D spans of one token, X hidden, H heads, O width of a partial output, P
+pages of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_plane.attention.backend import Attention, kv_layout
+from data_plane.attention.torch_paged import causal_attention
+from data_plane.instance.grammar import GrammarMasks
+from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.row_sampling import begin_masks, sample
+from data_plane.instance.rows import Row
+from data_plane.instance.stage_edge import StageEdge
+from data_plane.kv.frame_pool import FramePool
+from data_plane.model.config import ModelConfig
+from data_plane.model.stage_weights import StageWeights
+from data_plane.model.weights import LayerWeights
+from data_plane.step.cpu_kernels import Kernels
+from data_plane.transport.stage_links import StageLinks
+from nanocp.passes import PipelineConfig, Span
+from nanocp.plan import PAGE_SIZE
+from nanocp.sampling import TokenLogprobs
+
+
+class ModelStage(StageEdge):
+    """A stage with some layers of a model. Hidden rows are a tensor [T, X]."""
+
+    def __init__(
+        self,
+        stage: int,
+        pipeline: PipelineConfig,
+        model: ModelConfig,
+        weights: StageWeights,
+        frames: FramePool,
+        kernels: Kernels,
+        attention: Attention,
+        links: StageLinks,
+        mover: PageMover,
+        grammar_masks: GrammarMasks | None = None,
+    ) -> None:
+        """See StageEdge. frames: a layer of it for each of the pipeline's places.
+
+        weights: packed by `kernels`, at first those of the stage's first layers. grammar_masks: of
+        structured output, at the last stage; None if no row may have a grammar.
+        """
+        super().__init__(stage, pipeline, frames.layers.shape[1] - 1, links, mover)
+        self._model = model
+        self._weights = weights
+        self._frames = frames
+        self._kernels = kernels
+        self._attention = attention
+        self._grammar_masks = grammar_masks
+        self._layout_of_kv = kv_layout(model.attention)
+        self._batch: _Batch | None = None
+        self.selected: list[str] = []
+        """What was selected at start-up and why, one sentence each."""
+
+    def close(self) -> None:
+        """Release what the stage holds. Idempotent."""
+        super().close()
+        self._weights.close()
+
+    @torch.inference_mode()
+    def _embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> Tensor:
+        assert self._weights.embedding is not None, "only the first stage embeds"
+        ids = [token_id for _, token_ids in spans for token_id in token_ids]
+        return self._weights.embedding[torch.tensor(ids)]
+
+    @torch.inference_mode()
+    def _run_layer(
+        self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]], rows: Tensor
+    ) -> Tensor:
+        batch = self._batch_of(spans)
+        weights, rope, model = self._weights.layer(layer), self._weights.rope, self._model
+        kernels, pool_FSW = self._kernels, self._frames.layers[place]
+        _, kv_TW, q_THD = kernels.attention_rows(rows, batch.position_T, weights, rope, model)
+        kernels.append(self._frames.slots[place], batch.slot_T, kv_TW)
+        partial_THO = rows.new_empty(*q_THD.shape[:2], self._layout_of_kv.out_width)
+        scale = model.attention.softmax_scale
+        if len(batch.single_D):
+            partial_THO[batch.single_D], _ = self._attention.run(
+                q_THD[batch.single_D], pool_FSW, batch.plan, scale
+            )
+        for part, frames, num_tokens in batch.chunks:
+            kv_UW = pool_FSW.index_select(0, frames).flatten(0, 1)[:num_tokens]
+            chunk_THD = causal_attention(q_THD[part], kv_UW, scale, self._heads)
+            partial_THO[part] = chunk_THD[..., : partial_THO.shape[2]]
+        o_THV = kernels.finish_attention(partial_THO, weights, model)
+        x_TX, normed_TX = kernels.after_attention(rows, o_THV, weights, rope, model)
+        return x_TX + self._mlp(normed_TX, weights)
+
+    def _heads(self, kv_UW: Tensor) -> tuple[Tensor, Tensor]:
+        return self._layout_of_kv.chunk_heads(kv_UW, self._model.attention.num_heads)
+
+    def _mlp(self, normed_TX: Tensor, weights: LayerWeights) -> Tensor:
+        kernels, moe = self._kernels, weights.moe
+        if moe is None:
+            assert weights.mlp is not None
+            return kernels.gated_mlp(normed_TX, weights.mlp)
+        expert_TK, weight_TK = kernels.gate(normed_TX, moe, self._model)
+        every = torch.arange(len(normed_TX))
+        routed_TX, _ = kernels.visit_experts(normed_TX, expert_TK, weight_TK, every, (), (), moe)
+        return routed_TX + kernels.gated_mlp(normed_TX, moe.shared) if moe.shared else routed_TX
+
+    @torch.inference_mode()
+    def _sample(
+        self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Tensor
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        ends = np.cumsum([span.num_tokens for span in spans])
+        sampling = [
+            (row, end - 1) for row, end in zip(samplers, ends, strict=True) if row is not None
+        ]
+        if not sampling:
+            return []
+        sampled_rows = [row for row, _ in sampling]
+        pending = begin_masks(self._grammar_masks, sampled_rows)
+        assert self._weights.head is not None, "only the last stage samples"
+        x_BX = rows[[int(last) for _, last in sampling]]
+        logits_BV = self._kernels.logits(x_BX, self._weights.head, self._model)
+        return sample(sampled_rows, logits_BV, None if pending is None else pending.result())
+
+    def _batch_of(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> _Batch:
+        """What all layers of a pass have alike; they come with the very same spans."""
+        if self._batch is None or self._batch.spans is not spans:
+            self._batch = _Batch(spans, self._attention)
+            self._weights.rope.reach(int(self._batch.position_T.max()))
+        return self._batch
+
+    # --- layers and frames
+
+    def _is_complete(self, layer: int) -> bool:
+        return super()._is_complete(layer) and self._weights.has(layer)
+
+    def _new_layer(self, layer: int, place: int) -> None:
+        # Nothing is wiped: of each frame it is known how many tokens are filled.
+        for weights in self._weights.keep(self._place_of):
+            self._kernels.forget(weights)
+
+    def _read_frame(self, place: int, frame: int) -> np.ndarray:
+        return self._frames.read_layer(place, frame)
+
+    def _write_frame(self, place: int, frame: int, payload: np.ndarray) -> None:
+        self._frames.write_layer(place, frame, payload)
+
+
+class _Batch:
+    """Where the tokens of a pass are, the same in every layer."""
+
+    def __init__(self, spans: Sequence[tuple[Span, Sequence[int]]], attention: Attention) -> None:
+        self.spans = spans
+        positions, slots = [], []
+        single: list[int] = []
+        self.chunks: list[tuple[slice, Tensor, int]] = []
+        """For each longer span: its rows, its request's frames, and tokens up to its last one."""
+        num_rows = 0
+        for (_, first, num_tokens, _), frames in spans:
+            end = first + num_tokens
+            position = np.arange(first, end)
+            frame = np.asarray(frames, np.int64)
+            positions.append(position)
+            slots.append(frame[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE)
+            if num_tokens == 1:
+                single.append(num_rows)
+            else:
+                part = slice(num_rows, num_rows + num_tokens)
+                self.chunks.append((part, torch.from_numpy(frame), end))
+            num_rows += num_tokens
+        self.position_T = torch.from_numpy(np.concatenate(positions))
+        self.slot_T = torch.from_numpy(np.concatenate(slots))
+        self.single_D = torch.tensor(single, dtype=torch.int64)
+        self.plan: Any = None
+        """What attention needs for spans of one token; None if there are none."""
+        if single:
+            tables = [frames for span, frames in spans if span.num_tokens == 1]
+            frame_DP = np.zeros((len(tables), max(map(len, tables))), np.int32)
+            for row, frames in enumerate(tables):
+                frame_DP[row, : len(frames)] = frames
+            lengths = [span.first + 1 for span, _ in spans if span.num_tokens == 1]
+            self.plan = attention.plan(
+                torch.from_numpy(frame_DP), torch.tensor(lengths, dtype=torch.int32)
+            )

@@ -1,0 +1,75 @@
+"""What is served: a checkpoint that fits the configuration, and what makes its members.
+
+Enters: a Config, a checkpoint folder. Leaves: a Served. Does not know: processes, ports. It names
+the data plane's factories and never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
+from control_plane.frontend.validation import ModelLimits
+from data_plane.model.config import ModelConfig
+from nanocp.config import Config
+from nanocp.passes import PipelineConfig
+
+INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"
+STAGE_FACTORY = "data_plane.startup.stage:build_stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served, and the factories of its members."""
+
+    limits: ModelLimits
+    tokenizer: Tokenizer | None
+    checkpoint: Path
+    instance_factory: str = INSTANCE_FACTORY
+    prefill_factory: str = "data_plane.startup.prefill:build_prefill"
+    probe_factory: str = "data_plane.startup.prefill:build_probe"
+    """Makes what engines are probed with, where they take the prefill's place."""
+    spare_factory: str = "data_plane.startup.instance:prepare_instance"
+    """See SpareSpec."""
+    num_experts: int | None = None
+    """Experts of a layer, 0 for a dense model; None if every instance must always serve."""
+    num_layers: int = 0
+    """Layers of the model, for a pipeline."""
+
+
+def open_checkpoint(config: Config, checkpoint: Path) -> Served:
+    """Check a checkpoint folder, but not its weights.
+
+    Raises ValueError saying what does not fit.
+    """
+    model = ModelConfig.from_folder(checkpoint)
+    num_instances = config.cluster.num_instances
+    is_pipeline = config.cluster.layout == "pipeline"
+    if is_pipeline:
+        PipelineConfig.of(config, model.num_layers)
+    elif 0 < model.num_experts < num_instances:
+        raise ValueError(
+            f"the model has {model.num_experts} experts; there may be as many instances, and not "
+            f"{num_instances}"
+        )
+    max_model_len = min(model.max_len, config.cluster.max_model_len)
+    has_prefill = not config.prefill.synthetic_kv
+    name = config.service.served_model_name or str(checkpoint)
+    limits = ModelLimits(
+        model.vocab_size,
+        max_model_len,
+        model.eos_token_ids,
+        has_prefill,
+        name,
+        config.cluster.bounds.max_grammar_bytes,
+        has_prompt_logprobs=not (config.prefill.engines or is_pipeline),
+    )
+    return Served(
+        limits,
+        load_tokenizer(checkpoint),
+        checkpoint,
+        STAGE_FACTORY if is_pipeline else INSTANCE_FACTORY,
+        num_experts=model.num_experts,
+        num_layers=model.num_layers,
+    )

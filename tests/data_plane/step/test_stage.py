@@ -1,0 +1,204 @@
+"""Pipelines of real stages: every greedy token is `transformers`', whatever layers move meanwhile.
+
+What a stage does not have is NaN in all of them (harness/model_pipeline.py), so that a token which
+depends on it cannot be right by chance.
+"""
+
+from dataclasses import replace
+from itertools import combinations
+from random import Random
+
+import pytest
+import torch
+
+from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.weights import load_weights
+from data_plane.prefill.pages import prefill_pages
+from data_plane.reference.oracle import Oracle
+from data_plane.step import stage as model_stage
+from harness.model_pipeline import ModelPipeline, play_chaos, still_setup
+from nanocp.plan import PAGE_SIZE
+from nanocp.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+LENGTHS = (1, 64, 150)
+
+
+def splits(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    """Every way to cut so many layers into so many stages."""
+    cuts = combinations(range(1, num_layers), num_stages - 1)
+    return [
+        tuple(b - a for a, b in zip((0, *cut), (*cut, num_layers), strict=True)) for cut in cuts
+    ]
+
+
+def prompts(lengths=LENGTHS, seed=0):
+    random = Random(seed)
+    return [[random.randrange(2, 512) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """A checkpoint with K/V heads, and its oracle."""
+    path = tmp_path_factory.mktemp("heads") / "tiny-qwen3-moe"
+    make_checkpoint(path, "tiny-qwen3-moe", published_spelling=True)
+    return path, Oracle(path)
+
+
+def play_through_all_splits(checkpoint, oracle, num_stages, kernels):
+    """Begin with the first split, and go through all others and back while requests run."""
+    every = splits(ModelConfig.from_folder(checkpoint).num_layers, num_stages)
+    setup = still_setup(every[0], copy_ahead=num_stages != 3)
+    pipeline = ModelPipeline(checkpoint, 0, setup, kernels=kernels)
+    pipeline.asks = [(8 + 9 * turn, split) for turn, split in enumerate([*every[1:], every[0]])]
+    pipeline.run(prompts(), GREEDY)
+    asked = len(every) if len(every) > 1 else 0
+    assert pipeline.counts["changes"] == asked and not pipeline.asks, "layers must move meanwhile"
+    pipeline.judge(oracle)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "kernels"),
+    [
+        (2, "auto"),
+        pytest.param(1, "auto", marks=pytest.mark.system),
+        pytest.param(1, "torch", marks=pytest.mark.system),
+        pytest.param(2, "torch", marks=pytest.mark.system),
+        pytest.param(3, "auto", marks=pytest.mark.system),
+        pytest.param(3, "torch", marks=pytest.mark.system),
+        pytest.param(4, "auto", marks=pytest.mark.system),
+    ],
+)
+def test_every_split_before_during_and_after_changes(
+    tiny_checkpoint, tiny_oracle, num_stages, kernels
+):
+    play_through_all_splits(tiny_checkpoint, tiny_oracle, num_stages, kernels)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "kernels"),
+    [
+        (2, "torch"),
+        pytest.param(3, "auto", marks=pytest.mark.system),
+        pytest.param(4, "auto", marks=pytest.mark.system),
+    ],
+)
+def test_every_split_with_kv_heads(heads, num_stages, kernels):
+    play_through_all_splits(*heads, num_stages, kernels)
+
+
+def test_layers_that_move_by_chance(tiny_checkpoint, tiny_oracle):
+    played = [play_chaos(tiny_checkpoint, tiny_oracle, seed, 8) for seed in (2, 4)]
+    assert sum(one.counts["changes"] for one in played) > 10
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_layers_that_move_by_chance_in_20_seeds(tiny_checkpoint, tiny_oracle, heads, first):
+    for seed in range(first, first + 5):
+        play_chaos(tiny_checkpoint, tiny_oracle, seed, 10)
+        play_chaos(*heads, seed, 6)
+
+
+def test_sampled_tokens_are_those_of_one_stage(tiny_checkpoint):
+    """With all controls, penalties of the prompt among them, and log probabilities."""
+    plain = SamplingParams(max_tokens=24, temperature=1.1, top_p=0.95, seed=1, logprobs=3)
+    controlled = replace(
+        plain,
+        top_k=400,
+        min_p=0.01,
+        repetition_penalty=1.4,
+        presence_penalty=0.6,
+        frequency_penalty=0.3,
+        logit_bias=((7, 2.0), (11, -3.0)),
+        bad_words=((5,), (6, 8)),
+    )
+    each = [plain, controlled, replace(controlled, temperature=0.0), GREEDY]
+    outputs = []
+    for split, asks in (((4,), []), ((1, 3), [(6, (2, 2)), (14, (3, 1))])):
+        pipeline = ModelPipeline(tiny_checkpoint, 0, still_setup(split))
+        pipeline.asks = asks
+        outputs.append(pipeline.run(prompts((70, 90, 65, 20)), each))
+        logprobs = [len(pipeline.logprobs[number]) for number in (1, 2, 3)]
+        assert logprobs == [24, 24, 24] and 4 not in pipeline.logprobs
+    assert outputs[0] == outputs[1]
+    assert len({tuple(output) for output in outputs[0]}) == 4
+
+
+@pytest.mark.system
+def test_stop_tokens_end_a_row(tiny_checkpoint):
+    pipeline = ModelPipeline(tiny_checkpoint, 0, still_setup((2, 2)))
+    (free,) = pipeline.run(prompts((80,)), GREEDY)
+    stop = replace(GREEDY, stop_token_ids=(free[6],))
+    stopped = ModelPipeline(tiny_checkpoint, 0, still_setup((2, 2)))
+    stopped._check_token = stopped._check_story = lambda *_: None
+    assert stopped.run(prompts((80,)), stop) == [free[: free.index(free[6]) + 1]]
+
+
+@pytest.mark.parametrize("max_pass_tokens", [pytest.param(7, marks=pytest.mark.system), 70, 400])
+def test_kv_of_chunks_is_that_of_the_reference_prefill(
+    tiny_checkpoint, max_pass_tokens, monkeypatch
+):
+    """Chunks of any length, over pages of the cached prefix in any frames."""
+    setup = still_setup((1, 3), max_pass_tokens=max_pass_tokens)
+    pipeline = ModelPipeline(tiny_checkpoint, 0, setup, kernels="torch")
+    seen: dict[int, list[int]] = {}
+    run_layer = model_stage.ModelStage._run_layer
+
+    def note(self, layer, place, spans, rows):
+        for span, frames in spans:
+            seen[span.request_id] = list(frames)
+        return run_layer(self, layer, place, spans, rows)
+
+    monkeypatch.setattr(model_stage.ModelStage, "_run_layer", note)
+    (ids,) = prompts((300,))
+    pipeline.run([ids], SamplingParams(temperature=0, max_tokens=1))
+    model = ModelConfig.from_folder(tiny_checkpoint)
+    weights = load_weights(tiny_checkpoint, model, torch.float32, range(model.num_experts))
+    for page, kv_LSW in prefill_pages(weights, model, ids, 300, 512):
+        count = min(PAGE_SIZE, 300 - page * PAGE_SIZE)
+        for layer in range(4):
+            stage = pipeline.processes[int(layer > 0)].stage
+            own = pipeline._kv_of(stage, layer)[seen[1][page], :count]
+            torch.testing.assert_close(own, kv_LSW[layer, :count], atol=1e-4, rtol=0)
+
+
+@pytest.mark.system
+def test_weights_of_a_layer_that_lost_its_place_are_given_up(tiny_checkpoint):
+    setup = still_setup((2, 2), max_layers=3)
+    pipeline = ModelPipeline(tiny_checkpoint, 0, setup)
+    pipeline.asks = [(5, (1, 3)), (12, (2, 2)), (20, (3, 1)), (30, (2, 2))]
+    pipeline.run(prompts((70, 20)), GREEDY)
+    assert pipeline.counts["changes"] == 4
+    for process in pipeline.processes:
+        held = process.stage._weights._layers.keys()
+        assert held == process.stage._place_of.keys() and len(held) <= 3
+
+
+@pytest.mark.system
+def test_a_stage_waits_for_weights_that_are_still_read(tiny_checkpoint, tiny_oracle, monkeypatch):
+    """A layer that it got runs once it is here, however long that takes."""
+    has, asked = model_stage.StageWeights.has, []
+
+    def late(self, layer):
+        asked.append(layer)
+        return len(asked) % 7 == 0 and has(self, layer)
+
+    monkeypatch.setattr(model_stage.StageWeights, "has", late)
+    pipeline = ModelPipeline(tiny_checkpoint, 0, still_setup((1, 3)))
+    pipeline.asks = [(6, (3, 1))]
+    pipeline.run(prompts((70, 20)), GREEDY)
+    pipeline.judge(tiny_oracle)
+
+
+def test_nan_in_what_a_stage_does_not_have_shows(tiny_checkpoint, tiny_oracle, monkeypatch):
+    """The harness would see KV that was left out: a wrong frame is written on arrival."""
+    write = model_stage.ModelStage._write_frame
+    monkeypatch.setattr(
+        model_stage.ModelStage,
+        "_write_frame",
+        lambda self, place, frame, payload: write(self, place, frame ^ 1, payload),
+    )
+    with pytest.raises(AssertionError):
+        play_through_all_splits(tiny_checkpoint, tiny_oracle, 2, "auto")

@@ -1,0 +1,173 @@
+"""A model served as a pipeline: real processes, gRPC, HTTP and shared memory, every token exact."""
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import openai
+import pytest
+import typer.testing
+
+from control_plane.member_streams import Member
+from harness.hash_service import process_launcher, shared_memory_of
+from nanocp.cli.main import app
+from nanocp.client import Client, Unavailable
+from nanocp.config import (
+    BoundsConfig,
+    ClusterConfig,
+    Config,
+    DataPlaneConfig,
+    LimitsConfig,
+    PassesConfig,
+    SchedulerConfig,
+    ServiceConfig,
+)
+from nanocp.serve.service import Service, open_checkpoint
+
+CONFIG = Config(
+    cluster=ClusterConfig(
+        num_instances=2,
+        layout="pipeline",
+        num_frames=40,
+        max_model_len=1024,
+        bounds=BoundsConfig(max_rows=8, max_attention_rows=8),
+    ),
+    limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
+    service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0, check_invariants=True),
+    pipeline=PassesConfig(max_pass_tokens=128),
+)
+WAIT_S = 120
+
+
+@contextmanager
+def pipeline_service(checkpoint, config=CONFIG):
+    service = Service(config, open_checkpoint(config, checkpoint), process_launcher())
+    try:
+        service.start(lambda step: None)
+        yield service
+    finally:
+        service.stop()
+    assert shared_memory_of(service) == []
+
+
+def prompt(length, seed):
+    rng = random.Random(seed)
+    return [rng.randrange(2, 512) for _ in range(length)]
+
+
+def generate(service, ids, max_tokens, **options):
+    """A greedy output, ignoring ends of sequences."""
+    options = {"temperature": 0.0, "ignore_eos": True} | options
+    with Client(service.address) as client:
+        chunks = client.generate(ids, max_tokens=max_tokens, timeout_s=WAIT_S, **options)
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def pids(service):
+    number = service._config.cluster.num_instances
+    return [service.launcher.pid(Member("instance", stage)) for stage in range(number)]
+
+
+def layout(service, *words):
+    runner = typer.testing.CliRunner()
+    return runner.invoke(app, ["layout", *words, "--target", service.metrics_address])
+
+
+def until_free(service):
+    """Every frame is free once nothing runs."""
+    deadline = time.monotonic() + WAIT_S
+    num_frames = service._config.cluster.num_frames
+    while service._controller._scheduler.load.frames_free != num_frames:
+        assert time.monotonic() < deadline, service._controller._scheduler.load
+        time.sleep(0.05)
+
+
+def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle):
+    """Clients of both APIs, one that goes away, an operator, and then a stage that is lost."""
+    with pipeline_service(tiny_checkpoint) as service, ThreadPoolExecutor(8) as pool:
+        ids = [prompt(length, length) for length in (1, 64, 150, 300)]
+        running = [pool.submit(generate, service, each, 100) for each in ids]
+        with Client(service.address) as client:
+            stream = client.generate(prompt(90, 9), max_tokens=500, temperature=0.0)
+            next(iter(stream))
+            stream.close()  # the client goes away
+        for split in ("1,3", "3,1", "2,2"):
+            moved = layout(service, split)
+            first = split[0]
+            assert moved.output == (
+                f"stage 0 has layers 0 to {int(first) - 1}, stage 1 has layers {first} to 3\n"
+            )
+        for each, output in zip(ids, running, strict=True):
+            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        base_url = f"http://{service.http_address}/v1"
+        with openai.OpenAI(base_url=base_url, api_key="EMPTY", timeout=WAIT_S) as http:
+            (model,) = http.models.list().data
+            answer = http.completions.create(
+                model=model.id,
+                prompt=ids[2],
+                max_tokens=12,
+                temperature=0,
+                logprobs=2,
+                extra_body={"return_token_ids": True, "ignore_eos": True},
+            ).choices[0]
+            assert answer.token_ids == running[2].result()[:12]
+            assert len(answer.logprobs.token_logprobs) == 12
+            with pytest.raises(openai.BadRequestError, match="stages of a pipeline"):
+                http.completions.create(
+                    model=model.id, prompt=ids[1], max_tokens=1, extra_body={"prompt_logprobs": 1}
+                )
+        until_free(service)
+        assert "numbers of layers, each at least 1, which sum to 4" in layout(service, "9,9").output
+        lost = pool.submit(generate, service, ids[0], 900)
+        while not service.num_open:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(pids(service)[1], signal.SIGKILL)
+        assert service.failure.result(WAIT_S).startswith("instance 1: ")
+        with pytest.raises(Unavailable):
+            lost.result(WAIT_S)
+
+
+@pytest.mark.system
+def test_rows_that_outgrow_the_frames_are_preempted_and_right(tiny_checkpoint, tiny_oracle):
+    config = replace(
+        CONFIG,
+        cluster=replace(CONFIG.cluster, num_frames=12),
+        scheduler=SchedulerConfig(growth_promise="tokens:0"),
+        data_plane=DataPlaneConfig(exchange_backend="tcp"),
+    )
+    with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
+        ids = [prompt(60 + number, number) for number in range(8)]
+        running = [pool.submit(generate, service, each, 120) for each in ids]
+        for each, output in zip(ids, running, strict=True):
+            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        until_free(service)
+        preempted = service.metrics.registry.get_sample_value("nanocp:num_preemptions_total")
+        assert preempted, "the story must contain what it is about"
+
+
+def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
+    cases = {
+        "prefill.synthetic_kv is set": {"prefill": replace(CONFIG.prefill, synthetic_kv=True)},
+        "scheduler.steps_per_window 4": {"scheduler": SchedulerConfig(steps_per_window=4)},
+        "scheduler.policy cost_aware": {"scheduler": SchedulerConfig(policy="cost_aware")},
+        "cluster.redundant_experts 2": {"cluster": replace(CONFIG.cluster, redundant_experts=2)},
+        "service.event_log is set": {"service": replace(CONFIG.service, event_log="log")},
+    }
+    for sentence, sections in cases.items():
+        with pytest.raises(ValueError, match=f"cluster.layout is pipeline, and {sentence}"):
+            replace(CONFIG, **sections)
+    for policy, sentence in {
+        "static:3,3": "static needs 2 numbers of layers, each at least 1, which sum to 4",
+        "evne": "evne",
+    }.items():
+        config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, layer_policy=policy))
+        with pytest.raises(ValueError, match=sentence):
+            Service(config, open_checkpoint(config, tiny_checkpoint), process_launcher())
+    wide = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=5))
+    with pytest.raises(ValueError, match="num_layers is 4; each of the 5 stages needs a layer"):
+        open_checkpoint(wide, tiny_checkpoint)
