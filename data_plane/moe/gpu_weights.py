@@ -27,6 +27,11 @@ class GpuWeights:
     experts: tuple[GroupedExperts | None, ...]
     """The experts of each layer; None for a dense one."""
 
+    @property
+    def has_fp8_experts(self) -> bool:
+        """Whether the experts' weights are in FP8."""
+        return any(isinstance(experts.down, Fp8Weight) for experts in self.experts if experts)
+
 
 def place_weights(
     weights: ModelWeights, device: torch.device, gemm: GroupedGemm, max_len: int

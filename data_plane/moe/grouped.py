@@ -108,7 +108,7 @@ class GroupedExperts:
         is elsewhere. gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I].
         """
         self._gemm, self.place_E, self.num_here = gemm, place_E, _num_experts(gate_up_ENX)
-        self._gate_up, self._down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
+        self.gate_up, self.down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 
     def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Run the experts on rows, as experts.experts_forward does: [T, X]."""
@@ -119,8 +119,8 @@ class GroupedExperts:
 
     def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:
         """Run every expert on its own rows: [E, S, X], not weighted."""
-        gate_ESI, up_ESI = self._gemm.run(x_ESX, self._gate_up, count_E).chunk(2, dim=-1)
-        return self._gemm.run(F.silu(gate_ESI) * up_ESI, self._down, count_E)
+        gate_ESI, up_ESI = self._gemm.run(x_ESX, self.gate_up, count_E).chunk(2, dim=-1)
+        return self._gemm.run(F.silu(gate_ESI) * up_ESI, self.down, count_E)
 
 
 def _num_experts(weight: Tensor | Fp8Weight) -> int:

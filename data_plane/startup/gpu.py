@@ -25,6 +25,7 @@ from data_plane.model.weights import Progress, expert_range, load_weights
 from data_plane.moe.all_to_all_gpu import GpuMixtures
 from data_plane.moe.backend import fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
+from data_plane.moe.fused import fused_obstacle
 from data_plane.moe.gpu_weights import GpuWeights, place_weights
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
@@ -41,7 +42,7 @@ from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
 
-_NO_FUSED = "on a GPU the kernel of a whole mixture is not there yet"
+_NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
 _NVSHMEM = (
     "exchange_backend is nvshmem: puts between nodes from the device are not there yet "
     "(docs/decisions/0018); cuda_ipc serves the GPUs of one node"
@@ -69,13 +70,19 @@ def build_gpu_instance(
     attention, attention_choice = attention_backend(
         data_plane.attention_backend, AttentionSite.of(model, device, dtype, kv_dtype)
     )
-    moe = moe_backends(config, model, experts, device, _NO_FUSED)
+    moe = moe_backends(config, model, experts, device, _fused_obstacle(config, device))
     assert moe.gemm is not None, "a GPU has no loop"
     keeps_fp8, weights_choice = fp8_experts(model, moe.gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
     placed = place_weights(weights, device, moe.gemm, cluster.max_model_len)
     parts = gpu_parts(
-        cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
+        cluster,
+        data_plane,
+        model,
+        placed,
+        attention,
+        config.limits.exchange_timeout_ms,
+        is_fused=moe.fused_start is not None,
     )
     mailbox = mailbox_layout(cluster)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
@@ -111,6 +118,18 @@ def build_gpu_instance(
         selected,
         meet,
         graphs_report=graphs_report,
+    )
+
+
+def _fused_obstacle(config: Config, device: torch.device) -> str:
+    """Say why a mixture cannot be one launch here; an empty string if it can."""
+    if config.data_plane.dispatch_backend != "fused":
+        return _NOT_TIMED
+    return fused_obstacle(
+        torch.cuda.get_device_properties(device),
+        torch_dtype(config),
+        config.data_plane.expert_backend,
+        num_nodes=-(-config.cluster.num_instances // config.cluster.instances_per_node),
     )
 
 

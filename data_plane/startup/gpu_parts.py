@@ -6,7 +6,7 @@ exchange not yet attached. Does not know: checkpoints, the wire, what drives the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,9 @@ from data_plane.graph.pool_gpu import GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange, GpuMixtures
+from data_plane.moe.fused import FusedMixtures, FusedMoe
 from data_plane.moe.gpu_weights import GpuWeights
+from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
 from data_plane.transport.regions import step_layout
@@ -46,11 +48,12 @@ def gpu_parts(
     weights: GpuWeights,
     attention: Attention,
     timeout_ms: float,
+    is_fused: bool = False,
 ) -> GpuParts:
     """Build a step and its parts.
 
     weights: one instance's, on its device, where everything is allocated. timeout_ms: longest wait
-    for a peer.
+    for a peer. is_fused: whether a mixture is one launch.
     """
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None
@@ -59,19 +62,26 @@ def gpu_parts(
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)
-    mixture = None
+    mixture: MixtureOfExperts[None] | None = None
     if model.num_experts:
-        all_to_all = GpuExpertExchange(
-            exchange,
-            num_instances=cluster.num_instances,
-            num_experts=model.num_experts,
-            per_row=model.num_experts_per_token,
-            hidden_size=model.hidden_size,
-            max_rows=cluster.bounds.max_rows,
-            dtype=dtype,
-            device=device,
-        )
-        mixture = GpuMixtures(all_to_all, model, weights)
+        sizes: dict[str, Any] = {
+            "num_instances": cluster.num_instances,
+            "num_experts": model.num_experts,
+            "per_row": model.num_experts_per_token,
+            "hidden_size": model.hidden_size,
+            "max_rows": cluster.bounds.max_rows,
+            "dtype": dtype,
+            "device": device,
+        }
+        if is_fused:
+            num_here = max(experts.num_here for experts in weights.experts if experts)
+            block = model.fp8_block if weights.has_fp8_experts else None
+            fused = FusedMoe(
+                exchange, num_here=num_here, expert_size=model.expert_size, fp8_block=block, **sizes
+            )
+            mixture = FusedMixtures(fused, model, weights)
+        else:
+            mixture = GpuMixtures(GpuExpertExchange(exchange, **sizes), model, weights)
     step = GpuStep(
         model,
         weights,

@@ -83,6 +83,7 @@ def moe_backends(
         data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
     )
     start = fused_start(data_plane.moe_schedule, dispatch.startswith("fused"))
+    on_gpu = device.type == "cuda"  # there they start when rows arrive
     return MoeBackends(
         gemm,
         has_deep_ep=dispatch.startswith("deep_ep"),
@@ -92,7 +93,7 @@ def moe_backends(
             f"{_redundant(config)}",
             f"expert GEMMs: {why_gemm}",
             f"dispatch: {dispatch}",
-            *([f"experts start: {start}, as configured"] if start else []),
+            *([f"experts start: {start}, as configured"] if start and not on_gpu else []),
         ],
     )
 

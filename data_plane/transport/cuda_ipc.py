@@ -202,6 +202,7 @@ class _WaitError(NamedTuple):
     source: int
     awaited_epoch: int
     found_epoch: int
+    """Below 0: the epoch came with a count of rows that no region holds, and this is minus it."""
 
 
 class GpuExchange:
@@ -216,19 +217,27 @@ class GpuExchange:
 
         timeout_ms: the limit of each wait, counted in polls and therefore not exact.
         """
-        self._places = places
-        self._max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
+        self.places = places
+        """Where the regions of every channel lie in an instance's memory."""
+        self._timeout_ms = timeout_ms
+        self.max_polls = max(1, round(timeout_ms * _POLLS_PER_MS))
+        """The limit of each wait, for kernels that count polls."""
+        self.timeout_ns = round(timeout_ms * 1e6)
+        """The limit of each wait, for kernels that read the GPU's clock."""
         self.epoch_C = torch.zeros(len(CHANNELS), dtype=torch.int64, device=device)
         """[channel] int64: epoch of the last wait. Epochs begin at 1, so a flag of 0 is none."""
         self.error = torch.zeros(4, dtype=torch.int64, device=device)
-        """The first error of a wait, all zero without one; see triton_exchange.wait_kernel."""
+        """The first error of a wait, all zero without one; see triton_exchange.wait_kernel.
+
+        A fused mixture writes it too (moe/fused_kernel.py).
+        """
         self._done_CN = torch.zeros(
             len(CHANNELS), places.num_instances, dtype=torch.int32, device=device
         )
 
     def attach(self, memory: PeerMemory) -> None:
         """Take the memory of this instance and the addresses of its peers."""
-        self._memory = memory
+        self.memory = memory
 
     def put(
         self,
@@ -246,11 +255,11 @@ class GpuExchange:
         """
         from data_plane.transport.triton_exchange import put_kernel
 
-        place = self._places.channels[channel]
+        place = self.places.channels[channel]
         follows, ahead = _FOLLOWS[channel]
         tensors, offsets, widths = self._fields(place, fields)
         put_kernel[self._grid(place)](
-            self._memory.address_N,
+            self.memory.address_N,
             self.epoch_C[follows:],
             self.error,
             count_N,
@@ -260,12 +269,12 @@ class GpuExchange:
             place.flag_offset,
             place.cell_offset,
             *offsets,
-            self._memory.instance,
+            self.memory.instance,
             place.num_slots,
             AHEAD=ahead,
             HAS_ROWS=row_NL is not None,
             COUNTED=place.is_counted,
-            BLOCK_N=_power_of_two(self._places.num_instances),
+            BLOCK_N=_power_of_two(self.places.num_instances),
             **widths,
         )
 
@@ -277,8 +286,8 @@ class GpuExchange:
         """
         from data_plane.transport.triton_exchange import wait_kernel
 
-        place, num_instances = self._places.channels[channel], self._places.num_instances
-        memory = self._memory.memory
+        place, num_instances = self.places.channels[channel], self.places.num_instances
+        memory = self.memory.memory
         wait_kernel[(1,)](
             memory[place.flag_offset :][: 2 * num_instances * 8].view(torch.int64),
             self.epoch_C[channel:],
@@ -287,7 +296,7 @@ class GpuExchange:
             memory[place.cell_offset :][: 2 * num_instances * 4].view(torch.int32),
             num_instances,
             int(channel),
-            self._max_polls,
+            self.max_polls,
             COUNTED=place.is_counted,
             BLOCK_N=_power_of_two(num_instances),
             num_warps=1,
@@ -297,17 +306,17 @@ class GpuExchange:
         """Copy the rows that were waited for to the first rows of the fields, by ascending peer."""
         from data_plane.transport.triton_exchange import take_kernel
 
-        place = self._places.channels[channel]
+        place = self.places.channels[channel]
         tensors, offsets, widths = self._fields(place, fields)
         take_kernel[self._grid(place)](
-            self._memory.address_N,
+            self.memory.address_N,
             self.epoch_C[channel:],
             count_N,
             *tensors,
             *offsets,
-            self._memory.instance,
+            self.memory.instance,
             place.num_slots,
-            BLOCK_N=_power_of_two(self._places.num_instances),
+            BLOCK_N=_power_of_two(self.places.num_instances),
             **widths,
         )
 
@@ -317,21 +326,25 @@ class GpuExchange:
         if error.channel == 0:
             return
         what = (
-            f"instance {self._memory.instance} awaits {Channel(error.channel - 1).name} of "
+            f"instance {self.memory.instance} awaits {Channel(error.channel - 1).name} of "
             f"instance {error.source}, epoch {error.awaited_epoch}"
         )
+        if error.found_epoch < 0:
+            raise EpochError(
+                f"{what}, but finds a count of {-error.found_epoch} rows in its region"
+            )
         if error.found_epoch > error.awaited_epoch:
             raise EpochError(
                 f"{what}, but finds epoch {error.found_epoch}: the region was overwritten before "
                 "it was read"
             )
         raise ExchangeTimeout(
-            f"{what}: it did not come in {self._max_polls} polls "
+            f"{what}: it did not come within {self._timeout_ms:g} ms "
             f"(the last epoch here is {error.found_epoch})"
         )
 
     def _grid(self, place: _Place) -> tuple[int, int]:
-        return self._places.num_instances, min(_MAX_PROGRAMS, _power_of_two(place.num_slots))
+        return self.places.num_instances, min(_MAX_PROGRAMS, _power_of_two(place.num_slots))
 
     def _fields(
         self, place: _Place, fields: Mapping[str, Tensor]

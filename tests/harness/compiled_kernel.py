@@ -25,6 +25,8 @@ class Compiled:
     shared_bytes: int
     num_wgmma: int
     num_async_copies: int
+    num_narrow: int
+    """Accesses of a thread to global memory of one or two bytes."""
     unordered_releases: list
     """What the function of that name finds."""
     num_unordered_without_barriers: int
@@ -33,6 +35,8 @@ class Compiled:
     """What the function of that name finds."""
     num_system_acquires: int
     """Instructions that acquire what another GPU released."""
+    num_gpu_acquires: int
+    """Instructions that acquire what another program of this GPU released."""
 
 
 def unordered_releases(ptx):
@@ -66,11 +70,17 @@ def unannounced_stores(ptx):
     return stores
 
 
+def num_acquires(ptx, scope):
+    """Count the instructions that acquire at a scope: sys or gpu."""
+    pattern = rf"^(?=.*\.{scope}\b).*\.(?:acquire|acq_rel)\b"
+    return len(re.findall(pattern, ptx, re.MULTILINE))
+
+
 def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, aligned=()):
     """Compile a kernel for sm_90 and read its PTX and SASS.
 
-    arguments: name -> Triton type, in order. aligned: names of numbers that are multiples of 16, as
-    all pointers are.
+    arguments: name -> Triton type, or a NamedTuple of types, in order. aligned: names of numbers
+    that are multiples of 16, as all pointers are.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -79,8 +89,13 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
     names = kernel.arg_names
     assert [*arguments, *constants] == names, (names, [*arguments, *constants])
     signature = {name: arguments.get(name, "constexpr") for name in names}
-    aligned = {*aligned, *(name for name in arguments if signature[name][0] == "*")}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    paths = {(names.index(name),) for name in aligned}
+    for index, kind in enumerate(signature.values()):
+        if isinstance(kind, tuple):
+            paths |= {(index, field) for field in range(len(kind))}
+        elif kind[0] == "*":
+            paths.add((index,))
+    attributes = {path: [["tt.divisibility", 16]] for path in paths}
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -94,12 +109,12 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
         shared_bytes=compiled.metadata.shared,
         num_wgmma=ptx.count("wgmma.mma_async"),
         num_async_copies=ptx.count("cp.async.cg"),
+        num_narrow=len(re.findall(r"\b(?:ld|st)\.(?:\w+\.)*global\.b(?:8|16)\b", ptx)),
         unordered_releases=unordered_releases(ptx),
         num_unordered_without_barriers=len(unordered_releases(re.sub(r"\bbar\.sync\b.*", "", ptx))),
         unannounced_stores=unannounced_stores(ptx),
-        num_system_acquires=len(
-            re.findall(r"^(?=.*\.sys\b).*\.(?:acquire|acq_rel)\b", ptx, re.MULTILINE)
-        ),
+        num_system_acquires=num_acquires(ptx, "sys"),
+        num_gpu_acquires=num_acquires(ptx, "gpu"),
     )
 
 

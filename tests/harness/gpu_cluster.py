@@ -22,6 +22,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.moe.backend import fp8_experts
+from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.gpu_weights import place_weights
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.prefill.pages import prefill_pages
@@ -99,8 +100,9 @@ class GpuCluster:
             )
             placed = place_weights(weights, self.device, gemm, max_len)
             parts[instance] = gpu_parts(
-                self.cluster, self.data_plane, model, placed, attention, timeout_ms
-            )
+                self.cluster, self.data_plane, model, placed, attention, timeout_ms,
+                is_fused=self.data_plane.dispatch_backend == "fused",
+            )  # fmt: skip
         places = next(iter(parts.values())).places
         if group is None:
             memories = PeerMemory.create_all(places, self.device)
@@ -114,6 +116,9 @@ class GpuCluster:
         ]
         self.buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows)
         self.requests, self.random, self.num_moved = [], random.Random(seed), 0
+        # Grids of instances on one card must fit on it together.
+        self.num_programs = 16 if self.device.type == "cuda" else 1
+        self._take_turns(True)
         self.graphs = self._capture() if is_captured else None
 
     def add(self, ids, degree):
@@ -212,6 +217,14 @@ class GpuCluster:
             if holder == instance
         ]
 
+    def _take_turns(self, takes_turns):
+        """Say whether a launch of a fused mixture may wait for peers; all share this device."""
+        for instance in self.instances.values():
+            mixture = instance.step.mixture
+            if isinstance(mixture, FusedMixtures):
+                mixture.takes_turns = takes_turns
+                mixture.fused.num_programs = self.num_programs
+
     def _capture(self):
         """Capture all graphs: {instance: {bucket: what replays its graph}}.
 
@@ -228,8 +241,10 @@ class GpuCluster:
             # In one stream and in turn no wait spins, so that kernels can be loaded on the way.
             run_in_turn([(self.instances[index], context) for index, context in contexts.items()])
             torch.cuda.synchronize(self.device)
+            self._take_turns(False)
             for index, context in contexts.items():
                 graphs[index][bucket] = captures[index].capture(context)
+            self._take_turns(True)
         self.captures = list(captures.values())
         return graphs
 

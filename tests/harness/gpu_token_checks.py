@@ -45,6 +45,7 @@ def token_checks(checkpoint, oracle, device, **how):
         assert_near(decoded(checkpoint, device, **how, **keys), oracle, kind)
 
     yield "tokens, fp32, exact", exact
+    yield "tokens, fused mixture, exact", lambda: exact(dispatch_backend="fused")
     yield "tokens, fp32, absorbed form, exact", lambda: exact(wire_form="absorbed")
     yield "tokens, bf16, near", lambda: near("bf16", dtype="bfloat16")
     yield "tokens, FP8 KV, near", lambda: near("fp8", dtype="bfloat16", kv_dtype="fp8")
@@ -53,9 +54,10 @@ def token_checks(checkpoint, oracle, device, **how):
 def captured_checks(checkpoint, oracle):
     """Steps as graphs: each instance's on a stream of its own, all on one card."""
 
-    def replayed():
+    def replayed(**keys):
         eager, captured = (
-            decoded(checkpoint, "cuda", is_captured=is_captured) for is_captured in (False, True)
+            decoded(checkpoint, "cuda", is_captured=is_captured, **keys)
+            for is_captured in (False, True)
         )
         assert_exact(captured, oracle)
         for first, second in zip(eager.requests, captured.requests, strict=True):
@@ -69,6 +71,7 @@ def captured_checks(checkpoint, oracle):
         assert_near(decoded(checkpoint, "cuda", is_captured=True, **keys), oracle, kind)
 
     yield "tokens, graphs on streams against eager, fp32", replayed
+    yield "tokens, graphs, fused mixture", lambda: replayed(dispatch_backend="fused")
     yield "tokens, graphs, bf16, near", lambda: replayed_near("bf16", dtype="bfloat16")
     yield (
         "tokens, graphs, FP8 KV, near",

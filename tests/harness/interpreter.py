@@ -4,25 +4,79 @@ Kernels are then Python functions of arrays, and need no GPU. Triton chooses bet
 interpreter when a kernel is decorated, so `interpret` comes before any import of one.
 """
 
+import inspect
 import os
+from contextlib import contextmanager
 
 
 def interpret():
     """Interpret every kernel of this process that is imported from here on.
 
     The interpreter keeps bfloat16 as its 16 bits and would multiply those as integers; products of
-    bfloat16 are computed in float32 instead, as tensor cores do.
+    bfloat16 are computed in float32 instead, as tensor cores do. It would also patch Triton's
+    language anew for each call of a function of a kernel, and take the patch back after a launch,
+    which other threads may still need; the language is patched once instead.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter
 
-    product = InterpreterBuilder.create_dot
+    builder, patch, patched = interpreter.InterpreterBuilder, interpreter._patch_lang, set()
+    if getattr(patch, "is_lasting", False):
+        return
+    product = builder.create_dot
 
     def widened(builder, handle):
         is_bfloat16 = handle.dtype.scalar == tl.bfloat16
         return builder.cast_impl(handle, tl.float32) if is_bfloat16 else handle
 
-    InterpreterBuilder.create_dot = lambda builder, a, b, *rest: product(
+    def patch_once(fn):
+        if fn not in patched:
+            modules = {
+                value.__name__
+                for value in fn.__globals__.values()
+                if inspect.ismodule(value) and value in (tl, tl.core)
+            }
+            if not modules <= patched:
+                patch(fn)
+            patched.update((fn, *modules))
+        return LastingPatch
+
+    builder.create_dot = lambda builder, a, b, *rest: product(
         builder, widened(builder, a), widened(builder, b), *rest
     )
+    patch_once.is_lasting = True
+    interpreter._patch_lang = patch_once
+
+
+class LastingPatch:
+    """A patch of Triton's language that stays."""
+
+    @staticmethod
+    def restore():
+        """Keep it."""
+
+
+@contextmanager
+def products_in_order():
+    """Let a product's element depend on its row and column alone: it is summed by ascending depth.
+
+    NumPy sums a row's products in an order that depends on the row's place in its tile, which no
+    GPU does.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    product = builder.create_dot
+
+    def in_order(self, a, b, d, *rest):
+        total = d.data.copy()
+        for depth in range(a.data.shape[1]):
+            total += a.data[:, depth, None] * b.data[None, depth, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    builder.create_dot = in_order
+    try:
+        yield
+    finally:
+        builder.create_dot = product

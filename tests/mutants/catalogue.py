@@ -2,6 +2,7 @@
 
 import connector
 import heads
+import of_fused
 import of_mixture
 import overlap
 from mutant import Mutant as Mutant
@@ -430,6 +431,7 @@ MUTANTS = [
     *OF_TERMS,
     *overlap.MUTANTS,
     *of_mixture.MUTANTS,
+    *of_fused.MUTANTS,
     *connector.MUTANTS,
     *heads.MUTANTS,
 ]

@@ -68,7 +68,9 @@ def test_the_checks_themselves_run():
 @without_gpu
 def test_the_checks_of_tokens_run(mini):
     """The exact check and the one for FP8 run, with one token each."""
-    exact, _, _, near = token_checks(*mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1)
+    exact, _, _, _, near = token_checks(
+        *mini, "cpu", num_instances=2, lengths=(1, 70), num_tokens=1
+    )
     results = run([exact, near])
     assert not [result for result in results if result["error"]]
 

@@ -13,13 +13,14 @@ from data_plane.kv.frame_pool import LocalStep
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.presets import PRESETS
 from data_plane.model.weights import slots_of
+from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.grouped import group_rows, ungroup_rows
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.reference.oracle import Oracle
 from harness.fp8_twin import make_twin
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned
-from nanocp.config import BoundsConfig, ClusterConfig
+from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
 from nanocp.table_changes import PageRun
 
 CPU = torch.device("cpu")
@@ -30,10 +31,12 @@ def prompts(*lengths):
     return [torch.randint(2, 320, (length,), generator=generator).tolist() for length in lengths]
 
 
-def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
+@pytest.mark.parametrize("dispatch", ["exchange", "fused"])
+def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini, dispatch):
     """Unwritten memory holds NaN; a request crosses a page's edge, rows change their binding."""
     path, oracle = mini
-    cluster = GpuCluster(path, num_parts=2)
+    data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
+    cluster = GpuCluster(path, num_parts=2, data_plane=data_plane)
     for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
         cluster.add(ids, degree)
     with poisoned():
@@ -44,10 +47,15 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini):
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
     assert cluster.num_moved >= 1
     assert max(len({holder for holder, _ in request.pages}) for request in cluster.requests) == 2
+    is_fused = isinstance(cluster.instances[0].step.mixture, FusedMixtures)
+    assert is_fused == (dispatch == "fused")
 
 
-@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-llama"])
-def test_tokens_over_kv_heads_are_the_reference_models(preset, tmp_path):
+@pytest.mark.parametrize(
+    "preset, dispatch",
+    [("tiny-qwen3-moe", "exchange"), ("tiny-llama", "fused"), ("tiny-qwen3-moe", "fused")],
+)
+def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, tmp_path):
     """With experts, and without any: then nothing is dispatched."""
     shape = {
         "num_hidden_layers": 2,
@@ -60,7 +68,8 @@ def test_tokens_over_kv_heads_are_the_reference_models(preset, tmp_path):
     }
     fields = {name: value for name, value in shape.items() if name in PRESETS[preset]}
     make_checkpoint(tmp_path, preset, overrides=fields)
-    oracle, cluster = Oracle(tmp_path), GpuCluster(tmp_path, num_parts=2)
+    data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
+    oracle, cluster = Oracle(tmp_path), GpuCluster(tmp_path, num_parts=2, data_plane=data_plane)
     for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
         cluster.add(ids, degree)
     with poisoned():
@@ -71,7 +80,10 @@ def test_tokens_over_kv_heads_are_the_reference_models(preset, tmp_path):
     assert (cluster.instances[0].step.mixture is None) == (preset == "tiny-llama")
 
 
-def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_shape, tmp_path):
+@pytest.mark.parametrize("dispatch", ["exchange", "fused"])
+def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(
+    mini_shape, tmp_path, dispatch
+):
     """The tokens are exact, because e4m3 times its scales is exact in fp32."""
     path = tmp_path / "fp8"
     shape = mini_shape | {
@@ -83,13 +95,14 @@ def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_
     make_checkpoint(
         path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2}
     )
-    cluster = GpuCluster(path, num_parts=2)
+    data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
+    cluster = GpuCluster(path, num_parts=2, data_plane=data_plane)
     for ids, degree in zip(prompts(5, 70), (1, 2), strict=True):
         cluster.add(ids, degree)
     for _ in range(2):
         cluster.step()
     experts = cluster.instances[0].step.mixture._experts[1]
-    assert experts._gate_up.values.dtype == experts._down.values.dtype == torch.float8_e4m3fn
+    assert experts.gate_up.values.dtype == experts.down.values.dtype == torch.float8_e4m3fn
     oracle = Oracle(make_twin(path, tmp_path / "twin"))
     for request in cluster.requests:
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact

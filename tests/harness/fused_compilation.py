@@ -1,0 +1,90 @@
+"""Compiles the fused mixture and its roles for sm_90 without a GPU, at DeepSeek-V3's widths.
+
+`python tests/harness/fused_compilation.py [NAME...]` prints one JSON object: kernel -> resources.
+It is a process of its own, as kernel_compilation.py is. Eight instances, 128 rows, 256 experts.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+
+from data_plane.moe.fused import FusedMoe, tiles_for
+from data_plane.moe.fused_kernel import fused_kernel
+from data_plane.moe.fused_tasks import INNER, OUTPUT, RETURN, FusedExperts, FusedRows
+from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
+from data_plane.transport.exchange import Channel, Field
+from harness import fused_roles as roles
+from harness.compiled_kernel import compile_kernel
+
+META = torch.device("meta")
+ROWS, PER_ROW, HIDDEN, WIDTH, EXPERTS, INSTANCES = 128, 8, 7168, 2048, 256, 8
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def shape(dtype, fp8_block=None, tiles=None):
+    """The constant of a launch."""
+    hidden = Field("hidden", "uint16" if dtype == "bf16" else "float32", (ROWS, HIDDEN))
+    expert = Field("expert", "int64", (ROWS, PER_ROW))
+    weight = Field("weight", "float32", (ROWS, PER_ROW))
+    layout = {
+        Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden),
+        Channel.COMBINE: (hidden,),
+    }
+    exchange = GpuExchange(RegionPlaces(layout, INSTANCES), META, timeout_ms=1000)
+    return FusedMoe(
+        exchange, num_instances=INSTANCES, num_experts=EXPERTS, num_here=EXPERTS // INSTANCES,
+        per_row=PER_ROW, hidden_size=HIDDEN, expert_size=WIDTH, max_rows=ROWS,
+        dtype=DTYPES[dtype], device=META, fp8_block=fp8_block, tiles=tiles, num_programs=130,
+    ).shape  # fmt: skip
+
+
+def types(dtype, weight):
+    """The types of a launch's tuples."""
+    numbers = dict.fromkeys(("count", "row", "slot"), "*i32")
+    rows = {"x": f"*{dtype}", "expert": "*i64", "weight": "*fp32", **numbers, "out": f"*{dtype}"}
+    scales = dict.fromkeys(("gate_up_scale", "down_scale"), "*fp32")
+    weights = dict.fromkeys(("gate_up", "down"), f"*{weight}")
+    return {
+        "state": roles.state_types(dtype),
+        "rows": FusedRows(**rows),
+        "experts": FusedExperts(place="*i64", **scales, **weights),
+    }
+
+
+def compiled(kernel, dtype="bf16", is_fp8=False, tiles=None, **constants):
+    """Compile a kernel of a fused mixture."""
+    tiles = tiles or tiles_for(DTYPES[dtype], is_fp8)
+    kinds = types(dtype, "fp8e4nv" if is_fp8 else dtype)
+    arguments = {
+        name: kinds.get(name, "i64" if name == "max_idle" else "i32")
+        for name in kernel.arg_names
+        if name not in ("S", *constants)
+    }
+    constants["S"] = shape(dtype, (128, 128) if is_fp8 else None, tiles)
+    return compile_kernel(kernel, arguments, constants, tiles.num_warps, tiles.num_stages)
+
+
+def kernels():
+    """List the kernels: name -> what compiles it."""
+
+    def queue(number, **how):
+        return lambda: compiled(roles.queue_role, QUEUE=number.value, **how)
+
+    return {
+        "dispatch": lambda: compiled(roles.dispatch_role),
+        "return": queue(RETURN),
+        "sweep": lambda: compiled(roles.sweep_role),
+        "inner": queue(INNER),
+        "output": queue(OUTPUT),
+        "combine": lambda: compiled(roles.combine_role),
+        "fused bf16": lambda: compiled(fused_kernel),
+        "fused fp8": lambda: compiled(fused_kernel, is_fp8=True),
+        "fused fp32": lambda: compiled(fused_kernel, "fp32"),
+    }
+
+
+if __name__ == "__main__":
+    known = kernels()
+    print(json.dumps({name: asdict(known[name]()) for name in sys.argv[1:] or known}))

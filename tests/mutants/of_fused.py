@@ -1,0 +1,139 @@
+"""Faults in the persistent kernel of a fused mixture, each with the tool that finds it.
+
+The explorer meets every order of whole tasks, the weaver half-written rows and programs that race,
+the lint a missing barrier or scope (tests/harness/fused_schedules.py, fused_roles.py). What one of
+them finds the others may not: test names below are of the tool that must.
+"""
+
+from mutant import Mutant
+
+FILE = "tests/data_plane/kernels/test_fused_interpreted.py"
+EXPLORED = (FILE, "-k", "epochs_overlap", "-m", "not system")
+TWO_TILES = (FILE, "-k", "any_order and tiles")
+AHEAD = (FILE, "-k", "epoch_ahead")
+WOVEN = (FILE, "-k", "woven_instances", "-m", "not system")
+WOVEN_PROGRAMS = (FILE, "-k", "woven_programs", "-m", "not system")
+BITS = (FILE, "-k", "bit_by_bit")
+LINT = ("tests/data_plane/kernels/test_fused_compilation.py", "-k", "puts_releases and dispatch")
+
+TASKS = "data_plane/moe/fused_tasks.py"
+KERNEL = "data_plane/moe/fused_kernel.py"
+
+MUTANTS = [
+    Mutant(
+        name="fused-flag-before-rows",
+        why="a peer sees the flag of a dispatch before its rows (weaver)",
+        path=TASKS,
+        text="hidden_ptr = rows_of(base, S.dispatch_hidden, rows.x, region, S, X)",
+        fault=(
+            "hidden_ptr = rows_of(base, S.dispatch_hidden, rows.x, region, S, X)\n"
+            "tl.store(field(base, S.dispatch_count, rows.count) + region, count)\n"
+            "tl.store(field(base, S.dispatch_flag, state.epoch) + region, epoch)"
+        ),
+        tests=WOVEN,
+    ),
+    Mutant(
+        name="fused-stale-flag",
+        why="rows of two epochs ago are taken in as if they had just come (explorer, equal epochs)",
+        path=KERNEL,
+        text="is_new = is_out & (found == epoch)",
+        fault="is_new = is_out & (found > 0)",
+        tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-one-deep",
+        why="a peer that is one epoch ahead overwrites what is still read (explorer)",
+        path=TASKS,
+        text="return (epoch & 1) * S.num_instances",
+        fault="return (epoch & 0) * S.num_instances",
+        tests=AHEAD,
+    ),
+    Mutant(
+        name="fused-outputs-early",
+        why="an expert's outputs begin before all of its inner columns are there (explorer)",
+        path=TASKS,
+        text="if done == tl.cdiv(I, N) - 1:",
+        fault="if done == 0:",
+        tests=TWO_TILES,
+    ),
+    Mutant(
+        name="fused-return-early",
+        why="a source gets its sums back one pair early (explorer)",
+        path=TASKS,
+        text="(row < count) & (left == 1)",
+        fault="(row < count) & (left == 2)",
+        tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-counters-kept",
+        why="a replay finds the counters of the epoch before (explorer)",
+        path=KERNEL,
+        text="tl.store(state.counter + index, index * 0, mask=index < S.num_counters)",
+        fault="tl.store(state.counter + index, index * 0, mask=index < 0)",
+        tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-epoch-too-soon",
+        why="the last program out ends an epoch that is not complete (explorer)",
+        path=KERNEL,
+        text="if is_complete(state, S) & (tl.load(state.error, volatile=True) == 0):",
+        fault="if tl.load(state.error, volatile=True) == 0:",
+        tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-lock-kept",
+        why="nobody can sweep any more (explorer: stuck within a bound)",
+        path=KERNEL,
+        text='tl.atomic_xchg(word(state, LOCK), 0, sem="release", scope="gpu")',
+        fault='tl.atomic_xchg(word(state, LOCK), 1, sem="release", scope="gpu")',
+        tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-no-lock",
+        why="two programs take the same rows in (weaver)",
+        path=KERNEL,
+        text='if tl.atomic_cas(word(state, LOCK), 0, 1, sem="acq_rel", scope="gpu") == 0:',
+        fault="if num_programs > 0:",
+        tests=WOVEN_PROGRAMS,
+    ),
+    Mutant(
+        name="fused-task-twice",
+        why="two programs draw the same task (weaver)",
+        path=KERNEL,
+        text='task = tl.atomic_add(drawn_ptr, 1, sem="relaxed", scope="gpu")',
+        fault="task = tl.load(drawn_ptr)\ntl.store(drawn_ptr, task + 1)",
+        tests=WOVEN_PROGRAMS,
+    ),
+    Mutant(
+        name="fused-other-order",
+        why="a row's pairs are summed backwards, so tokens depend on the form of the call",
+        path=TASKS,
+        text="for k in range(K):",
+        fault="for k in range(K - 1, -1, -1):",
+        tests=BITS,
+    ),
+    Mutant(
+        name="fused-no-barrier",
+        why="rows of other threads may be stored after the flag that announces them (lint)",
+        path=TASKS,
+        text=('tl.debug_barrier()\ndone = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="sys")'),
+        fault='done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="sys")',
+        tests=LINT,
+    ),
+    Mutant(
+        name="fused-gpu-scope",
+        why="a peer on another GPU may see the flag before the rows (lint)",
+        path=TASKS,
+        text=(
+            'done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="sys")\n'
+            "if done == S.parts - 1:\n"
+            '    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")'
+        ),
+        fault=(
+            'done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu")\n'
+            "if done == S.parts - 1:\n"
+            '    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="gpu")'
+        ),
+        tests=LINT,
+    ),
+]
