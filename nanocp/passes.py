@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Constants of the time that a pass takes, in microseconds, in the form of DynaPipe's paper."""
+    """Constants of the time that a pass takes, in microseconds.
+
+    DynaPipe's paper has a term for tokens, one for what they attend to and one for requests; with
+    the other constants at 0 this is its form.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -35,6 +39,20 @@ class PassCosts:
     """For each token that is sampled (alpha)."""
     sampling_us: float = 0.0
     """For each pass that samples (beta)."""
+    layer_us: float = 0.0
+    """For each layer."""
+    decode_length_us: float = 0.0
+    """For each token that a decoding row attends to, in each layer, besides token_length_us."""
+    chunk_us: float = 0.0
+    """For a pass with a chunk of a prompt, in each layer."""
+    cached_us: float = 0.0
+    """For each earlier token of a chunk's prompt, in each layer."""
+    expert_us: float = 0.0
+    """For each expert that a pass is expected to visit, in each layer."""
+    num_experts: int = 0
+    """Routed experts of a layer; 0: a dense model."""
+    experts_per_token: int = 0
+    """Experts that a token visits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,15 @@ LONG_LENGTHS = ((65.06, 100_000, 500_000), (34.94, 500_000, 1_000_000))
 # 50 requests/s are 1,000 tokens each: log-normal with that mean.
 OUTPUT_LEN_MEDIAN, OUTPUT_LEN_SIGMA, OUTPUT_LEN_MAX = 800.0, 0.7, 4096
 
+# ShareGPT as vLLM's benchmark takes it: first turns of at most 1,024 tokens each way. 1,000 of them
+# have 229,711 tokens of prompt and 203,068 of output (vllm-project/vllm, pull request 18566). The
+# paper of pipelines that draws on it (DynaPipe) shows its lengths in a picture only.
+SHAREGPT_PROMPT = (132.0, 1.25)
+"""Median and sigma of a log-normal that is cut at SHAREGPT_LEN_MAX: 230 tokens on average."""
+SHAREGPT_OUTPUT = (120.0, 1.1)
+"""Median and sigma of the outputs: 203 tokens on average."""
+SHAREGPT_LEN_MAX = 1024
+
 MIXES = {"issue-0": 0.0, "issue-1": 0.01, "issue-5": 0.05, "issue-100": 1.0}
 """Share of long requests, by name."""
 STATIC = {"static-1": 1, "static-3": 3, "static-5": 5, "static-7": 7}
@@ -42,7 +51,8 @@ class Workload:
     """Which requests, and how they arrive."""
 
     name: str
-    """issue-0, issue-1, issue-5, issue-100, static-1, -3, -5, -7, mooncake:PATH or azure:PATH."""
+    """issue-0, issue-1, issue-5, issue-100, static-1, -3, -5, -7, sharegpt, fixed:PROMPT:OUTPUT,
+    mooncake:PATH or azure:PATH."""
     rate_per_s: float
     """Requests a second. A trace is scaled in time to have it on average; the static scenario has
     none."""
@@ -72,9 +82,11 @@ class Workload:
                 f"burstiness is {self.burstiness}; it must be at least {_BURSTINESS_MIN}"
             )
         kind, _, path = self.name.partition(":")
-        if self.name in MIXES or self.name in STATIC or (kind in ("mooncake", "azure") and path):
+        if self.name in MIXES or self.name in STATIC or self.name == "sharegpt":
             return
-        names = [*MIXES, *STATIC, "mooncake:PATH", "azure:PATH"]
+        if (kind in ("mooncake", "azure") and path) or (kind == "fixed" and _fixed_lens(path)):
+            return
+        names = [*MIXES, *STATIC, "sharegpt", "fixed:PROMPT:OUTPUT", "mooncake:PATH", "azure:PATH"]
         nearest = difflib.get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
@@ -121,7 +133,7 @@ class Workload:
 
     def _drawn(self) -> Iterator[tuple[float, WorkloadRequest]]:
         """(microsecond of arrival, request): those before 0 may still be running then."""
-        if self.name in MIXES:
+        if self.name in MIXES or self.name == "sharegpt" or self.name.startswith("fixed:"):
             return self._mix()
         if self.name in STATIC:
             # No request ends in a run of two minutes: what is measured stays as it is.
@@ -131,15 +143,28 @@ class Workload:
         return self._trace()
 
     def _mix(self) -> Iterator[tuple[float, WorkloadRequest]]:
-        random, share_long = Random(self.seed), MIXES[self.name]
+        random = Random(self.seed)
         now_us = float(-OUTPUT_LEN_MAX * self.steady_tpot_us)
         while True:
             now_us += random.gammavariate(
                 self.burstiness, 1e6 / (self.rate_per_s * self.burstiness)
             )
-            output_len = draw_output_len(random)
-            prompt_len = _draw_prompt_len(random, share_long)
+            prompt_len, output_len = self._draw_lens(random)
             yield now_us, WorkloadRequest(0, prompt_len, output_len, output_len)
+
+    def _draw_lens(self, random: Random) -> tuple[int, int]:
+        """Tokens of a request's prompt and of its output."""
+        if self.name in MIXES:
+            output_len = draw_output_len(random)
+            return _draw_prompt_len(random, MIXES[self.name]), output_len
+        if self.name == "sharegpt":
+            prompt_len, output_len = (
+                min(max(4, round(random.lognormvariate(math.log(median), sigma))), SHAREGPT_LEN_MAX)
+                for median, sigma in (SHAREGPT_PROMPT, SHAREGPT_OUTPUT)
+            )
+            return prompt_len, output_len
+        prompt_len, output_len = _fixed_lens(self.name.partition(":")[2])
+        return prompt_len, output_len
 
     def _trace(self) -> Iterator[tuple[float, WorkloadRequest]]:
         kind, _, path = self.name.partition(":")
@@ -160,6 +185,13 @@ class Workload:
                 if at_us >= begins_us:
                     hash_ids = tuple(cycle * num_ids + number for number in request.hash_ids)
                     yield at_us, replace(request, arrival_us=0, hash_ids=hash_ids)
+
+
+def _fixed_lens(words: str) -> tuple[int, ...]:
+    """(prompt, output) tokens of PROMPT:OUTPUT; empty for anything else."""
+    lens = words.split(":")
+    is_pair = len(lens) == 2 and all(n.isascii() and n.isdigit() and int(n) > 0 for n in lens)
+    return tuple(map(int, lens)) if is_pair else ()
 
 
 def own_rate(name: str) -> float:

@@ -169,4 +169,20 @@ OF_PIPELINE = [
         fault="pass",
         tests=("tests/control_plane/scheduler/pipeline/test_layout_changes.py",),
     ),
+    Mutant(
+        name="simulated-kv-not-awaited",
+        why="a simulated stage runs a layer before its KV has come",
+        path="nanocp/simulator/pipeline/stages.py",
+        text="if stage.expected.get(stage.next_layer, 0) > 0:",
+        fault="if False:",
+        tests=("tests/nanocp/simulator/pipeline/test_stages.py", "-k", "waits_there"),
+    ),
+    Mutant(
+        name="cached-prefix-forgotten",
+        why="the predictor does not know what a chunk's cached prefix costs",
+        path="control_plane/scheduler/pipeline/predictor.py",
+        text="            cached += first",
+        fault="            cached += 0",
+        tests=("tests/nanocp/simulator/pipeline/test_fit.py", "-k", "what_a_pass_holds"),
+    ),
 ]

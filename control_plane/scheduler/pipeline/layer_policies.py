@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Protocol
 
@@ -126,7 +127,7 @@ class LevelLayout:
             }
         )
         for bound in bounds:
-            most = [self._most(bound - extra, times.layer_us) for extra in extras]
+            most = tuple(self._most(bound - extra, times.layer_us) for extra in extras)
             if min(most) >= 1 and sum(most) >= num_layers:
                 return _nearest(split, most)
         return split
@@ -138,7 +139,8 @@ class LevelLayout:
         return min(fits, self._num_places)
 
 
-def _nearest(split: Split, most: Sequence[int]) -> Split:
+@lru_cache(maxsize=256)
+def _nearest(split: Split, most: Split) -> Split:
     """The layout within these limits that moves the fewest layers from their stage; exact."""
     old = stages_of(split)
     num_layers = len(old)

@@ -66,15 +66,22 @@ class PassRows:
         num_rows = sum(not row.num_prompt_left for row in self.by_id.values())
         return min(-(-num_rows // self._num_stages), self._max_tokens)
 
+    @property
+    def num_prompt_left(self) -> int:
+        """Tokens of prompts that no planned pass has."""
+        return sum(row.num_prompt_left for row in self.by_id.values())
+
     def chunks(self, num_decoding: int) -> list[tuple[PassRow, int]]:
-        """(row, tokens) of the prompts in the pass, by class and by age.
+        """(row, tokens) of the prompts in the pass.
 
         num_decoding: tokens of the pass that rows decode.
         """
+        share = max(-(-self.num_prompt_left // self._num_stages), PAGE_SIZE)
+        return self._taken(min(share, self._max_tokens - num_decoding))
+
+    def _taken(self, num_tokens: int) -> list[tuple[PassRow, int]]:
+        """(row, tokens) of prompts by class and by age, as many as this in all."""
         rows = [row for row in self.by_id.values() if row.num_prompt_left]
-        num_left = sum(row.num_prompt_left for row in rows)
-        share = max(-(-num_left // self._num_stages), PAGE_SIZE)
-        num_tokens = min(share, self._max_tokens - num_decoding)
         chunks: list[tuple[PassRow, int]] = []
         for row in sorted(rows, key=lambda row: (row.request.priority, row.request.request_id)):
             if num_tokens <= 0:

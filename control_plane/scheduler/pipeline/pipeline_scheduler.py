@@ -53,9 +53,15 @@ class PipelineScheduler:
     """The one scheduler of a pipeline of stages."""
 
     def __init__(
-        self, cluster: ClusterConfig, scheduler: SchedulerConfig, pipeline: PipelineConfig
+        self,
+        cluster: ClusterConfig,
+        scheduler: SchedulerConfig,
+        pipeline: PipelineConfig,
+        rows: PassRows | None = None,
     ) -> None:
         """cluster: that of one instance; its frames are those of every stage.
+
+        rows: they say what a pass takes. None: as the pipeline says.
 
         Raises ValueError if it has more instances, or for an unknown layer policy.
         """
@@ -73,7 +79,7 @@ class PipelineScheduler:
         self._lowering = Lowering(1)
         self._quarantine = Quarantine(1)
         self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
-        self._rows = PassRows(pipeline.num_stages, pipeline.max_pass_tokens)
+        self._rows = rows or PassRows(pipeline.num_stages, pipeline.max_pass_tokens)
         self.layouts = LayoutChanges(pipeline)
         self._next_pass = 0
         self._oldest = 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.choices import check_one_of
 from nanocp.cli.simulate.explain import (
     Explain,
     check_explained,
@@ -23,6 +24,7 @@ from nanocp.cli.simulate.explain import (
 )
 from nanocp.cli.simulate.numbers import numbers_of, table_of
 from nanocp.cli.simulate.options import AsJson, Reports, Scenario
+from nanocp.cli.simulate.pipeline import LAYOUTS, PipelineOptions, run_pipeline
 
 if TYPE_CHECKING:
     from control_plane.scheduler.explanation import Explainer
@@ -48,6 +50,7 @@ def run(
     context: typer.Context,
     scenario: Scenario,
     reports: Reports,
+    pipeline: PipelineOptions,
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 30.0,
     prefix_sharing: Annotated[
         bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")
@@ -59,6 +62,10 @@ def run(
     if context.invoked_subcommand is not None:
         return
     try:
+        check_one_of(LAYOUTS, layout=pipeline.layout)
+        if pipeline.layout == "pipeline":
+            run_pipeline(context, scenario, pipeline, rate, as_json)
+            return
         played = _run(scenario, reports, rate, prefix_sharing, explain)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

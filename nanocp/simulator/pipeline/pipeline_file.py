@@ -1,0 +1,201 @@
+"""A simulated pipeline: its model, its devices, what a layer and sampling cost.
+
+Enters: a YAML file, or the name of one that ships. Leaves: a validated PipelineFile, or a
+ValueError that names the key. Does not know: schedulers, workloads, time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from nanocp.choices import check_at_least, check_one_of, require
+from nanocp.passes import Span, even_split
+from nanocp.plan import PAGE_SIZE
+
+SHIPPED = Path(__file__).parent / "clusters"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Rates of a stage's device and of the links between stages; the constants of sampling."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    weights_gb_per_s: float
+    """Weights and KV are read at this rate."""
+    gemm_tflops: float
+    """GEMMs and attention of chunks run at this rate."""
+    sampled_us: float
+    """Sampling, for each token (alpha)."""
+    sampling_us: float
+    """Sampling, for each pass that samples (beta)."""
+    link_gb_per_s: float
+    """Hidden rows and KV, each direction of a stage."""
+    hop_us: float
+    """A message from stage to stage, besides its bytes."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            require(0 <= value < inf, f"{name} is {value}; it must be finite and not negative")
+        for name in ("weights_gb_per_s", "gemm_tflops", "link_gb_per_s"):
+            require(getattr(self, name) > 0, f"{name} is 0; it must be more")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What of a model the costs multiply; layers are alike."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    num_layers: int
+    layer_mb: float
+    """Weights of a layer."""
+    layer_mflop: float
+    """One token through a layer, attention left out."""
+    attention_mflop: float
+    """One token, for each token that it attends to, in a layer."""
+    kv_bytes: int
+    """KV of one token in a layer."""
+    hidden_bytes: int
+    """A hidden row."""
+    head_mb: float
+    """Weights of lm_head, and as many of the embedding."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_layers=self.num_layers, kv_bytes=self.kv_bytes)
+        check_at_least(1, hidden_bytes=self.hidden_bytes)
+        for name in ("layer_mb", "layer_mflop", "attention_mflop", "head_mb"):
+            value = getattr(self, name)
+            require(0 < value < inf, f"{name} is {value}; it must be positive and finite")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a stage's device holds, in GB of 10^9 bytes: KV gets what is left."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    hbm_gb: float
+    usable_share: float
+    reserve_gb: float
+    """Activations and what else is no weight and no KV."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.hbm_gb < inf and 0 < self.usable_share <= 1 and 0 <= self.reserve_gb < inf,
+            f"memory is {self}; hbm_gb must be positive, usable_share above 0 and at most 1, and "
+            "reserve_gb not negative",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFile:
+    """A simulated pipeline."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    model: LayerShape
+    num_stages: int
+    max_model_len: int
+    max_rows: int
+    """Most requests that are placed at a time."""
+    spare_layers: int
+    """Layers that a stage has room for beyond an even share, where layers move."""
+    memory: DeviceMemory
+    costs: dict[str, StageCosts]
+    """By the name of the set, such as peak and fitted."""
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1, num_stages=self.num_stages, max_model_len=self.max_model_len, max_rows=self.max_rows
+        )
+        check_at_least(0, spare_layers=self.spare_layers)
+        require(bool(self.costs), "costs is empty; it must hold one set of constants or more")
+        require(
+            self.model.num_layers >= self.num_stages,
+            f"the model has {self.model.num_layers} layers and num_stages is {self.num_stages}; "
+            "each stage needs a layer",
+        )
+
+    @property
+    def max_layers(self) -> int:
+        """Layers that a stage has room for, where layers move."""
+        even = even_split(self.model.num_layers, self.num_stages)
+        return min(even[0] + self.spare_layers, self.model.num_layers)
+
+    def costs_of(self, constants: str) -> StageCosts:
+        """The named set. Raises ValueError naming those that there are."""
+        check_one_of(tuple(self.costs), constants=constants)
+        return self.costs[constants]
+
+    def num_frames(self, places: Sequence[int], *, replicates_head: bool) -> int:
+        """Frames that every stage has KV for.
+
+        places: layers that each stage has room for. replicates_head: every stage has lm_head.
+        Raises ValueError if the model does not fit.
+        """
+        model, memory = self.model, self.memory
+        least = inf
+        for stage, count in enumerate(places):
+            num_heads = (stage == 0) + (stage == len(places) - 1 or replicates_head)
+            weights_gb = (count * model.layer_mb + num_heads * model.head_mb) / 1e3
+            left_gb = memory.usable_share * memory.hbm_gb - memory.reserve_gb - weights_gb
+            require(
+                left_gb > 0,
+                f"stage {stage} does not fit: {count} layers and what it samples with take "
+                f"{weights_gb:.1f} GB of weights, {-left_gb:.1f} GB too many",
+            )
+            least = min(least, left_gb * 1e9 / (count * PAGE_SIZE * model.kv_bytes))
+        return int(least)
+
+    def layer_us(self, costs: StageCosts, spans: Sequence[Span]) -> float:
+        """Microseconds of one layer of a pass: weights or FLOPs, whichever is more, and KV."""
+        model = self.model
+        num_tokens = kv_tokens = attended = 0
+        for span in spans:
+            num_tokens += span.num_tokens
+            kv_tokens += span.first + span.num_tokens
+            if span.num_tokens > 1:
+                attended += span.num_tokens * (span.first + span.num_tokens // 2)
+        return (
+            max(
+                1e3 * model.layer_mb / costs.weights_gb_per_s,
+                num_tokens * model.layer_mflop / costs.gemm_tflops,
+            )
+            + 1e-3 * kv_tokens * model.kv_bytes / costs.weights_gb_per_s
+            + attended * model.attention_mflop / costs.gemm_tflops
+        )
+
+
+def shipped_pipelines() -> list[str]:
+    """Names of the pipelines that ship."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def load_pipeline_file(name_or_path: str) -> PipelineFile:
+    """The pipeline of that name, or that of a .yaml file.
+
+    Raises ValueError for an unknown name, an unreadable file, an unknown key and a wrong type.
+    """
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        check_one_of((*shipped_pipelines(), "a .yaml file"), cluster=name_or_path)
+        path = SHIPPED / f"{name_or_path}.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the cluster file {path} cannot be read: {error}") from error
+    try:
+        adapter = TypeAdapter(PipelineFile)
+        return adapter.validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        where = ".".join(str(part) for part in detail["loc"]) or "the file"
+        raise ValueError(f"{path}: {where}: {detail['msg']}") from error

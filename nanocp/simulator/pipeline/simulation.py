@@ -1,0 +1,311 @@
+"""The service's own scheduler on a simulated pipeline: a heap of events, and stages that take time.
+
+Enters: a pipeline file, a policy, a workload. Leaves: a PipelineOutcome. Does not know: what a
+policy decides.
+
+As in the service, the scheduler is called when a pass is done, when layers have moved and when a
+request arrives, as long as one more pass may be planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from control_plane.scheduler.pipeline.layer_policies import make_layer_policy
+from control_plane.scheduler.pipeline.pass_rows import PassRows
+from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
+from control_plane.scheduler.pipeline.predictor import predict_pass
+from nanocp.choices import check_one_of, require
+from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.passes import (
+    LayerMoves,
+    LayersMoved,
+    PassCosts,
+    PassDone,
+    PassPlan,
+    PipelineConfig,
+    PipelinePlan,
+    Span,
+    even_split,
+)
+from nanocp.plan import PAGE_SIZE, Arrival, Finished, FinishReason, Preempted
+from nanocp.simulator.outcome import Slo
+from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs
+from nanocp.simulator.pipeline.forming import PASS_FORMS, FormedRows
+from nanocp.simulator.pipeline.outcome import PipelineOutcome, PipelineRecorder
+from nanocp.simulator.pipeline.pipeline_file import PipelineFile
+from nanocp.simulator.pipeline.stages import EventHeap, Stages, TimedPass
+from nanocp.simulator.workload_request import WorkloadRequest
+
+FLUID = "fluid"
+"""The bound: every stage has an equal share of all layers and of sampling."""
+SPREAD = ("spread_sampling", "spread_sampling:passes", "spread_sampling:vocabulary")
+"""Nothing moves and every stage has lm_head: each samples its share of a pass's rows, or all rows
+of every S-th pass, or has a share of the vocabulary for all rows."""
+_NUM_MIXES = 300
+"""Passes to which the predictor is fitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTrial:
+    """What is simulated, and how it is judged."""
+
+    file: PipelineFile
+    policy: str = "level"
+    """A layer policy, one of SPREAD, or fluid."""
+    constants: str = "fitted"
+    passes: str = "ours"
+    """How passes are formed: a name of PASS_FORMS."""
+    predictor: str = "ours"
+    """Form of the predictor: a name of fit.FORMS."""
+    layout_window: int = 25
+    copy_ahead: bool = True
+    max_pass_tokens: int = 2048
+    moves_are_free: bool = False
+    """Policy level takes moving for free."""
+    warm_up_us: int = 0
+    slo: Slo = field(default_factory=Slo)
+
+    def play(self, requests: Iterator[WorkloadRequest]) -> PipelineOutcome:
+        """Simulate all these requests to their ends.
+
+        Raises ValueError for unknown names and for a model that does not fit.
+        """
+        return PipelineSimulation(self).run(requests)
+
+    def predicted_costs(self) -> PassCosts:
+        """Constants of the predictor, fitted to what the file says of random passes."""
+        costs = self.file.costs_of(self.constants)
+        measured = []
+        for spans in draw_mixes(_NUM_MIXES):
+            num_sampled = sum(span.samples for span in spans)
+            sample_us = costs.sampled_us * num_sampled + costs.sampling_us * (num_sampled > 0)
+            measured.append(MeasuredPass(spans, self.file.layer_us(costs, spans), sample_us))
+        return fit_costs(self.predictor, measured)
+
+    def pipeline(self) -> PipelineConfig:
+        """The configuration of the pipeline's scheduler."""
+        file, costs = self.file, self.file.costs_of(self.constants)
+        num_layers = file.model.num_layers
+        layers_move = self.policy.partition(":")[0] in ("delta", "level", "chaos_layers")
+        is_layout = self.policy != FLUID and self.policy not in SPREAD
+        frame_bytes = PAGE_SIZE * file.model.kv_bytes
+        config = PipelineConfig(
+            num_stages=file.num_stages,
+            num_layers=num_layers,
+            max_layers=file.max_layers if layers_move else 0,
+            max_pass_tokens=self.max_pass_tokens,
+            layer_policy=self.policy if is_layout else "even",
+            layout_window=self.layout_window,
+            copy_ahead=self.copy_ahead,
+            frame_move_us=0.0 if self.moves_are_free else 1e-3 * frame_bytes / costs.link_gb_per_s,
+            costs=self.predicted_costs(),
+        )
+        make_layer_policy(config)
+        return config
+
+    def num_frames(self, pipeline: PipelineConfig) -> int:
+        """Frames of every stage. Raises ValueError if the model does not fit."""
+        places = pipeline.first_split
+        if pipeline.max_layers:
+            places = (pipeline.max_layers,) * pipeline.num_stages
+        return self.file.num_frames(places, replicates_head=self.policy in SPREAD)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that has not ended."""
+
+    request: WorkloadRequest
+    num_tokens: int = 0
+    """Generated."""
+    first_us: float = 0.0
+
+
+class PipelineSimulation:
+    """One run."""
+
+    def __init__(self, trial: PipelineTrial) -> None:
+        """Raises ValueError for unknown names and for a model that does not fit."""
+        check_one_of(PASS_FORMS, passes=trial.passes)
+        self._file, self._costs = trial.file, trial.file.costs_of(trial.constants)
+        self._policy = trial.policy
+        self.pipeline = trial.pipeline()
+        self._num_frames = trial.num_frames(self.pipeline)
+        self.scheduler = self._make_scheduler(trial.passes)
+        self._heap = EventHeap()
+        self._stages = Stages(
+            self._heap,
+            self.pipeline.first_split,
+            self._move_us,
+            self._pass_done,
+            self._layers_moved,
+            is_fluid=trial.policy == FLUID,
+        )
+        self._recorder = PipelineRecorder(trial.warm_up_us, trial.slo)
+        self._asked: dict[int, _Asked] = {}
+        self._events: list[PipelineEvent] = []
+        self._in_flight: dict[int, tuple[Span, ...]] = {}
+        self._num_requests = 0
+
+    def run(self, requests: Iterator[WorkloadRequest]) -> PipelineOutcome:
+        """Play all requests to their ends; they are in order of arrival."""
+        self._requests = requests
+        self._next_arrival()
+        while (call := self._heap.next()) is not None:
+            self._stages.count_idle(bool(self._in_flight))
+            call()
+        require(not self._asked, f"{len(self._asked)} requests have not ended")
+        layouts = self.scheduler.layouts
+        return self._recorder.outcome(
+            self._heap.now_us,
+            self._stages.stages,
+            layouts.places.split,
+            self._num_frames,
+            layouts.num_changes,
+            self._stages.stall_us,
+        )
+
+    def _make_scheduler(self, form: str) -> PipelineScheduler:
+        file, pipeline, num_frames = self._file, self.pipeline, self._num_frames
+        cluster = ClusterConfig(
+            num_instances=1,
+            instances_per_node=1,
+            num_frames=num_frames,
+            max_model_len=file.max_model_len,
+            bounds=BoundsConfig(max_rows=file.max_rows, max_attention_rows=file.max_rows),
+        )
+        # The queue is measured here, so nothing is refused for its length.
+        config = SchedulerConfig(
+            prefix_sharing=False, max_queued_requests=1_000_000, max_queued_tokens=10**12
+        )
+        rows: PassRows | None = None
+        if form != "ours":
+            rows = FormedRows(
+                form,
+                pipeline.num_stages,
+                pipeline.max_pass_tokens,
+                lambda: scheduler.load.frames_free / num_frames,
+            )
+        scheduler = PipelineScheduler(cluster, config, pipeline, rows)
+        return scheduler
+
+    # --- requests
+
+    def _next_arrival(self) -> None:
+        request = next(self._requests, None)
+        if request is not None:
+            self._heap.at(max(request.arrival_us, self._heap.now_us), self._arrive, request)
+
+    def _arrive(self, request: WorkloadRequest) -> None:
+        self._num_requests += 1
+        self._asked[self._num_requests] = _Asked(request)
+        self._events.append(Arrival(self._num_requests, request.prompt_len, request.max_tokens))
+        self._next_arrival()
+        # Else the scheduler can plan nothing: it hears of the request with the next pass's end.
+        if self.scheduler.num_in_flight <= self.pipeline.num_stages:
+            self._plan()
+
+    def _come_back(self, preempted: Preempted) -> None:
+        """Submit a preempted request again, as the front end does."""
+        asked = self._asked[preempted.request_id]
+        self._recorder.num_preempted += 1
+        left = asked.request.max_tokens - asked.num_tokens
+        self._events.append(Arrival(preempted.request_id, preempted.num_tokens, left, resumes=True))
+
+    def _token(self, request_id: int) -> Finished | None:
+        """A token of a request is known; its row if that ends it."""
+        asked = self._asked.get(request_id)
+        if asked is None:  # it stopped while later passes had its row
+            return None
+        asked.num_tokens += 1
+        self._recorder.num_tokens += 1
+        if asked.num_tokens == 1:
+            asked.first_us = self._heap.now_us
+        request = asked.request
+        if asked.num_tokens < request.output_len:
+            return None
+        del self._asked[request_id]
+        self._recorder.finished(request, asked.first_us, self._heap.now_us)
+        if request.output_len == request.max_tokens:
+            return None
+        return Finished(request_id, request.output_len, FinishReason.STOP)
+
+    # --- passes
+
+    def _plan(self) -> None:
+        """Tell the scheduler what happened, and plan as many passes as may be in flight."""
+        while True:
+            events, self._events = self._events, []
+            plan = self.scheduler.plan_pass(events, int(self._heap.now_us))
+            self._carry_out(plan)
+            if plan.pass_plan is None and not self._events:
+                return
+
+    def _carry_out(self, plan: PipelinePlan) -> None:
+        if plan.layer_moves is not None:
+            self._send_moves(plan.layer_moves)
+        if plan.pass_plan is not None:
+            self._send_pass(plan.pass_plan)
+        for ended in plan.ended:
+            self._recorder.refused(self._asked.pop(ended.request_id).request)
+        for preempted in plan.preempted:
+            self._come_back(preempted)
+
+    def _send_pass(self, plan: PassPlan) -> None:
+        spans, costs = plan.spans, self._costs
+        num_sampled = sum(span.samples for span in spans)
+        layer_us = self._file.layer_us(costs, spans)
+        sample_us = costs.sampled_us * num_sampled + costs.sampling_us * (num_sampled > 0)
+        predicted_us = predict_pass(spans, self.pipeline.costs)
+        self._recorder.passed(self._heap.now_us, (layer_us, sample_us), predicted_us)
+        hidden_bytes = sum(span.num_tokens for span in spans) * self._file.model.hidden_bytes
+        shares_us = self._shares_us(plan.number, num_sampled) if num_sampled else ()
+        timed = TimedPass(
+            plan.number,
+            plan.after,
+            layer_us,
+            0.0 if shares_us else sample_us,
+            shares_us,
+            costs.hop_us + 1e-3 * hidden_bytes / costs.link_gb_per_s,
+        )
+        self._in_flight[plan.number] = spans
+        self._stages.send(timed)
+
+    def _shares_us(self, number: int, num_sampled: int) -> tuple[float, ...]:
+        """What each stage samples of a pass if sampling is spread; empty if it is not."""
+        costs, num_stages = self._costs, self.pipeline.num_stages
+        all_us = costs.sampled_us * num_sampled + costs.sampling_us
+        match self._policy:
+            case "spread_sampling":
+                shares = even_split(num_sampled, num_stages)
+                return tuple((costs.sampled_us * n + costs.sampling_us) * (n > 0) for n in shares)
+            case "spread_sampling:passes":
+                return tuple(all_us * (s == number % num_stages) for s in range(num_stages))
+            case "spread_sampling:vocabulary":
+                return (all_us / num_stages,) * num_stages
+        return ()
+
+    def _pass_done(self, number: int) -> None:
+        spans = self._in_flight.pop(number)
+        ended = [self._token(span.request_id) for span in spans if span.samples]
+        self._events.append(PassDone(number, tuple(one for one in ended if one is not None)))
+        self._heap.at(self._heap.now_us, self._plan)
+
+    # --- layers
+
+    def _send_moves(self, moves: LayerMoves) -> None:
+        num_frames = sum(count for move in moves.moves for _, count in move.frames)
+        self._recorder.num_moved_bytes += num_frames * PAGE_SIZE * self._file.model.kv_bytes
+        if moves.split is not None:
+            self._recorder.num_moved_layers += len(moves.moves)
+        self._stages.send(moves)
+
+    def _move_us(self, num_frames: int) -> float:
+        frame_bytes = PAGE_SIZE * self._file.model.kv_bytes
+        return self._costs.hop_us + 1e-3 * num_frames * frame_bytes / self._costs.link_gb_per_s
+
+    def _layers_moved(self, stage: int, number: int) -> None:
+        self._events.append(LayersMoved(stage, number))
+        self._heap.at(self._heap.now_us, self._plan)
