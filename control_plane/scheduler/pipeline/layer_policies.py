@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -126,11 +127,15 @@ class LevelLayout:
                 for count in range(1, self._num_places + 1)
             }
         )
-        for bound in bounds:
-            most = tuple(self._most(bound - extra, times.layer_us) for extra in extras)
-            if min(most) >= 1 and sum(most) >= num_layers:
-                return _nearest(split, most)
-        return split
+
+        def most(bound: float) -> Split:
+            return tuple(self._most(bound - extra, times.layer_us) for extra in extras)
+
+        def is_enough(bound: float) -> bool:
+            return min(most(bound)) >= 1 and sum(most(bound)) >= num_layers
+
+        least = bisect_left(bounds, True, key=is_enough)
+        return _nearest(split, most(bounds[least])) if least < len(bounds) else split
 
     def _most(self, us: float, layer_us: float) -> int:
         """The layers that a stage can run in this time."""
