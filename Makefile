@@ -58,7 +58,7 @@ $(CLIENTS)/.installed: Makefile
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check instructor==1.17.0 'pydantic-ai-slim[openai]==2.38.0'
 	touch $@
 
-# Debian: prometheus, chromium, iproute2, openssh-server, openssh-client, rsync.
+# Debian: prometheus, chromium, haproxy, iproute2, openssh-server, openssh-client, rsync.
 test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed $(CLIENTS)/.installed  ## with the real thing beside it: openai and libraries on it, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
 	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python NANOCP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/pytest -m system -rs
 

@@ -1,8 +1,11 @@
 """docs/restart.md: no request is lost while a service restarts, with one service and with two."""
 
 import itertools
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -11,6 +14,7 @@ import openai
 import pytest
 
 from harness.hash_service import expected, prompt
+from harness.paths import ROOT
 from harness.serve_process import SMALL, Serve
 
 NUM_TOKENS = 40
@@ -134,3 +138,74 @@ def test_two_services_take_turns_and_nobody_waits():
         finally:
             clients._stop.set()
     assert "connection" in refused
+
+
+@pytest.fixture
+def haproxy(tmp_path):
+    """The load balancer of deploy/haproxy at other ports: the ports, and the running process."""
+    if not shutil.which("haproxy"):
+        pytest.skip("no haproxy; it is Debian's package of this name")
+    ports = {number: free_port() for number in (8080, 8000, 8001)}
+    config = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
+    config = re.sub(r":(80\d\d)\b", lambda found: f":{ports[int(found[1])]}", config)
+    (tmp_path / "haproxy.cfg").write_text(config)
+    balancer = subprocess.Popen(["haproxy", "-db", "-f", str(tmp_path / "haproxy.cfg")])
+    yield ports, balancer
+    balancer.kill()
+    balancer.wait()
+
+
+def becomes_ready(port):
+    """Wait until the service answers /ready with 200, as the page says."""
+    deadline = time.monotonic() + 150
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=10).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_two_services_behind_haproxy_restart_in_turn_and_no_client_retries(haproxy):
+    """Clients retry nothing themselves: what one service refuses, haproxy sends to the other."""
+    ports, balancer = haproxy
+    started = []
+    base_url = f"http://127.0.0.1:{ports[8080]}/v1"
+    client = openai.OpenAI(base_url=base_url, api_key="EMPTY", max_retries=0, timeout=120)
+
+    def ask(seed):
+        fields = {**body(seed), "extra_body": {"return_token_ids": True}}
+        if seed % 2:
+            return client.completions.create(model="", **fields).choices[0].token_ids
+        chunks = client.completions.create(model="", stream=True, **fields)
+        return [token for chunk in chunks for token in chunk.choices[0].token_ids]
+
+    with serve(ports[8000]) as first, serve(ports[8001]) as second:
+        becomes_ready(ports[8000])
+        becomes_ready(ports[8001])
+        time.sleep(3)  # The balancer asks once a second.
+        clients = Clients(ask, count=6)
+        try:
+            clients.wait_for(6)
+            for number, service, signal_number in (
+                (8000, first, signal.SIGHUP),
+                (8001, second, signal.SIGTERM),
+            ):
+                service.process.send_signal(signal_number)
+                assert service.wait(150) == 0
+                clients.wait_for(6)
+                again = serve(ports[number])
+                started.append(again)
+                becomes_ready(ports[number])
+                time.sleep(3)
+                clients.wait_for(6)
+            clients.end()
+        finally:
+            clients._stop.set()
+            for again in started:
+                again.__exit__()
+    assert balancer.poll() is None
