@@ -272,9 +272,12 @@ class Lowering:
         Until it gets another one, it takes itself for the holder.
         """
         request.told_holder = request.moe_binding
+        page = position // PAGE_SIZE
         for run in request.runs[request.run_of(position) :]:
-            if run.instance != request.told_holder:
-                self._tell_holder(request, max(run.first_page, position // PAGE_SIZE), run.instance)
+            # A parked row may have no page at its position: nobody holds it yet.
+            is_written = run.first_page + run.num_pages > page
+            if is_written and run.instance != request.told_holder:
+                self._tell_holder(request, max(run.first_page, page), run.instance)
 
     def _tell_holder(self, request: Request, first_page: int, holder: int) -> None:
         request.told_holder = holder
