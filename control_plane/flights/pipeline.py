@@ -98,7 +98,12 @@ class PipelineFlights:
             case WindowDone(instance, window, finished):
                 # The other stages' reports are telemetry: the last one runs a pass last.
                 return [PassDone(window, finished)] if instance == self._last else []
-            case Arrival() | AbortRequested() | ClusterLost():
+            case Arrival() | AbortRequested():
+                return [event]
+            case ClusterLost():
+                if self._asked is not None:
+                    self._asked[1].set_exception(RuntimeError(event.message))
+                    self._asked = None
                 return [event]
         return []  # of terms, of which there is one
 

@@ -5,11 +5,8 @@ from mutant import Mutant
 MOVES = (
     "tests/data_plane/fake/test_hash_pipeline.py::test_every_token_is_right_while_layers_move",
 )
-SPLITS = (
-    "tests/data_plane/step/test_stage.py",
-    "-k",
-    "test_every_split_before_during_and_after_changes and 2-auto",
-)
+# Torch's kernels: a gate of the compiled ones that gets NaN ends the process.
+SPLITS = ("tests/data_plane/step/test_stage.py", "-k", "with_kv_heads and 2-torch")
 SCHEDULER = ("tests/control_plane/scheduler/pipeline/test_pipeline_scheduler.py", "-k")
 
 OF_PIPELINE = [

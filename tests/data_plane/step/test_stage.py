@@ -200,5 +200,6 @@ def test_nan_in_what_a_stage_does_not_have_shows(tiny_checkpoint, tiny_oracle, m
         "_write_frame",
         lambda self, place, frame, payload: write(self, place, frame ^ 1, payload),
     )
+    # Torch's kernels: a gate of the compiled ones that gets NaN ends the process.
     with pytest.raises(AssertionError):
-        play_through_all_splits(tiny_checkpoint, tiny_oracle, 2, "auto")
+        play_through_all_splits(tiny_checkpoint, tiny_oracle, 2, "torch")
