@@ -176,6 +176,8 @@ class MemberServicer(rpc.ControllerServicer):
                     member = Member("instance", first.loading.instance)
                     self._listener.loading(member, first.loading.percent)
                     continue
+                case "heartbeat":
+                    continue  # The member was of another controller, and beats on.
                 case "hello":
                     member, where = Member("instance", first.hello.instance), first.hello.where
                     async for message in self._converse(member, requests, context, where):

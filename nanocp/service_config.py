@@ -41,6 +41,8 @@ class LimitsConfig:
     recovery_timeout_ms: int = 120_000
     """After a member is lost, longest wait until the service goes on; then it ends. 0: it ends with
     the first loss. On a GPU it always does."""
+    orphan_ms: int = 30_000
+    """Members and front ends that have lost the controller wait so long for another one."""
     drain_timeout_ms: int = 30_000
     """Time that running requests get to finish after SIGTERM."""
     max_undelivered_tokens: int = 4096
@@ -64,7 +66,7 @@ class LimitsConfig:
             1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms
         )
         check_at_least(300, suspect_ms=self.suspect_ms)
-        check_at_least(0, recovery_timeout_ms=self.recovery_timeout_ms)
+        check_at_least(0, recovery_timeout_ms=self.recovery_timeout_ms, orphan_ms=self.orphan_ms)
         check_at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
         check_at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
         check_at_least(1, max_http_connections=self.max_http_connections)
@@ -138,6 +140,8 @@ class ServiceConfig:
     """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
     front_end_processes: bool = False
     """Run each front end in a process of its own, which is started again if it is lost."""
+    controller_process: bool = False
+    """Run the controller in a process of its own too, which is started again if it is lost."""
     node_streams: bool = False
     """One stream to the controller for each node instead of one for each instance, carried by a
     process of its own on the node. It pays for a hundred instances and more."""
@@ -158,6 +162,11 @@ class ServiceConfig:
             re.fullmatch(r"(https?://[^/\s]+/?)?", self.otlp_traces_endpoint) is not None,
             f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
             "http://localhost:4317",
+        )
+        require(
+            self.front_end_processes or not self.controller_process,
+            "controller_process is true; it needs front_end_processes: front ends must outlive the "
+            "controller",
         )
         check_one_of(TOOL_CALL_PARSERS, tool_call_parser=self.tool_call_parser)
         check_one_of(REASONING_PARSERS, reasoning_parser=self.reasoning_parser)

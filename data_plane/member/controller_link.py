@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from queue import Full, Queue
 from typing import Any
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGES = 16_384
 """Longest queue; the controller keeps at most as many messages under way to one member."""
 _MAX_MESSAGE_BYTES = 256 << 20
+_REDIAL_S = 0.2
+"""Pause before another controller is dialled again, which has refused this member."""
 _LAST_WORD_S = 2.0
 """Longest wait for the controller to take the last message."""
 
@@ -51,23 +54,55 @@ class ControllerLink:
         message is taken. Raises ControllerLost if no controller answers within start_timeout_ms.
         """
         self.term = term or Term()
-        self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
+        self._controller = controller
+        self._limits = limits
+        self._metadata = metadata
         self._is_prefill = is_prefill
+        self._orphan_until_s: float | None = None
+        """When another controller is waited for no longer; None while there is one."""
+        self._dial("start_timeout_ms", limits.start_timeout_ms)
+
+    def _dial(self, limit: str, limit_ms: float) -> None:
+        self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
-        self._channel = grpc.insecure_channel(controller, options=channel_options(limits))
+        self._channel = grpc.insecure_channel(
+            self._controller, options=channel_options(self._limits)
+        )
         try:
-            grpc.channel_ready_future(self._channel).result(limits.start_timeout_ms / 1000)
+            grpc.channel_ready_future(self._channel).result(limit_ms / 1000)
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise ControllerLost(
-                f"no controller answered at {controller} within start_timeout_ms "
-                f"({limits.start_timeout_ms} ms)"
+                f"no controller answered at {self._controller} within {limit} "
+                f"({getattr(self._limits, limit)} ms)"
             ) from None
         stub = rpc.ControllerStub(self._channel)
-        attach = stub.AttachPrefill if is_prefill else stub.AttachInstance
-        self._call = attach(self._outgoing(), metadata=metadata)
-        self._reader = threading.Thread(target=self._read, name="from controller", daemon=True)
+        attach = stub.AttachPrefill if self._is_prefill else stub.AttachInstance
+        self._call = attach(_outgoing(self._outbox), metadata=self._metadata)
+        self._reader = threading.Thread(
+            target=self._read, args=(self.inbox,), name="from controller", daemon=True
+        )
         self._reader.start()
+
+    def redial(self) -> None:
+        """Attach to the controller that takes the place of a lost one, to be told the next term.
+
+        Raises ControllerLost if there is none within orphan_ms.
+        """
+        if not self._outbox.full():
+            self._outbox.put_nowait(None)
+        self._channel.close()
+        now_s = time.monotonic()
+        if self._orphan_until_s is None:
+            self._orphan_until_s = now_s + self._limits.orphan_ms / 1000
+        elif (left_s := self._orphan_until_s - now_s) <= 0:
+            raise ControllerLost(
+                f"no controller took this member within orphan_ms ({self._limits.orphan_ms} ms)"
+            )
+        else:
+            time.sleep(min(left_s, _REDIAL_S))
+        self._dial("orphan_ms", max(0.0, self._orphan_until_s - now_s) * 1000)
+        self.term.go_on()
 
     def send(self, message: pb.FromInstance | pb.FromPrefill) -> None:
         """Queue a message to the controller. Raises ControllerLost if it leaves too many unread."""
@@ -92,23 +127,20 @@ class ControllerLink:
         self._reader.join(_LAST_WORD_S)
         self._channel.close()
 
-    def _outgoing(self) -> Iterator[Any]:
-        while (message := self._outbox.get()) is not None:
-            yield message
-
-    def _read(self) -> None:
+    def _read(self, inbox: Queue[Any]) -> None:
         try:
             for message in self._call:
+                self._orphan_until_s = None
                 self._note(message)
-                self.inbox.put_nowait(message)
+                inbox.put_nowait(message)
         except Full:
             logger.error("this process left %d of the controller's messages unread", _MAX_MESSAGES)
             self._call.cancel()
-            self.inbox.get_nowait()
+            inbox.get_nowait()
         except grpc.RpcError as error:
             logger.debug("the controller's stream broke: %s", error)
         self.term.end(math.inf)
-        self.inbox.put(None)
+        inbox.put(None)
 
     def _note(self, message: Any) -> None:
         """End the term for a thread that waits for a peer, and takes no message meanwhile."""
@@ -119,6 +151,11 @@ class ControllerLink:
                 self.term.end(message.term - 1)
             case "shutdown":
                 self.term.end(math.inf)
+
+
+def _outgoing(outbox: Queue[Any]) -> Iterator[Any]:
+    while (message := outbox.get()) is not None:
+        yield message
 
 
 def channel_options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:

@@ -106,7 +106,16 @@ def run_instance(
         hello = pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
         link.send(pb.FromInstance(hello=hello))
         held.callback(Heartbeat(lambda: _send_heartbeat(link, instance), limits).close)
-        loop.run()
+        while True:
+            try:
+                loop.run()
+            except ControllerLost as lost:
+                if not spec.config.service.controller_process:
+                    raise
+                logger.warning("%s; this member waits for another controller", lost)
+                loop.forget_term()
+                link.redial()
+                link.send(pb.FromInstance(hello=hello))
 
 
 def _send_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:

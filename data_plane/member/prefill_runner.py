@@ -78,7 +78,15 @@ def run_prefill(spec: MemberSpec) -> None:
         segments = segments_of(spec, link.term)
         loop = PrefillLoop(model, link, segments, num_instances, streams, limits)
         held.callback(loop.close)
-        loop.run()
+        while True:
+            try:
+                loop.run()
+            except ControllerLost as lost:
+                if not spec.config.service.controller_process:
+                    raise
+                logger.warning("%s; this member waits for another controller", lost)
+                loop.forget_term()
+                link.redial()
 
 
 class PrefillLoop:
@@ -126,6 +134,11 @@ class PrefillLoop:
                 # Unbounded on purpose: an idle prefill waits as long as its stream is open, which
                 # keepalive proves.
                 self._take(self._link.inbox.get())
+
+    def forget_term(self) -> None:
+        """Drop every prompt of a term that is over."""
+        self._waiting.clear()
+        self._running = None
 
     def close(self) -> None:
         """Give up the rings; pages that were written stay in them. Idempotent."""
@@ -225,8 +238,7 @@ class PrefillLoop:
             case "arrived":
                 pass  # The embedded prefill has no attempt to repeat.
             case "join":
-                self._waiting.clear()
-                self._running = None
+                self.forget_term()
                 self._next_term = message
             case "shutdown":
                 raise ShutdownRequested(message.shutdown.reason)

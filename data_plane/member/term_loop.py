@@ -88,6 +88,10 @@ class TermLoop(ABC):
             self._leave()
             self._send(left=pb.Left())
 
+    def forget_term(self) -> None:
+        """Abandon the term, and all that belongs to it: its controller is lost."""
+        self._leave()
+
     def _begin(self, message: pb.ToInstance) -> None:
         term = self._segments.term
         if message.term != term.number:

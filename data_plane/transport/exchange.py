@@ -130,6 +130,10 @@ class Term:
         """The term of this number is over, and every one before it; math.inf ends all."""
         self._last_ended = max(self._last_ended, number)
 
+    def go_on(self) -> None:
+        """Another controller is there: terms after this one may be joined, though all had ended."""
+        self._last_ended = self.number
+
     @property
     def is_over(self) -> bool:
         """Whether nothing of this term may be waited for any more."""

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,6 +149,10 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     output = Output(config.service, console)
     served = open_checkpoint(config, checkpoint)
+    if config.service.controller_process:
+        if ray:
+            raise ValueError("service.controller_process is true; it needs --no-ray")
+        return _supervise(config, served)
     output.say(
         f"checkpoint {served.checkpoint}: accepted, at most {served.limits.max_model_len} tokens "
         "per request"
@@ -166,12 +170,31 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     if config.cluster.layout == "pipeline":
         what, policy = "stage", config.pipeline.layer_policy
     output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
+    return serve_until_end(service, served, output)
+
+
+def serve_until_end(
+    service: Service, served: Served, output: Output, opened: Callable[[], None] = lambda: None
+) -> int:
+    """Start the service and serve until a signal or a failure; returns the exit status.
+
+    opened: called when it serves.
+    """
     try:
-        return _serve(service, served, output)
+        return _serve(service, served, output, opened)
     finally:
         # A signal does not interrupt the cleaning up.
         _on_signals(signal.SIG_IGN)
         service.stop()
+
+
+def _supervise(config: Config, served: Served) -> int:
+    """Serve with a controller in a process of its own, and another one when that is lost."""
+    from nanocp.serve.supervisor import Supervisor
+
+    supervisor = Supervisor(config, served)
+    _on_signals(lambda number, frame: supervisor.signal(number))
+    return supervisor.run()
 
 
 class Output:
@@ -196,7 +219,7 @@ class Output:
             logger.error("%s", error)
 
 
-def _serve(service: Service, served: Served, output: Output) -> int:
+def _serve(service: Service, served: Served, output: Output, opened: Callable[[], None]) -> int:
     from control_plane.members.members import StartError
 
     _on_signals(_interrupt)
@@ -213,6 +236,7 @@ def _serve(service: Service, served: Served, output: Output) -> int:
     try:
         # Inside the try: a program that reads the last line may signal before this returns.
         _describe(service, served, ready, output)
+        opened()
         failure = service.failure.result()
         output.fail(failure)
     except KeyboardInterrupt:

@@ -28,6 +28,8 @@ from nanocp.wire.member_metadata import member_metadata
 
 logger = logging.getLogger(__name__)
 
+FRONT_END_COMMAND = (sys.executable, "-m", "nanocp.serve.front_end_process")
+
 
 @dataclass(frozen=True, slots=True)
 class FrontEndSpec:
@@ -50,8 +52,9 @@ def run_front_end(spec: FrontEndSpec) -> int:
     """Serve clients until the controller asks for the end, or is gone; returns the exit status."""
     service = spec.config.service
     observations, secrets = Observations(), MemberSecrets()
+    orphan_ms = spec.config.limits.orphan_ms if service.controller_process else 0
     controller = RemoteController(
-        spec.controller, member_metadata(spec.name, spec.secret), observations
+        spec.controller, member_metadata(spec.name, spec.secret), observations, orphan_ms
     )
     model = open_model(
         spec.checkpoint,

@@ -7,7 +7,6 @@ processes that are started again, at the same addresses. Does not know: requests
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from control_plane.observe.observer import Observer
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.serve.front_end_process import FrontEndSpec
+from nanocp.serve.launcher_pipe import PipedLauncher
 
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
@@ -57,8 +57,13 @@ class FrontEndProcesses:
         http_responded: HttpResponded,
         pages: Mapping[str, Page],
         failed: Callable[[str], None],
+        launcher: ProcessLauncher | PipedLauncher,
+        living: Mapping[Member, FrontEndSpec],
     ) -> None:
-        """failed: called with a sentence when no front end is left and none is started again."""
+        """failed: called with a sentence when no front end is left and none is started again.
+
+        living: specs of front ends that have lost their controller, and will dial this one.
+        """
         self._config = config
         self._limits = limits
         self._checkpoint = checkpoint
@@ -67,9 +72,10 @@ class FrontEndProcesses:
         self._port = FrontEndPort(
             config, member_secrets, observer, http_responded, pages, self._lost
         )
-        self._launcher = ProcessLauncher(
-            [sys.executable, "-m", "nanocp.serve.front_end_process"], {}
-        )
+        for spec in living.values():
+            self._port.secrets.take(spec.name, spec.secret)
+        self._launcher = launcher
+        self._living = living
         self._stopping = threading.Event()
         self._ends: list[deque[float]] = [
             deque(maxlen=_MAX_ENDS) for _ in range(config.service.front_ends)
@@ -85,7 +91,8 @@ class FrontEndProcesses:
         """
         self._address = self._port.start()
         members = [Member("front end", index) for index in range(len(self._ends))]
-        self._launcher.start({member: self._spec(member) for member in members}, self._exited)
+        specs = {each: self._spec(each) for each in members if each not in self._living}
+        self._launcher.start(specs, self._exited)
         timeout_s = self._config.limits.start_timeout_ms / 1000
         self._hellos = [hello.result(timeout_s) for hello in self._port.hellos]
         if failure := next((hello.failure for hello in self._hellos if hello.failure), ""):

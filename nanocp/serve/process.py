@@ -89,7 +89,7 @@ class Serving:
             time.sleep(0.2)
 
     def member_pids(self) -> dict[str, int]:
-        """Processes of members and front ends by name, of a service without Ray.
+        """Processes of the service by name, of a service without Ray.
 
         The name is the last word of the command line, or the process's own once it was a spare.
         """
@@ -104,7 +104,7 @@ class Serving:
         return {
             name: pid
             for name, pid in sorted(named.items())
-            if re.match("instance|prefill|front end", name)
+            if re.match("instance|prefill|front end|controller", name)
         }
 
     def instance_pids(self) -> list[int]:

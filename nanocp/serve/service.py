@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,6 +25,7 @@ from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tls import check_tls
 from control_plane.launchers.launcher import Launcher
+from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members.members import Members
 from control_plane.members.seats import SeatsNow
@@ -42,8 +43,11 @@ from control_plane.observe.tracing import TracedObserver, Tracing
 from data_plane.member.lifetime import MemberSpec, SpareSpec
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
+from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
+from nanocp.serve.launcher_pipe import PipedLauncher
+from nanocp.serve.member_processes import MemberProcesses
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
@@ -55,6 +59,8 @@ _LEAVE_TIMEOUT_S = 10.0
 """Longest wait for members to leave: a window may still be running."""
 _ANSWER_S = 10.0
 """Longest wait for the controller to say which seats serve."""
+_TERMS_OF_A_CONTROLLER = 1_000_000
+"""More than one has: terms of the next one are later."""
 _NEVER_SERVED_TIMEOUT_S = 1.0
 """Longest wait for members to leave that never served: some cannot read that they should."""
 
@@ -82,43 +88,43 @@ def _with_unfilled_bound(config: Config) -> Config:
     return replace(config, scheduler=replace(scheduler, max_unfilled_tokens=bound))
 
 
-class MemberProcesses:
-    """Processes of members for the controller, which replaces those that were lost."""
-
-    def __init__(self, launcher: Launcher, spec: Callable[[Member, int], MemberSpec]) -> None:
-        """spec: of a member that will probably join this term; an earlier one's secret is void."""
-        self._launcher = launcher
-        self._spec = spec
-
-    def kill(self, member: Member) -> None:
-        """See replacements.Processes."""
-        self._launcher.kill(member)
-
-    def start(self, member: Member, number: int, term: int) -> None:
-        """See replacements.Processes."""
-        self._launcher.start_one(member, number, self._spec(member, term))
-
-
 class Service:
     """A service: start, address, drain, stop.
 
     One thread calls it. Every wait is bounded by the configuration's limits.
     """
 
-    def __init__(self, config: Config, served: Served, launcher: Launcher) -> None:
+    def __init__(
+        self,
+        config: Config,
+        served: Served,
+        launcher: Launcher,
+        front_end_launcher: ProcessLauncher | PipedLauncher | None = None,
+        cluster_id: str = "",
+        controller_number: int = 1,
+    ) -> None:
         """Prepare the service; nothing runs before `start`.
 
-        Raises ValueError for an unknown policy, for files of the checkpoint that cannot be read,
-        and for traces without their packages.
+        front_end_launcher: of front ends that are processes. cluster_id: of a service whose
+        controller was lost. controller_number: how many there were, with this one. Raises
+        ValueError for an unknown policy, for files of the checkpoint that cannot be read, and for
+        traces without their packages.
         """
         config = _with_unfilled_bound(config)
+        if controller_number > 1 and config.service.event_log:
+            log = f"{config.service.event_log}.{controller_number}"
+            config = replace(config, service=replace(config.service, event_log=log))
         check_tls(config.service)
-        self.cluster_id = secrets.token_hex(4)
+        self.cluster_id = cluster_id or secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
         self._config = config
         self._served = served
         self._has_served = False
+        self._front_end_launcher = front_end_launcher or ProcessLauncher(FRONT_END_COMMAND, {})
+        living = launcher.living if isinstance(launcher, PipedLauncher) else {}
+        self._living: Mapping[Member, MemberSpec] = living
+        """Members that have lost their controller, and will dial this one."""
         view = ClusterView(
             config,
             self.metrics.requests.inter_token_sums,
@@ -131,6 +137,8 @@ class Service:
             self._tracing = Tracing(config.service.otlp_traces_endpoint, view.timeline_of)
             observer = TracedObserver(observer, self._tracing)
         self._member_secrets = MemberSecrets()
+        for spec in self._living.values():
+            self._member_secrets.take(spec.name, spec.secret)
         self._nodes = NodeProcesses(launcher, lambda node: self._spec(node, term=1))
         self._front_ends = self._make_front_ends(observer, view)
         self._controller_address = ""
@@ -148,6 +156,8 @@ class Service:
             launcher, config.cluster.spares, self._spare_spec, lambda: self.is_whole
         )
         self.metrics.recovery.count_spares_with(lambda: self._spares.num_ready)
+        # A term of this controller is later than any of an earlier one.
+        self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
         keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         status_keys = ApiKeys(()) if config.service.public_status else keys
         self._status = StatusServer(
@@ -209,7 +219,11 @@ class Service:
         members = self._controller.members.expected
         progress(f"starting {len(members)} processes; they load the model and prepare graphs")
         carriers = nodes_of(self._config.cluster) if service.node_streams else []
-        specs = {member: self._spec(member, term=1) for member in (*carriers, *members)}
+        specs = {
+            member: self._spec(member, self.term + 1)
+            for member in (*carriers, *members)
+            if member not in self._living
+        }
         self.launcher.start(specs, self._exited)
         ready = self._controller.members.wait_ready()
         freeze_long_lived()
@@ -338,6 +352,7 @@ class Service:
             service.tool_call_parser,
             service.reasoning_parser,
         )
+        front_ends = self._front_end_launcher
         if service.front_end_processes:
             return FrontEndProcesses(
                 config,
@@ -349,6 +364,8 @@ class Service:
                 responded,
                 {"metrics": metrics, "snapshot": view.snapshot_json},
                 self._fail,
+                self._front_end_launcher,
+                front_ends.living if isinstance(front_ends, PipedLauncher) else {},
             )
         http_servers = [
             HttpServer(config, model, metrics, view.snapshot_json, responded)

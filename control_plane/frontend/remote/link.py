@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from queue import Empty, Full, Queue
+from contextlib import suppress
+from queue import Full, Queue
 
 import grpc
 
@@ -31,25 +33,51 @@ _MAX_MESSAGES = 1 << 16
 _OBSERVE_S = 0.2
 """Time between two messages about what was observed."""
 _PAGE_TIMEOUT_S = 5.0
+_REDIAL_S = 0.3
+"""Pause before another controller is dialled."""
 
 
 class RemoteController:
     """The controller, as a front end in another process has it (ControllerInterface)."""
 
     def __init__(
-        self, address: str, metadata: Sequence[tuple[str, str]], observations: Observations
+        self,
+        address: str,
+        metadata: Sequence[tuple[str, str]],
+        observations: Observations,
+        orphan_ms: float = 0,
     ) -> None:
-        """address: host:port of the controller's port for front ends. metadata: of every call."""
+        """address: host:port of the controller's port for front ends. metadata: of every call.
+
+        orphan_ms: how long another controller is waited for when the present one is lost.
+        """
+        self._address = address
         self._metadata = metadata
         self._observations = observations
-        self._outbox: Queue[pb.FromFrontEnd | None] = Queue(_MAX_MESSAGES)
-        self._channel = grpc.insecure_channel(address, options=SERVER_OPTIONS)
-        self._stub = rpc.FrontEndPortStub(self._channel)
+        self._orphan_s = orphan_ms / 1000
         self._load = ClusterLoad()
-        self._call = self._stub.Attach(self._outgoing(), metadata=metadata)
+        self._newest_id = 0
+        """Number of the newest request that was submitted; 0: none."""
+        self._has_heard = False
+        """Whether the present controller has said anything."""
+        self._is_over = threading.Event()
+        self._outbox: Queue[pb.FromFrontEnd | None] = Queue(_MAX_MESSAGES)
+
+    def _dial(self, hello: pb.FrontEndHello) -> None:
+        """Attach to a controller. What was to go to an earlier one is dropped."""
+        outbox: Queue[pb.FromFrontEnd | None] = Queue(_MAX_MESSAGES)
+        outbox.put(pb.FromFrontEnd(hello=hello))
+        before, self._outbox = self._outbox, outbox
+        with suppress(Full):
+            before.put_nowait(None)
+        self._has_heard = False
+        self._channel = grpc.insecure_channel(self._address, options=SERVER_OPTIONS)
+        self._stub = rpc.FrontEndPortStub(self._channel)
+        self._call = self._stub.Attach(_outgoing(outbox), metadata=self._metadata)
 
     def submit(self, submission: Submission) -> None:
         """See controller_interface.ControllerInterface."""
+        self._newest_id = max(self._newest_id, submission.request_id)
         self._send(pb.FromFrontEnd(submission=submission_to_wire(submission)))
 
     def resubmitted(self) -> None:
@@ -78,34 +106,60 @@ class RemoteController:
 
     def fail(self, message: str) -> None:
         """Say why the front end cannot serve, instead of `converse`."""
-        self._send(pb.FromFrontEnd(hello=pb.FrontEndHello(failure=message)))
-        self._outbox.put(None)
+        self._dial(pb.FrontEndHello(failure=message))
+        self._send(None)
         for _ in self._call:
             pass
         self._channel.close()
 
     def converse(self, front_end: FrontEnd, secrets: MemberSecrets) -> str:
-        """Say hello, then pass on what comes until the stream ends; returns why it did."""
+        """Say hello, then pass on what comes until the controller ends it; returns the reason.
+
+        Another controller that takes the place of a lost one gets every open request again.
+        """
+        threading.Thread(
+            target=self._observe_for_ever, args=(front_end,), name="observations", daemon=True
+        ).start()
+        orphan_until_s = 0.0
+        while True:
+            reason = self._converse(front_end, secrets)
+            if reason is not None:
+                return reason
+            now_s = time.monotonic()
+            if self._has_heard:
+                orphan_until_s = now_s + self._orphan_s
+                if self._orphan_s:
+                    logger.warning(
+                        "the controller is lost; another one is waited for, %.0f s at most",
+                        self._orphan_s,
+                    )
+            if now_s >= orphan_until_s:
+                return "the controller is lost"
+            self._channel.close()
+            time.sleep(_REDIAL_S)
+
+    def _converse(self, front_end: FrontEnd, secrets: MemberSecrets) -> str | None:
+        """One controller's time; returns why it ends the front end, or None if it is lost."""
         hello = pb.FrontEndHello(
             grpc_address=front_end.address,
             http_address=front_end.http_address,
             pid=os.getpid(),
+            newest_id=self._newest_id,
         )
-        self._send(pb.FromFrontEnd(hello=hello))
-        threading.Thread(
-            target=self._observe_for_ever, args=(front_end,), name="observations", daemon=True
-        ).start()
+        self._dial(hello)
         try:
             for message in self._call:
+                self._has_heard = True
                 if message.WhichOneof("message") == "stop":
                     return str(message.stop)
                 self._take(message, front_end, secrets)
         except grpc.RpcError as error:
             logger.debug("the controller's stream broke: %s", error)
-        return "the controller is lost"
+        return None
 
     def close(self, front_end: FrontEnd) -> None:
         """Send what is queued and end the stream."""
+        self._is_over.set()
         self._observe(front_end)
         self._send(None)
         try:
@@ -120,6 +174,7 @@ class RemoteController:
             case "opened":
                 opened = message.opened
                 front_end.open(self, self.load, tuple(opened.front_ends), opened.first_id)
+                front_end.interrupted()
             case "secret":
                 secrets.take(message.secret.name, message.secret.secret)
             case "placed":
@@ -142,8 +197,7 @@ class RemoteController:
         self._send(pb.FromFrontEnd(drained=pb.FrontEndAnswer(is_complete=is_complete)))
 
     def _observe_for_ever(self, front_end: FrontEnd) -> None:
-        while not self._call.done():
-            threading.Event().wait(_OBSERVE_S)
+        while not self._is_over.wait(_OBSERVE_S):
             self._observe(front_end)
 
     def _observe(self, front_end: FrontEnd) -> None:
@@ -158,12 +212,7 @@ class RemoteController:
             logger.error("the controller left %d messages unread", _MAX_MESSAGES)
             self._call.cancel()
 
-    def _outgoing(self) -> Iterator[pb.FromFrontEnd]:
-        while True:
-            try:
-                message = self._outbox.get(timeout=1.0)
-            except Empty:
-                continue
-            if message is None:
-                return
-            yield message
+
+def _outgoing(outbox: Queue[pb.FromFrontEnd | None]) -> Iterator[pb.FromFrontEnd]:
+    while (message := outbox.get()) is not None:
+        yield message

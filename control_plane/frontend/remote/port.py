@@ -204,6 +204,8 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         if before := self._attached.get(index):
             self._end(before)
         front_end = _Attached(index, hello)
+        if hello.newest_id:
+            self._used(index, hello.newest_id)
         with self._lock:
             self._attached[index] = front_end
         for name, secret in self._member_secrets.issued().items():
@@ -248,7 +250,8 @@ class FrontEndPort(rpc.FrontEndPortServicer):
                 self._submitted(front_end, message.submission, controller)
             case "abort" if controller is not None:
                 controller.abort(message.abort)
-            case "resubmitted" if controller is not None:
+            case "resubmitted" if controller is not None and front_end.num_owed:
+                # One that has come to a new controller has submitted its requests unasked.
                 with self._lock:
                     front_end.num_owed -= 1
                 controller.resubmitted()
@@ -259,12 +262,17 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         number, num = message.request_id, self._config.service.front_ends
         if (number - 1) % num != front_end.index:
             raise ValueError(f"{name_of(front_end.index)} submitted request {number}")
-        self._next_ids[front_end.index] = max(self._next_ids[front_end.index], number + num)
+        self._used(front_end.index, number)
         front_end.requests[number] = message.client_id
-        # The client has resumed it here.
+        # The client has resumed it here, or its front end is back.
         for unattended in self._unattended.pop(message.client_id, ()):
-            controller.abort(unattended)
+            if unattended != number:
+                controller.abort(unattended)
         controller.submit(submission_from_wire(message))
+
+    def _used(self, index: int, number: int) -> None:
+        after = number + self._config.service.front_ends
+        self._next_ids[index] = max(self._next_ids[index], after)
 
     def _end(self, front_end: _Attached) -> None:
         """The stream is over: nobody attends to the requests of the front end. Idempotent."""

@@ -23,16 +23,18 @@ class FromFrontEnd(_message.Message):
     def __init__(self, hello: _Optional[_Union[FrontEndHello, _Mapping]] = ..., submission: _Optional[_Union[Submission, _Mapping]] = ..., abort: _Optional[int] = ..., resubmitted: _Optional[_Union[FrontEndAnswer, _Mapping]] = ..., observed: _Optional[_Union[Observations, _Mapping]] = ..., drained: _Optional[_Union[FrontEndAnswer, _Mapping]] = ...) -> None: ...
 
 class FrontEndHello(_message.Message):
-    __slots__ = ("grpc_address", "http_address", "failure", "pid")
+    __slots__ = ("grpc_address", "http_address", "failure", "pid", "newest_id")
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_ID_FIELD_NUMBER: _ClassVar[int]
     grpc_address: str
     http_address: str
     failure: str
     pid: int
-    def __init__(self, grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., failure: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    newest_id: int
+    def __init__(self, grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., failure: _Optional[str] = ..., pid: _Optional[int] = ..., newest_id: _Optional[int] = ...) -> None: ...
 
 class FrontEndAnswer(_message.Message):
     __slots__ = ("is_complete",)

@@ -35,6 +35,7 @@ from nanocp.client import Client
 from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
 from nanocp.wire import front_ends as convert
 from nanocp.wire.member_metadata import member_metadata
+from nanocp.wire.v1.frontend_pb2 import FrontEndHello
 
 HELD_S = 0.5
 LOAD = ClusterLoad(3, 2, (InstanceLoad(100, 1, 5, 0, 3),), 1)
@@ -170,6 +171,28 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
             last.close()
 
 
+def test_another_controller_gets_every_open_request_again(remote: Remote) -> None:
+    link, front_end = remote.links[0]
+    link._orphan_s = WAIT_S
+    member = FakeMember(Member("instance", 0), front_end.members_address)
+    with Client(front_end.address) as client:
+        chunks = client.generate([5], max_tokens=3)
+        first = remote.controller.next_submission()
+        member.deliver(first.request_id, 0, [20])
+        assert next(chunks).token_ids == (20,)
+        # The same port takes it back as that of another controller would.
+        link._call.cancel()
+        again = remote.controller.next_submission()
+        assert (again.request_id, again.attempt) == (first.request_id, 1)
+        assert list(again.prompt_ids) == [5, 20]
+        member.deliver(first.request_id, 1, [98], attempt=0)
+        member.deliver(first.request_id, 1, [21, 22], FinishReason.LENGTH, attempt=1)
+        assert ids_of(chunks) == [21, 22]
+        assert remote.port._next_ids[0] == first.request_id + 2
+        assert remote.controller.aborts.empty()
+    member.close()
+
+
 def test_a_lost_front_end_owes_no_answer(remote: Remote) -> None:
     assert remote.port.interrupted() == 2
     for _ in range(2):
@@ -186,6 +209,7 @@ def test_a_lost_front_end_owes_no_answer(remote: Remote) -> None:
 
 def test_the_port_asks_for_the_secret_of_a_front_end(remote: Remote) -> None:
     stranger = RemoteController(remote.address, member_metadata("front end 0", "x"), Observations())
+    stranger._dial(FrontEndHello())
     with pytest.raises(grpc.RpcError, match=REFUSED):
         next(stranger._call)
 

@@ -1,9 +1,18 @@
 """The stream to the controller, with real gRPC."""
 
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import Queue
+
+import grpc
 import pytest
 
 from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.transport.exchange import Term
 from harness.member_fakes import LIMITS
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 
 def test_a_controller_that_does_not_answer_is_named(free_port):
@@ -12,3 +21,66 @@ def test_a_controller_that_does_not_answer_is_named(free_port):
         ControllerLost, match=f"no controller answered at {address} within start_timeout_ms"
     ):
         ControllerLink(address, LIMITS)
+
+
+class Silent(rpc.ControllerServicer):
+    """A controller that takes what comes and tells each member the next term."""
+
+    def __init__(self, term):
+        self.term = term
+        self.received = Queue()
+
+    def AttachInstance(self, requests, context):
+        yield pb.ToInstance(term=self.term, join=pb.Join())
+        for message in requests:
+            self.received.put(message)
+
+
+def serve(port, term):
+    server, controller = grpc.server(ThreadPoolExecutor(4)), Silent(term)
+    rpc.add_ControllerServicer_to_server(controller, server)
+    assert server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    return server, controller
+
+
+def test_a_member_goes_over_to_another_controller_and_its_later_term(free_port):
+    limits = replace(LIMITS, orphan_ms=30_000)
+    server, _ = serve(free_port, term=3)
+    link = ControllerLink(f"127.0.0.1:{free_port}", limits)
+    assert link.inbox.get(timeout=30).term == 3
+    link.term.number = 3
+    server.stop(0).wait()
+    assert link.inbox.get(timeout=30) is None
+    assert link.term.is_over
+    server, controller = serve(free_port, term=1_000_001)
+    link.redial()
+    link.send(pb.FromInstance(heartbeat=pb.Heartbeat(), term=4))
+    assert controller.received.get(timeout=30).term == 4
+    assert link.inbox.get(timeout=30).term == 1_000_001
+    assert link.term.is_over, "the old term stays over"
+    link.term.number = 1_000_001
+    assert not link.term.is_over, "and the new one may begin"
+    link.close()
+    server.stop(0).wait()
+
+
+def test_a_member_without_a_controller_ends_after_its_limit(free_port):
+    server, _ = serve(free_port, term=1)
+    link = ControllerLink(f"127.0.0.1:{free_port}", replace(LIMITS, orphan_ms=300))
+    assert link.inbox.get(timeout=30).term == 1
+    server.stop(0).wait()
+    assert link.inbox.get(timeout=30) is None
+    with pytest.raises(ControllerLost, match=r"within orphan_ms \(300 ms\)"):
+        while True:
+            link.redial()
+            assert link.inbox.get(timeout=30) is None
+
+
+def test_a_term_of_a_lost_controller_stays_over_and_a_later_one_may_begin():
+    term = Term(3)
+    term.end(math.inf)
+    term.go_on()
+    assert term.is_over
+    term.number = 1_000_001
+    assert not term.is_over

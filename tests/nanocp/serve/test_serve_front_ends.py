@@ -1,4 +1,7 @@
-"""`nanocp serve` of a real model loses front ends by `kill -9`: every answer ends right."""
+"""`nanocp serve` of a real model loses a front end and the controller by `kill -9`.
+
+Every answer is as if nothing had happened.
+"""
 
 import os
 import signal
@@ -15,6 +18,8 @@ pytestmark = pytest.mark.system
 SETTINGS = {
     "service.front_ends": 2,
     "service.front_end_processes": True,
+    "service.controller_process": True,
+    "limits.orphan_ms": 120_000,
     "cluster.num_frames": 64,
     "cluster.max_model_len": 1024,
 }
@@ -39,7 +44,7 @@ def answer(targets, options):
     return outputs, logprobs
 
 
-def test_answers_are_as_if_no_front_end_had_been_killed(tiny_checkpoint, tiny_oracle):
+def test_answers_are_as_if_nothing_had_been_killed(tiny_checkpoint, tiny_oracle):
     with (
         serving(tiny_checkpoint, 2, SETTINGS, ray=False, synthetic_kv=False) as service,
         ThreadPoolExecutor(8) as pool,
@@ -48,11 +53,11 @@ def test_answers_are_as_if_no_front_end_had_been_killed(tiny_checkpoint, tiny_or
             targets = client.server_info().front_ends
         assert len(targets) == 2
         undisturbed = {kind: answer(targets, options) for kind, options in KINDS.items()}
-        for lost in ("front end 0", "front end 1"):
-            turn = 0 if lost == "front end 0" else 1
-            begun = targets[turn:] + targets[:turn]
+        for lost in ("front end 0", "controller"):
             before = service.metrics()["nanocp:generation_tokens_total", ""]
-            running = {kind: pool.submit(answer, begun, options) for kind, options in KINDS.items()}
+            running = {
+                kind: pool.submit(answer, targets, options) for kind, options in KINDS.items()
+            }
             while service.metrics()["nanocp:generation_tokens_total", ""] < before + 300:
                 time.sleep(0.1)
             pid = service.member_pids()[lost]
@@ -75,4 +80,5 @@ def test_answers_are_as_if_no_front_end_had_been_killed(tiny_checkpoint, tiny_or
         log = service.log.read_text()
         assert "front end 0: its process was ended by SIGKILL; another process takes" in log
         assert "requests run on for 10 s" in log
+        assert "the controller was ended by SIGKILL; another one takes its place" in log
         assert service.stop() == 0

@@ -1,0 +1,199 @@
+"""A launcher whose processes outlive the process that uses it.
+
+Enters: calls of a launcher, through a pipe. Leaves: the same calls of the launcher at the other
+end, and its reports of processes that have ended. Does not know: members, what a process does.
+
+The host is in the supervisor, the launcher in the controller's process. A later controller gets a
+pipe of its own, and the processes that live: for it each of them is number 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from control_plane.launchers.launcher import Exited, SpareEnded
+from control_plane.launchers.processes import ProcessLauncher
+from control_plane.member_streams import Member
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S = 60.0
+"""Longest wait for the supervisor to start or to stop processes."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """The latest process of a member."""
+
+    number: int
+    """Counts all processes that the host has started."""
+    spec: Any
+    known_as: int
+    """The number that the present controller knows it by."""
+    lives: bool = True
+
+
+class LauncherHost:
+    """The processes of one launcher, for one controller after the other. In the supervisor."""
+
+    def __init__(self, name: str, launcher: ProcessLauncher) -> None:
+        """name: tells the launchers of one pipe apart."""
+        self.name = name
+        self._launcher = launcher
+        self._numbers = itertools.count()
+        self._processes: dict[Member, _Process] = {}
+        self._pipe: Pipe | None = None
+        self._lock = threading.Lock()
+        launcher.start({}, self._exited)
+
+    def attach(self, pipe: Pipe) -> dict[Member, Any]:
+        """Serve another controller from now on; returns the specs of the processes that live."""
+        with self._lock:
+            self._pipe = pipe
+            self._processes = {m: each for m, each in self._processes.items() if each.lives}
+            for process in self._processes.values():
+                process.known_as = 0
+            return {member: process.spec for member, process in self._processes.items()}
+
+    def call(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Make a call of PipedLauncher."""
+        match method:
+            case "start_one":
+                return self._start_one(*arguments)
+            case "kill":
+                return self._launcher.kill(*arguments)
+            case "pid":
+                return self._launcher.pid(*arguments)
+            case "stop":
+                return self._launcher.stop(*arguments)
+        raise AssertionError(f"a launcher has no {method}")
+
+    def stop(self, timeout_s: float) -> None:
+        """End every process."""
+        self._launcher.stop(timeout_s)
+
+    def _start_one(self, member: Member, number: int, spec: Any) -> None:
+        with self._lock:
+            own = next(self._numbers)
+            self._processes[member] = _Process(own, spec, number)
+        self._launcher.start_one(member, own, spec)
+
+    def _exited(self, member: Member, number: int, how: str) -> None:
+        with self._lock:
+            process = self._processes.get(member)
+            if process is None or process.number != number:
+                return  # Another took its place, which the controller has asked for.
+            process.lives = False
+            pipe, known_as = self._pipe, process.known_as
+        if pipe is not None:
+            pipe.send("exited", self.name, member, known_as, how)
+
+
+class PipedLauncher:
+    """A Launcher in the controller's process; the processes are the supervisor's."""
+
+    def __init__(self, name: str, pipe: Pipe, living: Mapping[Member, Any]) -> None:
+        """living: specs of processes that a controller before this one has started."""
+        self.living = dict(living)
+        self._name = name
+        self._pipe = pipe
+
+    def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
+        """See Launcher.start. Members that live go on as they are."""
+        self._pipe.on_exit[self._name] = exited
+        for member, spec in specs.items():
+            if member not in self.living:
+                self.start_one(member, 0, spec)
+
+    def start_one(self, member: Member, number: int, spec: object) -> None:
+        """See Launcher.start_one."""
+        self._pipe.ask(self._name, "start_one", member, number, spec)
+
+    def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
+        """See Launcher.start_spare. The supervisor has none."""
+        raise RuntimeError("a controller that is a process of its own has no spares")
+
+    @property
+    def spares(self) -> Sequence[bool]:
+        """See Launcher.spares."""
+        return ()
+
+    def end_spares(self) -> None:
+        """See Launcher.end_spares."""
+
+    def stop(self, timeout_s: float) -> Sequence[Member]:
+        """See Launcher.stop."""
+        stopped: Sequence[Member] = self._pipe.ask(self._name, "stop", timeout_s)
+        return stopped
+
+    def kill(self, member: Member) -> None:
+        """See Launcher.kill."""
+        self._pipe.ask(self._name, "kill", member)
+
+    def pid(self, member: Member) -> int:
+        """The member's latest process."""
+        pid: int = self._pipe.ask(self._name, "pid", member)
+        return pid
+
+
+class Pipe:
+    """One end of the pipe between the supervisor and a controller's process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._questions = itertools.count()
+        self._asked: dict[int, Future[Any]] = {}
+        self.on_exit: dict[str, Exited] = {}
+        """By the launcher's name: what is called when one of its processes has ended."""
+
+    def send(self, *message: Any) -> None:
+        """Send a message; nothing happens if the other end is gone."""
+        with self._sending, suppress(OSError):
+            self._connection.send(message)
+
+    def receive(self) -> Any:
+        """The next message. Raises EOFError when the other end is gone."""
+        return self._connection.recv()
+
+    def ask(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the supervisor's launcher, and wait for what it returns or raises."""
+        number = next(self._questions)
+        answer = self._asked[number] = Future[Any]()
+        self.send("call", number, name, method, arguments)
+        return answer.result(_ANSWER_TIMEOUT_S)
+
+    def answer(
+        self, number: int, host: LauncherHost, method: str, arguments: Sequence[Any]
+    ) -> None:
+        """Make a call for the other end, and send what comes of it."""
+        try:
+            self.send("answer", number, host.call(method, arguments), None)
+        except Exception as error:
+            self.send("answer", number, None, error)
+
+    def run(self) -> None:
+        """Take answers and exits, in a thread of the controller's process, until the pipe ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._take(self.receive())
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case ("answer", number, result, None):
+                self._asked.pop(number).set_result(result)
+            case ("answer", number, _, error):
+                self._asked.pop(number).set_exception(error)
+            case ("exited", name, member, known_as, how):
+                exited = self.on_exit.get(name)
+                if exited is not None:
+                    # It may take its time, and others must not wait for it.
+                    threading.Thread(target=exited, args=(member, known_as, how)).start()

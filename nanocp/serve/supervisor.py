@@ -1,0 +1,218 @@
+"""The supervisor: it starts a controller, and another one when that is lost.
+
+Enters: a configuration, what is served. Leaves: the exit status of the last controller. Does not
+know: requests, terms; members and front ends only as processes.
+
+Processes of members and front ends are children of the supervisor, so they outlive a controller. A
+controller that ends by itself has decided so, and the service ends. One that is killed, crashes or
+hangs is followed by another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Pipe as new_pipe
+from typing import Any
+
+from control_plane.launchers.processes import ProcessLauncher
+from control_plane.member_streams import Member
+from nanocp.config import Config
+from nanocp.serve.front_end_process import FRONT_END_COMMAND
+from nanocp.serve.launcher_pipe import LauncherHost, Pipe
+from nanocp.serve.service import Served, member_environment
+from nanocp.service_config import ServiceConfig
+
+logger = logging.getLogger(__name__)
+
+MEMBERS, FRONT_ENDS = "members", "front ends"
+MEMBER_COMMAND = (sys.executable, "-m", "data_plane.member.process")
+CONTROLLER_COMMAND = (sys.executable, "-m", "nanocp.cli.controller_process")
+HUNG_S = 15.0
+"""A controller whose process says nothing for this long is killed."""
+_MAX_LOSSES = 5
+"""After as many losses within _LOSSES_S the service ends."""
+_LOSSES_S = 120.0
+_STOP_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSpec:
+    """What a controller's process needs to know."""
+
+    config: Config
+    served: Served
+    """Without its tokenizer."""
+    has_tokenizer: bool
+    number: int
+    """Counts the controllers of a service, from 1 on. Terms of a later one are later."""
+    cluster_id: str
+    living: Mapping[str, Mapping[Member, Any]]
+    """Specs of processes that an earlier controller has started, by their launcher's name."""
+
+
+class Supervisor:
+    """One service with its processes, from start to end. Used from one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        served: Served,
+        environment: Mapping[str, str] | None = None,
+        member_command: Sequence[str] = MEMBER_COMMAND,
+    ) -> None:
+        """environment: of all processes, beside the present one.
+
+        Raises ValueError for a configuration whose members cannot wait for another controller.
+        """
+        service = config.service
+        others = (config.prefill.engines, service.node_streams, config.cluster.spares)
+        is_pipeline = config.cluster.layout == "pipeline"
+        if any(others) or is_pipeline or config.data_plane.device != "cpu":
+            raise ValueError(
+                "service.controller_process is true; it needs data_plane.device cpu, no pipeline, "
+                "and neither prefill.engines nor service.node_streams nor cluster.spares"
+            )
+        more = dict(environment or {})
+        self.config = replace(config, service=with_ports(config.service))
+        self._spec = ControllerSpec(
+            self.config,
+            replace(served, tokenizer=None),
+            served.tokenizer is not None,
+            0,
+            secrets.token_hex(4),
+            {},
+        )
+        members = ProcessLauncher(member_command, member_environment(config) | more)
+        self.hosts = {
+            MEMBERS: LauncherHost(MEMBERS, members),
+            FRONT_ENDS: LauncherHost(FRONT_ENDS, ProcessLauncher(FRONT_END_COMMAND, more)),
+        }
+        self._environment = more
+        self._losses: deque[float] = deque(maxlen=_MAX_LOSSES)
+        self._heard_s = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+        """The present controller's process."""
+        self.has_served = threading.Event()
+        """Set when the first controller has opened."""
+
+    def run(self) -> int:
+        """Supervise until a controller ends by itself; returns its exit status."""
+        try:
+            while True:
+                status = self._run_controller()
+                if status >= 0:
+                    return status
+                how = f"ended by {signal.Signals(-status).name}"
+                if not self.has_served.is_set():
+                    logger.error("the controller was %s before it served", how)
+                    return 2
+                now_s = time.monotonic()
+                self._losses.append(now_s)
+                if len(self._losses) == _MAX_LOSSES and now_s - self._losses[0] < _LOSSES_S:
+                    logger.error(
+                        "the controller was %s, for the %dth time in %.0f s; the service ends",
+                        how, _MAX_LOSSES, _LOSSES_S,
+                    )  # fmt: skip
+                    return 1
+                logger.warning(
+                    "the controller was %s; another one takes its place. Instances keep their "
+                    "weights and front ends their clients; every stream goes on after a pause",
+                    how,
+                )
+        finally:
+            for host in self.hosts.values():
+                host.stop(0.0)
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the controller."""
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def _run_controller(self) -> int:
+        own, others = new_pipe()
+        pipe = Pipe(own)
+        living = {name: host.attach(pipe) for name, host in self.hosts.items()}
+        self._spec = replace(self._spec, number=self._spec.number + 1, living=living)
+        with ExitStack() as stack:
+            stack.callback(own.close)
+            self.process = subprocess.Popen(
+                [*CONTROLLER_COMMAND, str(others.fileno()), "controller"],
+                stdin=subprocess.PIPE,
+                pass_fds=[others.fileno()],
+                env={**os.environ, **self._environment},
+                start_new_session=True,
+            )
+            others.close()
+            assert self.process.stdin is not None
+            with suppress(BrokenPipeError), self.process.stdin:
+                pickle.dump(self._spec, self.process.stdin)
+            # Its first word takes as long as its imports.
+            self._heard_s = time.monotonic() + self.config.limits.start_timeout_ms / 1000
+            over = threading.Event()
+            stack.callback(over.set)
+            watch = threading.Thread(target=self._watch, args=(self.process, over), daemon=True)
+            watch.start()
+            self._serve(pipe)
+            return self.process.wait()
+
+    def _serve(self, pipe: Pipe) -> None:
+        """Make the controller's calls until its pipe ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                message = pipe.receive()
+                self._heard_s = time.monotonic()
+                match message:
+                    case ("serving",):
+                        self.has_served.set()
+                    case ("call", number, name, method, arguments):
+                        # Stopping takes long, and the controller beats meanwhile.
+                        threading.Thread(
+                            target=pipe.answer, args=(number, self.hosts[name], method, arguments)
+                        ).start()
+
+    def _watch(self, process: subprocess.Popen[bytes], over: threading.Event) -> None:
+        """Kill a controller that hangs, or is stopped: nobody else would notice."""
+        while not over.wait(1.0):
+            if time.monotonic() - self._heard_s > HUNG_S:
+                logger.warning("the controller has said nothing for %.0f s; it is killed", HUNG_S)
+                process.kill()
+                return
+
+
+def with_ports(service: ServiceConfig) -> ServiceConfig:
+    """The configuration with ports instead of 0: a later controller must be where the first was."""
+    num = service.front_ends
+    return replace(
+        service,
+        members_port=service.members_port or _free_ports(service.host, 2 + num),
+        metrics_port=service.metrics_port or _free_ports(service.host, 1),
+    )
+
+
+def _free_ports(host: str, number: int) -> int:
+    """The first of so many free ports in a row."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        with ExitStack() as stack:
+            first = 0
+            try:
+                for offset in range(number):
+                    probe = stack.enter_context(socket.socket(family))
+                    probe.bind((host, first + offset if first else 0))
+                    first = first or int(probe.getsockname()[1])
+            except (OSError, OverflowError):
+                continue
+            return first

@@ -1,0 +1,133 @@
+"""The supervisor and its launchers, with processes that do nothing."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from multiprocessing.connection import Pipe as new_pipe
+
+import pytest
+
+from control_plane.launchers.processes import ProcessLauncher
+from control_plane.member_streams import Member
+from harness.hash_service import CONFIG, served
+from harness.service_recovery import until
+from nanocp.serve import supervisor as module
+from nanocp.serve.launcher_pipe import LauncherHost, Pipe, PipedLauncher
+from nanocp.serve.supervisor import Supervisor
+
+ONE, TWO = Member("instance", 1), Member("instance", 2)
+SUPERVISED = replace(
+    CONFIG,
+    service=replace(CONFIG.service, front_end_processes=True, controller_process=True),
+)
+
+
+@pytest.fixture
+def host():
+    program = "import sys, time; sys.stdin.buffer.read(); time.sleep(600)"
+    host = LauncherHost("members", ProcessLauncher([sys.executable, "-c", program], {}))
+    yield host
+    host.stop(0.0)
+
+
+def connected(host):
+    """A controller's end of a pipe, with its launcher, as the supervisor serves it."""
+    own, others = new_pipe()
+    pipe, theirs = Pipe(own), Pipe(others)
+    launcher = PipedLauncher("members", theirs, host.attach(pipe))
+
+    def serve():
+        while True:
+            _, number, _, method, arguments = pipe.receive()
+            pipe.answer(number, host, method, arguments)
+
+    for target in (serve, theirs.run):
+        threading.Thread(target=target, daemon=True).start()
+    return launcher
+
+
+def test_processes_outlive_a_controller_and_are_counted_anew(host):
+    exits = []
+    first = connected(host)
+    first.start({ONE: "spec 1", TWO: "spec 2"}, lambda *exit: exits.append(exit))
+    old = first.pid(ONE)
+    os.kill(old, signal.SIGKILL)
+    until(lambda: exits)
+    assert exits == [(ONE, 0, "its process was ended by SIGKILL")]
+    first.start_one(ONE, 1, "spec 3")
+    again = first.pid(ONE)
+    assert again != old
+    second = connected(host)
+    assert second.living == {ONE: "spec 3", TWO: "spec 2"}
+    later = []
+    second.start({ONE: "spec 4", TWO: "spec 5"}, lambda *exit: later.append(exit))
+    assert second.pid(ONE) == again, "what lives is not started again"
+    second.kill(ONE)
+    until(lambda: later)
+    assert later == [(ONE, 0, "its process was ended by SIGKILL")] and len(exits) == 1
+    third = connected(host)
+    assert third.living == {TWO: "spec 2"}
+    with pytest.raises(RuntimeError, match="no spares"):
+        third.start_spare("spare 0", "spec", lambda how, was_ready: None)
+    assert third.stop(0.1) == [TWO]
+    with pytest.raises(RuntimeError, match="stopping"):
+        third.start_one(ONE, 0, "spec 6")
+
+
+def supervised(monkeypatch, tmp_path, program):
+    """A supervisor of controllers that run the program, with their number in argv."""
+    log = tmp_path / "log"
+    log.touch()
+    head = f"import os, sys, time; log = open({str(log)!r}, 'a'); log.write('x'); log.close(); "
+    head += f"number = os.path.getsize({str(log)!r}); "
+    monkeypatch.setattr(module, "CONTROLLER_COMMAND", (sys.executable, "-c", head + program))
+    supervisor = Supervisor(SUPERVISED, served())
+    supervisor.has_served.set()
+    return supervisor, log
+
+
+def test_a_killed_controller_is_followed_until_one_ends_by_itself(monkeypatch, tmp_path):
+    program = "os.kill(os.getpid(), 9) if number < 3 else sys.exit(7)"
+    supervisor, log = supervised(monkeypatch, tmp_path, program)
+    assert supervisor.run() == 7
+    assert log.read_text() == "xxx"
+
+
+def test_controllers_that_are_killed_again_and_again_end_the_service(monkeypatch, tmp_path):
+    supervisor, log = supervised(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
+    assert supervisor.run() == 1
+    assert log.read_text() == "x" * 5
+
+
+def test_a_controller_that_never_served_has_no_successor(monkeypatch, tmp_path):
+    supervisor, log = supervised(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
+    supervisor.has_served.clear()
+    assert supervisor.run() == 2
+    assert log.read_text() == "x"
+
+
+def test_a_controller_that_says_nothing_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "HUNG_S", 0.5)
+    program = "time.sleep(600) if number < 2 else sys.exit(0)"
+    supervisor, log = supervised(monkeypatch, tmp_path, program)
+    limits = replace(supervisor.config.limits, start_timeout_ms=1)
+    supervisor.config = replace(supervisor.config, limits=limits)
+    began_s = time.monotonic()
+    assert supervisor.run() == 0
+    assert log.read_text() == "xx" and time.monotonic() - began_s < 100
+
+
+def test_every_port_is_known_before_the_first_controller_starts():
+    service = Supervisor(SUPERVISED, served()).config.service
+    assert service.members_port > 0 and service.metrics_port > 0
+
+
+def test_members_that_cannot_wait_for_another_controller_are_refused():
+    cluster = replace(SUPERVISED.cluster, spares=1)
+    with pytest.raises(ValueError, match=r"neither prefill.engines nor .* nor cluster.spares"):
+        Supervisor(replace(SUPERVISED, cluster=cluster), served())
+    with pytest.raises(ValueError, match="controller_process is true; it needs front_end_proc"):
+        replace(CONFIG.service, controller_process=True)
