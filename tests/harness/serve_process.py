@@ -1,12 +1,14 @@
 """A `nanocp serve` of HashInstances in a process of its own, its clients, and what it leaves."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 from harness.hash_service import prompt
@@ -123,6 +125,18 @@ class Stream:
 
     def join(self):
         self._thread.join(WAIT_S)
+
+
+def seats(target):
+    """Which seats serve, as the status port says."""
+    with urllib.request.urlopen(f"http://{target}/cluster/seats", timeout=60) as answer:
+        return json.load(answer)
+
+
+def status_of(serve):
+    """host:port of the status port."""
+    said = next(line for line in serve.lines if "metrics at http://" in line)
+    return said.partition("http://")[2].partition("/")[0]
 
 
 def descendants(pid):

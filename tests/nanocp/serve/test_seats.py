@@ -1,15 +1,13 @@
 """`nanocp drain`, `scale` and `upgrade` on services that run: no stream ends, no token is wrong."""
 
-import json
 import signal
 import subprocess
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from harness.hash_service import expected, prompt
-from harness.serve_process import NANOCP, SMALL, WAIT_S, Serve, Stream, until
+from harness.serve_process import NANOCP, SMALL, WAIT_S, Serve, Stream, seats, status_of, until
 from nanocp.chaos.judge import ReferenceJudge
 from nanocp.client import Client
 from nanocp.sampling import SamplingParams
@@ -24,16 +22,6 @@ def command(*words, target):
         [*NANOCP, *words, "--target", target], capture_output=True, text=True, timeout=600
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
-
-
-def seats(target):
-    with urllib.request.urlopen(f"http://{target}/cluster/seats", timeout=60) as answer:
-        return json.load(answer)
-
-
-def status_of(serve):
-    said = next(line for line in serve.lines if "metrics at http://" in line)
-    return said.partition("http://")[2].partition("/")[0]
 
 
 @pytest.mark.system

@@ -12,7 +12,9 @@ from harness.serve_process import (
     assert_nothing_is_left,
     descendants,
     is_running,
+    seats,
     segments_of,
+    status_of,
     until,
 )
 
@@ -56,3 +58,22 @@ def test_a_lost_actor_is_replaced_and_the_stream_goes_on(number):
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait(60) == 0, serve.lines
         assert_nothing_is_left(processes, segments)
+
+
+@pytest.mark.system
+def test_a_spare_actor_takes_the_seat_of_a_lost_one():
+    spares = {"NANOCP_CLUSTER__SPARES": "1"}
+    with Serve(*OPTIONS, factory="build_slow", environment=spares) as serve:
+        address, target = serve.address, status_of(serve)
+        until(lambda: seats(target)["ready_spares"] == 1)
+        before = descendants(serve.process.pid)
+        instances = actors_of(before)
+        stream = Stream(address, max_tokens=400)
+        os.kill(instances[2], signal.SIGKILL)
+        stream.join()
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
+        (spare,) = {*actors_of(descendants(serve.process.pid))} - {*instances}
+        assert spare in before, "it was there before the loss"
+        until(lambda: seats(target)["ready_spares"] == 1)
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(60) == 0, serve.lines
