@@ -255,8 +255,10 @@ def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
     streams.interrupted()
     streams.add_prompt_logprobs(stream.request_id, 1, [TokenLogprobs(-1.0, ())] * 2)
     streams.interrupted()
-    asked = [controller.next_submission().prompt_logprobs for _ in range(3)]
-    assert asked == [2, 2, None]
+    submissions = [controller.next_submission() for _ in range(3)]
+    assert [each.prompt_logprobs for each in submissions] == [2, 2, None]
+    # A request that keeps its pages is prefilled all the same.
+    assert [each.arrival(0).is_recomputed for each in submissions] == [False, True, False]
     assert stream.prompt_logprobs and len(stream.prompt_logprobs) == 2
 
 
