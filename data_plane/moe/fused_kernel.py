@@ -50,6 +50,8 @@ from data_plane.moe.fused_tasks import (
     word,
 )
 
+_NUMBERS = ["instance", "num_rows", "num_programs", "max_tasks", "max_idle", "is_last"]
+"""One variant serves all numbers: the kernel takes long to compile."""
 _BLOCK_PAIRS = tl.constexpr(128)
 """Pairs that a sweep takes in at once."""
 _BLOCK_COUNTERS = tl.constexpr(1024)
@@ -281,7 +283,7 @@ def at(words, index: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, 32) == index, words, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def fused_kernel(
     state, rows, experts, instance, num_rows, num_programs, max_tasks, max_idle, is_last,
     S: tl.constexpr,
@@ -295,7 +297,7 @@ def fused_kernel(
     """
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)
-    num_tasks, idle, polls = 0, max_idle * 0, 0
+    num_tasks, idle, polls = 0, epoch * 0, 0
     if S.is_card:
         begin = globaltimer()
         since, busy = begin, begin * 0
@@ -307,7 +309,7 @@ def fused_kernel(
                 since = globaltimer()
             run_task(queue, item, task, state, rows, experts, own, instance, num_rows, epoch, S)
             num_tasks += 1
-            idle = max_idle * 0
+            idle = epoch * 0
             if S.is_card:
                 busy += globaltimer() - since
                 since = globaltimer()

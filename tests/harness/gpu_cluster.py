@@ -222,7 +222,8 @@ class GpuCluster:
         for instance in self.instances.values():
             mixture = instance.step.mixture
             if isinstance(mixture, FusedMixtures):
-                mixture.takes_turns = takes_turns
+                # Nothing can be read from a device that only compiles.
+                mixture.takes_turns = takes_turns and self.device.type != "meta"
                 mixture.fused.num_programs = self.num_programs
 
     def _capture(self):

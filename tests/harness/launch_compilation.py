@@ -111,7 +111,7 @@ def main(checkpoint):
     controls, launches.refused = launches.refused, []
     for sizes in ((1, 1), (2, 1), (3, 4)):
         exchange(*sizes)
-    for keys in ({}, {"dtype": "bfloat16", "kv_dtype": "fp8"}):
+    for keys in ({}, {"dtype": "bfloat16", "kv_dtype": "fp8"}, {"dispatch_backend": "fused"}):
         steps(checkpoint, 2, **keys)
     benchmarks()
     sizes = launches.shared_bytes.values()

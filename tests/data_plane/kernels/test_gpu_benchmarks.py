@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_attention
 import gpu_costs
+import gpu_moe
 import gpu_shapes
 import gpu_step
 
@@ -174,6 +175,29 @@ def test_one_that_fails_does_not_keep_the_others_from_being_measured(monkeypatch
 def test_without_a_gpu_it_says_so(benchmark):
     with pytest.raises(SystemExit, match="no NVIDIA GPU is here"):
         benchmark.main([])
+
+
+@pytest.mark.system
+@without_gpu
+def test_a_fused_mixture_is_measured(tmp_path):
+    """Sums are right, and a peer that stays away is an error; times mean nothing here."""
+    path = tmp_path / "gpu_moe.json"
+    with pytest.raises(SystemExit) as ended:
+        gpu_moe.main(["--tiny", "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert ended.value.code == 0
+    assert {result["kind"] for result in found} == {"right", "late", "time", "gemm"}
+    wrong = [{**found[0], "different": 1}, {**found[0], "error": float("nan")}]
+    assert len(gpu_moe.wrong(wrong)) == 2 and gpu_moe.wrong(found) == []
+
+
+def test_broken_claims_of_a_fused_mixture_are_said():
+    cell = {"kind": "time", "form": "bf16", "experts": 8, "instances": 1, "busy": 0.9}
+    fine = [{**cell, "rows": 32, "ratio": 0.85}, {**cell, "rows": 128, "ratio": 1.0}]
+    assert gpu_moe.broken_claims(fine) == []
+    slow = [{**cell, "rows": 32, "ratio": 0.86}, {**cell, "rows": 128, "ratio": 1.0, "busy": 0.8}]
+    gemm = {"kind": "gemm", "form": "fp8", "experts": 8, "rows": 1, "ratio": 0.89}
+    assert len(gpu_moe.broken_claims([*slow, gemm])) == 3
 
 
 def test_broken_claims_are_said():
