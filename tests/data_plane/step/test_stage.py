@@ -81,7 +81,6 @@ def test_every_split_before_during_and_after_changes(
     [
         (2, "torch"),
         pytest.param(3, "auto", marks=pytest.mark.system),
-        pytest.param(4, "auto", marks=pytest.mark.system),
     ],
 )
 def test_every_split_with_kv_heads(heads, num_stages, kernels):
