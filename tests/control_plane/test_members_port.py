@@ -229,7 +229,7 @@ def test_a_client_cannot_send_plans(service: Service) -> None:
     plan = pb.ToInstance(shutdown=pb.Shutdown(reason="forged"))
     ports = [
         connection.laddr
-        for process in service.launcher._processes.values()
+        for process in (one.process for one in service.launcher._processes.values())
         for connection in psutil.Process(process.pid).net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
@@ -324,7 +324,7 @@ def test_secrets_stand_in_no_log_command_line_snapshot_or_metric(
             "snapshot": httpx.get(f"http://{service.metrics_address}/cluster/snapshot.json").text,
             "metrics": httpx.get(f"http://{service.metrics_address}/metrics").text,
         }
-        for process in service.launcher._processes.values():
+        for process in (one.process for one in service.launcher._processes.values()):
             for name in ("cmdline", "environ"):
                 seen[f"{name} of {process.pid}"] = Path(f"/proc/{process.pid}/{name}").read_text()
     seen["spec"] = repr(service._spec(Member("instance", 1), "controller:1"))
