@@ -64,7 +64,7 @@ class PipelinePlan:
     """Workloads by what the claims call them."""
     seconds: float
     long_seconds: float
-    """Of the pair of runs at the highest rate of 14B on ShareGPT."""
+    """Length of the pair of runs at the highest rate of 14B on ShareGPT."""
 
     def at(self, model: str, workload: str, rate: float, policy: str, **options: Any) -> Any:
         """A run of a workload."""

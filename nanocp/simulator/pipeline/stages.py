@@ -76,7 +76,7 @@ class SimulatedStage:
         self.out_free_us = self.in_free_us = 0.0
         """When its link is free to send and to receive."""
         self.num_parts = 0
-        """Of the newest layer moves, what it has still to send and receive."""
+        """Parts of the newest layer moves that it has still to send and receive."""
         self.busy_us = 0.0
         self.idle_us = dict.fromkeys(CAUSES, 0.0)
 
