@@ -25,8 +25,8 @@ from pipeline_runs import (
     QUICK,
     STATICS,
     WINDOWS,
-    PipelinePlan,
     PipelineRun,
+    PlannedRuns,
     play,
 )
 from rich.console import Console
@@ -76,7 +76,7 @@ class PipelineClaim(NamedTuple):
 class PipelineClaims:
     """The claims of a plan's runs."""
 
-    def __init__(self, plan: PipelinePlan, runs: dict[PipelineRun, PipelineOutcome]) -> None:
+    def __init__(self, plan: PlannedRuns, runs: dict[PipelineRun, PipelineOutcome]) -> None:
         self.plan = plan
         self.claims: list[PipelineClaim] = []
         self._runs = runs

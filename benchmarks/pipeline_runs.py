@@ -56,7 +56,7 @@ class PipelineRun:
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
+class PlannedRuns:
     """Which runs there are, by their place in the figures, and how long, in simulated seconds."""
 
     rates: dict[tuple[str, str], tuple[float, ...]]
@@ -120,7 +120,7 @@ class PipelinePlan:
         yield from self.controls().values()
 
 
-FULL = PipelinePlan(
+FULL = PlannedRuns(
     {
         ("14B", "ShareGPT"): (55.0, 64.0, 74.0),
         ("14B", "Azure"): (11.0, 14.0, 17.0),
@@ -131,7 +131,7 @@ FULL = PipelinePlan(
     12.0,
     30.0,
 )
-QUICK = PipelinePlan(
+QUICK = PlannedRuns(
     {key: rates[1:2] for key, rates in FULL.rates.items()},
     dict.fromkeys(WORKLOADS, "fixed:300:15"),
     0.3,

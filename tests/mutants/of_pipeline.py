@@ -178,8 +178,8 @@ OF_PIPELINE = [
         name="cached-prefix-forgotten",
         why="the predictor does not know what a chunk's cached prefix costs",
         path="control_plane/scheduler/pipeline/predictor.py",
-        text="            cached += first",
-        fault="            cached += 0",
+        text="cached += first",
+        fault="cached += 0",
         tests=("tests/nanocp/simulator/pipeline/test_fit.py", "-k", "what_a_pass_holds"),
     ),
 ]
