@@ -78,10 +78,6 @@ class ClusterConfig:
 
     num_instances: int = 4
     """Instances of the cluster; stages of a pipeline."""
-    layout: str = "instances"
-    """instances: each has some experts of every layer, and a request's KV may be on several.
-    pipeline: each has some layers, with all their experts and KV, and prompts are computed there
-    too (docs/pipeline.md)."""
     instances_per_node: int = 4
     """Instances of one machine: instance i is on node i // instances_per_node."""
     num_frames: int = 256
@@ -95,6 +91,10 @@ class ClusterConfig:
     spares: int = 0
     """Processes that stand by with all weights but experts, and take the seats of lost instances:
     these then load experts only. On the machine of `nanocp serve`, on CPUs."""
+    layout: str = "instances"
+    """instances: each has some experts of every layer, and a request's KV may be on several.
+    pipeline: each has some layers, with all their experts and KV, and prompts are computed there
+    too (docs/pipeline.md)."""
 
     def __post_init__(self) -> None:
         check_one_of(LAYOUTS, layout=self.layout)

@@ -168,7 +168,7 @@ def test_a_window_that_nobody_reports_has_a_limit():
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
         processes = [
-            process for member, process in service.launcher._processes.items() if member != PREFILL
+            one.process for member, one in service.launcher._processes.items() if member != PREFILL
         ]
         for process in processes:
             process.send_signal(signal.SIGSTOP)

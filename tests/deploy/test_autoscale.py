@@ -86,6 +86,9 @@ def test_it_adds_an_instance_while_requests_wait_and_takes_one_back_while_none_d
 def test_it_stays_within_its_bounds(service):
     service.serving, service.usage = [1], 0.0
     time.sleep(1.5)
+    # The script reads one after the other: it must not see three instances and nobody waiting.
+    service.usage = 1.0
+    time.sleep(0.3)
     service.serving, service.waiting = [0, 1, 2], 9
     time.sleep(0.5)
     assert service.said() == []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,9 +108,11 @@ def judge(mutant: Mutant) -> Verdict:
             return Verdict(mutant, True, TIMEOUT_S, f"nothing ended in {TIMEOUT_S} s")
     seconds = time.monotonic() - begin_s
     failed = re.search(r"^FAILED (.*)", result.stdout, re.M)
-    # Exit status 1 with a failed test, or 0. Anything else (no tests, a usage error, a fixture that
-    # fails) is the mutant's own mistake.
-    if result.returncode not in (0, 1) or (result.returncode == 1) != bool(failed):
+    # Exit status 1 with a failed test, or 0. A failed test may leave threads inside native code, and
+    # C++ ends the process with a signal when the interpreter stops them. Anything else (no tests, a
+    # usage error, a fixture that fails) is the mutant's own mistake.
+    has_ended_red = result.returncode == 1 or result.returncode == -signal.SIGABRT
+    if (result.returncode != 0 and not has_ended_red) or has_ended_red != bool(failed):
         raise SystemExit(
             f"mutant {mutant.name}: pytest exited {result.returncode}\n{result.stdout[-2000:]}"
             f"{result.stderr[-2000:]}"

@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 import torch
 
-from data_plane.instance.decode import DecodeInstance
 from data_plane.instance.grammar import MaskedRow, load_grammar_masks
+from data_plane.instance.row_sampling import begin_masks
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, controlled_logits, sample_rows
 from data_plane.model.config import ModelConfig
@@ -169,12 +169,11 @@ def test_matchers_that_are_not_used_are_forgotten(masks, monkeypatch):
 
 def test_rows_without_a_constraint_ask_for_no_mask():
     asked = []
-    instance = SimpleNamespace(grammar_masks=SimpleNamespace(begin=asked.append))
+    recorder = SimpleNamespace(begin=asked.append)
     rows = [Row(n, 0, 5, SamplingParams(), frozenset(), "h:1") for n in range(3)]
-    window = SimpleNamespace(live_rows=lambda: rows)
-    assert DecodeInstance._begin_masks(instance, window) is None and asked == []
+    assert begin_masks(recorder, rows) is None and asked == []
     rows[1].params = SamplingParams(constraint=grammar_of("regex"))
-    DecodeInstance._begin_masks(instance, window)
+    begin_masks(recorder, rows)
     assert [[row.request_id for row in wanted] for wanted in asked] == [[1]]
 
 

@@ -109,7 +109,11 @@ def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(
 
 
 CLUSTER = ClusterConfig(
-    3, 3, 64, 40 * 64, BoundsConfig(max_rows=5, max_attention_rows=7, max_links=3)
+    num_instances=3,
+    instances_per_node=3,
+    num_frames=64,
+    max_model_len=40 * 64,
+    bounds=BoundsConfig(max_rows=5, max_attention_rows=7, max_links=3),
 )
 
 
