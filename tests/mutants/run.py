@@ -108,9 +108,9 @@ def judge(mutant: Mutant) -> Verdict:
             return Verdict(mutant, True, TIMEOUT_S, f"nothing ended in {TIMEOUT_S} s")
     seconds = time.monotonic() - begin_s
     failed = re.search(r"^FAILED (.*)", result.stdout, re.M)
-    # Exit status 1 with a failed test, or 0. A failed test may leave threads inside native code, and
-    # C++ ends the process with a signal when the interpreter stops them. Anything else (no tests, a
-    # usage error, a fixture that fails) is the mutant's own mistake.
+    # Exit status 1 with a failed test, or 0. A failed test may leave threads inside native code,
+    # and C++ ends the process with a signal when the interpreter stops them. Anything else (no
+    # tests, a usage error, a fixture that fails) is the mutant's own mistake.
     has_ended_red = result.returncode == 1 or result.returncode == -signal.SIGABRT
     if (result.returncode != 0 and not has_ended_red) or has_ended_red != bool(failed):
         raise SystemExit(
