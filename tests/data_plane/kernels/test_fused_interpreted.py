@@ -117,7 +117,8 @@ def test_sums_are_equal_bit_by_bit_in_every_schedule_and_role_by_role(seed):
         assert case.outputs().equal(roles.outputs())
 
 
-@pytest.mark.parametrize("seed", [0, *in_system(*((seed,) for seed in range(1, 6)))])
+# Seed 3 sees a flag that goes before its rows (tests/mutants/of_fused.py); 0 to 2 do not.
+@pytest.mark.parametrize("seed", [3, *in_system(*((seed,) for seed in (0, 1, 2, 4, 5)))])
 def test_woven_instances_never_see_half_a_packet(seed):
     case = drawn(FusedSizes(), 2, seed, num_rows=(2, 2))
     assert weave(case, seed) > 20
