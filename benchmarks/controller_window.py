@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from control_plane.controller import Controller
+from control_plane.flights.decode import DecodeFlights
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import Member, MemberStream, _NodeStream
 from control_plane.members_port import MemberSecrets
@@ -208,13 +209,15 @@ def _submissions(point: SizedCluster, max_model_len: int) -> Iterator[tuple[floa
 def measure(point: SizedCluster, policy: str, node_streams: bool) -> dict[str, Any]:
     """Start a controller and its instances, fill them, and watch it for some windows."""
     config, secrets, front_end = _config(point, policy), MemberSecrets(), _NoClients()
+    metrics = Metrics(config)
     controller = Controller(
         config,
         _NoProcesses(),
         secrets,
         front_end,
-        Metrics(config),
+        metrics,
         ClusterView(config, lambda: (0, 0.0)),
+        lambda members: DecodeFlights(config, members, metrics),
     )
     stamps = _watch(controller)
     address = controller.start(lambda line: None, lambda member, percent: None)
