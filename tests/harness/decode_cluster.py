@@ -95,6 +95,7 @@ class DecodeCluster:
         self._full_plans: dict[tuple[int, int], InstancePlan] = {}
         self.num_resyncs = 0
         self._next_id = 1
+        self._num_windows = 0
         self.num_moves = 0
         self._done = [0] * num
         self._outbox: queue.Queue = queue.Queue()
@@ -121,11 +122,11 @@ class DecodeCluster:
         """Play the story to its end; every frame must be free then."""
         by_id: dict[int, Prompt] = {}
         waiting = sorted(prompts, key=lambda prompt: prompt.arrives_at_window)
-        first_window = sum(plan.window is not None for plan in self.plans)
+        first_window = self._num_windows
         events: list = []
         ended = 0
         while ended < len(prompts):
-            windows = sum(plan.window is not None for plan in self.plans) - first_window
+            windows = self._num_windows - first_window
             idle = self.scheduler.num_running == 0
             while waiting and (idle or waiting[0].arrives_at_window <= windows):
                 prompt = waiting.pop(0)
@@ -135,6 +136,7 @@ class DecodeCluster:
             plan = self.scheduler.plan_window(events, time.monotonic_ns() // 1000)
             check(self.scheduler)
             self.plans.append(plan)
+            self._num_windows += plan.window is not None
             assert not plan.ended, plan.ended
             for placement in plan.placements:
                 by_id[placement.request_id].placements.append(placement)
@@ -158,7 +160,7 @@ class DecodeCluster:
         return prompts
 
     def _in_flight(self) -> int:
-        return sum(plan.window is not None for plan in self.plans) - min(self._done)
+        return self._num_windows - min(self._done)
 
     def _drain(self, events: list) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -166,6 +168,7 @@ class DecodeCluster:
             plan = self.scheduler.plan_window(events, time.monotonic_ns() // 1000)
             check(self.scheduler)
             self.plans.append(plan)
+            self._num_windows += plan.window is not None
             self._push(plan, {})
             if all(
                 load.frames_free == self.config.cluster.num_frames

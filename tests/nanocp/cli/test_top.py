@@ -104,7 +104,7 @@ def run(*arguments, columns=80):
 
 def test_a_picture_of_the_cluster(address):
     result = run("--target", address, "--once")
-    lines = result.output.splitlines()
+    lines = result.stdout.splitlines()
     assert result.exit_code == 0
     assert "running 3   prefilling 2   queue 1, first 7.2 s" in lines[1]
     assert "KV 0.75, rows 1.00" in lines[2]
@@ -122,7 +122,7 @@ def test_a_picture_of_the_cluster(address):
     cells = ["D", "3", "running", "1,200", "2", "0", "0:10", "1:16"]
     assert any(line.split() == cells for line in lines)
     assert any(line.split()[:2] == ["E", "55"] for line in lines), "a letter of its own"
-    text = " ".join(result.output.split())
+    text = " ".join(result.stdout.split())
     assert "prefill http://a:8000: up, 4,096 tokens in flight, 7 prompts done, 0 failed" in text
     assert "prefill http://b:8000: down (it hangs), 0 tokens in flight" in text
 
@@ -155,7 +155,7 @@ BUSY = SNAPSHOT | {
 @pytest.mark.parametrize("snapshot", [SNAPSHOT, BUSY])
 def test_60_and_80_columns_are_enough(monkeypatch, columns, snapshot):
     monkeypatch.setattr("nanocp.cli.top.fetch", lambda *_: snapshot)
-    output = run("--once", columns=columns).output
+    output = run("--once", columns=columns).stdout
     lines = output.splitlines()
     assert all(len(line.rstrip()) <= columns for line in lines) and "…" not in output
     assert lines[1].startswith("running") and "queue" in lines[1] and lines[1].rstrip()[-1] == "s"
@@ -195,7 +195,7 @@ def test_another_program_at_the_port_is_a_sentence():
 
 def test_the_snapshot_itself_for_scripts(address):
     result = run("--target", address, "--json")
-    assert json.loads(result.output) == SNAPSHOT
+    assert json.loads(result.stdout) == SNAPSHOT
 
 
 def test_a_service_with_keys_is_asked_with_one():
@@ -209,7 +209,7 @@ def test_a_service_with_keys_is_asked_with_one():
     ):
         result = run("--target", address, "--json", "--api-key", key)
         assert result.exit_code == 2 and result.stderr.startswith(sentence)
-    assert json.loads(run("--target", address, "--json", "--api-key", "second").output) == SNAPSHOT
+    assert json.loads(run("--target", address, "--json", "--api-key", "second").stdout) == SNAPSHOT
     server.close()
 
 

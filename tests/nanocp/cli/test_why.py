@@ -26,8 +26,8 @@ def test_a_service_and_its_event_log_say_the_same(tmp_path):
         target = service.metrics_address
         shown = why("mine", "--target", target)
         assert shown.exit_code == 0
-        live = json.loads(why("mine", "--target", target, "--json").output)
-        (by_number,) = json.loads(why("2", "--target", target, "--json").output)
+        live = json.loads(why("mine", "--target", target, "--json").stdout)
+        (by_number,) = json.loads(why("2", "--target", target, "--json").stdout)
         assert by_number["client_id"] == "mine"
         unknown = why("nobody", "--target", target)
         assert unknown.exit_code == 2
@@ -36,7 +36,7 @@ def test_a_service_and_its_event_log_say_the_same(tmp_path):
     assert (one["number"], one["reason"], one["num_generated"]) == (2, "length", 20)
     assert one["num_windows"] >= 20 and one["cp_degree"] == 4
     assert sum(one["seconds"].values()) > 0 and one["arrived"].endswith("Z")
-    first, *lines = shown.output.splitlines()
+    first, *lines = shown.stdout.splitlines()
     assert first.startswith("request 2, the client's id mine: ")
     assert first.endswith("s, ended: length")
     assert [line.split()[0] for line in lines[1:6]] == [
@@ -47,8 +47,8 @@ def test_a_service_and_its_event_log_say_the_same(tmp_path):
         "away",
     ]
     assert any("most of the time went into" in line for line in lines)
-    assert "row starts: in every window from" in shown.output
-    logged = json.loads(why("mine", "--event-log", log, "--json").output)
+    assert "row starts: in every window from" in shown.stdout
+    logged = json.loads(why("mine", "--event-log", log, "--json").stdout)
     # The log's anchor was taken at the start: the clocks may have drifted since.
     assert logged[0].pop("arrived")[:16] == one.pop("arrived")[:16]
     assert logged == live
@@ -71,11 +71,11 @@ def test_the_bound_that_kept_a_request_in_the_queue_is_named(tmp_path):
             )
             assert len([token for chunk in first for token in chunk.token_ids]) < 380
             second.result(60)
-        (one,) = json.loads(why("second", "--target", service.metrics_address, "--json").output)
-        shown = why("second", "--target", service.metrics_address).output
+        (one,) = json.loads(why("second", "--target", service.metrics_address, "--json").stdout)
+        shown = why("second", "--target", service.metrics_address).stdout
     assert re.match(r"(frames|promise): ", one["obstacle"]), one
     assert f"  kept in the queue by {one['obstacle']}\n" in shown
-    (logged,) = json.loads(why("second", "--event-log", log, "--json").output)
+    (logged,) = json.loads(why("second", "--event-log", log, "--json").stdout)
     assert logged["obstacle"] == one["obstacle"]
 
 
