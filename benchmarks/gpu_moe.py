@@ -31,13 +31,15 @@ import torch
 from torch import Tensor
 
 from data_plane.model.fp8_weight import Fp8Weight
+from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.moe.fused import FusedMoe, FusedTiles, fused_experts
 from data_plane.moe.fused_tasks import INNER, OUTPUT
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_gemm import TritonGemm, grouped_gemm_kernel
 from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
-from data_plane.transport.exchange import Channel, ExchangeTimeout, Field
+from data_plane.transport.exchange import ExchangeTimeout
+from data_plane.transport.regions import mixture_layout
 from harness import fused_roles
 from harness.kernel_cases import in_fp8
 from nanocp.experts import home_experts
@@ -90,9 +92,11 @@ class MoeCase:
         is_wide = form == "fp32" or not self.is_card
         self.dtype = torch.float32 if is_wide else torch.bfloat16
         self.everyone = range(num_instances)
-        places = self._places(num_instances, num_rows)
         num_experts = num_instances * num_here
         per_row = min(shapes.per_row, num_experts)
+        value = "float32" if is_wide else "uint16"
+        layout = mixture_layout(num_rows, per_row, shapes.hidden, value)
+        places = RegionPlaces(layout, num_instances)
         sizes: dict[str, Any] = {
             "num_instances": num_instances, "num_experts": num_experts, "per_row": per_row,
             "hidden_size": shapes.hidden, "max_rows": num_rows, "dtype": self.dtype,
@@ -126,33 +130,17 @@ class MoeCase:
         self.weight = torch.rand(num_instances, num_rows, per_row, device=self.device)
         self.live = torch.ones(num_instances, num_rows, dtype=torch.bool, device=self.device)
 
-    def _places(self, num_instances: int, num_rows: int) -> RegionPlaces:
-        value = "float32" if self.dtype == torch.float32 else "uint16"
-        hidden = Field("hidden", value, (num_rows, self.shapes.hidden))
-        per_row = min(self.shapes.per_row, num_instances * self.num_here)
-        layout = {
-            Channel.DISPATCH: (
-                Field("count", "int32", (1,)),
-                Field("expert", "int64", (num_rows, per_row)),
-                Field("weight", "float32", (num_rows, per_row)),
-                hidden,
-            ),
-            Channel.COMBINE: (hidden,),
-        }
-        return RegionPlaces(layout, num_instances)
-
     def _experts(self, instance: int, num_instances: int, form: str) -> GroupedExperts:
         shapes, num_experts = self.shapes, num_instances * self.num_here
         home = home_experts(num_experts, instance, num_instances)
-        place = torch.full((num_experts,), -1, dtype=torch.int64)
-        place[home.start : home.stop] = torch.arange(len(home))
+        place_E = slots_of(home, num_experts).to(self.device)
 
         def weight(rows: int, columns: int) -> Tensor | Fp8Weight:
             drawn = torch.randn(self.num_here, rows, columns, device=self.device) * columns**-0.5
             return in_fp8(drawn, shapes.fp8_block) if form == "fp8" else drawn.to(self.dtype)
 
         gate_up, down = weight(2 * shapes.width, shapes.hidden), weight(shapes.hidden, shapes.width)
-        return GroupedExperts(TritonGemm(), place.to(self.device), gate_up, down)
+        return GroupedExperts(TritonGemm(), place_E, gate_up, down)
 
     def run_split(self, y: list[Tensor] | None = None) -> list[Tensor]:
         """Run a layer of all instances by its parts, in turn."""

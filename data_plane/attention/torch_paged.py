@@ -27,8 +27,6 @@ _MIN_RUN_PAGES = 8
 """Least run of adjacent frames that is read in place; shorter runs of a row are gathered."""
 _MAX_GATHERED_PAGES = 32
 """Most frames gathered at a time: it bounds the copy, whatever the length of the row."""
-
-
 _MAX_PIECE_TOKENS = 2048
 """Tokens whose keys and values a chunk reads at a time: it bounds memory at any length."""
 

@@ -143,7 +143,6 @@ def layer_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """List the tensors of one layer with these experts: name -> shape."""
     hidden, kind = config.hidden_size, config.attention
-
     layer = f"model.layers.{index}."
     attention, mlp = layer + "self_attn.", layer + "mlp."
     shapes: dict[str, tuple[int, ...]] = {

@@ -54,13 +54,24 @@ def step_layout(
             Field("partial", value, (links, heads, res_width)),
             Field("lse", "float32", (links, heads)),
         ),
+        **mixture_layout(rows, per_row, model.hidden_size, value),
+    }
+
+
+def mixture_layout(max_rows: int, per_row: int, hidden_size: int, value: str) -> RegionLayout:
+    """The fields of a region of the two channels that a mixture of experts uses.
+
+    per_row: experts of a row. value: the field's type that hidden rows travel as.
+    """
+    hidden = Field("hidden", value, (max_rows, hidden_size))
+    return {
         Channel.DISPATCH: (
             Field("count", "int32", (1,)),
-            Field("expert", "int64", (rows, per_row)),
-            Field("weight", "float32", (rows, per_row)),
-            Field("hidden", value, (rows, model.hidden_size)),
+            Field("expert", "int64", (max_rows, per_row)),
+            Field("weight", "float32", (max_rows, per_row)),
+            hidden,
         ),
-        Channel.COMBINE: (Field("hidden", value, (rows, model.hidden_size)),),
+        Channel.COMBINE: (hidden,),
     }
 
 

@@ -12,6 +12,7 @@ from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
 from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.regions import mixture_layout
 
 POISON = 0xA5
 
@@ -50,15 +51,7 @@ NUM_EXPERTS, PER_ROW, HIDDEN = 2, 2, 8
 
 def expert_layout(max_rows):
     """Lay out the regions of dispatch and combine."""
-    hidden = Field("hidden", "float32", (max_rows, HIDDEN))
-    expert, weight = (
-        Field("expert", "int64", (max_rows, PER_ROW)),
-        Field("weight", "float32", (max_rows, PER_ROW)),
-    )
-    return {
-        Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden),
-        Channel.COMBINE: (hidden,),
-    }
+    return mixture_layout(max_rows, PER_ROW, HIDDEN, "float32")
 
 
 class Twice:

@@ -9,7 +9,7 @@ from data_plane.model.weights import slots_of
 from data_plane.moe.fused import FusedMoe, FusedTiles
 from data_plane.moe.fused_tasks import FusedExperts
 from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
-from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.regions import mixture_layout
 from harness.kernel_cases import in_fp8
 from nanocp.experts import home_experts
 
@@ -55,13 +55,7 @@ class FusedCase:
         self.sizes = sizes = sizes or FusedSizes()
         self.generator = torch.Generator().manual_seed(seed)
         everyone = range(sizes.num_instances)
-        hidden = Field("hidden", "float32", (sizes.max_rows, sizes.hidden))
-        expert = Field("expert", "int64", (sizes.max_rows, sizes.per_row))
-        weight = Field("weight", "float32", (sizes.max_rows, sizes.per_row))
-        layout = {
-            Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden),
-            Channel.COMBINE: (hidden,),
-        }
+        layout = mixture_layout(sizes.max_rows, sizes.per_row, sizes.hidden, "float32")
         places, device = RegionPlaces(layout, sizes.num_instances), torch.device(device)
         self.exchanges = [GpuExchange(places, device, timeout_ms) for _ in everyone]
         for exchange, memory in zip(

@@ -14,7 +14,7 @@ from data_plane.moe.fused import FusedMoe, tiles_for
 from data_plane.moe.fused_kernel import fused_kernel
 from data_plane.moe.fused_tasks import INNER, OUTPUT, RETURN, FusedExperts, FusedRows
 from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
-from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.regions import mixture_layout
 from harness import fused_roles as roles
 from harness.compiled_kernel import compile_kernel
 
@@ -25,13 +25,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def shape(dtype, fp8_block=None, tiles=None):
     """The constant of a launch."""
-    hidden = Field("hidden", "uint16" if dtype == "bf16" else "float32", (ROWS, HIDDEN))
-    expert = Field("expert", "int64", (ROWS, PER_ROW))
-    weight = Field("weight", "float32", (ROWS, PER_ROW))
-    layout = {
-        Channel.DISPATCH: (Field("count", "int32", (1,)), expert, weight, hidden),
-        Channel.COMBINE: (hidden,),
-    }
+    value = "uint16" if dtype == "bf16" else "float32"
+    layout = mixture_layout(ROWS, PER_ROW, HIDDEN, value)
     exchange = GpuExchange(RegionPlaces(layout, INSTANCES), META, timeout_ms=1000)
     return FusedMoe(
         exchange, num_instances=INSTANCES, num_experts=EXPERTS, num_here=EXPERTS // INSTANCES,

@@ -11,9 +11,8 @@ from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots
 from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
-from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.local import LocalExchange
-from data_plane.transport.regions import TensorExchange
+from data_plane.transport.regions import TensorExchange, mixture_layout
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -27,16 +26,7 @@ MAX_ROWS = 24
 def moe_layout(model, dtype):
     """Lay out the regions of dispatch and combine."""
     value = "uint16" if dtype == torch.bfloat16 else "float32"
-    hidden = Field("hidden", value, (MAX_ROWS, model.hidden_size))
-    return {
-        Channel.DISPATCH: (
-            Field("count", "int32", (1,)),
-            Field("expert", "int64", (MAX_ROWS, model.num_experts_per_token)),
-            Field("weight", "float32", (MAX_ROWS, model.num_experts_per_token)),
-            hidden,
-        ),
-        Channel.COMBINE: (hidden,),
-    }
+    return mixture_layout(MAX_ROWS, model.num_experts_per_token, model.hidden_size, value)
 
 
 def exchanges(kind, num_instances, layout, limits=PATIENT):
