@@ -98,13 +98,22 @@ def test_every_yes_of_the_comparison_names_a_test_that_exists():
     assert len(rows) > 30
     for row in rows:
         _, number, _, answer, proof, _ = row.split("|")
-        cited = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", proof)
+        cited = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`(\*?)", proof)
         assert cited or not answer.strip(" *").startswith("yes"), (
             f"row {number.strip()} has no test"
         )
-        for path, function in cited:
-            text = (ROOT / path).read_text()
-            assert not function or f"def {function}(" in text, f"{path} has no {function}"
+        assert len(cited) == proof.count("`tests/"), f"row {number.strip()}: name a test, no file"
+        for path, function, star in cited:
+            marks = re.search(
+                rf"^((?:@.+\n|[ )].*\n)*)(?:async )?def {function}\(",
+                text := (ROOT / path).read_text(),
+                re.M,
+            )
+            assert marks, f"{path} has no {function}"
+            is_system = "pytest.mark.system\n" in marks[1] or re.search(
+                r"^pytestmark = .*\bmark\.system\b", text, re.M
+            )
+            assert bool(star) == bool(is_system), f"{function}: * is for make test-system"
 
 
 def test_the_architecture_has_every_room():

@@ -74,6 +74,8 @@ class ClientRequest(SamplingRequest):
     constraint_field: str = ""
     """What the endpoint calls the constraint of structured output: sentences about it begin with
     this. Empty: the constraint's own name."""
+    max_tokens_field: str = "max_tokens"
+    """What the endpoint calls max_tokens: sentences about its length begin with this."""
     reasoning: Reasoning | None = None
     """What may come before the constrained part of the output; None: nothing."""
     add_special_tokens: bool = True

@@ -25,12 +25,13 @@ def constraint_of(
     request: ClientRequest,
     max_grammar_bytes: int,
     has_eos: bool,
-    added_tokens: frozenset[str] = frozenset(),
+    added_tokens: frozenset[str] | None = frozenset(),
 ) -> str:
     """The grammar of the request's output; empty if it has no constraint.
 
     max_grammar_bytes: see BoundsConfig. has_eos: whether the model has an end-of-sequence token.
-    added_tokens: see Tokenizer. Raises ValueError. May take long: call it in a thread.
+    added_tokens: see Tokenizer; None without a tokenizer. Raises ValueError. May take long: call it
+    in a thread.
     """
     given = [name for name in CONSTRAINTS if (value := getattr(request, name)) or value == ""]
     if not given:
@@ -41,6 +42,8 @@ def constraint_of(
         raise ValueError(f"{called} is given beside {given[1]}; only one of them can be")
     if not max_grammar_bytes:
         raise ValueError(f"{called} cannot be used: structured output is off in this service")
+    if added_tokens is None:
+        raise ValueError(f"{called} cannot be used: the checkpoint has no tokenizer.json")
     if not has_eos:
         raise ValueError(f"{called} cannot be used: the model has no end-of-sequence token")
     value = getattr(request, name)

@@ -36,7 +36,7 @@ class RequestError(Exception):
     """
 
     def __init__(self, reason: FinishReason, message: str) -> None:
-        """`reason` is INVALID, REFUSED (no room), FAILED (not now), EXPIRED or ABORTED."""
+        """`reason` is INVALID, REFUSED (no room), FAILED (not now), FATAL, EXPIRED or ABORTED."""
         super().__init__(message)
         self.reason = reason
 

@@ -185,11 +185,8 @@ def _sampling_params(
 
 
 def _constraint(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> str:
-    added = tokenizer.added_tokens if tokenizer else frozenset()
-    grammar = constraint_of(request, limits.max_grammar_bytes, bool(limits.eos_token_ids), added)
-    if grammar and tokenizer is None:
-        raise ValueError("structured output needs a tokenizer; the checkpoint has none")
-    return grammar
+    added = tokenizer.added_tokens if tokenizer else None
+    return constraint_of(request, limits.max_grammar_bytes, bool(limits.eos_token_ids), added)
 
 
 def _bad_word_ids(
@@ -255,10 +252,12 @@ def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) 
             f"{request.prompt_field} has {prompt_len} tokens, and the output needs one. {maximum}"
         )
     if max(request.max_tokens or 0, request.min_tokens) > num_left:
-        field = "min_tokens" if request.max_tokens is None else "max_tokens"
+        field, most = request.max_tokens_field, request.max_tokens
+        if most is None:
+            field, most = "min_tokens", request.min_tokens
         raise ValueError(
-            f"{field} is {getattr(request, field)}; after a prompt of {prompt_len} tokens it must "
-            f"be at most {num_left}. {maximum}"
+            f"{field} is {most}; after a prompt of {prompt_len} tokens it must be at most "
+            f"{num_left}. {maximum}"
         )
     return num_left
 

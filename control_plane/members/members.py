@@ -341,6 +341,8 @@ class Members:
             self._metrics.term_began(self.terms.number, cause)
             self._is_after_loss = False
             self._events.term_began(self.terms.number)
+            serving = ", ".join(map(str, self.terms.seats))
+            logger.info("term %d serves with %s", self.terms.number, serving)
         self.changes.term_began()
 
     async def want(self, seats: Sequence[int] | None) -> SeatsNow:

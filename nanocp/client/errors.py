@@ -30,7 +30,7 @@ class ResourceExhausted(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """The service cannot be reached, is starting or draining, or lost an instance."""
+    """The service cannot be reached, starts or drains, or could not replace what it lost."""
 
 
 class Aborted(ServiceError):

@@ -166,7 +166,7 @@ class Service:
             status_keys.admit,
             view.requests_json,
             {SEATS_PATH: self._answer_seats, LAYOUT_PATH: self._answer_layout},
-            ApiKeys(config.service.api_keys).admit,
+            keys.admit,
         )
         self.addresses: tuple[str, ...] = ()
         """host:port for gRPC clients, of each front end."""

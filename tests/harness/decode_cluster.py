@@ -226,6 +226,8 @@ class DecodeCluster:
                 self.num_moves += 1
                 self._inboxes[transfer.source].put(transfer)
                 continue
+            if self.config.prefill.synthetic_kv:
+                continue
             ids = by_id[transfer.request_id].known_ids
             threading.Thread(target=self._prefill, args=(transfer, ids), daemon=True).start()
         for fence in plan.fences:

@@ -247,6 +247,14 @@ MUTANTS = [
         tests=("tests/control_plane/frontend/test_choices.py",),
     ),
     Mutant(
+        name="seats-without-a-key",
+        why="changes of seats know the service's own keys only, and not those of a file",
+        path="nanocp/serve/service.py",
+        text="            keys.admit,\n        )",
+        fault="            ApiKeys(config.service.api_keys).admit,\n        )",
+        tests=("tests/control_plane/observe/test_status_server.py", "-k", "unless_it_is_public"),
+    ),
+    Mutant(
         name="front-end-ids",
         why="two front ends give out the same request ids",
         path="control_plane/frontend/front_end.py",

@@ -7,6 +7,7 @@ tokens, limits of the model (control_plane.frontend.validation checks those for 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -117,11 +118,7 @@ async def chat_request(
 ) -> tuple[ClientRequest, Callable[[], Parser] | None]:
     """The request of a chat: its messages become a text. With it, what makes parsers (tools)."""
     check_tools(request, model)
-    max_tokens = (
-        request.max_tokens
-        if request.max_completion_tokens is None
-        else request.max_completion_tokens
-    )
+    field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     prompt = await chat_prompt(request, model)
     parser = new_parser(request, model, prompt)
     fields = {**_shared(request, model), **constrained_fields(request, model)}
@@ -137,7 +134,8 @@ async def chat_request(
         request_id=request_id,
         # A chat template writes them itself.
         add_special_tokens=bool(request.add_special_tokens),
-        max_tokens=max_tokens,
+        max_tokens=getattr(request, field),
+        max_tokens_field=field,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         **fields,
     )
@@ -169,7 +167,8 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             arguments=request.chat_template_kwargs,
         )
     except ValueError as error:
-        raise ApiError(str(error), "messages") from error
+        # It begins with the field.
+        raise ApiError(str(error), str(error).partition(" ")[0]) from error
 
 
 def _message(message: Message, number: int) -> dict[str, Any]:
@@ -223,6 +222,8 @@ def _seed(seed: int | None) -> int | None:
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     for token_id in biases:
-        if not (token_id.isascii() and token_id.isdigit()):
-            raise ApiError(f"logit_bias has {token_id!r}; its keys must be token ids", "logit_bias")
+        if not re.fullmatch("[0-9]{1,18}", token_id):
+            raise ApiError(
+                f"logit_bias has {token_id!r:.60}; its keys must be token ids", "logit_bias"
+            )
     return {int(token_id): bias for token_id, bias in biases.items()}

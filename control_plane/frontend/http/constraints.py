@@ -76,7 +76,7 @@ def _text(schema: dict[str, Any] | bool | str, whitespace: dict[str, Any]) -> st
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise ApiError(
-                f"structured_outputs.json is no JSON: {error}", "structured_outputs"
+                f"structured_outputs.json is no JSON: {error}", "structured_outputs.json"
             ) from error
     if whitespace and isinstance(schema, dict):
         schema = {"x-guidance": whitespace, **schema}

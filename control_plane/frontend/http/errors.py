@@ -43,6 +43,7 @@ _STATUS = {
     FinishReason.EXPIRED: HTTPStatus.GATEWAY_TIMEOUT,
 }
 _FIELDS = {
+    "max_completion_tokens",
     "messages",
     "priority",
     "response_format",
@@ -50,6 +51,7 @@ _FIELDS = {
     "tools",
     *(field.name for field in fields(ClientRequest)),
 }
+_UNREADABLE = "the body cannot be read: it must be JSON in UTF-8, and not nested too deeply"
 _MAX_REPEATED_CHARACTERS = 60
 """Longest part of a client's value that a sentence repeats."""
 
@@ -131,10 +133,16 @@ def install(app: FastAPI) -> None:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{request.url.path} does not accept {request.method}; it accepts {allowed}"
         elif status is HTTPStatus.BAD_REQUEST:
-            message = "the body cannot be read: it must be JSON in UTF-8, and not nested too deeply"
+            message = _UNREADABLE
         elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             message = "the body is larger than any request that the model can serve"
         return _response(status, _body(status, message), error.headers)
+
+    @app.exception_handler(RecursionError)
+    async def too_deep(request: Request, error: RecursionError) -> JSONResponse:
+        # A schema goes on as JSON, and writing takes more of the stack than reading.
+        status = HTTPStatus.BAD_REQUEST
+        return _response(status, _body(status, _UNREADABLE))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:

@@ -15,9 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from control_plane.frontend.http.errors import ApiError
+from nanocp.sampling_fields import BOUNDS
 
 MAX_PROMPTS = 1024
 """Most prompts of one completion request."""
+_CHAT_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
+"""Fields of chats with the sampling parameter that each is."""
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
 
@@ -191,7 +194,7 @@ class GenerationRequest(_Request):
             )
         if self.resume is not None and not self.stream:
             raise ApiError("resume is given; it needs stream to be true", "resume")
-        if self.prompt_logprobs and self.stream:
+        if self.prompt_logprobs is not None and self.stream:
             raise ApiError(
                 "prompt_logprobs is given; it needs stream to be false", "prompt_logprobs"
             )
@@ -278,6 +281,12 @@ class ChatRequest(GenerationRequest):
         check_template_fields(self.chat_template)
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs is given; it needs logprobs to be true", "top_logprobs")
+        for name, parameter in _CHAT_NAMES.items():
+            if (value := getattr(self, name)) is not None:
+                try:
+                    BOUNDS[parameter].check(name, value)
+                except ValueError as error:
+                    raise ApiError(str(error), name) from error
 
 
 def check_template_fields(chat_template: str | None) -> None:

@@ -56,9 +56,10 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Decode one request. The last message of each of its n choices has `finish`; the stream ends
         with the last of them. Errors: INVALID_ARGUMENT (names the field), RESOURCE_EXHAUSTED (names
-        the cap), UNAVAILABLE (draining, or an instance was lost), DEADLINE_EXCEEDED (not placed in
-        time), CANCELLED (aborted). Cancelling the stream aborts the request, and so does the call's
-        own deadline.
+        the cap), UNAVAILABLE (starting or draining, or what was lost could not be replaced),
+        DEADLINE_EXCEEDED (not placed in time), CANCELLED (aborted), UNAUTHENTICATED (no valid key),
+        INTERNAL (the request may be what ends instances). Cancelling the stream aborts the request,
+        and so does the call's own deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

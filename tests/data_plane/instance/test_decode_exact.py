@@ -18,7 +18,7 @@ from data_plane.transport.regions import region_layout
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER, assert_exact, make_prompts, random_table
 from harness.native_cases import native
-from nanocp.config import Config, DataPlaneConfig, SchedulerConfig
+from nanocp.config import Config, DataPlaneConfig, PrefillConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
 # Lengths around page edges, degree buckets and one token; 6,000 once.
@@ -293,6 +293,23 @@ def test_logprobs_are_those_of_the_reference(tiny_checkpoint, tiny_oracle):
             assert [float(logprob_V[i]) for i, _ in found.top] == pytest.approx(
                 [p for _, p in found.top], abs=1e-3
             )
+
+
+def test_without_a_prefill_tokens_are_the_same_at_any_degree(tiny_checkpoint, tiny_oracle):
+    """Synthetic KV belongs to a request's page, wherever it is; no model has computed it."""
+    outputs = []
+    for degree in (1, 4):
+        config = Config(
+            cluster=CLUSTER,
+            scheduler=SchedulerConfig(policy=f"fixed_degree:{degree}"),
+            prefill=PrefillConfig(synthetic_kv=True),
+        )
+        with DecodeCluster(config, tiny_checkpoint) as cluster:
+            prompts = cluster.run(make_prompts([300], seed=2))
+        assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
+        outputs.append([prompt.output for prompt in prompts])
+    assert outputs[0] == outputs[1]
+    assert not any(tiny_oracle.judge(prompt.ids, prompt.output).exact for prompt in prompts)
 
 
 def test_stop_tokens_and_min_tokens(tiny_checkpoint):

@@ -112,6 +112,8 @@ def test_an_instance_lost_in_mid_run_is_replaced_and_the_stream_goes_on(number):
         until(lambda: any("another process takes its place" in line for line in serve.lines))
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
+        back = "term 2 serves with instance 0, instance 1, instance 2, instance 3"
+        until(lambda: any(line.endswith(back) for line in serve.lines))
         processes = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, processes))
         assert lost not in processes and len(processes) == 5

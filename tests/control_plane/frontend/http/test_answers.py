@@ -349,3 +349,7 @@ def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
         assert (choice.text, choice.model_extra and choice.model_extra["token_ids"]) == ("", [7, 8])
         with pytest.raises(openai.BadRequestError, match="the checkpoint has no tokenizer"):
             client.completions.create(model="tiny", prompt="text")
+        held = {"structured_outputs": {"choice": ["a"]}}
+        with pytest.raises(openai.BadRequestError, match="has no tokenizer") as caught:
+            client.completions.create(model="tiny", prompt=[5], extra_body=held)
+        assert caught.value.param == "structured_outputs.choice"

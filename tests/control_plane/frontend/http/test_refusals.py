@@ -54,6 +54,13 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "logit_bias",
         "'the'; its keys must be token ids",
     ),
+    (
+        "completions",
+        {"prompt": [5], "logit_bias": {"1" * 5000: 1}},
+        400,
+        "logit_bias",
+        "its keys must be token ids",
+    ),
     ("completions", {"prompt": [5], "logprobs": 21}, 400, "logprobs", "logprobs is 21"),
     (
         "completions",
@@ -123,7 +130,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {"prompt": [5], "seed": 1 << 64}, 400, "seed", "seed is 18446744073709551616"),
     (
         "completions",
-        {"prompt": [5], "prompt_logprobs": 1, "stream": True},
+        {"prompt": [5], "prompt_logprobs": 0, "stream": True},
         400,
         "prompt_logprobs",
         "stream to be false",
@@ -182,6 +189,45 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         400,
         "top_logprobs",
         "needs logprobs",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "u"}], "logprobs": True, "top_logprobs": 21},
+        400,
+        "top_logprobs",
+        "top_logprobs is 21; it must be from 0 to 20",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "u"}], "chat_template_kwargs": {"tools": 1}},
+        400,
+        "chat_template_kwargs",
+        "chat_template_kwargs has tools, which the service sets",
+    ),
+    (
+        "chat/completions",
+        {
+            "messages": [{"role": "u"}],
+            "add_generation_prompt": True,
+            "continue_final_message": True,
+        },
+        400,
+        "add_generation_prompt",
+        "are both true; one must be false",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "u"}], "max_completion_tokens": 0},
+        400,
+        "max_completion_tokens",
+        "max_completion_tokens is 0; it must be at least 1",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "u"}], "max_completion_tokens": 10**6},
+        400,
+        "max_completion_tokens",
+        "max_completion_tokens is 1000000; after a prompt of",
     ),
 ]
 
@@ -244,6 +290,17 @@ def test_a_body_that_is_none_is_a_sentence(
     assert response.status_code == status and sentence in response.json()["error"]["message"], (
         response.text
     )
+
+
+def test_a_body_of_any_depth_is_the_clients_mistake(service: Service) -> None:
+    """At some depth it can be read, and a schema in it not be written again."""
+    kind = {"Content-Type": "application/json"}
+    with httpx.Client() as client:
+        for depth in range(900, 1000, 3):
+            schema = b'{"a":' * depth + b"1" + b"}" * depth
+            body = b'{"prompt": "a", "structured_outputs": {"json": %b}}' % schema
+            answer = client.post(f"{service.url}/v1/completions", content=body, headers=kind)
+            assert answer.status_code == 400, depth
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_whitespace_by_request(service: Service) -> None:
         ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "is empty"),
         ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "is empty"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "is no JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
         (
             {"structured_outputs": {"structural_tag": "{}"}},
