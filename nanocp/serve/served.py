@@ -11,7 +11,6 @@ from pathlib import Path
 
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
-from data_plane.model.config import ModelConfig
 from nanocp.config import Config
 from nanocp.passes import PipelineConfig
 
@@ -43,6 +42,9 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
 
     Raises ValueError saying what does not fit.
     """
+    # A model's configuration is read with torch, and takes longer to import than all the rest.
+    from data_plane.model.config import ModelConfig
+
     model = ModelConfig.from_folder(checkpoint)
     num_instances = config.cluster.num_instances
     is_pipeline = config.cluster.layout == "pipeline"
