@@ -1,7 +1,7 @@
 """What is served: a checkpoint that fits the configuration, and what makes its members.
 
 Enters: a Config, a checkpoint folder. Leaves: a Served. Does not know: processes, ports. It names
-the data plane's factories and never imports torch.
+factories of the data plane, and imports torch only to read a model's configuration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A whole service: front ends and controller in this process, and the members that it starts.
 
 Enters: a Config, what is to be served, a launcher. Leaves: an address that serves, until stop. Does
-not know: the command line, terminals. It names the data plane's factories and never imports torch.
+not know: the command line, terminals. It names factories of the data plane, and imports no torch.
 """
 
 from __future__ import annotations
