@@ -48,6 +48,11 @@ def measure_lane_table(config: Config, measure: Callable[[Batch], LaneTimes]) ->
 
 
 def with_lane_table(config: Config, table: LaneTable) -> Config:
-    """The configuration that runs two lanes where the table says so."""
+    """The configuration that runs two lanes where the table says so.
+
+    If they pay nowhere it has one lane, whose instances need no regions for a second one.
+    """
     scheduler = replace(config.scheduler, lanes="measured", lane_table=table)
+    if not any(scheduler.lanes_pay(rows, links) for rows, links, _ in table):
+        scheduler = replace(scheduler, lanes="off")
     return replace(config, scheduler=scheduler)

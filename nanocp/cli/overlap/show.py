@@ -36,14 +36,15 @@ def show(
     console = output()
     if scheduler.lanes != "measured":
         console.print(f"scheduler.lanes is {scheduler.lanes}: {_UNMEASURED[scheduler.lanes]}")
+    if not scheduler.lane_table or scheduler.lanes not in ("measured", "off"):
         return
     table = Table(title="lanes of a window, by its fullest instance")
     for column in ("rows up to", "links up to", "two lanes / one", "lanes", "why"):
         table.add_column(column, justify="left" if column == "why" else "right")
     for rows, links, percent in scheduler.lane_table:
-        lanes = 2 if scheduler.lanes_pay(rows, links) else 1
+        pays = scheduler.lanes_pay(rows, links) and scheduler.has_lanes
         table.add_row(
-            str(rows), str(links), f"{percent / 100:.2f}", str(lanes), reason(scheduler, percent)
+            str(rows), str(links), f"{percent / 100:.2f}", str(1 + pays), reason(scheduler, percent)
         )
     console.print(table)
 

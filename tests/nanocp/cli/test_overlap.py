@@ -66,3 +66,14 @@ def test_a_profile_of_lanes_is_a_table_by_rows_and_links():
     assert (4, 0, 88) in table and (4, 4, 88) in table and (16, 16, 112) in table
     scheduler = with_lane_table(config, table).scheduler
     assert scheduler.lanes_pay(4, 0) and not scheduler.lanes_pay(16, 16)
+
+
+def test_a_profile_in_which_two_lanes_pay_nowhere_has_one_and_says_why(tmp_path):
+    table = ((4, 0, 131), (8, 0, 98))
+    scheduler = with_lane_table(Config(), table).scheduler
+    assert (scheduler.lanes, scheduler.lane_table) == ("off", table)
+    path = tmp_path / "serve.yaml"
+    keys = {"lanes": scheduler.lanes, "lane_table": list(map(list, table))}
+    path.write_text(yaml.safe_dump({"scheduler": keys}))
+    result = nanocp("show", "--config", str(path))
+    assert "every window runs in one lane" in result.output and "cost 31%" in result.output
