@@ -9,6 +9,7 @@ All stages have one page table: frame f of a stage holds its layers of the page 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -185,6 +186,12 @@ def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """
     fewest, num_more = divmod(num_layers, num_stages)
     return tuple(fewest + (stage < num_more) for stage in range(num_stages))
+
+
+def layers_of(split: Sequence[int], stage: int) -> range:
+    """The layers of a stage."""
+    first = sum(split[:stage])
+    return range(first, first + split[stage])
 
 
 class Span(NamedTuple):

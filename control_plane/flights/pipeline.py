@@ -18,7 +18,14 @@ from control_plane.members.members import Members
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
 from nanocp.config import Config
-from nanocp.passes import LayersMoved, LayoutWanted, PassDone, PipelineConfig, PipelinePlan
+from nanocp.passes import (
+    LayersMoved,
+    LayoutWanted,
+    PassDone,
+    PipelineConfig,
+    PipelinePlan,
+    layers_of,
+)
 from nanocp.plan import (
     AbortRequested,
     Arrival,
@@ -177,14 +184,14 @@ class PipelineFlights:
 
     def stages(self) -> list[dict[str, Any]]:
         """See Flights."""
-        layouts, first, stages = self.scheduler.layouts, 0, []
-        for stage, num_layers in enumerate(layouts.places.split):
-            report = self._reports[stage]
+        layouts, stages = self.scheduler.layouts, []
+        for stage, report in enumerate(self._reports):
+            layers = layers_of(layouts.places.split, stage)
             stages.append(
                 {
                     "stage": stage,
-                    "first_layer": first,
-                    "num_layers": num_layers,
+                    "first_layer": layers.start,
+                    "num_layers": len(layers),
                     "max_layers": self._pipeline.num_places,
                     "pass_ms": report.step_us / 1e3 if report else None,
                     "wait_ms": report.exchange_us / 1e3 if report else None,
@@ -193,7 +200,6 @@ class PipelineFlights:
                     "is_moving": layouts.is_moving,
                 }
             )
-            first += num_layers
         return stages
 
     # --- what a pipeline has not

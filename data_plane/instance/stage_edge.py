@@ -32,6 +32,7 @@ from nanocp.passes import (
     PassPlan,
     PipelineConfig,
     Span,
+    layers_of,
 )
 from nanocp.plan import PAGE_SIZE, Finished, InstancePlan
 from nanocp.sampling import Token, TokenLogprobs
@@ -66,7 +67,7 @@ class StageEdge(ABC):
         self._links = links
         self._mover = mover
         self._table = InstanceTable(0, 1)
-        self._layers = _range_of(pipeline.first_split, stage)
+        self._layers = layers_of(pipeline.first_split, stage)
         self._layout = 0
         self._place_of = {layer: place for place, layer in enumerate(self._layers)}
         """layer -> its place in the KV, of own layers and of those that were or will be own."""
@@ -354,7 +355,7 @@ class StageEdge(ABC):
                 if item.split is not None and frames:
                     self._num_missing[layer] = len(frames)
         if item.split is not None:
-            self._layers = _range_of(item.split, self._stage)
+            self._layers = layers_of(item.split, self._stage)
             self._layout = item.number
             if absent := [layer for layer in self._layers if layer not in self._place_of]:
                 raise RuntimeError(f"stage {self._stage} has no place for layers {absent}")
@@ -385,9 +386,3 @@ class StageEdge(ABC):
             self._num_missing[layer] -= 1
             if not self._num_missing[layer]:
                 del self._num_missing[layer]
-
-
-def _range_of(split: Sequence[int], stage: int) -> range:
-    """The layers of a stage."""
-    first = sum(split[:stage])
-    return range(first, first + split[stage])

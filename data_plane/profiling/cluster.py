@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool, LocalPages, StepTables
@@ -36,9 +35,10 @@ from data_plane.model.weights import expert_range, load_weights
 from data_plane.profiling.batch import Batch, BatchRequest, num_frames
 from data_plane.profiling.late_puts import LateExchange
 from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
+from data_plane.startup.cpu_parts import cpu_parts
 from data_plane.startup.shared_parts import moe_backends, torch_dtype
 from data_plane.step.cpu import CpuStep
-from data_plane.step.cpu_kernels import cpu_kernels, cpu_mixtures, fused_obstacle
+from data_plane.step.cpu_kernels import cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -189,17 +189,10 @@ class _Instance:
         cluster, bounds = config.cluster, config.cluster.bounds
         model = ModelConfig.from_folder(checkpoint)
         dtype = torch_dtype(config)
-        kernels, _ = cpu_kernels(
-            config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
-        )
+        kernels, attention, _ = cpu_parts(config, model)
         experts = expert_range(model, instance, cluster.num_instances)
         moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
-        attention, _ = attention_backend(
-            config.data_plane.attention_backend,
-            AttentionSite.of(model, torch.device("cpu"), dtype, kv_dtype=dtype),
-            kernels.own_attention(model),
-        )
         layout = region_layout(cluster, config.data_plane, model)
         has_lanes = config.scheduler.has_lanes
         exchange = (LateExchange if has_lanes else ShmExchange).create(

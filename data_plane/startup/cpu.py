@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
 from data_plane.instance.decode import DecodeInstance, StepLane
@@ -24,6 +23,7 @@ from data_plane.model.weights import (
     load_experts,
     load_weights,
 )
+from data_plane.startup.cpu_parts import cpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,
     moe_backends,
@@ -65,15 +65,8 @@ def build_cpu_instance(
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
-    kernels, kernels_choice = cpu_kernels(
-        config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
-    )
-    device = torch.device("cpu")
-    site = AttentionSite.of(model, device, dtype, kv_dtype=dtype)
-    attention, attention_choice = attention_backend(
-        config.data_plane.attention_backend, site, kernels.own_attention(model)
-    )
-    moe = moe_backends(config, model, experts, device, fused_obstacle(kernels))
+    kernels, attention, sentences = cpu_parts(config, model)
+    moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
     if shared is None:
         weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
@@ -108,8 +101,7 @@ def build_cpu_instance(
 
     rings, moves = page_ways(config, instance, segments, frames)
     selected = [
-        f"kernels: {kernels_choice}",
-        f"attention: {attention_choice}",
+        *sentences,
         _exchange_choice(config),
         page_choice(config),
         f"wire form: {config.data_plane.wire_form}",

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from data_plane.instance.decode import DecodeInstance
-from data_plane.instance.grammar import GrammarMasks, load_grammar_masks
-from data_plane.model.config import ModelConfig
+from data_plane.instance.grammar import GrammarMasks
 from data_plane.model.weights import ModelWeights, Progress, say_nothing
 from data_plane.startup.cpu import build_cpu_instance, load_shared_weights
+from data_plane.startup.shared_parts import grammar_masks
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
 
@@ -36,7 +36,7 @@ def prepare_instance(config: Config, checkpoint: Path) -> Callable[..., DecodeIn
     Raises ValueError naming what is wrong with the checkpoint.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
-    prepared = Prepared(load_shared_weights(config, checkpoint), _masks(config, checkpoint))
+    prepared = Prepared(load_shared_weights(config, checkpoint), grammar_masks(config, checkpoint))
     return partial(build_instance, prepared=prepared)
 
 
@@ -63,13 +63,6 @@ def build_instance(
     else:
         shared = prepared.weights if prepared is not None else None
         built = build_cpu_instance(config, instance, segments, checkpoint, progress, shared)
-    built.grammar_masks = prepared.masks if prepared is not None else _masks(config, checkpoint)
+    masks = prepared.masks if prepared is not None else grammar_masks(config, checkpoint)
+    built.grammar_masks = masks
     return built
-
-
-def _masks(config: Config, checkpoint: Path) -> GrammarMasks | None:
-    """What makes masks of structured output; None if no row may have a grammar."""
-    if not config.cluster.bounds.max_grammar_bytes:
-        return None
-    model = ModelConfig.from_folder(checkpoint)
-    return load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)

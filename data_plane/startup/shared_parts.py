@@ -1,16 +1,18 @@
 """Parts that instances on the CPU and on a GPU have alike.
 
-Enters: Config. Leaves: parts of an instance, and sentences for an operator. Does not know: which of
-the two it is.
+Enters: Config, checkpoint folder. Leaves: parts of an instance, and sentences for an operator. Does
+not know: which of the two it is.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from data_plane.graph.buckets import BucketTable
+from data_plane.instance.grammar import GrammarMasks, load_grammar_masks
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
@@ -106,3 +108,11 @@ def _redundant(config: Config) -> str:
 def torch_dtype(config: Config) -> torch.dtype:
     """Return the dtype of weights, activations and, unless it is FP8, KV."""
     return torch.bfloat16 if config.data_plane.dtype == "bfloat16" else torch.float32
+
+
+def grammar_masks(config: Config, checkpoint: Path) -> GrammarMasks | None:
+    """Load what makes masks of structured output; None if no row may have a grammar."""
+    if not config.cluster.bounds.max_grammar_bytes:
+        return None
+    model = ModelConfig.from_folder(checkpoint)
+    return load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)

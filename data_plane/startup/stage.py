@@ -10,20 +10,18 @@ from pathlib import Path
 
 import torch
 
-from data_plane.attention.backend import AttentionSite, attention_backend
-from data_plane.instance.grammar import load_grammar_masks
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.kv.stage_rings import RingStageLinks
 from data_plane.model.config import ModelConfig
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import Progress, say_nothing
-from data_plane.startup.shared_parts import torch_dtype
-from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.startup.cpu_parts import cpu_parts
+from data_plane.startup.shared_parts import grammar_masks, torch_dtype
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
-from nanocp.passes import PipelineConfig
+from nanocp.passes import PipelineConfig, layers_of
 
 
 def build_stage(
@@ -41,15 +39,8 @@ def build_stage(
     torch.set_num_threads(config.data_plane.threads_per_instance)
     dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint)
     pipeline = PipelineConfig.of(config, model.num_layers)
-    kernels, kernels_choice = cpu_kernels(
-        config.data_plane.cpu_kernels, dtype, config.data_plane.threads_per_instance
-    )
-    site = AttentionSite.of(model, torch.device("cpu"), dtype, kv_dtype=dtype)
-    attention, attention_choice = attention_backend(
-        config.data_plane.attention_backend, site, kernels.own_attention(model)
-    )
-    is_last, first = stage == pipeline.num_stages - 1, sum(pipeline.first_split[:stage])
-    layers = range(first, first + pipeline.first_split[stage])
+    kernels, attention, sentences = cpu_parts(config, model)
+    is_last, layers = stage == pipeline.num_stages - 1, layers_of(pipeline.first_split, stage)
     weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
     width, num_frames = model.attention.kv_width, config.cluster.num_frames
     frames = FramePool(pipeline.num_places, num_frames, width, dtype)
@@ -63,15 +54,12 @@ def build_stage(
     )
     page_bytes = frames.page_bytes // pipeline.num_places
     mover = PeerRings(segments, stage, pipeline.num_stages, page_bytes, config.limits)
-    masks = None
-    if is_last and config.cluster.bounds.max_grammar_bytes:
-        masks = load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)
+    masks = grammar_masks(config, checkpoint) if is_last else None
     built = ModelStage(
         stage, pipeline, model, weights, frames, kernels, attention, links, mover, masks
     )
     built.selected = [
-        f"kernels: {kernels_choice}",
-        f"attention: {attention_choice}",
+        *sentences,
         f"layers: {layers.start} to {layers.stop - 1} of {model.num_layers}, room for "
         f"{pipeline.num_places}",
     ]

@@ -13,12 +13,12 @@ from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from control_plane.scheduler.waiting_queue import invalidity
 from nanocp.config import ClusterConfig, check_ttft_targets
 from nanocp.plan import PAGE_SIZE, Arrival
+from nanocp.simulator.yaml_file import names_in, read_tree, validated
 
 SHIPPED = Path(__file__).parent / "clusters"
 
@@ -331,7 +331,7 @@ class ClusterFile:
 
 def shipped_names() -> list[str]:
     """Names of the cluster files that ship."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    return names_in(SHIPPED)
 
 
 def cluster_path(name_or_path: str) -> Path:
@@ -357,12 +357,9 @@ def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> Cl
     a wrong type and a cluster that cannot be.
     """
     path = cluster_path(name_or_path)
+    tree = read_tree(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"the cluster file {path} cannot be read: {error}") from error
-    try:
-        file = TypeAdapter(ClusterFile).validate_json(json.dumps(tree, default=str), strict=True)
+        file = validated(ClusterFile, tree)
     except ValidationError as error:
         details = [dict(detail) for detail in error.errors()]
         raise ValueError("\n".join(f"{path}: {_sentence(detail)}" for detail in details)) from error

@@ -6,18 +6,17 @@ ValueError that names the key. Does not know: schedulers, workloads, time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from nanocp.choices import check_at_least, check_one_of, require
 from nanocp.passes import Span, even_split
 from nanocp.plan import PAGE_SIZE
+from nanocp.simulator.yaml_file import names_in, read_tree, validated
 
 SHIPPED = Path(__file__).parent / "clusters"
 
@@ -46,6 +45,10 @@ class StageCosts:
             require(0 <= value < inf, f"{name} is {value}; it must be finite and not negative")
         for name in ("weights_gb_per_s", "gemm_tflops", "link_gb_per_s"):
             require(getattr(self, name) > 0, f"{name} is 0; it must be more")
+
+    def sample_us(self, num_sampled: int) -> float:
+        """Microseconds of a pass that samples so many tokens; 0 for none."""
+        return self.sampled_us * num_sampled + self.sampling_us if num_sampled else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class PipelineFile:
 
 def shipped_pipelines() -> list[str]:
     """Names of the pipelines that ship."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    return names_in(SHIPPED)
 
 
 def load_pipeline_file(name_or_path: str) -> PipelineFile:
@@ -188,13 +191,9 @@ def load_pipeline_file(name_or_path: str) -> PipelineFile:
     if path.suffix not in (".yaml", ".yml"):
         check_one_of((*shipped_pipelines(), "a .yaml file"), cluster=name_or_path)
         path = SHIPPED / f"{name_or_path}.yaml"
+    tree = read_tree(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"the cluster file {path} cannot be read: {error}") from error
-    try:
-        adapter = TypeAdapter(PipelineFile)
-        return adapter.validate_json(json.dumps(tree, default=str), strict=True)
+        return validated(PipelineFile, tree)
     except ValidationError as error:
         detail = error.errors()[0]
         where = ".".join(str(part) for part in detail["loc"]) or "the file"

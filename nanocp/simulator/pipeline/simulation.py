@@ -79,8 +79,7 @@ class PipelineTrial:
         costs = self.file.costs_of(self.constants)
         measured = []
         for spans in draw_mixes(_NUM_MIXES):
-            num_sampled = sum(span.samples for span in spans)
-            sample_us = costs.sampled_us * num_sampled + costs.sampling_us * (num_sampled > 0)
+            sample_us = costs.sample_us(sum(span.samples for span in spans))
             measured.append(MeasuredPass(spans, self.file.layer_us(costs, spans), sample_us))
         return fit_costs(self.predictor, measured)
 
@@ -257,7 +256,7 @@ class PipelineSimulation:
         spans, costs = plan.spans, self._costs
         num_sampled = sum(span.samples for span in spans)
         layer_us = self._file.layer_us(costs, spans)
-        sample_us = costs.sampled_us * num_sampled + costs.sampling_us * (num_sampled > 0)
+        sample_us = costs.sample_us(num_sampled)
         predicted_us = predict_pass(spans, self.pipeline.costs)
         self._recorder.passed(self._heap.now_us, (layer_us, sample_us), predicted_us)
         hidden_bytes = sum(span.num_tokens for span in spans) * self._file.model.hidden_bytes
@@ -276,11 +275,11 @@ class PipelineSimulation:
     def _shares_us(self, number: int, num_sampled: int) -> tuple[float, ...]:
         """What each stage samples of a pass if sampling is spread; empty if it is not."""
         costs, num_stages = self._costs, self.pipeline.num_stages
-        all_us = costs.sampled_us * num_sampled + costs.sampling_us
+        all_us = costs.sample_us(num_sampled)
         match self._policy:
             case "spread_sampling":
                 shares = even_split(num_sampled, num_stages)
-                return tuple((costs.sampled_us * n + costs.sampling_us) * (n > 0) for n in shares)
+                return tuple(map(costs.sample_us, shares))
             case "spread_sampling:passes":
                 return tuple(all_us * (s == number % num_stages) for s in range(num_stages))
             case "spread_sampling:vocabulary":
