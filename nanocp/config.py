@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from nanocp.choices import check_at_least, check_one_of, require
 from nanocp.passes import PassesConfig as PassesConfig
 from nanocp.passes import pipeline_obstacle
+from nanocp.plan import PAGE_SIZE
 from nanocp.prefill_config import PrefillConfig as PrefillConfig
 from nanocp.service_config import LimitsConfig as LimitsConfig
 from nanocp.service_config import ServiceConfig as ServiceConfig
@@ -386,6 +387,11 @@ class Config:
             "spares need layout instances, device cpu, page_backend auto and recovery_timeout_ms "
             "above 0",
         )
+        require(
+            self.prefill.stages == 1 or self.data_plane.page_backend == "auto",
+            f"prefill.stages is {self.prefill.stages} and data_plane.page_backend "
+            f"{self.data_plane.page_backend}; pages of stages go as auto says: take it, or 1 stage",
+        )
         obstacle = pipeline_obstacle(self) if self.cluster.layout == "pipeline" else ""
         require(not obstacle, f"cluster.layout is pipeline, and {obstacle}")
 
@@ -401,3 +407,32 @@ class Config:
     def has_prefill_member(self) -> bool:
         """Whether prompts are computed by a member of their own, or by engines behind it."""
         return self.cluster.layout != "pipeline" and not self.prefill.synthetic_kv
+
+    @property
+    def of_prefill_stages(self) -> Config:
+        """What the stages of the prefill are configured with: a pipeline that serves nobody.
+
+        A stage has frames for two prompts of the greatest length.
+        """
+        num_frames = 2 * -(-self.cluster.max_model_len // PAGE_SIZE)
+        mine = self.data_plane
+        return Config(
+            cluster=ClusterConfig(
+                num_instances=self.prefill.stages,
+                num_frames=num_frames,
+                max_model_len=self.cluster.max_model_len,
+                bounds=BoundsConfig(max_grammar_bytes=0),
+                layout="pipeline",
+            ),
+            # Nothing but its stages limits what waits for them, and a page is written once.
+            scheduler=SchedulerConfig(
+                prefix_sharing=False, max_queued_requests=10**6, max_queued_tokens=10**12
+            ),
+            data_plane=DataPlaneConfig(
+                dtype=mine.dtype,
+                cpu_kernels=mine.cpu_kernels,
+                threads_per_instance=mine.threads_per_instance,
+            ),
+            pipeline=PassesConfig(max_pass_tokens=self.prefill.chunk_tokens),
+            limits=self.limits,
+        )

@@ -167,6 +167,11 @@ def pipeline_obstacle(config: Config) -> str:
         (bool(prefill.engines), "prefill.engines is set: its stages compute prompts"),
         (prefill.synthetic_kv, "prefill.synthetic_kv is set: its stages compute prompts"),
         (
+            prefill.stages != 1,
+            f"prefill.stages {prefill.stages}: its own stages (cluster.num_instances) compute "
+            "prompts",
+        ),
+        (
             config.cluster.redundant_experts != 0,
             f"cluster.redundant_experts {config.cluster.redundant_experts}: a stage has all "
             "experts of its layers",

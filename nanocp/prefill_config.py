@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.choices import check_at_least, require
+from nanocp.passes import even_split, layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,18 @@ class PrefillConfig:
     api_key: str = field(default="", repr=False)
     """The key that these servers ask for (vLLM's --api-key); best given as NANOCP_PREFILL__API_KEY,
     since it is a secret. Empty: they ask for none."""
+    stages: int = 1
+    """Processes that compute prompts together, each with some layers of the model. 1: the embedded
+    prefill, with all layers in one process. All are on one machine."""
     synthetic_kv: bool = False
     """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
     chunk_tokens: int = 512
-    """Tokens of one forward pass of the embedded prefill."""
+    """Most tokens of one forward pass of the embedded prefill, and of a pass through stages."""
     ring_pages: int = 8
-    """Pages in each receive ring; an instance has one ring for each engine."""
+    """Pages in each receive ring; an instance has one ring for each engine or stage."""
     timeout_ms: int = 60_000
-    """Longest time that an engine may take for a prompt, besides timeout_us_per_token."""
+    """Longest time that an engine may take for a prompt, or stages for a pass, besides
+    timeout_us_per_token."""
     timeout_us_per_token: int = 10_000
     """Time that an engine may take for each token of a prompt, besides timeout_ms."""
     max_attempts: int = 3
@@ -41,6 +46,12 @@ class PrefillConfig:
     case."""
 
     def __post_init__(self) -> None:
+        check_at_least(1, stages=self.stages)
+        require(
+            self.stages == 1 or not (self.engines or self.synthetic_kv),
+            f"stages is {self.stages}, and engines or synthetic_kv is set too; with these nothing "
+            "here computes prompts: take 1",
+        )
         check_at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
         check_at_least(1, timeout_ms=self.timeout_ms, max_attempts=self.max_attempts)
         check_at_least(1, max_tokens_in_flight=self.max_tokens_in_flight)
@@ -67,10 +78,16 @@ class PrefillConfig:
         )
 
     def limit_ms(self, num_tokens: int) -> float:
-        """Longest time that an engine may take for a prompt of this many tokens."""
+        """Longest time for a prompt, or for a pass, of this many tokens."""
         return self.timeout_ms + self.timeout_us_per_token * num_tokens / 1000
 
     @property
     def num_writers(self) -> int:
         """Processes that write pages of prompts, each into rings of its own."""
-        return 0 if self.synthetic_kv else max(1, len(self.engines))
+        return 0 if self.synthetic_kv else max(self.stages, len(self.engines))
+
+    def layers_from(self, writer: int, num_layers: int) -> range:
+        """The layers of the pages that this writer writes: those of a stage, or all."""
+        if self.stages == 1:
+            return range(num_layers)
+        return layers_of(even_split(num_layers, self.stages), writer)

@@ -273,7 +273,7 @@ def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLi
     if not limits.has_prompt_logprobs:
         raise ValueError(
             "prompt_logprobs cannot be used: prompts are computed by engines (prefill.engines) or "
-            "by stages of a pipeline (cluster.layout), which do not report them"
+            "by stages of a pipeline (cluster.layout, prefill.stages), which do not report them"
         )
     if (1 + num_top) * prompt_len > MAX_PROMPT_LOGPROBS:
         raise ValueError(

@@ -270,5 +270,5 @@ class HashInstance(WindowEdge):
     def _read_page(self, frame: int) -> np.ndarray:
         return self._kv[:, frame].reshape(-1).copy()
 
-    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray) -> None:
-        self._kv[:, frame] = payload.view(np.uint64).reshape(self._model.num_layers, PAGE_SIZE)
+    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray, layers: slice) -> None:
+        self._kv[layers, frame] = payload.view(np.uint64).reshape(-1, PAGE_SIZE)

@@ -255,8 +255,8 @@ class DecodeInstance(WindowEdge):
     def _read_page(self, frame: int) -> Any:
         return self._frames.read_payload(frame)
 
-    def _write_page(self, frame: int, num_tokens: int, payload: Any) -> None:
-        self._frames.write_payload(frame, num_tokens, payload)
+    def _write_page(self, frame: int, num_tokens: int, payload: Any, layers: slice) -> None:
+        self._frames.write_payload(frame, num_tokens, payload, layers)
 
     def close(self) -> None:
         """See interface.Instance.close."""

@@ -45,6 +45,16 @@ class PageMover(Protocol):
         """Release everything."""
 
 
+class _Expected(NamedTuple):
+    """A ticket whose pages may still come."""
+
+    transfer: Transfer
+    frames: dict[int, int]
+    """page -> frame, for the pages that are not all there."""
+    arrived: dict[int, set[int]]
+    """page -> first layers of the parts that are there, for pages with some."""
+
+
 class _Outgoing(NamedTuple):
     receiver: int
     ticket: int
@@ -61,7 +71,9 @@ class PageTransfers(ABC):
         num_instances: int,
         rings: Sequence[PageSource],
         moves: PageMover,
+        num_parts: int = 1,
     ) -> None:
+        """num_parts: parts, each of some layers, in which the prefill sends a page."""
         self.rings = rings
         """Where the prefill puts pages: a ring for each of its writers, none with synthetic KV.
 
@@ -73,8 +85,9 @@ class PageTransfers(ABC):
         self._table = InstanceTable(instance, num_instances)
         self._events: list[Event] = []
         self._to_send: deque[_Outgoing] = deque()
-        self._expected: dict[int, tuple[Transfer, dict[int, int]]] = {}
-        """Pages that may still come: ticket -> (transfer, {page: frame})."""
+        self._expected: dict[int, _Expected] = {}
+        """By ticket."""
+        self._num_parts = num_parts
         self._newest_ticket = -1
 
     @abstractmethod
@@ -82,8 +95,8 @@ class PageTransfers(ABC):
         """A full page's entries, all layers, as `_write_page` takes them at another instance."""
 
     @abstractmethod
-    def _write_page(self, frame: int, num_tokens: int, payload: Any) -> None:
-        """Put an arrived page into its frame."""
+    def _write_page(self, frame: int, num_tokens: int, payload: Any, layers: slice) -> None:
+        """Put these layers of an arrived page into its frame."""
 
     def leave(self) -> None:
         """See interface.Instance.leave."""
@@ -97,7 +110,9 @@ class PageTransfers(ABC):
     def expect(self, transfer: Transfer) -> None:
         """See interface.Instance.expect."""
         self._newest_ticket = transfer.ticket
-        self._expected[transfer.ticket] = transfer, transfer.frames_at(self._instance)
+        self._expected[transfer.ticket] = _Expected(
+            transfer, transfer.frames_at(self._instance), {}
+        )
 
     def send(self, transfer: Transfer) -> None:
         """See interface.Instance.send."""
@@ -122,7 +137,7 @@ class PageTransfers(ABC):
     def is_moving_pages(self) -> bool:
         """See interface.Instance.is_moving_pages."""
         return bool(self._to_send) or any(
-            transfer.source is not None for transfer, _ in self._expected.values()
+            expected.transfer.source is not None for expected in self._expected.values()
         )
 
     def fence(self, ticket: int) -> None:
@@ -136,7 +151,8 @@ class PageTransfers(ABC):
         Tickets ascend in the order of their `expect`. So a page of an unknown ticket is one of two.
         If the ticket is older, it is done or fenced, and the page is refused. If it is newer, its
         `expect` is still under way, and the page waits in its ring with all pages after it. A page
-        that was taken already is dropped: two writers may have been asked for it.
+        that was taken already is dropped: two writers may have been asked for it. The same holds
+        for a part of a page, and a page is there with its last part.
         """
         for ring in self.rings:
             self._copy(ring.arrived())
@@ -144,15 +160,20 @@ class PageTransfers(ABC):
             self._copy(arrived)
 
     def _copy(self, arrived: Iterator[ArrivedPage]) -> None:
-        for ticket, page, num_tokens, payload in arrived:
+        for ticket, page, num_tokens, payload, layers in arrived:
             if ticket > self._newest_ticket:
                 break
             if ticket not in self._expected:
                 continue
-            _, frames = self._expected[ticket]
-            if page not in frames:
+            transfer, frames, parts_of = self._expected[ticket]
+            parts = parts_of.setdefault(page, set())
+            if page not in frames or layers.start in parts:
                 continue
-            self._write_page(frames.pop(page), num_tokens, payload)
+            self._write_page(frames[page], num_tokens, payload, layers)
+            parts.add(layers.start)
+            if transfer.source is None and len(parts) < self._num_parts:
+                continue
+            del frames[page]
             if not frames:
                 del self._expected[ticket]
                 self._events.append(TransferDone(ticket, self._instance))

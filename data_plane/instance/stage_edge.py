@@ -242,7 +242,8 @@ class StageEdge(ABC):
             self._rows.pop(request_id, None)
         if self._is_last:
             for start in table.starts:
-                self._rows[start.request_id] = Row.start(start)
+                if start.row_start:  # else no span of it samples
+                    self._rows[start.request_id] = Row.start(start)
         self._empty_frames(table, plan.spans)
 
     def _empty_frames(self, table: InstancePlan, spans: Sequence[Span]) -> None:

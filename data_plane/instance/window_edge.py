@@ -84,7 +84,10 @@ class WindowEdge(PageTransfers):
         the caller makes them.
         """
         exchange = ends.exchange
-        super().__init__(exchange.instance, exchange.num_instances, ends.rings, ends.moves)
+        num_parts = config.prefill.stages
+        super().__init__(
+            exchange.instance, exchange.num_instances, ends.rings, ends.moves, num_parts
+        )
         self._config = config
         self._exchange = exchange
         self._new_ends = new_ends

@@ -67,14 +67,18 @@ class FramePool:
         return kv if self._fp8_rank is None else quantise(kv, self._fp8_rank)
 
     def write_payload(
-        self, frame: int, num_tokens: int, payload: np.ndarray | torch.Tensor
+        self,
+        frame: int,
+        num_tokens: int,
+        payload: np.ndarray | torch.Tensor,
+        part: slice = slice(None),
     ) -> None:
-        """Write the first `num_tokens` tokens of a frame, all layers, from a page's bytes.
+        """Write the first `num_tokens` tokens of a frame from a page's bytes.
 
-        payload: [page_bytes] uint8, which is [layers, 64, D] in the pool's dtype; a tensor if it is
-        on a GPU. It may be overwritten when this returns.
+        payload: uint8, which is [layers, 64, D] in the pool's dtype; a tensor if it is on a GPU. It
+        may be overwritten when this returns. part: the layers that it has.
         """
-        layers = self.layers
+        layers = self.layers[part]
         data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
         kv_LSD = data.view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
         layers[:, frame, :num_tokens] = kv_LSD[:, :num_tokens].to(layers.device)
@@ -82,7 +86,7 @@ class FramePool:
             torch.cuda.current_stream(layers.device).synchronize()
 
     def read_payload(self, frame: int) -> np.ndarray | torch.Tensor:
-        """A copy of a frame's bytes, as `write_payload` takes them, on the pool's device."""
+        """A copy of a frame's bytes of all layers, as `write_payload` takes them, on its device."""
         payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
         return payload if payload.is_cuda else payload.numpy()
 

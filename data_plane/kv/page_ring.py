@@ -39,6 +39,8 @@ class ArrivedPage(NamedTuple):
 
     It is the ring's own memory: the receiver may read it until it asks for the next page.
     """
+    layers: slice = slice(None)
+    """The layers that the payload has, by number; all."""
 
 
 class _Header(NamedTuple):
@@ -96,8 +98,16 @@ class PageRing:
     Only the instance's thread calls `arrived` and `close`; one other thread may call `wait`.
     """
 
-    def __init__(self, segment: OwnedSegment, ring_pages: int, page_bytes: int) -> None:
+    def __init__(
+        self,
+        segment: OwnedSegment,
+        ring_pages: int,
+        page_bytes: int,
+        layers: slice = slice(None),
+    ) -> None:
+        """layers: those of every page that comes here."""
         self._segment = segment
+        self._layers = layers
         self._places: _Places | None = _Places(segment, ring_pages, page_bytes)
         segment.served_words = (self._places.written, self._places.consumed)
         self._num_noticed = 0
@@ -115,11 +125,12 @@ class PageRing:
         ring_pages: int,
         page_bytes: int,
         kind: str = PREFILL_RING,
+        layers: slice = slice(None),
     ) -> PageRing:
         """Make an instance's ring of `ring_pages` places for payloads of `page_bytes` bytes.
 
-        kind: the name of this ring among the instance's rings. Raises ValueError if `ring_pages` or
-        `page_bytes` is not positive, and where OwnedSegment does.
+        kind: the name of this ring among the instance's rings. layers: see ArrivedPage. Raises
+        ValueError if `ring_pages` or `page_bytes` is not positive, and where OwnedSegment does.
         """
         if ring_pages < 1 or page_bytes < 1:
             raise ValueError(
@@ -129,7 +140,7 @@ class PageRing:
         segment = segments.own(
             kind, instance, description, _data_bytes(ring_pages), ring_pages * aligned(page_bytes)
         )
-        return cls(segment, ring_pages, page_bytes)
+        return cls(segment, ring_pages, page_bytes, layers)
 
     def arrived(self) -> Iterator[ArrivedPage]:
         """Yield the pages that are here now, in order, without blocking.
@@ -144,7 +155,7 @@ class PageRing:
         for index in range(places.consumed.load(), num_written):
             place = index % len(places.headers)
             header = _Header._make(places.headers[place].tolist())
-            yield ArrivedPage(**header._asdict(), payload=places.payloads[place])
+            yield ArrivedPage(*header, places.payloads[place], self._layers)
             assert places.consumed.load() == index, "two loops over the ring's pages at one time"
             self._segment.publish(places.consumed, index + 1)
 
@@ -303,13 +314,23 @@ def prefill_ring(writer: int) -> str:
 
 
 def prefill_rings(
-    prefill: PrefillConfig, segments: Segments, instance: int, page_bytes: int
+    prefill: PrefillConfig,
+    segments: Segments,
+    instance: int,
+    page_bytes: int,
+    num_layers: int,
 ) -> tuple[PageRing, ...]:
-    """Make an instance's rings, one for each writer of the prefill; none with synthetic KV."""
-    return tuple(
-        PageRing.create(segments, instance, prefill.ring_pages, page_bytes, prefill_ring(writer))
-        for writer in range(prefill.num_writers)
-    )
+    """Make an instance's rings, one for each writer of the prefill; none with synthetic KV.
+
+    page_bytes: bytes of a page with all its layers, which are equal.
+    """
+    rings = []
+    for writer in range(prefill.num_writers):
+        layers = prefill.layers_from(writer, num_layers)
+        num_bytes, kind = page_bytes // num_layers * len(layers), prefill_ring(writer)
+        own = slice(layers.start, layers.stop)
+        rings.append(PageRing.create(segments, instance, prefill.ring_pages, num_bytes, kind, own))
+    return tuple(rings)
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

@@ -176,13 +176,16 @@ def _own_address(controller: str) -> str:
 
 def meet(segments: Segments, join: pb.Join) -> None:
     """Take the places of all instances, as the controller sends them with each term."""
+    segments.meet(places_in(join))
+
+
+def places_in(join: pb.Join) -> list[Peer | None]:
+    """The place of each instance; None for one that is not in the term."""
     seats = join.seats or range(len(join.peers))
-    segments.meet(
-        [
-            Peer(peer.node, peer.address) if seat in seats else None
-            for seat, peer in enumerate(join.peers)
-        ]
-    )
+    return [
+        Peer(peer.node, peer.address) if seat in seats else None
+        for seat, peer in enumerate(join.peers)
+    ]
 
 
 def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:

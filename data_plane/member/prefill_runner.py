@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import Empty
@@ -78,18 +79,91 @@ def run_prefill(spec: MemberSpec) -> None:
         segments = segments_of(spec, link.term)
         loop = PrefillLoop(model, link, segments, num_instances, streams, limits)
         held.callback(loop.close)
-        while True:
-            try:
-                loop.run()
-            except ControllerLost as lost:
-                if not spec.config.service.controller_process:
-                    raise
-                logger.warning("%s; this member waits for another controller", lost)
-                loop.forget_term()
-                link.redial()
+        run_under_controllers(spec, link, loop)
 
 
-class PrefillLoop:
+def run_under_controllers(spec: MemberSpec, link: ControllerLink, loop: TicketLoop) -> None:
+    """Run the loop under one controller after the other, where a service may have several."""
+    while True:
+        try:
+            loop.run()
+        except ControllerLost as lost:
+            if not spec.config.service.controller_process:
+                raise
+            logger.warning("%s; this member waits for another controller", lost)
+            loop.forget_term()
+            link.redial()
+
+
+class TicketLoop(ABC):
+    """Takes the controller's messages to a prefill that computes prompts itself."""
+
+    def __init__(self, link: ControllerLink) -> None:
+        self._link = link
+
+    @abstractmethod
+    def run(self) -> None:
+        """Prefill until the controller asks for a shutdown, which raises ShutdownRequested.
+
+        Any other exception is a failure of the prefill, or ControllerLost.
+        """
+
+    @abstractmethod
+    def forget_term(self) -> None:
+        """Drop every prompt of a term that is over."""
+
+    @property
+    @abstractmethod
+    def _term(self) -> int:
+        """The number of the present term."""
+
+    @abstractmethod
+    def _join(self, message: pb.ToPrefill) -> None:
+        """Join another term."""
+
+    @abstractmethod
+    def _queue(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
+        """Prefill this prompt after those that came before."""
+
+    @abstractmethod
+    def _cancel(self, ticket: int) -> None:
+        """Send no page of the ticket any more."""
+
+    @abstractmethod
+    def _num_queued(self) -> int:
+        """Prompts that wait."""
+
+    def _take(self, message: Any) -> None:
+        if message is None:
+            raise ControllerLost("the controller's stream ended")
+        match message.WhichOneof("message"):
+            case "prefill":
+                transfer = convert.transfer_from_wire(message.prefill.transfer)
+                if self._num_queued() >= MAX_QUEUED_PROMPTS:
+                    reason = f"{MAX_QUEUED_PROMPTS} prompts wait for the prefill"
+                    self._give_up(transfer.ticket, reason)
+                else:
+                    self._queue(transfer, message.prefill)
+            case "cancel":
+                self._cancel(message.cancel)
+            case "arrived":
+                pass  # There is no attempt to repeat.
+            case "join":
+                self.forget_term()
+                self._join(message)
+            case "shutdown":
+                raise ShutdownRequested(message.shutdown.reason)
+            case kind:
+                raise AssertionError(f"the controller sent {kind} to a running prefill")
+
+    def _send(self, **message: Any) -> None:
+        self._link.send(pb.FromPrefill(term=self._term, **message))
+
+    def _give_up(self, ticket: int, message: str) -> None:
+        self._send(failed=pb.PrefillFailure(ticket=ticket, message=message))
+
+
+class PrefillLoop(TicketLoop):
     """Prefills one prompt after the other, in one thread.
 
     It takes messages when it is idle, between two pages, and while a ring is full.
@@ -105,8 +179,8 @@ class PrefillLoop:
         limits: LimitsConfig,
     ) -> None:
         """segments: the way to the instances' rings, whose term this loop sets."""
+        super().__init__(link)
         self._model = model
-        self._link = link
         self._segments = segments
         self._num_instances = num_instances
         self._writers: dict[int, PageRingWriter] = {}
@@ -120,14 +194,11 @@ class PrefillLoop:
         """The ticket of the running prompt; None if there is none or it was cancelled."""
 
     def run(self) -> None:
-        """Prefill until the controller asks for a shutdown, which raises ShutdownRequested.
-
-        Any other exception is a failure of the prefill, or ControllerLost.
-        """
+        """See TicketLoop."""
         while True:
             if self._next_term is not None:
                 message, self._next_term = self._next_term, None
-                self._join(message)
+                self._attach(message)
             elif self._waiting:
                 self._run(*self._waiting.popleft())
             else:
@@ -136,7 +207,7 @@ class PrefillLoop:
                 self._take(self._link.inbox.get())
 
     def forget_term(self) -> None:
-        """Drop every prompt of a term that is over."""
+        """See TicketLoop."""
         self._waiting.clear()
         self._running = None
 
@@ -145,7 +216,14 @@ class PrefillLoop:
         while self._writers:
             self._writers.popitem()[1].close()
 
+    @property
+    def _term(self) -> int:
+        return self._segments.term.number
+
     def _join(self, message: pb.ToPrefill) -> None:
+        self._next_term = message
+
+    def _attach(self, message: pb.ToPrefill) -> None:
         """Attach to the rings of a term. They are new: nothing of an earlier term gets there."""
         self.close()
         self._segments.term.number = message.term
@@ -166,9 +244,6 @@ class PrefillLoop:
         message = f"{type(error).__name__}: {error}"
         logger.info("%s", message)
         self._send(suspect=pb.Suspect(instance=error.peer, is_gone=is_gone, message=message))
-
-    def _send(self, **message: Any) -> None:
-        self._link.send(pb.FromPrefill(term=self._segments.term.number, **message))
 
     def _run(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
         self._running = transfer.ticket
@@ -227,35 +302,13 @@ class PrefillLoop:
             except Empty:
                 return self._running is None
 
-    def _take(self, message: Any) -> None:
-        if message is None:
-            raise ControllerLost("the controller's stream ended")
-        match message.WhichOneof("message"):
-            case "prefill":
-                self._queue(message.prefill)
-            case "cancel":
-                self._cancel(message.cancel)
-            case "arrived":
-                pass  # The embedded prefill has no attempt to repeat.
-            case "join":
-                self.forget_term()
-                self._next_term = message
-            case "shutdown":
-                raise ShutdownRequested(message.shutdown.reason)
-            case kind:
-                raise AssertionError(f"the controller sent {kind} to a running prefill")
+    def _queue(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
+        self._waiting.append((transfer, request))
 
-    def _queue(self, request: pb.PrefillRequest) -> None:
-        transfer = convert.transfer_from_wire(request.transfer)
-        if len(self._waiting) >= MAX_QUEUED_PROMPTS:
-            self._give_up(transfer.ticket, f"{MAX_QUEUED_PROMPTS} prompts wait for the prefill")
-        else:
-            self._waiting.append((transfer, request))
+    def _num_queued(self) -> int:
+        return len(self._waiting)
 
     def _cancel(self, ticket: int) -> None:
         if self._running == ticket:
             self._running = None
         self._waiting = deque(entry for entry in self._waiting if entry[0].ticket != ticket)
-
-    def _give_up(self, ticket: int, message: str) -> None:
-        self._send(failed=pb.PrefillFailure(ticket=ticket, message=message))

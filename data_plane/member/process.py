@@ -40,6 +40,10 @@ def run_member(spec: MemberSpec, make: Make | None = None) -> None:
             from data_plane.member.external_prefill import run_external_prefill
 
             run_external_prefill(spec)
+        elif spec.config.prefill.stages > 1:
+            from data_plane.member.staged_prefill import run_staged_prefill
+
+            run_staged_prefill(spec)
         else:
             run_prefill(spec)
     finally:

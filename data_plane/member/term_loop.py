@@ -25,7 +25,7 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_LOOK = object()
+LOOK = object()
 """A message in the inbox: pages have come, or a token stream has ended."""
 
 
@@ -111,7 +111,7 @@ class TermLoop(ABC):
                 raise ControllerLost(f"no term began within {limit}") from None
             if message is None:
                 raise ControllerLost("the controller's stream ended")
-            if message is _LOOK:
+            if message is LOOK:
                 continue
             match message.WhichOneof("message"):
                 case "join":
@@ -157,7 +157,7 @@ class TermLoop(ABC):
             self._take(self._link.inbox.get(timeout=timeout_s))
 
     def _take(self, message: Any) -> None:
-        if message is _LOOK:
+        if message is LOOK:
             return
         if message is None:
             raise ControllerLost("the controller's stream ended")
@@ -184,6 +184,6 @@ class TermLoop(ABC):
 def wake(link: ControllerLink) -> None:
     """Let a loop that waits for a message look again."""
     try:
-        link.inbox.put_nowait(_LOOK)
+        link.inbox.put_nowait(LOOK)
     except Full:
         logger.debug("the inbox is full: the loop's thread is awake anyway")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data_plane.attention.fp8_latent import quantise
 from data_plane.model.config import ModelConfig
@@ -47,5 +48,14 @@ class EmbeddedPrefill:
         for page, kv_LSW in prefill_pages(
             self._weights, self._model, token_ids, num_tokens, self._chunk_tokens, prompt_logprobs
         ):
-            kept = kv_LSW if self._fp8_rank is None else quantise(kv_LSW, self._fp8_rank)
-            yield page, kept.contiguous().view(torch.uint8).numpy()
+            yield page, payload_of(kv_LSW, self._fp8_rank)
+
+
+def payload_of(kv_LSW: Tensor, fp8_rank: int | None) -> np.ndarray:
+    """The bytes of a page, or of some layers of it, as instances keep them: uint8.
+
+    fp8_rank: the model's kv_lora_rank if they keep KV in FP8, else None.
+    """
+    kept = kv_LSW if fp8_rank is None else quantise(kv_LSW, fp8_rank)
+    payload: np.ndarray = kept.contiguous().view(torch.uint8).numpy()
+    return payload

@@ -1,7 +1,8 @@
 """Start-up of the prefill: from a checkpoint folder to a model that makes pages, or to a probe.
 
-Enters: Config, checkpoint folder. Leaves: an EmbeddedPrefill with every expert, or a LatentProbe
-for engines that make the pages. Does not know: what starts it, gRPC, Ray.
+Enters: Config, checkpoint folder. Leaves: an EmbeddedPrefill with every expert, a stage of several
+that make the pages together, or a LatentProbe for engines that make them. Does not know: what
+starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import psutil
 import torch
 
@@ -18,11 +21,15 @@ from data_plane.connectors.fingerprint import fingerprint
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, load_weights, say_nothing, stored_shapes
-from data_plane.prefill.embedded import EmbeddedPrefill
+from data_plane.prefill.embedded import EmbeddedPrefill, payload_of
 from data_plane.prefill.pages import prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
 from data_plane.startup.shared_parts import torch_dtype
+from data_plane.startup.stage import build_stage
+from data_plane.step.stage import ModelStage
+from data_plane.transport.segments import Segments
 from nanocp.config import Config
+from nanocp.passes import even_split
 from nanocp.plan import PAGE_SIZE
 
 
@@ -40,6 +47,39 @@ def build_prefill(
     weights = load_weights(checkpoint, model, dtype, range(model.num_experts), progress)
     is_fp8 = config.data_plane.kv_dtype == "fp8"
     return EmbeddedPrefill(model, weights, config.prefill.chunk_tokens, is_fp8)
+
+
+class PrefillStage(NamedTuple):
+    """A stage of the prefill."""
+
+    stage: ModelStage
+    fp8_rank: int | None
+    """The model's kv_lora_rank if instances keep KV in FP8, else None."""
+
+    def payload(self, ticket: int, page: int) -> np.ndarray:
+        """The stage's layers of a page that it has computed, as an instance's ring takes them."""
+        return payload_of(self.stage.page(ticket, page), self.fp8_rank)
+
+
+def build_prefill_stage(
+    config: Config,
+    stage: int,
+    segments: Segments,
+    checkpoint: Path,
+    progress: Progress = say_nothing,
+) -> PrefillStage:
+    """Load the layers of one of `prefill.stages`; none of them samples.
+
+    segments: those of the stages, apart from the instances'. Raises as `build_prefill` does.
+    """
+    model, own = ModelConfig.from_folder(checkpoint), config.of_prefill_stages
+    if stage == 0:
+        _refuse_too_large(config, model, torch_dtype(config))
+    most = even_split(model.num_layers, config.prefill.stages)[0]
+    own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
+    built = build_stage(own, stage, segments, checkpoint, progress, samples=False)
+    fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
+    return PrefillStage(built, fp8_rank)
 
 
 def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> LatentProbe:
@@ -86,7 +126,7 @@ def _refuse_too_large(config: Config, model: ModelConfig, dtype: torch.dtype) ->
     available = psutil.virtual_memory().available
     if needed > available:
         raise ValueError(
-            "the embedded prefill holds the whole model in one process: "
+            "the prefill holds the whole model on one machine: "
             f"{needed / 2**30:.1f} GiB in {config.data_plane.dtype}, but {available / 2**30:.1f} "
             "GiB of memory are free; use --synthetic-kv, or a machine with more memory"
         )

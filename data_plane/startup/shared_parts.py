@@ -37,7 +37,8 @@ def page_ways(
     config: Config, instance: int, segments: Segments, frames: FramePool
 ) -> tuple[tuple[PageRing, ...], PeerRings]:
     """Make the ways pages take: a ring for each writer of the prefill, and those of peers."""
-    rings = prefill_rings(config.prefill, segments, instance, frames.page_bytes)
+    num_layers = len(frames.layers)
+    rings = prefill_rings(config.prefill, segments, instance, frames.page_bytes, num_layers)
     return rings, PeerRings(
         segments, instance, config.cluster.num_instances, frames.page_bytes, config.limits
     )

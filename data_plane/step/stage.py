@@ -70,6 +70,12 @@ class ModelStage(StageEdge):
         self.selected: list[str] = []
         """What was selected at start-up and why, one sentence each."""
 
+    def page(self, request_id: int, page: int) -> Tensor:
+        """A copy of the KV of the stage's own layers in one page, [layers, 64, W]."""
+        frame = self._table.frames(request_id)[page]
+        places = [self._place_of[layer] for layer in self._layers]
+        return self._frames.layers[places, frame]
+
     def close(self) -> None:
         """Release what the stage holds. Idempotent."""
         super().close()
@@ -90,6 +96,8 @@ class ModelStage(StageEdge):
         kernels, pool_FSW = self._kernels, self._frames.layers[place]
         _, kv_TW, q_THD = kernels.attention_rows(rows, batch.position_T, weights, rope, model)
         kernels.append(self._frames.slots[place], batch.slot_T, kv_TW)
+        if layer == model.num_layers - 1 and not batch.samples:
+            return rows  # nobody reads what comes after the last layer's KV
         partial_THO = rows.new_empty(*q_THD.shape[:2], self._layout_of_kv.out_width)
         scale = model.attention.softmax_scale
         if len(batch.single_D):
@@ -163,6 +171,7 @@ class _Batch:
 
     def __init__(self, spans: Sequence[tuple[Span, Sequence[int]]], attention: Attention) -> None:
         self.spans = spans
+        self.samples = any(span.samples for span, _ in spans)
         positions, slots = [], []
         single: list[int] = []
         self.chunks: list[tuple[slice, Tensor, int]] = []

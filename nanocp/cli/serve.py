@@ -64,6 +64,7 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.public_status"),
         config_option("service.cors_origins", name="cors_origin", metavar="ORIGIN"),
         config_option("prefill.engines", name="prefill", metavar="URL"),
+        config_option("prefill.stages", name="prefill_stages"),
         config_option("prefill.synthetic_kv"),
         config_option("service.event_log", metavar="FILE"),
         config_option("service.log_format"),

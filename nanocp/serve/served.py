@@ -11,11 +11,14 @@ from pathlib import Path
 
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
+from nanocp.choices import require
 from nanocp.config import Config
 from nanocp.passes import PipelineConfig
 
 INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"
 STAGE_FACTORY = "data_plane.startup.stage:build_stage"
+PREFILL_FACTORY = "data_plane.startup.prefill:build_prefill"
+STAGED_PREFILL_FACTORY = "nanocp.serve.prefill_scheduler:make_prefill_scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Served:
     tokenizer: Tokenizer | None
     checkpoint: Path
     instance_factory: str = INSTANCE_FACTORY
-    prefill_factory: str = "data_plane.startup.prefill:build_prefill"
+    prefill_factory: str = PREFILL_FACTORY
     probe_factory: str = "data_plane.startup.prefill:build_probe"
     """Makes what engines are probed with, where they take the prefill's place."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
@@ -55,6 +58,12 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
             f"the model has {model.num_experts} experts; there may be as many instances, and not "
             f"{num_instances}"
         )
+    num_stages = config.prefill.stages
+    require(
+        num_stages <= model.num_layers,
+        f"prefill.stages is {num_stages}, and the model has {model.num_layers} layers; each stage "
+        "needs one",
+    )
     max_model_len = min(model.max_len, config.cluster.max_model_len)
     has_prefill = not config.prefill.synthetic_kv
     name = config.service.served_model_name or str(checkpoint)
@@ -65,13 +74,14 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         has_prefill,
         name,
         config.cluster.bounds.max_grammar_bytes,
-        has_prompt_logprobs=not (config.prefill.engines or is_pipeline),
+        has_prompt_logprobs=not (config.prefill.engines or is_pipeline or num_stages > 1),
     )
     return Served(
         limits,
         load_tokenizer(checkpoint),
         checkpoint,
         STAGE_FACTORY if is_pipeline else INSTANCE_FACTORY,
+        STAGED_PREFILL_FACTORY if num_stages > 1 else PREFILL_FACTORY,
         num_experts=model.num_experts,
         num_layers=model.num_layers,
     )

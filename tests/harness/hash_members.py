@@ -171,7 +171,7 @@ def _build(
 
     def new_ends() -> TermEnds:
         exchange = ShmExchange.create(segments, instance, num, region_layout(config), config.limits)
-        rings = prefill_rings(config.prefill, segments, instance, page_bytes)
+        rings = prefill_rings(config.prefill, segments, instance, page_bytes, model.num_layers)
         moves = PeerRings(segments, instance, num, page_bytes, config.limits)
         return TermEnds(exchange, rings, moves)
 

@@ -30,6 +30,7 @@ def assert_written(arrived: ArrivedPage, page_bytes: int) -> None:
     """Fail unless the page arrived as `written_page` and `page_payload` made it."""
     header = arrived._asdict()
     payload = header.pop("payload")
+    assert header.pop("layers") == slice(None)
     assert header == written_page(arrived.page)
     np.testing.assert_array_equal(payload, page_payload(arrived.page, page_bytes))
 

@@ -182,4 +182,20 @@ OF_PIPELINE = [
         fault="cached += 0",
         tests=("tests/nanocp/simulator/pipeline/test_fit.py", "-k", "what_a_pass_holds"),
     ),
+    Mutant(
+        name="page-of-some-layers",
+        why="a prompt's page counts as there though layers of it are still to come",
+        path="data_plane/instance/page_transfers.py",
+        text="if transfer.source is None and len(parts) < self._num_parts:",
+        fault="if False:",
+        tests=("tests/data_plane/instance/test_page_transfers.py", "-k", "last_part"),
+    ),
+    Mutant(
+        name="page-before-its-end",
+        why="a stage of the prefill sends a page before the pass that ends it",
+        path="data_plane/member/prefill_stage.py",
+        text="(page + 1) * PAGE_SIZE <= end]",
+        fault="page * PAGE_SIZE < end]",
+        tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "references"),
+    ),
 ]

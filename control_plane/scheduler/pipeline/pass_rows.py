@@ -100,3 +100,11 @@ class PassRows:
         if samples:
             row.last_sample = number
         return Span(row.request.request_id, first, count, samples)
+
+
+class PromptRows(PassRows):
+    """Prompts of which KV alone is wanted."""
+
+    def plan(self, row: PassRow, number: int, count: int) -> Span:
+        """The prompt's next `count` tokens are in the pass of this number; none is sampled."""
+        return super().plan(row, number, count)._replace(samples=False)

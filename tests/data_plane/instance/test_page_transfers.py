@@ -32,14 +32,14 @@ class NoMoves:
 class Transfers(PageTransfers):
     """Records which pages were written."""
 
-    def __init__(self, ring):
-        super().__init__(0, 2, [ring], NoMoves())
+    def __init__(self, ring, num_parts=1):
+        super().__init__(0, 2, [ring], NoMoves(), num_parts)
         self.written = []
 
     def _read_page(self, frame):
         raise NotImplementedError
 
-    def _write_page(self, frame, num_tokens, payload):
+    def _write_page(self, frame, num_tokens, payload, layers):
         self.written.append((frame, num_tokens, payload))
 
     def take_events(self):
@@ -100,3 +100,26 @@ def test_a_move_of_the_term_before_is_forgotten(ring):
     assert instance.is_moving_pages
     instance.leave()
     assert not instance.is_moving_pages
+
+
+def test_a_page_is_there_with_its_last_part_and_each_part_comes_once(ring):
+    instance = Transfers(ring, num_parts=2)
+    first, second = slice(0, 3), slice(3, 5)
+    instance.expect(transfer(1, num_pages=2))
+    instance.expect(transfer(2, source=1))
+    ring += [
+        page(1, 0, "a")._replace(layers=first),
+        page(1, 0, "again")._replace(layers=first),
+        page(1, 1, "b")._replace(layers=second),
+        page(1, 1, "c")._replace(layers=first),
+    ]
+    instance.copy_arrived_pages()
+    assert [payload for *_, payload in instance.written] == ["a", "b", "c"]
+    assert instance.take_events() == []
+    ring += [page(1, 1, "late")._replace(layers=first), page(1, 0, "d")._replace(layers=second)]
+    instance.copy_arrived_pages()
+    assert instance.written[3:] == [(10, PAGE_SIZE, "d")]
+    assert instance.take_events() == [TransferDone(1, 0)]
+    ring.append(page(2, 0, "moved"))
+    instance.copy_arrived_pages()
+    assert instance.take_events() == [TransferDone(2, 0)], "peers send whole pages"

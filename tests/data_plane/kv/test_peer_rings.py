@@ -86,7 +86,7 @@ class OneInstance(PageTransfers):
         self.num_read += 1
         return content(frame)
 
-    def _write_page(self, transfer, page, frame, num_tokens, payload):
+    def _write_page(self, frame, num_tokens, payload, layers):
         raise AssertionError("no page is sent to this instance")
 
 

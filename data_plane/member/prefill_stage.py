@@ -1,0 +1,209 @@
+"""A stage of the prefill: `python -m data_plane.member.prefill_stage`, started by the prefill.
+
+Enters: a StageSpec, then passes, prompts and terms, through a pipe. Leaves: KV of its layers, page
+by page into the instances' rings; reports, through the pipe. Does not know: the controller, who
+plans passes. It ends when the pipe does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+from collections import deque
+from multiprocessing.connection import Connection
+from queue import Empty, Queue
+from typing import Any
+
+from data_plane.kv.page_ring import PageRingWriter, prefill_ring
+from data_plane.member.lifetime import segments_of, sentence, whole_percents
+from data_plane.member.stage_messages import (
+    BeginPrompt,
+    CancelPrompt,
+    JoinTerm,
+    StageEnded,
+    StageJoined,
+    StageLoading,
+    StageRan,
+    StageSpec,
+    StageSuspects,
+)
+from data_plane.startup.prefill import PrefillStage, build_prefill_stage
+from data_plane.transport.exchange import ExchangeError, PeerLost, Term, TermOver
+from data_plane.transport.segments import Segments
+from nanocp.logs import configure
+from nanocp.passes import PassPlan, Span
+from nanocp.plan import PAGE_SIZE, Transfer
+
+_WAIT_MS = 2.0
+"""Longest single wait for hidden rows: messages are looked for in between."""
+
+
+class PrefillStageLoop:
+    """Drives one stage, in one thread. It takes messages between passes and while it waits."""
+
+    def __init__(
+        self, built: PrefillStage, spec: StageSpec, pipe: Connection, segments: Segments
+    ) -> None:
+        """segments: the way to the instances' rings, whose term this loop sets."""
+        self._built = built
+        self._pipe = pipe
+        self._segments = segments
+        self._limits = spec.member.config.limits
+        self._num_instances = spec.member.config.cluster.num_instances
+        self._ring = prefill_ring(spec.stage)
+        self._inbox: Queue[Any] = Queue()
+        self._writers: dict[int, PageRingWriter] = {}
+        """By instance: the rings of the present term."""
+        self._next_term: JoinTerm | None = None
+        self._plans: deque[PassPlan] = deque()
+        self._tickets: dict[int, tuple[Transfer, dict[int, int]]] = {}
+        """Ticket -> (transfer, {page: instance}), of pages that this stage has yet to send."""
+
+    def run(self) -> None:
+        """Work until the pipe ends, which ends the process."""
+        threading.Thread(target=self._read, name="from the prefill", daemon=True).start()
+        while True:
+            if self._next_term is not None:
+                term, self._next_term = self._next_term, None
+                self._join(term)
+            elif self._plans:
+                self._run(self._plans.popleft())
+            else:
+                # Unbounded on purpose: an idle stage waits as long as the prefill's process lives.
+                self._take(self._inbox.get())
+
+    def close(self) -> None:
+        """Give up the rings; pages that were written stay in them. Idempotent."""
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+    def _read(self) -> None:
+        """Take messages from the pipe, and end the term at once for a thread that waits in it."""
+        with contextlib.suppress(EOFError, OSError):
+            while (message := self._pipe.recv()) is not None:
+                if isinstance(message, JoinTerm):
+                    self._segments.term.end(message.number - 1)
+                self._inbox.put(message)
+            self._segments.term.end(math.inf)
+            self._inbox.put(None)
+            return
+        # The prefill is gone. Its successor's stages need the rings, so nothing may be finished.
+        os._exit(1)
+
+    def _run(self, plan: PassPlan) -> None:
+        for _ in self._built.stage.run(plan):
+            # Unbounded on purpose: the prefill bounds how long a pass takes.
+            self._built.stage.wait(_WAIT_MS)
+            self._take_all()
+        self._take_all()
+        for span in plan.spans:
+            self._send_pages(span)
+        self._built.stage.poll()  # the prefill counts passes by this loop's report
+        self._pipe.send(StageRan(plan.number))
+
+    def _send_pages(self, span: Span) -> None:
+        """Send what the span has finished; a full ring keeps the pipeline waiting."""
+        ticket = span.request_id
+        if ticket not in self._tickets:
+            return
+        transfer, target_of = self._tickets[ticket]
+        end = span.first + span.num_tokens
+        is_last = end >= transfer.num_tokens
+        finished = [page for page in target_of if is_last or (page + 1) * PAGE_SIZE <= end]
+        try:
+            for page in finished:
+                if not self._writers[target_of.pop(page)].write(
+                    ticket=ticket,
+                    page=page,
+                    num_tokens=min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE),
+                    payload=self._built.payload(ticket, page),
+                    timeout_ms=self._limits.exchange_timeout_ms,
+                    is_cancelled=lambda: self._is_cancelled(ticket),
+                ):
+                    return
+        except ExchangeError as error:
+            self._suspect(error)
+            is_last = True
+        if is_last:
+            self._tickets.pop(ticket, None)
+
+    def _is_cancelled(self, ticket: int) -> bool:
+        self._take_all()
+        return ticket not in self._tickets
+
+    def _join(self, term: JoinTerm) -> None:
+        """Attach to the rings of a term. They are new: nothing of an earlier term gets there."""
+        self.close()
+        self._segments.term.number = term.number
+        self._segments.meet(term.places)
+        try:
+            for instance in filter(self._segments.is_there, range(self._num_instances)):
+                self._writers[instance] = PageRingWriter(
+                    self._segments, instance, self._limits, self._ring
+                )
+        except TermOver:
+            return
+        except ExchangeError as error:
+            self._suspect(error)
+        else:
+            self._pipe.send(StageJoined(term.number))
+
+    def _suspect(self, error: ExchangeError) -> None:
+        message = f"{type(error).__name__}: {error}"
+        is_gone = isinstance(error, PeerLost)
+        self._pipe.send(StageSuspects(self._segments.term.number, error.peer, is_gone, message))
+
+    def _take_all(self) -> None:
+        while True:
+            try:
+                self._take(self._inbox.get_nowait())
+            except Empty:
+                return
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case PassPlan():
+                self._plans.append(message)
+            case BeginPrompt(transfer, token_ids):
+                if token_ids:
+                    self._built.stage.take_prompt(transfer.ticket, token_ids)
+                self._tickets[transfer.ticket] = transfer, transfer.instances()
+            case CancelPrompt(ticket):
+                self._tickets.pop(ticket, None)
+            case JoinTerm():
+                self._tickets.clear()
+                self._next_term = message
+            case None:
+                raise SystemExit(0)
+
+
+def main() -> int:
+    """Read the spec and run the stage; returns the exit status."""
+    pipe = Connection(int(sys.argv[1]))
+    spec: StageSpec = pipe.recv()
+    member, service = spec.member, spec.member.config.service
+    configure(service.log_format, service.log_level, f"prefill stage {spec.stage}")
+    loading = whole_percents(lambda percent: pipe.send(StageLoading(percent)))
+    try:
+        with contextlib.ExitStack() as held:
+            links = Segments(spec.links_id)
+            built = build_prefill_stage(
+                member.config, spec.stage, links, member.checkpoint, loading
+            )
+            held.callback(built.stage.close)
+            built.stage.connect()
+            term = Term(member.term)
+            loop = PrefillStageLoop(built, spec, pipe, segments_of(member, term))
+            held.callback(loop.close)
+            loop.run()
+    except Exception as error:
+        pipe.send(StageEnded(sentence(error)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

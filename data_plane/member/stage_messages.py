@@ -1,0 +1,77 @@
+"""What the prefill and its stages say to each other, pickled through a pipe.
+
+Enters: nothing. Leaves: values. Does not know: pipes, who plans passes. Passes themselves go as
+nanocp.passes has them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from data_plane.member.lifetime import MemberSpec
+from data_plane.transport.segments import Peer
+from nanocp.plan import Transfer
+
+
+class StageSpec(NamedTuple):
+    """All that a stage's process needs to know; the first message to it."""
+
+    member: MemberSpec
+    """The prefill that it is a part of."""
+    stage: int
+    links_id: str
+    """Prefix of the shared memory between the stages."""
+
+
+class BeginPrompt(NamedTuple):
+    """To every stage: pages of this ticket are wanted."""
+
+    transfer: Transfer
+    token_ids: tuple[int, ...]
+    """The prompt, for the first stage; empty for others."""
+
+
+class CancelPrompt(NamedTuple):
+    """To every stage: no page of this ticket is wanted any more."""
+
+    ticket: int
+
+
+class JoinTerm(NamedTuple):
+    """To every stage: earlier tickets are void, and instances have new rings."""
+
+    number: int
+    places: tuple[Peer | None, ...]
+
+
+class StageLoading(NamedTuple):
+    """A stage has loaded this percentage of its weights."""
+
+    percent: int
+
+
+class StageJoined(NamedTuple):
+    """A stage is attached to its rings of the term."""
+
+    term: int
+
+
+class StageRan(NamedTuple):
+    """A stage has run a pass, and its pages are on their way."""
+
+    number: int
+
+
+class StageSuspects(NamedTuple):
+    """An instance takes no pages from a stage."""
+
+    term: int
+    instance: int | None
+    is_gone: bool
+    message: str
+
+
+class StageEnded(NamedTuple):
+    """A stage's process is about to end, or has ended: it is the last report."""
+
+    message: str

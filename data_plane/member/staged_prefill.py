@@ -1,0 +1,293 @@
+"""The prefill as several stages: processes with some layers each, and who plans their passes.
+
+Enters: prefill requests and cancellations from the controller; what the stages report. Leaves:
+passes, prompts and terms to the stages; failures and suspicions to the controller. Does not know:
+how passes are formed, KV, rings.
+
+The controller sees one member. A stage that is lost ends it, and another prefill takes its place
+with new stages: what a stage had of a prompt is of no use without the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import Empty, Queue, SimpleQueue
+from typing import Any, Protocol
+
+from data_plane.member.controller_link import ControllerLink
+from data_plane.member.heartbeat import Heartbeat
+from data_plane.member.lifetime import MemberSpec, places_in, running
+from data_plane.member.prefill_runner import TicketLoop, run_under_controllers
+from data_plane.member.stage_messages import (
+    BeginPrompt,
+    CancelPrompt,
+    JoinTerm,
+    StageEnded,
+    StageJoined,
+    StageLoading,
+    StageRan,
+    StageSpec,
+    StageSuspects,
+)
+from data_plane.member.term_loop import LOOK, wake
+from nanocp.passes import PassDone, PassPlan, PipelinePlan
+from nanocp.plan import AbortRequested, Arrival, Transfer
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 5.0
+"""Longest wait for a stage's process to end by itself."""
+
+
+class PassScheduler(Protocol):
+    """Plans passes over prompts; a request's id is its ticket."""
+
+    def plan_pass(
+        self, events: Sequence[Arrival | AbortRequested | PassDone], now_us: int
+    ) -> PipelinePlan:
+        """See control_plane.scheduler.pipeline.pipeline_scheduler."""
+
+
+def run_staged_prefill(spec: MemberSpec) -> None:
+    """Run the prefill and its stages until the controller asks for a shutdown.
+
+    `spec.factory` names a callable(config, checkpoint) that makes a PassScheduler. Raises
+    FailureReported or ControllerLost if the prefill, or one of its stages, failed.
+    """
+    with running(spec) as (link, held):
+        scheduler: PassScheduler = spec.make(spec.config, spec.checkpoint)
+        prefill = spec.config.prefill
+        limit_ms = prefill.limit_ms(prefill.chunk_tokens)
+        loop = StagedPrefillLoop(scheduler, link, prefill.stages, limit_ms)
+        stages = StageProcesses(spec, loop.report)
+        held.callback(stages.close)
+        loop.stages = stages
+        beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
+        held.callback(Heartbeat(lambda: link.send(beat), spec.config.limits).close)
+        run_under_controllers(spec, link, loop)
+
+
+class StagePipes(Protocol):
+    """The way to every stage."""
+
+    def send(self, message: Any, stage: int | None = None) -> None:
+        """Queue a message for one stage, or for all. Never blocks."""
+
+
+class StagedPrefillLoop(TicketLoop):
+    """Plans passes over the prompts, and sends them to the stages. One thread, the caller's."""
+
+    stages: StagePipes
+
+    def __init__(
+        self,
+        scheduler: PassScheduler,
+        link: ControllerLink,
+        num_stages: int,
+        limit_ms: float,
+    ) -> None:
+        """limit_ms: longest time that the stages may take for a pass."""
+        super().__init__(link)
+        self._scheduler = scheduler
+        self._num_stages = num_stages
+        self._limit_ms = limit_ms
+        self._reports: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._number = 0
+        """The number of the present term."""
+        self._waiting: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
+        """Ticket -> (transfer, prompt), until its first pass is planned."""
+        self._open: set[int] = set()
+        """Tickets that were not cancelled, of the present term."""
+        self._events: list[Arrival | AbortRequested | PassDone] = []
+        self._unjoined: set[int] = set()
+        """Stages that have yet to join the term."""
+        self._percents = [0] * num_stages
+        self._next_runs = [0] * num_stages
+        """For each stage, the oldest pass that it has not run."""
+        self._num_planned = 0
+        self._deadline_s = 0.0
+        """When a stage must have run another pass, while one is in flight."""
+
+    def report(self, stage: int, message: Any) -> None:
+        """Take a stage's report, from any thread."""
+        self._reports.put((stage, message))
+        wake(self._link)
+
+    def run(self) -> None:
+        """See TicketLoop."""
+        while True:
+            while not self._reports.empty():
+                self._reported(*self._reports.get())
+            self._plan()
+            message = self._next_message()
+            if message is not LOOK:
+                self._take(message)
+
+    def forget_term(self) -> None:
+        """See TicketLoop. Passes in flight go on; their pages are not sent."""
+        for ticket in list(self._open):
+            self._cancel(ticket)
+
+    @property
+    def _term(self) -> int:
+        return self._number
+
+    def _next_message(self) -> Any:
+        is_in_flight = self._next_runs[-1] < self._num_planned
+        # Unbounded on purpose if nothing is in flight: keepalive proves the controller's stream.
+        left_s = max(0.0, self._deadline_s - time.monotonic()) if is_in_flight else None
+        try:
+            return self._link.inbox.get(timeout=left_s)
+        except Empty:
+            if not self._reports.empty():
+                return LOOK
+            stage = self._next_runs.index(min(self._next_runs))
+            raise RuntimeError(
+                f"stage {stage} of the prefill did not run pass {self._next_runs[stage]} in "
+                f"{self._limit_ms / 1000:.0f} s"
+            ) from None
+
+    # --- messages of the controller
+
+    def _join(self, message: pb.ToPrefill) -> None:
+        self._number = message.term
+        self._unjoined = set(range(self._num_stages))
+        self.stages.send(JoinTerm(message.term, tuple(places_in(message.join))))
+
+    def _queue(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
+        ids = tuple(request.token_ids[: transfer.num_tokens])
+        self._waiting[transfer.ticket] = transfer, ids
+        self._open.add(transfer.ticket)
+        self._events.append(Arrival(transfer.ticket, transfer.num_tokens, max_tokens=1))
+
+    def _cancel(self, ticket: int) -> None:
+        if ticket in self._open:
+            self._open.remove(ticket)
+            self._events.append(AbortRequested(ticket))
+            if self._waiting.pop(ticket, None) is None:
+                self.stages.send(CancelPrompt(ticket))
+
+    def _num_queued(self) -> int:
+        return len(self._waiting)
+
+    # --- passes
+
+    def _plan(self) -> None:
+        """Plan as many passes as may be in flight."""
+        while True:
+            events, self._events = self._events, []
+            plan = self._scheduler.plan_pass(events, time.monotonic_ns() // 1000)
+            for ended in plan.ended:
+                if ended.request_id in self._open:
+                    self._open.remove(ended.request_id)
+                    self._waiting.pop(ended.request_id, None)
+                    self._give_up(ended.request_id, f"prefill failed: {ended.message}")
+            if plan.pass_plan is None:
+                return
+            self._send_pass(plan.pass_plan)
+
+    def _send_pass(self, plan: PassPlan) -> None:
+        if self._next_runs[-1] == self._num_planned:
+            self._restart_clock()
+        self._num_planned += 1
+        for start in plan.table.starts:
+            transfer, ids = self._waiting.pop(start.request_id)
+            self.stages.send(BeginPrompt(transfer, ids), 0)
+            for stage in range(1, self._num_stages):
+                self.stages.send(BeginPrompt(transfer, ()), stage)
+        self.stages.send(plan)
+
+    def _restart_clock(self) -> None:
+        self._deadline_s = time.monotonic() + self._limit_ms / 1000
+
+    # --- reports of stages
+
+    def _reported(self, stage: int, message: Any) -> None:
+        match message:
+            case StageLoading(percent):
+                self._percents[stage] = percent
+                self._link.send(
+                    pb.FromPrefill(loading_percent=sum(self._percents) // self._num_stages)
+                )
+            case StageJoined(term) if term == self._number:
+                self._unjoined.discard(stage)
+                if not self._unjoined:
+                    self._send(ready=pb.PrefillReady(pid=os.getpid()))
+            case StageRan(number):
+                self._next_runs[stage] = number + 1
+                self._restart_clock()
+                if stage == self._num_stages - 1:
+                    self._events.append(PassDone(number))
+            case StageSuspects(term, instance, is_gone, reason) if term == self._number:
+                logger.info("stage %d: %s", stage, reason)
+                suspect = pb.Suspect(instance=instance, is_gone=is_gone, message=reason)
+                self._send(suspect=suspect)
+            case StageEnded(reason):
+                raise RuntimeError(f"stage {stage} of the prefill: {reason}")
+
+
+class StageProcesses:
+    """The processes of the stages: a pipe to each, and two threads that keep it going."""
+
+    def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
+        """Start them. report: called with a stage and what it reports, from any thread."""
+        self._report = report
+        self._outboxes: list[Queue[Any]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        links_id = f"{spec.cluster_id}.prefill{os.getpid()}"
+        for stage in range(spec.config.prefill.stages):
+            own, theirs = Pipe()
+            command = [sys.executable, "-m", "data_plane.member.prefill_stage"]
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), f"prefill stage {stage}"],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+            theirs.close()
+            outbox: Queue[Any] = Queue()
+            outbox.put(StageSpec(spec, stage, links_id))
+            self._outboxes.append(outbox)
+            self._processes.append(process)
+            for work in (self._write, self._read):
+                threading.Thread(target=work, args=(stage, own), daemon=True).start()
+
+    def send(self, message: Any, stage: int | None = None) -> None:
+        """Queue a message for one stage, or for all. Never blocks."""
+        for outbox in self._outboxes if stage is None else [self._outboxes[stage]]:
+            outbox.put(message)
+
+    def close(self) -> None:
+        """Let the processes end, a bounded time, and kill those that do not. Idempotent."""
+        self.send(None)
+        deadline = time.monotonic() + _LEAVE_S
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+
+    def _write(self, stage: int, pipe: Connection) -> None:
+        with contextlib.suppress(OSError):  # the reader says why
+            while True:
+                message = self._outboxes[stage].get()
+                pipe.send(message)
+                if message is None:
+                    return
+
+    def _read(self, stage: int, pipe: Connection) -> None:
+        try:
+            while True:
+                self._report(stage, pipe.recv())
+        except (EOFError, OSError):
+            status = self._processes[stage].wait()
+            self._report(stage, StageEnded(f"its process ended with status {status}"))

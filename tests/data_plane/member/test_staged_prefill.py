@@ -1,0 +1,330 @@
+"""Stages of the prefill: their pages are the reference's, and what goes wrong is said by name.
+
+Real stages with real rings between and behind them, in threads instead of processes. The processes
+are in tests/nanocp/serve/test_staged_prefill_service.py.
+"""
+
+import contextlib
+import threading
+from dataclasses import replace
+from multiprocessing import Pipe
+from random import Random
+
+import pytest
+import torch
+
+from data_plane.instance.page_transfers import PageTransfers
+from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.page_ring import prefill_rings
+from data_plane.member import prefill_runner
+from data_plane.member.lifetime import MemberSpec, ShutdownRequested
+from data_plane.member.prefill_stage import PrefillStageLoop
+from data_plane.member.stage_messages import (
+    BeginPrompt,
+    CancelPrompt,
+    JoinTerm,
+    StageEnded,
+    StageJoined,
+    StageRan,
+    StageSpec,
+    StageSuspects,
+)
+from data_plane.member.staged_prefill import StagedPrefillLoop
+from data_plane.model.config import ModelConfig
+from data_plane.model.weights import load_weights
+from data_plane.prefill.pages import prefill_pages
+from data_plane.startup.prefill import build_prefill_stage
+from data_plane.transport.exchange import Term
+from data_plane.transport.segments import Segments
+from harness.member_fakes import CLUSTER_ID, LIMITS, Link, until
+from nanocp.config import ClusterConfig, Config, DataPlaneConfig, PrefillConfig
+from nanocp.passes import PassPlan
+from nanocp.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone, TransferFenced
+from nanocp.serve.prefill_scheduler import make_prefill_scheduler
+from nanocp.wire.convert import transfer_to_wire
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+PATIENT = replace(LIMITS, exchange_timeout_ms=30_000, start_timeout_ms=30_000)
+CONFIG = Config(
+    cluster=ClusterConfig(num_instances=2, num_frames=20, max_model_len=512),
+    data_plane=DataPlaneConfig(cpu_kernels="torch"),
+    prefill=PrefillConfig(stages=2, chunk_tokens=100, ring_pages=2),
+    limits=PATIENT,
+)
+NUM_LAYERS = 4
+
+
+def join(term):
+    return pb.ToPrefill(term=term, join=pb.Join())
+
+
+def prefill(ids, *targets, ticket):
+    transfer = Transfer(ticket, ticket, len(ids), targets)
+    request = pb.PrefillRequest(transfer=transfer_to_wire(transfer), token_ids=ids)
+    return transfer, pb.ToPrefill(prefill=request)
+
+
+class NoMoves:
+    def arrived(self):
+        return ()
+
+    def close(self):
+        """There is nothing to close."""
+
+
+class Receiver(PageTransfers):
+    """An instance as far as pages go."""
+
+    def __init__(self, instance, term, model):
+        self.frames = FramePool(NUM_LAYERS, 20, model.attention.kv_width, torch.float32)
+        segments = Segments(CLUSTER_ID, term=Term(term))
+        page_bytes = self.frames.page_bytes
+        rings = prefill_rings(CONFIG.prefill, segments, instance, page_bytes, NUM_LAYERS)
+        super().__init__(instance, 2, rings, NoMoves(), num_parts=2)
+
+    def _read_page(self, frame):
+        raise NotImplementedError
+
+    def _write_page(self, frame, num_tokens, payload, layers):
+        self.frames.write_payload(frame, num_tokens, payload, layers)
+
+    def has(self, event):
+        self.copy_arrived_pages()
+        return event in self._events
+
+
+class Threads:
+    """The stages, each in a thread of this process."""
+
+    def __init__(self, checkpoint, loop):
+        member = MemberSpec("", CONFIG, CLUSTER_ID, "", "", checkpoint)
+        self.pipes, self.threads, self.loops = [], [], []
+        for stage in range(2):
+            own, theirs = Pipe()
+            spec = StageSpec(member, stage, f"{CLUSTER_ID}.links")
+            built = build_prefill_stage(CONFIG, stage, Segments(spec.links_id), checkpoint)
+            self.loops.append(PrefillStageLoop(built, spec, theirs, Segments(CLUSTER_ID)))
+            self.pipes.append(own)
+            reader = threading.Thread(target=self._read, args=(stage, own, loop), daemon=True)
+            reader.start()
+        for each in self.loops:
+            each._built.stage.connect()
+            self.threads.append(threading.Thread(target=self._run, args=(each,), daemon=True))
+            self.threads[-1].start()
+
+    def send(self, message, stage=None):
+        for pipe in self.pipes if stage is None else [self.pipes[stage]]:
+            pipe.send(message)
+
+    def close(self):
+        self.send(None)
+        for thread, loop in zip(self.threads, self.loops, strict=True):
+            thread.join(30)
+            loop.close()
+            loop._built.stage.close()
+
+    def _read(self, stage, pipe, loop):
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                loop.report(stage, pipe.recv())
+
+    def _run(self, loop):
+        with contextlib.suppress(SystemExit):
+            loop.run()
+
+
+@contextlib.contextmanager
+def staged(checkpoint, link):
+    """The loop of the prefill with its stages, which is asked to shut down at the end."""
+    loop = StagedPrefillLoop(make_prefill_scheduler(CONFIG, checkpoint), link, 2, 60_000.0)
+    loop.stages = Threads(checkpoint, loop)
+    errors = []
+
+    def run():
+        try:
+            loop.run()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        link.inbox.put(pb.ToPrefill(shutdown=pb.Shutdown(reason="enough")))
+        thread.join(30)
+        loop.stages.close()
+    assert [type(error) for error in errors] == [ShutdownRequested], errors
+
+
+def assert_kv(checkpoint, model, receiver, ids, frame_of):
+    """The receiver has these pages of the prompt, as the reference computes them."""
+    weights = load_weights(checkpoint, model, torch.float32, range(model.num_experts))
+    for page, kv_LSW in prefill_pages(weights, model, ids, len(ids), 512):
+        if page in frame_of:
+            count = min(PAGE_SIZE, len(ids) - page * PAGE_SIZE)
+            found = receiver.frames.layers[:, frame_of[page], :count]
+            torch.testing.assert_close(found, kv_LSW[:, :count], atol=1e-4, rtol=0)
+
+
+def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(tiny_checkpoint):
+    model, random = ModelConfig.from_folder(tiny_checkpoint), Random(1)
+    prompts = [[random.randrange(2, 512) for _ in range(n)] for n in (300, 64, 31, 250)]
+    link = Link(join(1))
+    with staged(tiny_checkpoint, link) as loop:
+        for term in (1, 2):
+            receivers = [Receiver(instance, term, model) for instance in range(2)]
+            first = 10 * term
+            # Page 0 of the first prompt is shared: it is there already.
+            transfers = [
+                prefill(
+                    prompts[0],
+                    TargetRun(1, 2, 0, 0),
+                    TargetRun(3, 2, 1, 5),
+                    ticket=first,
+                ),
+                prefill(prompts[1], TargetRun(0, 1, 0, 7), ticket=first + 1),
+                prefill(prompts[2], TargetRun(0, 1, 1, 9), ticket=first + 2),
+                prefill(prompts[3], TargetRun(0, 4, 0, 12), ticket=first + 3),
+            ]
+            if term == 2:
+                link.inbox.put(join(2))
+            for transfer, message in transfers:
+                for instance in transfer.receivers:
+                    receivers[instance].expect(transfer)
+                link.inbox.put(message)
+            until(lambda: link.kinds().count("ready") == term)  # noqa: B023
+            if term == 2:
+                link.inbox.put(pb.ToPrefill(cancel=first + 3))
+                receivers[0].fence(first + 3)
+            done = [
+                (receivers[instance], TransferDone(transfer.ticket, instance))
+                for transfer, _ in transfers[: 4 if term == 1 else 3]
+                for instance in transfer.receivers
+            ]
+            # Instances take pages between steps, so a ring is full now and then.
+            until(lambda: all([receiver.has(event) for receiver, event in done]))  # noqa: B023, C419
+            assert_kv(tiny_checkpoint, model, receivers[0], prompts[0], {1: 0, 2: 1})
+            assert_kv(tiny_checkpoint, model, receivers[1], prompts[0], {3: 5, 4: 6})
+            assert_kv(tiny_checkpoint, model, receivers[0], prompts[1], {0: 7})
+            assert_kv(tiny_checkpoint, model, receivers[1], prompts[2], {0: 9})
+            if term == 1:
+                pages = {page: 12 + page for page in range(4)}
+                assert_kv(tiny_checkpoint, model, receivers[0], prompts[3], pages)
+            else:
+                assert TransferFenced(first + 3, 0) in receivers[0]._events
+            for receiver in receivers:
+                receiver.leave()
+        until(lambda: loop._scheduler.load.frames_free == 16 and loop._scheduler.num_running == 0)
+    assert all(kind != "failed" for kind in link.kinds())
+
+
+class Recorder:
+    """Stages that do nothing; it records what they are sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message, stage=None):
+        self.sent.append((stage, message))
+
+
+def scripted(tiny_checkpoint, *messages, limit_ms=60_000.0):
+    """A loop with stages that do nothing; it runs until it would wait."""
+    link = Link(*messages)
+    loop = StagedPrefillLoop(make_prefill_scheduler(CONFIG, tiny_checkpoint), link, 2, limit_ms)
+    loop.stages = Recorder()
+    return loop, link
+
+
+def run_to_the_end(loop, link):
+    link.inbox.put(pb.ToPrefill(shutdown=pb.Shutdown(reason="enough")))
+    with pytest.raises(ShutdownRequested):
+        loop.run()
+
+
+def test_two_passes_are_in_flight_and_one_waits_and_prompts_go_before_their_pass(tiny_checkpoint):
+    target = TargetRun(0, 5, 0, 0)
+    loop, link = scripted(tiny_checkpoint, join(1), prefill([7] * 300, target, ticket=3)[1])
+    run_to_the_end(loop, link)
+    sent = loop.stages.sent
+    assert isinstance(sent[0][1], JoinTerm)
+    assert [(stage, len(begin.token_ids)) for stage, begin in sent[1:3]] == [(0, 300), (1, 0)]
+    passes = [message for _, message in sent if isinstance(message, PassPlan)]
+    assert [plan.number for plan in passes] == [0, 1, 2]
+    assert [span[:3] for plan in passes for span in plan.spans] == [
+        (3, 0, 100),
+        (3, 100, 100),
+        (3, 200, 64),
+    ]
+    assert not any(span.samples for plan in passes for span in plan.spans)
+
+
+def test_a_ticket_that_was_cancelled_in_the_queue_reaches_no_stage(tiny_checkpoint):
+    target = TargetRun(0, 5, 0, 0)
+    both = [prefill([7] * 300, target, ticket=ticket)[1] for ticket in (3, 4)]
+    cancels = [pb.ToPrefill(cancel=ticket) for ticket in (4, 3, 99)]
+    loop, link = scripted(tiny_checkpoint, join(1), *both, *cancels)
+    run_to_the_end(loop, link)
+    kinds = [type(message) for _, message in loop.stages.sent]
+    assert kinds.count(BeginPrompt) == 2 and CancelPrompt(3) in [m for _, m in loop.stages.sent]
+    for number in range(3):
+        loop.report(1, StageRan(number))
+    run_to_the_end(loop, link)
+    assert loop._scheduler.num_running == loop._scheduler.num_waiting == 0
+    assert loop._scheduler.load.frames_free == 16 and not loop._open and not loop._waiting
+
+
+def test_a_lost_stage_ends_the_prefill_by_name(tiny_checkpoint):
+    loop, _ = scripted(tiny_checkpoint, join(1))
+    loop.report(1, StageEnded("its process ended with status -9"))
+    with pytest.raises(RuntimeError, match=r"stage 1 of the prefill: its process .* status -9"):
+        loop.run()
+
+
+def test_a_stage_that_hangs_ends_the_prefill_by_name(tiny_checkpoint):
+    message = prefill([7] * 300, TargetRun(0, 5, 0, 0), ticket=3)[1]
+    loop, _ = scripted(tiny_checkpoint, join(1), message, limit_ms=200.0)
+    loop.report(0, StageRan(0))
+    with pytest.raises(RuntimeError, match=r"stage 1 of the prefill did not run pass 0 in 0 s"):
+        loop.run()
+
+
+def test_it_is_ready_when_every_stage_has_joined_the_present_term(tiny_checkpoint):
+    loop, link = scripted(tiny_checkpoint, join(1), join(2))
+    run_to_the_end(loop, link)
+    for stage, term in ((0, 2), (1, 1)):
+        loop.report(stage, StageJoined(term))
+    run_to_the_end(loop, link)
+    assert link.kinds() == []
+    loop.report(1, StageJoined(2))
+    loop.report(0, StageSuspects(1, 0, True, "old"))
+    loop.report(0, StageSuspects(2, 1, False, "full"))
+    run_to_the_end(loop, link)
+    assert link.kinds() == ["ready", "suspect"]
+    assert (link.sent[1].suspect.instance, link.sent[1].term) == (1, 2)
+
+
+def test_its_queue_has_a_limit(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(prefill_runner, "MAX_QUEUED_PROMPTS", 1)
+    target = TargetRun(0, 8, 0, 0)
+    three = [prefill([7] * 500, target, ticket=ticket)[1] for ticket in (1, 2, 3, 4)]
+    loop, link = scripted(tiny_checkpoint, join(1), *three)
+    run_to_the_end(loop, link)
+    failed = [message.failed for message in link.sent]
+    assert [each.ticket for each in failed] == [3, 4]
+    assert "1 prompts wait for the prefill" in failed[0].message
+
+
+def test_a_prompt_that_no_stage_could_hold_is_given_up(tiny_checkpoint):
+    message = prefill([7] * 600, TargetRun(0, 10, 0, 0), ticket=3)[1]
+    loop, link = scripted(tiny_checkpoint, join(1), message)
+    run_to_the_end(loop, link)
+    assert "max_model_len is 512" in link.sent[0].failed.message
+
+
+def test_what_stages_cannot_do_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"prefill\.stages is 2 and data_plane\.page_backend nixl"):
+        Config(prefill=PrefillConfig(stages=2), data_plane=DataPlaneConfig(page_backend="nixl"))
+    with pytest.raises(ValueError, match="stages is 2, and engines or synthetic_kv is set too"):
+        PrefillConfig(stages=2, synthetic_kv=True)

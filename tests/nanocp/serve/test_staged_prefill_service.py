@@ -1,0 +1,127 @@
+"""A cluster whose prompts are computed by two stages: real processes, every token exact."""
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from control_plane.member_streams import PREFILL
+from harness.hash_service import process_launcher, shared_memory_of
+from nanocp.client import Client, InvalidArgument
+from nanocp.config import (
+    BoundsConfig,
+    ClusterConfig,
+    Config,
+    DataPlaneConfig,
+    LimitsConfig,
+    PrefillConfig,
+    SchedulerConfig,
+    ServiceConfig,
+)
+from nanocp.serve.service import Service, open_checkpoint
+
+CONFIG = Config(
+    cluster=ClusterConfig(
+        num_instances=2,
+        num_frames=40,
+        max_model_len=1024,
+        bounds=BoundsConfig(max_rows=8, max_attention_rows=16),
+    ),
+    scheduler=SchedulerConfig(cp_degree_buckets=((128, 1),), cp_degree_max=2),
+    prefill=PrefillConfig(stages=2, chunk_tokens=128),
+    limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
+    service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0, check_invariants=True),
+)
+WAIT_S = 120
+
+
+@contextmanager
+def serving(checkpoint, config=CONFIG):
+    service = Service(config, open_checkpoint(config, checkpoint), process_launcher())
+    try:
+        service.start(lambda step: None)
+        yield service
+    finally:
+        service.stop()
+    assert shared_memory_of(service) == []
+
+
+def prompt(length, seed):
+    rng = random.Random(seed)
+    return [rng.randrange(2, 512) for _ in range(length)]
+
+
+def generate(service, ids, max_tokens, **options):
+    with Client(service.address) as client:
+        options = {"temperature": 0.0, "ignore_eos": True, "timeout_s": WAIT_S} | options
+        chunks = client.generate(ids, max_tokens=max_tokens, **options)
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def stages_of(service):
+    """The processes of the stages, in order."""
+    children = psutil.Process(service.launcher.pid(PREFILL)).children()
+    return sorted(children, key=lambda process: process.cmdline()[-1])
+
+
+@pytest.mark.system
+def test_prompts_through_two_stages_are_exact_also_after_a_stage_is_lost(
+    tiny_checkpoint, tiny_oracle
+):
+    with serving(tiny_checkpoint) as service, ThreadPoolExecutor(12) as pool:
+        lengths = (2, 64, 65, 150, 300, 700, 31, 129)
+        ids = [prompt(length, length) for length in lengths]
+        running = [pool.submit(generate, service, each, 12) for each in ids]
+        for each, output in zip(ids, running, strict=True):
+            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        with pytest.raises(InvalidArgument, match=r"prompt_logprobs .* stages"):
+            generate(service, ids[0], 1, prompt_logprobs=1)
+        lost = stages_of(service)
+        assert [each.cmdline()[-1] for each in lost] == ["prefill stage 0", "prefill stage 1"]
+        running = [pool.submit(generate, service, prompt(900, seed), 8) for seed in range(4)]
+        until(lambda: service.num_open == 4)
+        os.kill(lost[1].pid, signal.SIGKILL)
+        for seed, output in enumerate(running):
+            assert tiny_oracle.judge(prompt(900, seed), output.result(WAIT_S)).exact
+        assert not any(each.is_running() for each in lost), "a lost stage ends the others"
+        assert not service.failure.done()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_instance_that_is_lost_does_not_keep_the_stages(tiny_checkpoint, tiny_oracle, number):
+    """The next term has new rings; KV goes by TCP."""
+    config = Config(
+        cluster=CONFIG.cluster,
+        data_plane=DataPlaneConfig(exchange_backend="tcp"),
+        prefill=CONFIG.prefill,
+        limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, suspect_ms=2000),
+        service=CONFIG.service,
+    )
+    with serving(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
+        stages = stages_of(service)
+        running = [pool.submit(generate, service, prompt(900, seed), 30) for seed in range(4)]
+        until(lambda: service.num_open == 4)
+        time.sleep(0.2)
+        os.kill(service.launcher.pid(service._controller.members.expected[1]), number)
+        for seed, output in enumerate(running):
+            assert tiny_oracle.judge(prompt(900, seed), output.result(WAIT_S)).exact
+        assert stages_of(service) == stages
+
+
+def test_more_stages_than_layers_are_refused(tiny_checkpoint):
+    config = Config(prefill=PrefillConfig(stages=5))
+    with pytest.raises(ValueError, match=r"prefill\.stages is 5, and the model has 4 layers"):
+        open_checkpoint(config, tiny_checkpoint)
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
