@@ -21,6 +21,9 @@ from functools import partial
 from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
 from control_plane.member_streams import Member
 
+_FROM_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
+"""Signals that somebody sends: what the process wrote last has nothing to do with its end."""
+
 
 @dataclass(eq=False, slots=True)
 class _Process:
@@ -168,7 +171,10 @@ class ProcessLauncher:
                 line = raw.decode(errors="replace").rstrip()
                 last_line = line or last_line
                 print(line, file=sys.stderr)
-        how = _describe_exit(watched.process.wait())
+        status = watched.process.wait()
+        how = _describe_exit(status)
+        if -status in _FROM_OTHERS:
+            last_line = ""
         with self._lock:
             if watched in self._spares:
                 self._spares.remove(watched)

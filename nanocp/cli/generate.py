@@ -31,7 +31,13 @@ MAX_TIMEOUT_S = 1e6
 class ServiceAccess:
     """The service that a command asks: its address and key."""
 
-    target: Annotated[str, typer.Option(help="HOST:PORT of the service.")] = "127.0.0.1:50051"
+    target: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the service. Several front ends with commas between them: an answer "
+            "goes on at another one if its own is lost."
+        ),
+    ] = "127.0.0.1:50051"
     api_key: Annotated[
         str,
         typer.Option(
@@ -133,7 +139,8 @@ def generate(
         if not as_json:
             _check_shown(sampling)
         asked, options = prompt.read(), sampling_options.read_sampling(sampling)
-        with Client(service.target, service.api_key, tls=service.tls, ca=service.ca) as client:
+        targets = [target.strip() for target in service.target.split(",")]
+        with Client(targets, service.api_key, tls=service.tls, ca=service.ca) as client:
             for chunk in client.generate(asked, **asdict(scheduling), **options):
                 chunks.append(chunk)
                 if not as_json and not is_many:

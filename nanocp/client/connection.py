@@ -57,8 +57,10 @@ class Endpoints:
     ) -> None:
         """target: host:port of each. ca: a file of certificates. Raises ValueError or OSError."""
         targets = (target,) if isinstance(target, str) else tuple(target)
-        if not targets:
-            raise ValueError("target is empty; it must name at least one endpoint, host:port")
+        if not targets or not all(targets):
+            raise ValueError(
+                "target is empty, or one of its parts; each must name an endpoint, host:port"
+            )
         credentials = channel_credentials(tls, ca)
         self.all = [Endpoint(one, credentials, kind) for one in targets]
         self.metadata = call_metadata(api_key)

@@ -171,8 +171,6 @@ class FrontEndProcesses:
         if not hello.done():
             hello.set_exception(RuntimeError(f"{member}: {how}"))
             return
-        if "was ended by" in how:
-            how = how.partition(": ")[0]  # The last line of its log has nothing to do with it.
         now_s = time.monotonic()
         ends = self._ends[index]
         ends.append(now_s)

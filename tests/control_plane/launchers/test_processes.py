@@ -62,6 +62,15 @@ def test_a_spare_becomes_an_instances_process_and_its_end_is_the_instances(launc
     assert launcher.pid(FIRST) != spare, "without a spare there is a new process"
 
 
+def test_what_a_process_wrote_last_is_no_reason_for_a_kill(launcher, capsys):
+    launcher.start_one(FIRST, 0, "runs")
+    written = []
+    until(lambda: written.append(capsys.readouterr().err) or "runs ends" in "".join(written))
+    launcher.kill(FIRST)
+    until(lambda: launcher.exits)
+    assert launcher.exits == [(FIRST, 0, "its process was ended by SIGKILL")]
+
+
 def test_a_spare_that_is_stopped_goes_on_once_it_has_a_seat(launcher):
     spare = ready_spare(launcher)
     os.kill(spare, signal.SIGSTOP)

@@ -228,3 +228,10 @@ def test_the_command_imports_quickly() -> None:
         "assert not {'grpc', 'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_an_answer_comes_from_another_front_end_if_one_is_gone(server: ScriptedService) -> None:
+    code, out, _ = run("--target", f"127.0.0.1:9, {server.target}", "--prompt", "x")
+    assert (code, out) == (0, run("--target", server.target, "--prompt", "x")[1])
+    code, _, err = run("--target", f"127.0.0.1:9,, {server.target}", "--prompt", "x")
+    assert code == 2 and "target" in err
