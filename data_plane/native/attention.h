@@ -34,16 +34,24 @@ static float weigh(float* score, long tokens, float scale, Softmax& state) {
     return kept;
 }
 
-// What is read next: `width` elements apart, `bytes` of each token, or nothing. A token's part of a
-// page is too short for the processor to guess.
+// What is read next: `lines` of the cache of each token, `width` elements apart. A token's part of a
+// page is too short for the processor to guess. Each pass over the tokens fetches a share of every
+// token's lines: fetched all at once they would wait for each other, and the processor for them.
 template <class T>
 struct Ahead {
     const T* from;
-    long width, bytes;
+    long width, lines, passes;
+    long pass = 0, first = 0, last = 0;
+
+    void begin_pass() {
+        first = last;
+        last = lines * ++pass / passes;
+    }
 
     void prefetch(long token) const {
         const char* begin = reinterpret_cast<const char*>(from + token * width);
-        for (long at = 0; at < bytes; at += 64) _mm_prefetch(begin + at, _MM_HINT_T1);
+        for (long line = first; line < last; ++line)
+            _mm_prefetch(begin + line * 64, _MM_HINT_T1);
     }
 };
 
@@ -71,8 +79,9 @@ static void scores(const float* q, const T* keys, long D, long width, float* sco
 
 template <int Heads, class T>
 static void values_of(const float* weight, const float* kept, const T* values, long width, long R,
-                      long tokens, Ahead<T> ahead, float* out) {
+                      long tokens, Ahead<T>& ahead, float* out) {
     for (long r = 0; r < R; r += 2 * LANES) {
+        ahead.begin_pass();
         Vector sum[Heads][2];
         for (int h = 0; h < Heads; ++h)
             for (int v = 0; v < 2; ++v)
@@ -89,7 +98,6 @@ static void values_of(const float* weight, const float* kept, const T* values, l
         }
         for (int h = 0; h < Heads; ++h)
             for (int v = 0; v < 2; ++v) store(out + h * R + r + v * LANES, sum[h][v]);
-        ahead.bytes = 0;
     }
 }
 
@@ -112,7 +120,8 @@ struct Pages {
 
     template <int Heads>
     static void score(const float* q, const T* keys, long width, long tokens, long D,
-                      Ahead<T> ahead, float* to) {
+                      Ahead<T>& ahead, float* to) {
+        ahead.begin_pass();
         long t = 0;
         for (; t + 4 <= tokens; t += 4) {
             for (long i = 0; i < 4; ++i) ahead.prefetch(t + i);
@@ -124,20 +133,25 @@ struct Pages {
     static void page(const float* q, const T* keys, const T* values, const T* next, long width,
                      long tokens, long H, long D, long R, float scale, Softmax* state,
                      float* out) {
-        // While keys are read, the values come, if they are not the same; while these are, the next
-        // keys.
-        Ahead<T> ahead = {values, width, values == keys ? 0 : long(R * sizeof(T))};
+        // While keys are read, the values come; while these are, the next keys. If keys are values
+        // too, the next ones come all the time.
+        const long scored = H / SCORED + H % SCORED;
+        const long summed =
+            (H / SUMMED + H % SUMMED / (SUMMED / 2) + H % (SUMMED / 2)) * R / (2 * LANES);
+        const long next_lines = next ? D * long(sizeof(T)) / 64 : 0;
+        const bool is_latent = values == keys;
+        Ahead<T> ahead = {next, width, next_lines, scored + summed};
+        if (!is_latent) ahead = {values, width, R * long(sizeof(T)) / 64, scored};
         float* weight = scratch<float, 2>(H * PAGE);
         float* kept = scratch<float, 3>(H);
         long h = 0;
-        for (; h + SCORED <= H; h += SCORED, ahead.bytes = 0)
+        for (; h + SCORED <= H; h += SCORED)
             score<SCORED>(q + h * D, keys, width, tokens, D, ahead, weight + h * PAGE);
-        for (; h < H; ++h, ahead.bytes = 0)
-            score<1>(q + h * D, keys, width, tokens, D, ahead, weight + h * PAGE);
-        ahead = {next, width, next ? long(D * sizeof(T)) : 0};
+        for (; h < H; ++h) score<1>(q + h * D, keys, width, tokens, D, ahead, weight + h * PAGE);
+        if (!is_latent) ahead = {next, width, next_lines, summed};
         for (h = 0; h < H; ++h) kept[h] = weigh(weight + h * PAGE, tokens, scale, state[h]);
         const auto add = [&](auto heads) {
-            for (; h + heads <= H; h += heads, ahead.bytes = 0)
+            for (; h + heads <= H; h += heads)
                 values_of<heads>(weight + h * PAGE, kept + h, values, width, R, tokens, ahead,
                                  out + h * R);
         };

@@ -50,21 +50,22 @@ static const typename Products<T>::Factor* factors(const T* x, long& x_stride, l
     return made;
 }
 
-// M rows times so many blocks together as keep the processor's registers full.
+// M rows times so many blocks together as keep the processor's registers full. The passes over a
+// block prefetch equal shares of what is next, evenly over the steps: the processor waits for few
+// lines at a time, and what comes in a part of the steps only would stop the sums there.
 template <int M, int Together, class T, class Out>
 static void multiply(const typename Products<T>::Factor* x, long x_stride, const T* w, long steps,
-                     Out* out, long out_stride, long columns, const char* ahead,
-                     long ahead_lines) {
+                     Out* out, long out_stride, long columns, const char* ahead, long passes) {
     using P = Products<T>;
-    constexpr int each = COLUMNS / LANES, V = Together * each;
+    constexpr int each = COLUMNS / LANES, V = Together * each, LINES = V * LANES * 4 / 64;
+    long due = 0;
     const long block = steps * COLUMNS * P::K;
     Vector sum[M][V];
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v) sum[m][v] = splat(0);
     for (long step = 0; step < steps; ++step, w += COLUMNS * P::K) {
-        for (long line = 0; line < ahead_lines; ++line)
-            _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
-        ahead += ahead_lines * 64;
+        for (due += LINES; due >= passes; due -= passes, ahead += 64)
+            _mm_prefetch(ahead, _MM_HINT_T1);
         for (int part = 0; part < P::PARTS; ++part) {
             decltype(P::weight(w, 0)) weight[V];
             for (int v = 0; v < V; ++v)
@@ -99,18 +100,15 @@ static void linear_together(const typename Products<T>::Factor* x, long x_stride
     constexpr int least = Together == MOST_TOGETHER ? 1 : (most + 1) / 2;
     constexpr long columns = Together * COLUMNS, lines = columns * 4 / 64;
     const long passes = blocks(M, most), size = steps * columns * Products<T>::K;
-    // Every pass prefetches its share of what is next: its lines of each step, over the passes.
-    const long ahead_lines = std::max(lines / std::clamp(passes, 1L, lines), 1L);
     for (long n = 0; n < N; n += columns, w += size)
         for (long pass = 0, m = 0; pass < passes; ++pass) {
             const long rows = (M - m + passes - pass - 1) / (passes - pass);
-            const bool is_ahead = (pass + 1) * ahead_lines <= lines;
-            const char* ahead = reinterpret_cast<const char*>(w + size) +
-                                (is_ahead ? pass * ahead_lines * 64 * steps : 0);
+            const char* ahead =
+                reinterpret_cast<const char*>(w + size) + lines * steps * pass / passes * 64;
             with_rows<least, most>(rows, [&](auto count) {
                 multiply<count, Together>(x + m * x_stride, x_stride, w, steps,
                                           out + m * out_stride + n, out_stride, N - n, ahead,
-                                          is_ahead ? ahead_lines : 0);
+                                          passes);
             });
             m += rows;
         }

@@ -236,12 +236,14 @@ class Mixture {
         // Sources none of whose rows has an expert here wait for nobody.
         for (Source<T>* source : taken)
             if (!source->experts_left.load(std::memory_order_relaxed)) publish_sums(*source);
-        // The expert with most rows first: the last ones to run are short.
         order.resize(wave.num_experts);
         for (long i = 0; i < wave.num_experts; ++i) order[i] = &wave.experts[i];
-        std::stable_sort(
-            order.begin(), order.end(),
-            [](const ExpertRows<T>* a, const ExpertRows<T>* b) { return a->M > b->M; });
+        // The expert with most rows first: the last ones to run are short. One processor takes them
+        // as they lie in memory, because what follows an expert's weights is fetched with them.
+        if (processors->count() > 1)
+            std::stable_sort(
+                order.begin(), order.end(),
+                [](const ExpertRows<T>* a, const ExpertRows<T>* b) { return a->M > b->M; });
         for (ExpertRows<T>* rows : order) publish_expert(*rows, wanted_blocks(wave.num_experts));
     }
 
