@@ -7,7 +7,7 @@ its memory and what one request of a million tokens does there. Does not know: p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -71,37 +71,58 @@ class Sizing:
         return next((one for one in self.tried if one.is_enough), None)
 
 
-def sizes(file: ClusterFile) -> Iterator[int]:
-    """Whole nodes whose instances share the experts evenly, ascending."""
-    node, num_experts = file.cluster.instances_per_node, file.model.num_experts
-    most = min(num_experts or _MAX_INSTANCES, _MAX_INSTANCES)
-    return (n for n in range(node, most + 1, node) if num_experts % n == 0)
+def sizes(file: ClusterFile) -> Sequence[int]:
+    """Whole nodes, no more instances than experts, ascending."""
+    node = file.cluster.instances_per_node
+    most = min(file.model.num_experts or _MAX_INSTANCES, _MAX_INSTANCES)
+    return range(node, most + 1, node)
 
 
 def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:
     """The smallest cluster that sustains the trial's load; on_size gets each size tried.
 
-    Raises ValueError for a cluster file without a memory section.
+    Sizes are doubled until one is enough, and what lies between is halved: a cluster larger than
+    one that is enough is taken to be enough too. Raises ValueError for a cluster file without a
+    memory section.
     """
     if trial.file.memory is None:
         raise ValueError("the cluster file has no memory section, so it has one size only")
     tried: list[Tried] = []
-    for num_instances in sizes(trial.file):
+    answer: tuple[Trial, TimelineRecorder] | None = None
+
+    def is_enough(num_instances: int) -> bool:
+        nonlocal answer
         if on_size is not None:
             on_size(num_instances)
         try:
             file = trial.file.of_size(num_instances)
         except ValueError as error:
             tried.append(Tried(num_instances, 0, None, str(error)))
-            continue
+            return False
         here = replace(trial, file=file).filled()
         timeline = TimelineRecorder(here.run)
         outcome = here.play(timeline)
         tried.append(Tried(num_instances, file.cluster.num_frames, outcome, ""))
         if outcome.is_sustained:
-            most = sweep(replace(trial, file=file), precision=1.1, num_seeds=1, first_step=2.0)
-            return Sizing(tuple(tried), timeline, most, _guest(here))
-    return Sizing(tuple(tried), None, None, None)
+            answer = here, timeline
+        return outcome.is_sustained
+
+    possible = sizes(trial.file)
+    too_few, enough = 0, min(1, len(possible))  # numbers of nodes
+    while enough > too_few and not is_enough(possible[enough - 1]):
+        too_few, enough = enough, min(2 * enough, len(possible))
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if is_enough(possible[middle - 1]):
+            enough = middle
+        else:
+            too_few = middle
+    tried.sort(key=attrgetter("num_instances"))
+    if answer is None:
+        return Sizing(tuple(tried), None, None, None)
+    here, timeline = answer
+    most = sweep(replace(trial, file=here.file), precision=1.1, num_seeds=1, first_step=2.0)
+    return Sizing(tuple(tried), timeline, most, _guest(here))
 
 
 def _guest(trial: Trial) -> Guest | None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,9 +18,33 @@ from nanocp.simulator.workload import Workload, own_rate
 H200 = load_cluster_file("h200x32-deepseek-v3")
 
 
-def test_sizes_are_whole_nodes_that_share_the_experts():
-    assert list(sizes(H200)) == [8, 16, 32, 64, 128, 256]
-    assert list(sizes(replace(H200, model=replace(H200.model, num_experts=24)))) == [8, 24]
+def test_sizes_are_whole_nodes_and_no_more_instances_than_experts():
+    assert list(sizes(H200)) == list(range(8, 257, 8))
+    assert list(sizes(replace(H200, model=replace(H200.model, num_experts=27)))) == [8, 16, 24]
+    assert list(sizes(replace(H200, model=replace(H200.model, num_experts=7)))) == []
+
+
+@pytest.mark.parametrize(
+    ("least", "answer", "tried"),
+    [
+        (1, 8, [8]),
+        (88, 88, [8, 16, 32, 64, 80, 88, 96, 128]),
+        (250, 256, [8, 16, 32, 64, 128, 192, 224, 240, 248, 256]),
+        (257, None, [8, 16, 32, 64, 128, 256]),
+    ],
+)
+def test_a_number_that_does_not_divide_the_experts_can_be_enough(monkeypatch, least, answer, tried):
+    """The search alone: a trial sustains its load from `least` instances on."""
+
+    def play(trial, timeline):
+        return SimpleNamespace(is_sustained=trial.file.cluster.num_instances >= least)
+
+    monkeypatch.setattr(Trial, "play", play)
+    monkeypatch.setattr("nanocp.simulator.size.sweep", lambda trial, **_: None)
+    monkeypatch.setattr("nanocp.simulator.size._guest", lambda trial: None)
+    found = size(Trial(H200, "least_batch", Workload("issue-1", rate_per_s=1), begins_empty=True))
+    assert [one.num_instances for one in found.tried] == tried
+    assert (found.answer.num_instances if found.answer else None) == answer
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +69,14 @@ def test_the_smallest_size_that_is_enough_is_found(files):
     workload = Workload(f"mooncake:{files / 'trace.jsonl'}", rate_per_s=20)
     step_us = Trial(file, "least_batch", workload, measure_us=1_000_000).play().step_ms_mean * 1e3
     seconds = {"warm_up_us": 500_000, "measure_us": 2_000_000}
-    # Four instances read twice the weights of eight: a step is longer.
+    # Four and six instances read twice the weights of eight: a step is longer.
     trial = Trial(file, "least_batch", workload, slo=Slo(round(1.2 * step_us)), **seconds)
     found = size(trial)
-    assert [one.num_instances for one in found.tried] == [2, 4, 8]
-    first, second, third = found.tried
+    assert [one.num_instances for one in found.tried] == [2, 4, 6, 8]
+    first, *between, last = found.tried
     assert "does not fit 2 H200" in first.why_not and first.outcome is None
-    assert second.outcome is not None and not second.is_enough
-    assert third.is_enough and found.answer is third
+    assert [(one.outcome is not None, one.is_enough) for one in between] == [(True, False)] * 2
+    assert last.is_enough and found.answer is last
     assert found.most.rate_per_s >= 20 and found.guest is None, "no million tokens fit this model"
     hopeless = size(replace(trial, slo=Slo(1)))
     assert hopeless.answer is None and hopeless.most is None
