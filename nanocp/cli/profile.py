@@ -38,7 +38,9 @@ _QUICK_MAX_LEN = 4096
 _WIDTH = 110
 
 
-CONFIG_OPTIONS = FieldOptions([config_option("cluster.num_instances", name="instances")])
+CONFIG_OPTIONS = FieldOptions(
+    [config_option("cluster.num_instances", name="instances"), config_option("cluster.layout")]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ def profile(
     costs, which policy cost_aware weighs.
 
     cluster.yaml, for `nanocp simulate --cluster`: this machine as a simulated cluster.
+
+    With --layout pipeline passes are measured, and serve.yaml has what a layer and sampling cost.
     """
     from rich.console import Console
 
@@ -122,6 +126,9 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
 
     Raises ValueError for what cannot be measured, RuntimeError if an instance fails.
     """
+    if config.cluster.layout == "pipeline":
+        _run_pipeline(config, checkpoint, measurement, console)
+        return
     from data_plane.model.config import ModelConfig
     from nanocp.profile.fit import cluster_yaml, fit_cluster, serve_yaml
     from nanocp.profile.lanes import with_lane_table
@@ -147,6 +154,38 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     _show(sweep, fitted, console)
     console.print(f"nanocp serve {checkpoint} --config {out / 'serve.yaml'}", soft_wrap=True)
     console.print(f"nanocp simulate --cluster {out / 'cluster.yaml'}", soft_wrap=True)
+
+
+def _run_pipeline(
+    config: Config, checkpoint: Path, measurement: Measurement, console: Console
+) -> None:
+    """Fit the predictor of a pipeline to passes through one stage that has every layer."""
+    from rich.table import Table
+
+    from data_plane.model.config import ModelConfig
+    from nanocp.passes import PipelineConfig
+    from nanocp.profile.fit import pipeline_yaml
+    from nanocp.profile.pipeline import errors, mixes
+    from nanocp.simulator.pipeline.fit import fit_costs
+
+    if measurement.max_len or measurement.degree or measurement.overlap:
+        raise ValueError("--max-len, --degree and --overlap have no meaning with layout pipeline")
+    model = ModelConfig.from_folder(checkpoint)
+    PipelineConfig.of(config, model.num_layers)
+    measurement.make_folder()
+    experts = model.num_experts, model.num_experts_per_token
+    passes = mixes(checkpoint, is_quick=measurement.quick, data_plane=config.data_plane)
+    costs = fit_costs("ours", passes, *experts)
+    config = replace(config, pipeline=replace(config.pipeline, costs=costs))
+    path = measurement.out / "serve.yaml"
+    path.write_text(pipeline_yaml(config, _about(config, checkpoint)))
+    table = Table(title=f"{len(passes)} passes: mean error on a held-out third")
+    for column in ("form", "layer", "sampling, greedy"):
+        table.add_column(column)
+    for form, error in errors(passes, *experts).items():
+        table.add_row(form, f"{error.layer:.1%}", f"{error.sampling:.1%}")
+    console.print(table)
+    console.print(f"nanocp serve {checkpoint} --config {path}", soft_wrap=True)
 
 
 def _degrees(given: Sequence[int] | None, num_instances: int) -> list[int]:

@@ -282,6 +282,17 @@ def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str
     return _document(tree, about)
 
 
+def pipeline_yaml(config: Config, about: Sequence[str]) -> str:
+    """The file for `nanocp serve --config` of a pipeline: its costs, and what is not the default.
+
+    config: with the measured costs.
+    """
+    tree = _changed(config, Config())
+    tree.setdefault("cluster", {})["num_instances"] = config.cluster.num_instances
+    tree["pipeline"] = {**tree.get("pipeline", {}), "costs": asdict(config.pipeline.costs)}
+    return _document(tree, about)
+
+
 def cluster_yaml(fitted: Fitted, about: Sequence[str]) -> str:
     """The file for `nanocp simulate --cluster`."""
     return _document(asdict(fitted.file), about)

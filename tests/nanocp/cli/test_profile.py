@@ -259,3 +259,16 @@ def test_bounds_without_room_for_a_link_are_named(tiny_checkpoint, tmp_path):
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
     result = nanocp("profile", tmp_path / "none", "--out", tmp_path)
     assert result.exit_code == 2 and "config.json is missing" in result.stderr
+
+
+@pytest.mark.system
+def test_a_pipeline_is_profiled_and_serve_reads_what_it_costs(tiny_checkpoint, tmp_path):
+    arguments = ["profile", str(tiny_checkpoint), "--layout", "pipeline", "--instances", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--quick", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "paper" in result.output and "ours" in result.output
+    config = load_config(tmp_path / "serve.yaml", {})
+    assert config.cluster.layout == "pipeline" and config.pipeline.costs.num_experts == 16
+    assert config.pipeline.costs != Config().pipeline.costs
+    wrong = CliRunner().invoke(app, [*arguments, "--degree", "2", "--out", str(tmp_path)])
+    assert wrong.exit_code == 2

@@ -1,0 +1,186 @@
+"""All stages of a pipeline in one thread, and what each pass takes of each one's processor.
+
+Enters: passes and layer moves from whoever plans them, prompts. Leaves: what stages report, with
+times. Does not know: who plans, how times are judged. Links and rings are those of a service.
+
+Stages in one process cannot wait for a core, so times do not depend on what else a machine does as
+much as a clock on the wall would. `makespan_us` says how long a pipeline takes in which each stage
+has a core.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from data_plane.instance.stage_edge import Waits
+from data_plane.startup.stage import build_stage
+from data_plane.step.stage import ModelStage
+from data_plane.transport.segments import Segments
+from data_plane.transport.shared_memory import unlink_cluster
+from nanocp.config import Config
+from nanocp.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span
+
+_IDLE_S = 0.001
+
+
+@dataclass(slots=True)
+class PassTime:
+    """What one pass took, in microseconds of processor time."""
+
+    number: int
+    after: int
+    """See PassPlan."""
+    spans: tuple[Span, ...]
+    stage_us: list[float]
+    """For each stage; with what it did about moving layers since its last pass."""
+    layers_us: list[float] = field(default_factory=list)
+    """Each layer but the model's last, which is cut short if nothing is sampled."""
+    sample_us: float = 0.0
+    """0 if nothing is sampled."""
+
+    @property
+    def layer_us(self) -> float:
+        """The mean of a layer."""
+        return fmean(self.layers_us)
+
+
+@dataclass(slots=True)
+class MoveTime:
+    """What KV that moved took, in microseconds of the processors of both ends."""
+
+    number: int
+    is_mark: bool
+    num_frames: int
+    """Frames, counted in each layer."""
+    us: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Timed:
+    stage: ModelStage
+    items: deque[PassPlan | LayerMoves] = field(default_factory=deque)
+    running: Waits | None = None
+    spent_us: float = 0.0
+    """Since its last pass ended."""
+
+
+class TimedStages:
+    """The stages of one pipeline. Close them at the end."""
+
+    def __init__(self, config: Config, checkpoint: Path) -> None:
+        """Load all stages. Raises what build_stage does."""
+        self._cluster_id = f"profile-{secrets.token_hex(4)}"
+        segments = Segments(self._cluster_id)
+        self._timed = [
+            _Timed(build_stage(config, stage, segments, checkpoint))
+            for stage in range(config.cluster.num_instances)
+        ]
+        self.num_layers = sum(len(each.stage._layers) for each in self._timed)
+        self.passes: list[PassTime] = []
+        self.moves: list[MoveTime] = []
+        for number, timed in enumerate(self._timed):
+            timed.stage.connect()
+            self._time_parts(number, timed.stage)
+
+    def close(self) -> None:
+        """Release everything."""
+        for timed in self._timed:
+            timed.stage.close()
+        unlink_cluster(self._cluster_id)
+
+    def send(self, item: PassPlan | LayerMoves, prompts: dict[int, Sequence[int]]) -> None:
+        """Let every stage take this next. prompts: of requests that start in it."""
+        if isinstance(item, PassPlan):
+            for start in item.table.starts:
+                self._timed[0].stage.take_prompt(start.request_id, prompts[start.request_id])
+            times = [0.0] * len(self._timed)
+            self.passes.append(PassTime(item.number, item.after, item.spans, times))
+        else:
+            num_frames = sum(count for move in item.moves for _, count in move.frames)
+            self.moves.append(MoveTime(item.number, item.split is not None, num_frames))
+        for timed in self._timed:
+            timed.items.append(item)
+
+    def run(self) -> Iterator[PassDone | LayersMoved]:
+        """Run every stage until it waits for something; yields what they report."""
+        has_gone_on = True
+        while has_gone_on:
+            has_gone_on = False
+            for number, timed in enumerate(self._timed):
+                has_gone_on |= self._go_on(number, timed)
+                polled = timed.stage.poll()
+                yield from polled.events
+        if any(timed.running for timed in self._timed):
+            time.sleep(_IDLE_S)  # for weights that another thread reads
+
+    def _go_on(self, number: int, timed: _Timed) -> bool:
+        """Run one stage until it waits; returns whether it has ended an item."""
+        begin_ns = time.thread_time_ns()
+        if timed.running is None and timed.items:
+            timed.running = timed.stage.run(timed.items[0])
+        if timed.running is None:
+            timed.stage.progress()
+            has_ended = False
+        else:
+            has_ended = next(timed.running, None) is None
+        timed.spent_us += (time.thread_time_ns() - begin_ns) / 1e3
+        if has_ended:
+            item = timed.items.popleft()
+            timed.running = None
+            if isinstance(item, PassPlan):
+                self.passes[item.number].stage_us[number] = timed.spent_us
+                timed.spent_us = 0.0
+        return has_ended
+
+    def _time_parts(self, number: int, stage: ModelStage) -> None:
+        """Take the time of layers, of sampling, and of what moves."""
+        parts: Any = stage
+
+        def timed(part: Callable[..., Any], add: Callable[..., None]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                begin_ns = time.thread_time_ns()
+                result = part(*arguments)
+                add((time.thread_time_ns() - begin_ns) / 1e3, *arguments)
+                return result
+
+            return call
+
+        def present() -> PassTime:
+            item = self._timed[number].items[0]
+            assert isinstance(item, PassPlan)
+            return self.passes[item.number]
+
+        def add_layer(us: float, layer: int, *_: Any) -> None:
+            if layer < self.num_layers - 1:
+                present().layers_us.append(us)
+
+        def add_sampling(us: float, spans: Sequence[Span], *_: Any) -> None:
+            if any(span.samples for span in spans):
+                present().sample_us = us
+
+        def add_moving(us: float) -> None:
+            if moves := stage._newest_moves:
+                self.moves[moves - 1].us += us
+
+        parts._run_layer = timed(stage._run_layer, add_layer)
+        parts._sample = timed(stage._sample, add_sampling)
+        parts.progress = timed(stage.progress, add_moving)
+
+
+def makespan_us(passes: Sequence[PassTime]) -> float:
+    """How long these passes take if each stage has a core and messages take no time."""
+    free_us = [0.0] * len(passes[0].stage_us)
+    done_us: list[float] = []
+    for each in passes:
+        came_us = done_us[each.after] if each.after >= 0 else 0.0
+        for stage, us in enumerate(each.stage_us):
+            came_us = free_us[stage] = max(came_us, free_us[stage]) + us
+        done_us.append(came_us)
+    return done_us[-1]

@@ -1,0 +1,41 @@
+"""Processor time of a pipeline's stages: how long passes take if each stage has a core."""
+
+import pytest
+
+from data_plane.profiling.stages import PassTime, makespan_us
+from nanocp.config import PassesConfig
+from nanocp.profile.pipeline import LoadPhase, PipelinePlay, errors, mixes
+
+
+def passes(*stage_us, after=-1):
+    return [
+        PassTime(number, after if after < 0 else number - after, (), list(times))
+        for number, times in enumerate(stage_us)
+    ]
+
+
+def test_a_stage_runs_one_pass_at_a_time_and_not_before_the_stage_before_it():
+    assert makespan_us(passes((2, 3), (2, 3), (2, 3))) == 2 + 3 * 3
+    assert makespan_us(passes((4, 3), (4, 3))) == 4 + 4 + 3
+
+
+def test_a_pass_waits_for_the_tokens_that_it_begins_with():
+    assert makespan_us(passes((2, 3), (2, 3), (2, 3), after=1)) == 3 * 5
+
+
+@pytest.mark.system
+def test_a_pipeline_is_timed_while_its_layers_move(tiny_checkpoint):
+    config = PassesConfig(max_pass_tokens=100, layer_policy="chaos_layers", layout_window=1)
+    played = PipelinePlay(tiny_checkpoint, [LoadPhase(4, 60, 30, 30)], config).run()
+    assert len(played.passes) >= 30 and played.num_changes > 1
+    for each in played.passes:
+        assert len(each.layers_us) == 3, "all layers but the last"
+        assert sum(each.stage_us) > sum(each.layers_us) + each.sample_us
+        assert (each.sample_us > 0) == any(span.samples for span in each.spans)
+    assert any(move.num_frames and move.us for move in played.moves)
+
+
+@pytest.mark.system
+def test_both_forms_are_judged_on_passes_they_have_not_seen(tiny_checkpoint):
+    found = errors(mixes(tiny_checkpoint, is_quick=True), 16, 4)
+    assert all(0 < error.layer < 5 and 0 < error.sampling < 5 for error in found.values())
