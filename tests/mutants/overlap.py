@@ -86,4 +86,12 @@ MUTANTS = [
         fault="return True",
         tests=("tests/nanocp/overlap/test_search.py",),
     ),
+    Mutant(
+        name="schedule-without-layers",
+        why="a searched schedule forgets which layer a part of the batch is in",
+        path="nanocp/overlap/policies/scheduled.py",
+        text="layer * self._period_us + start_us",
+        fault="start_us",
+        tests=("tests/data_plane/graph/overlap/test_scheduled.py",),
+    ),
 ]

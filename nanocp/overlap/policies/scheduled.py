@@ -1,0 +1,90 @@
+"""Policy of a schedule that was searched: operators run in the order in which it starts them.
+
+Enters: a schedule (`nanocp overlap search`), rules whose tags are its operations, `Ops`. Leaves: an
+order. Does not know: torch, parts of the GPU; without streams the order is all that is repeated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from nanocp.overlap.ops import Op, Ops, Rule
+from nanocp.overlap.policies.orders import Sequential
+from nanocp.overlap.schedule import Schedule
+
+
+class Scheduled(Sequential):
+    """Nano-operations in the order of their starts, layer by layer (NanoFlow, 4.1).
+
+    The batch is cut wherever the schedule cuts an operation. An operation that it cuts less often
+    runs once on all micro-batches of its part. Operators that it does not name run as soon as they
+    are ready.
+    """
+
+    def __init__(self, rules: Sequence[Rule], schedule: Schedule) -> None:
+        """rules: each tag is the name of one of the schedule's operations.
+
+        Raises ValueError for a tag that is none, and for an operation that has not the whole batch.
+        """
+        super().__init__(rules)
+        self._period_us = schedule.period_us
+        edges = {edge for slot in schedule.slots for edge in (slot.nano.begin, slot.nano.end)}
+        self._parts = list(pairwise(sorted(edges)))
+        self._slots: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
+        """(tag, micro-batch) -> when the slot of both starts, and all of its micro-batches."""
+        for name, begin, end, start_us in sorted(
+            (slot.nano.operation.name, slot.nano.begin, slot.nano.end, slot.start_us)
+            for slot in schedule.slots
+        ):
+            group = tuple(
+                number
+                for number, part in enumerate(self._parts)
+                if begin <= part[0] and part[1] <= end
+            )
+            for number in group:
+                if (name, number) in self._slots:
+                    raise ValueError(f"the schedule has rows of {name} twice")
+                self._slots[name, number] = start_us, group
+        names = {name for name, _ in self._slots}
+        if len(self._slots) != len(names) * len(self._parts) or not edges >= {0.0, 1.0}:
+            raise ValueError("an operation of the schedule has not all rows of the batch")
+        if unknown := {rule.tag for rule in rules} - names:
+            raise ValueError(
+                f"rules cut out {', '.join(sorted(unknown))}; the schedule's operations are "
+                f"{', '.join(sorted(names))}"
+            )
+
+    def schedule(self, ops: Ops) -> None:
+        """Cut the batch as the schedule does; one too small for that runs in program order."""
+        ends = [round(end * ops.batch_size) for _, end in self._parts]
+        sizes = [end - begin for begin, end in pairwise([0, *ends])]
+        if min(sizes) < 1:
+            return super().schedule(ops)
+        ops.split(sizes)
+        num_run: defaultdict[tuple[str, int], int] = defaultdict(int)
+        while not ops.is_finished:
+            heads = self._heads(ops)
+            starts: list[tuple[float, tuple[Op, ...]]] = []
+            for (tag, number), op in heads.items():
+                if (tag, number) not in self._slots:
+                    starts.append((-1.0, (op,)))
+                    continue
+                start_us, group = self._slots[tag, number]
+                parts = tuple(heads[tag, one] for one in group if (tag, one) in heads)
+                if len(parts) == len(group) and len({part.number for part in parts}) == 1:
+                    layer = num_run[tag, number]
+                    starts.append((layer * self._period_us + start_us, parts))
+            _, chosen = min(starts, key=lambda start: start[0])
+            for op in chosen:
+                num_run[op.tag, op.micro_batch] += 1
+            ops.execute(chosen)
+
+    def _heads(self, ops: Ops) -> dict[tuple[str, int], Op]:
+        """The first ready operator of each tag in each micro-batch."""
+        heads: dict[tuple[str, int], Op] = {}
+        for micro_batch in range(len(self._parts)):
+            for op in ops.get_ready_ops(micro_batch):
+                heads.setdefault((op.tag, micro_batch), op)
+        return heads
