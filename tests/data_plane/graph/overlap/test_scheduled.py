@@ -90,7 +90,7 @@ def test_operators_run_as_the_schedule_starts_them(slots, layer):
 
 
 def test_a_layer_begins_before_the_one_before_has_ended():
-    """Of the second half everything is a period late: the next layer of the first half is first."""
+    """If all of the second half is a period late, the first half's next layer is first."""
     late = [
         each._replace(start_us=each.start_us + 24 * (each.nano.begin == 0.5)) for each in HALVES
     ]
