@@ -26,7 +26,7 @@ from control_plane.observe.observer import Observer
 from nanocp.config import Config
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.serve.front_end_process import FrontEndSpec
-from nanocp.serve.launcher_pipe import PipedLauncher
+from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
@@ -58,12 +58,8 @@ class FrontEndProcesses:
         pages: Mapping[str, Page],
         failed: Callable[[str], None],
         launcher: ProcessLauncher | PipedLauncher,
-        living: Mapping[Member, FrontEndSpec],
     ) -> None:
-        """failed: called with a sentence when no front end is left and none is started again.
-
-        living: specs of front ends that have lost their controller, and will dial this one.
-        """
+        """failed: called with a sentence when no front end is left and none is started again."""
         self._config = config
         self._limits = limits
         self._checkpoint = checkpoint
@@ -72,10 +68,11 @@ class FrontEndProcesses:
         self._port = FrontEndPort(
             config, member_secrets, observer, http_responded, pages, self._lost
         )
-        for spec in living.values():
+        self._living: Mapping[Member, FrontEndSpec] = living_of(launcher)
+        """Front ends that have lost their controller, and will dial this one."""
+        for spec in self._living.values():
             self._port.secrets.take(spec.name, spec.secret)
         self._launcher = launcher
-        self._living = living
         self._stopping = threading.Event()
         self._ends: list[deque[float]] = [
             deque(maxlen=_MAX_ENDS) for _ in range(config.service.front_ends)

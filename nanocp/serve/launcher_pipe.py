@@ -144,6 +144,11 @@ class PipedLauncher:
         return pid
 
 
+def living_of(launcher: object) -> Mapping[Member, Any]:
+    """Specs of processes that an earlier controller has started; none without a supervisor."""
+    return launcher.living if isinstance(launcher, PipedLauncher) else {}
+
+
 class Pipe:
     """One end of the pipe between the supervisor and a controller's process."""
 

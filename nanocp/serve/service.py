@@ -46,7 +46,7 @@ from nanocp.config import Config
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
-from nanocp.serve.launcher_pipe import PipedLauncher
+from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 from nanocp.serve.member_processes import MemberProcesses
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
 from nanocp.serve.served import Served as Served
@@ -122,8 +122,7 @@ class Service:
         self._served = served
         self._has_served = False
         self._front_end_launcher = front_end_launcher or ProcessLauncher(FRONT_END_COMMAND, {})
-        living = launcher.living if isinstance(launcher, PipedLauncher) else {}
-        self._living: Mapping[Member, MemberSpec] = living
+        self._living: Mapping[Member, MemberSpec] = living_of(launcher)
         """Members that have lost their controller, and will dial this one."""
         view = ClusterView(
             config,
@@ -278,7 +277,7 @@ class Service:
         return now.is_serving and not now.starting
 
     def _answer_seats(self, body: bytes | None) -> bytes:
-        """See status_server.Seats."""
+        """See status_server.Change. The body names the seats."""
         seats = None
         if body is not None:
             try:
@@ -352,7 +351,6 @@ class Service:
             service.tool_call_parser,
             service.reasoning_parser,
         )
-        front_ends = self._front_end_launcher
         if service.front_end_processes:
             return FrontEndProcesses(
                 config,
@@ -365,7 +363,6 @@ class Service:
                 {"metrics": metrics, "snapshot": view.snapshot_json},
                 self._fail,
                 self._front_end_launcher,
-                front_ends.living if isinstance(front_ends, PipedLauncher) else {},
             )
         http_servers = [
             HttpServer(config, model, metrics, view.snapshot_json, responded)

@@ -45,7 +45,6 @@ HUNG_S = 15.0
 _MAX_LOSSES = 5
 """After as many losses within _LOSSES_S the service ends."""
 _LOSSES_S = 120.0
-_STOP_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,9 +208,8 @@ class FrontEndPort(rpc.FrontEndPortServicer):
             self._used(index, hello.newest_id)
         with self._lock:
             self._attached[index] = front_end
-        for name, secret in self._member_secrets.issued().items():
-            self._send(front_end, _secret(name, secret))
-        with self._lock:
+            for name, secret in self._member_secrets.issued().items():
+                self._send(front_end, _secret(name, secret))
             if self._controller is not None:
                 self._open(front_end)
         return front_end
