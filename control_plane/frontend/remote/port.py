@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.remote.attendance import Attendance
 from control_plane.frontend.remote.observations import HttpResponded, replay
 from control_plane.frontend.remote.submissions import submission_from_wire
 from control_plane.members_port import MemberSecrets, bind, caller
@@ -60,16 +61,11 @@ class _Attached:
         self.num_owed = 0
         """Terms for which it has yet to submit its open requests again."""
         self.num_open = 0
-        self.requests: dict[int, str] = {}
-        """Open requests by number: the client's id of each."""
         self.drained: Future[bool] = Future()
 
 
 class FrontEndPort(rpc.FrontEndPortServicer):
-    """Serves front ends, and is them all for the controller (ControllerEvents).
-
-    Request id r belongs to number (r - 1) % service.front_ends.
-    """
+    """Serves front ends, and is them all for the controller (ControllerEvents)."""
 
     def __init__(
         self,
@@ -92,11 +88,8 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         self._controller: ControllerInterface | None = None
         self._load: Callable[[], ClusterLoad] = ClusterLoad
         num = config.service.front_ends
-        self._next_ids = [1 + index for index in range(num)]
-        """By front end: a number that no request of it has had, nor any greater one."""
+        self._attendance = Attendance(num)
         self._attached: dict[int, _Attached] = {}
-        self._unattended: dict[str, list[int]] = {}
-        """Requests of front ends that were lost, by the client's id."""
         self.hellos: list[Future[pb.FrontEndHello]] = [Future() for _ in range(num)]
         """The first hello of each front end."""
         self._lock = threading.Lock()
@@ -205,7 +198,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
             self._end(before)
         front_end = _Attached(index, hello)
         if hello.newest_id:
-            self._used(index, hello.newest_id)
+            self._attendance.used(hello.newest_id)
         with self._lock:
             self._attached[index] = front_end
             for name, secret in self._member_secrets.issued().items():
@@ -216,7 +209,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
 
     def _open(self, front_end: _Attached) -> None:
         addresses = [each.hello.grpc_address for _, each in sorted(self._attached.items())]
-        first_id = self._next_ids[front_end.index]
+        first_id = self._attendance.first_ids[front_end.index]
         opened = pb.FrontEndOpened(first_id=first_id, front_ends=addresses)
         front_end.is_open = True
         self._send(front_end, convert.load_to_wire(self._load()))
@@ -241,7 +234,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
                 front_end.num_open = message.observed.num_open
                 calls = message.observed.calls
                 for ended in replay(calls, self._observer, self._http_responded):
-                    front_end.requests.pop(ended.request_id, None)
+                    self._attendance.ended(ended.request_id)
             case "drained":
                 if not front_end.drained.done():
                     front_end.drained.set_result(message.drained.is_complete)
@@ -258,20 +251,13 @@ class FrontEndPort(rpc.FrontEndPortServicer):
     def _submitted(
         self, front_end: _Attached, message: pb.Submission, controller: ControllerInterface
     ) -> None:
-        number, num = message.request_id, self._config.service.front_ends
-        if (number - 1) % num != front_end.index:
+        number = message.request_id
+        if self._attendance.owner(number) != front_end.index:
             raise ValueError(f"{name_of(front_end.index)} submitted request {number}")
-        self._used(front_end.index, number)
-        front_end.requests[number] = message.client_id
-        # The client has resumed it here, or its front end is back.
-        for unattended in self._unattended.pop(message.client_id, ()):
-            if unattended != number:
-                controller.abort(unattended)
+        # The client has resumed it here.
+        for unattended in self._attendance.submitted(number, message.client_id):
+            controller.abort(unattended)
         controller.submit(submission_from_wire(message))
-
-    def _used(self, index: int, number: int) -> None:
-        after = number + self._config.service.front_ends
-        self._next_ids[index] = max(self._next_ids[index], after)
 
     def _end(self, front_end: _Attached) -> None:
         """The stream is over: nobody attends to the requests of the front end. Idempotent."""
@@ -281,34 +267,28 @@ class FrontEndPort(rpc.FrontEndPortServicer):
                 return
             del self._attached[front_end.index]
             num_owed, front_end.num_owed = front_end.num_owed, 0
+        requests = self._attendance.lost(front_end.index)
         if not front_end.drained.done():
-            front_end.drained.set_result(not front_end.requests)
+            front_end.drained.set_result(not requests)
         if self._controller is None:
             return
         for _ in range(num_owed):
             self._controller.resubmitted()
-        for number, client_id in front_end.requests.items():
-            self._unattended.setdefault(client_id, []).append(number)
         attended_s = self._config.scheduler.held_timeout_us / 1e6
-        if front_end.requests:
+        if requests:
             logger.warning(
                 "%s is lost; its %d requests run on for %.0f s; any front end resumes them",
                 name_of(front_end.index),
-                len(front_end.requests),
+                len(requests),
                 attended_s,
             )
-            self._loop.call_later(attended_s, self._release, front_end.requests)
+            self._loop.call_later(attended_s, self._release, requests)
 
     def _release(self, requests: Mapping[int, str]) -> None:
-        """Nobody has resumed these: end them."""
+        """End those of a lost front end's requests that nobody has resumed."""
         assert self._controller is not None
-        for number, client_id in requests.items():
-            unattended = self._unattended.get(client_id, [])
-            if number in unattended:
-                unattended.remove(number)
-                self._controller.abort(number)
-            if not unattended:
-                self._unattended.pop(client_id, None)
+        for number in self._attendance.released(requests):
+            self._controller.abort(number)
 
     def _issued(self, name: str, secret: str) -> None:
         self._send_to_all(_secret(name, secret))
@@ -344,9 +324,8 @@ class FrontEndPort(rpc.FrontEndPortServicer):
     # --- messages down ---
 
     def _send_to(self, request_id: int, message: pb.ToFrontEnd) -> None:
-        index = (request_id - 1) % self._config.service.front_ends
         with self._lock:
-            front_end = self._attached.get(index)
+            front_end = self._attached.get(self._attendance.owner(request_id))
         if front_end is not None:
             self._send(front_end, message)
 

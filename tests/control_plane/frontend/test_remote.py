@@ -160,7 +160,7 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
         member.deliver(2, 0, [8, 9], FinishReason.LENGTH, attempt=1)
         first_chunk.join(WAIT_S)
         member.close()
-        assert not remote.port._unattended
+        assert not remote.port._attendance.unattended
         assert remote.lost == [0]
         front_end = remote.begin(0)
         until(lambda: not front_end._open_requests.closed_because)
@@ -188,7 +188,7 @@ def test_another_controller_gets_every_open_request_again(remote: Remote) -> Non
         member.deliver(first.request_id, 1, [98], attempt=0)
         member.deliver(first.request_id, 1, [21, 22], FinishReason.LENGTH, attempt=1)
         assert ids_of(chunks) == [21, 22]
-        assert remote.port._next_ids[0] == first.request_id + 2
+        assert remote.port._attendance.first_ids[0] == first.request_id + 2
         assert remote.controller.aborts.empty()
     member.close()
 

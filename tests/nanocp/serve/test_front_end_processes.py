@@ -45,7 +45,7 @@ def num_generated(service):
 
 def until_nothing_is_left(service):
     until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
-    assert not service._front_ends._port._unattended
+    assert not service._front_ends._port._attendance.unattended
     until(lambda: service.num_open == 0)
 
 
