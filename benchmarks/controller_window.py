@@ -243,7 +243,7 @@ def measure(point: SizedCluster, policy: str, node_streams: bool) -> dict[str, A
     for process in processes:
         process.start()
     try:
-        controller.members.wait_ready()
+        controller.members.start.wait()
         upcoming = _fill(controller, _submissions(point, config.cluster.max_model_len))
         clocks = _play(controller, upcoming, stamps, point)
     finally:

@@ -25,6 +25,7 @@ from control_plane.members.replacements import Processes, Replacements
 from control_plane.members.seat_changes import SeatChanges
 from control_plane.members.seats import Seats, SeatsNow
 from control_plane.members.short_terms import MAX_SHORT_TERMS, ShortTerms
+from control_plane.members.start import Start
 from control_plane.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config import Config
@@ -36,14 +37,10 @@ _GONE_MS = 1000
 """A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
 
 
-class StartError(RuntimeError):
-    """The cluster cannot start; the message says which member and why."""
-
-
 class Members:
     """Every member of one cluster, ready or not.
 
-    It is used from the controller's event loop, except `wait_ready` and the properties.
+    It is used from the controller's event loop, except the properties.
     """
 
     def __init__(
@@ -67,14 +64,20 @@ class Members:
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
         self.recovers = config.recovers
         self._streams: dict[Member, MemberStream] = {}
-        self._ready: dict[Member, tuple[str, ...]] = {}
-        """What each member that is ready has chosen."""
-        self._replacements = Replacements(self.expected, processes)
+        self.start = Start(self.expected, limits.start_timeout_ms)
+        self.takes_over = False
+        """Whether members of a controller that was lost are to dial this one."""
+        self._deadlines = Deadlines()
+        self._replacements = Replacements(
+            self.expected,
+            processes,
+            self._deadlines,
+            lambda member, message: self.lose(member, message, "silent"),
+        )
         self._heartbeats = Heartbeats()
         self.terms = Terms(self._instances, self)
         self.leaving: str | None = None
         """Why every member is asked to leave; None until then."""
-        self._started: Future[None] = Future()
         self.failure: Future[str] = Future()
         """Done when a running cluster can no longer serve: the sentence that says why."""
         self._last_loss = ""
@@ -83,7 +86,6 @@ class Members:
         self._short_terms = ShortTerms()
         self._join = pb.Join()
         """What members of the present term were asked to join."""
-        self._deadlines = Deadlines()
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
         self.changes = SeatChanges(
             self._seats, self.terms, self._replacements, events.seats_wanted, self._retire
@@ -97,27 +99,13 @@ class Members:
         progress: for each member that becomes ready. loading: for each percent of its weights that
         a member has loaded.
         """
-        self._progress = progress
+        self.start.progress = progress
         self._loading = loading
 
-    def wait_ready(self) -> dict[Member, tuple[str, ...]]:
-        """Wait for every member, from any thread; returns what each chose at start-up.
-
-        Raises StartError naming the members that failed or are late.
-        """
-        start_timeout_ms = self._limits.start_timeout_ms
-        try:
-            self._started.result(start_timeout_ms / 1000)
-        except TimeoutError:
-            absent = ", ".join(str(member) for member in self.expected if member not in self._ready)
-            limit = f"start_timeout_ms ({start_timeout_ms} ms)"
-            raise StartError(f"not ready after {limit}: {absent}") from None
-        return {member: self._ready[member] for member in self.expected}
-
     @property
-    def _has_started(self) -> bool:
-        """Whether every member has been ready at one time."""
-        return self._started.done() and self._started.exception() is None
+    def _goes_on(self) -> bool:
+        """Whether the loss of a member is not the end."""
+        return self.recovers and (self.start.has_succeeded or self.takes_over)
 
     @property
     def seats(self) -> list[int]:
@@ -180,7 +168,7 @@ class Members:
         self._heartbeats.forget(member)
         if stream := self._streams.pop(member, None):
             stream.close()
-        if not self._has_started or not self.recovers:
+        if not self._goes_on:
             self._replacements.kill(member)
             self._give_up(member, message, f"{member} was lost")
             return
@@ -197,6 +185,7 @@ class Members:
             return
         self._last_loss = message
         if member.instance is None:
+            self.start.again([member])
             self._replace(member, message)
             self._recover(PREFILL)
             return
@@ -208,8 +197,13 @@ class Members:
             self._replacements.kill(member)
         else:
             self._replace(member, message)
-        self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
-        self._events.instance_lost(member.instance)
+        if self.start.has_succeeded:
+            self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
+            self._events.instance_lost(member.instance)
+        else:
+            # The others may not have dialled yet, and the scheduler has planned nothing.
+            self.start.again(self._instances)
+            self.terms.lost(member, self._instances)
 
     def _replace(self, member: Member, message: str) -> None:
         logger.warning("%s; another process takes its place", message)
@@ -237,8 +231,8 @@ class Members:
         """End the cluster, or its start, for this reason; the first reason counts."""
         if self.leaving is not None:
             return
-        if not self._started.done():
-            self._started.set_exception(StartError(message))
+        if not self.start.is_over:
+            self.start.fail(message)
         elif not self.failure.done():
             logger.info("%s", message)
             self._deadlines.end_all()
@@ -258,11 +252,14 @@ class Members:
 
     async def watch_heartbeats(self) -> None:
         """Lose members that are silent for too long, and note the seats, until cancelled."""
+        if self.takes_over:
+            for member in self.expected:
+                self._replacements.expect(member)
         while True:
             await asyncio.sleep(self._limits.suspect_ms / TICKS / 1000)
             self._metrics.seats(self._seats_now.states())
             for member in self._heartbeats.tick():
-                if self._has_started:
+                if self.start.has_succeeded or self.takes_over:
                     limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
                     self.lose(member, f"{member}: it has sent nothing for {limit}", "silent")
 
@@ -352,7 +349,7 @@ class Members:
         change failed and nothing changed.
         """
         if seats is not None:
-            if not (self._has_started and self.recovers):
+            if not (self.start.has_succeeded and self.recovers):
                 raise ValueError("this service cannot change its seats, nor go on after a loss")
             await asyncio.wrap_future(self.changes.want(seats))
         return self._seats_now
@@ -371,6 +368,7 @@ class Members:
             raise ValueError(f"this cluster has no {member}; it has {expected}")
         if member in self._streams:
             raise ValueError(f"{member} is attached already")
+        self._replacements.dialled(member)
         stream = self._streams[member] = MemberStream(member, where=where)
         if self.leaving is not None:
             self._shut_down(stream, self.leaving)
@@ -385,6 +383,7 @@ class Members:
     def loading(self, member: Member, percent: int) -> None:
         """See member_streams.MemberListener."""
         if member in self.expected:
+            self._replacements.loads(member)
             self._loading(member, percent)
 
     def received(self, member: Member, message: FromMember) -> None:
@@ -414,7 +413,7 @@ class Members:
         """See member_streams.MemberListener."""
         if member is not None:
             self.lose(member, message, "stream")
-        elif self._has_started and self.recovers:
+        elif self._goes_on:
             # Its process ends, which is noticed too.
             logger.warning("%s", message)
         else:
@@ -424,16 +423,13 @@ class Members:
         # From now on its silence counts, also if it is stopped before its first heartbeat.
         self._heartbeats.heard(member)
         if isinstance(message, pb.FromPrefill):
-            self._ready[member] = (f"process {message.ready.pid}",)
             self._deadlines.met(PREFILL.kind)
-        else:
+            self.start.ready(member, (f"process {message.ready.pid}",))
+            return
+        self.terms.has_joined(member, message.term)
+        if self.terms.standing[member] is Standing.IN:
             graphs = f"graphs: {message.ready.num_graphs} prepared"
-            self._ready[member] = (*message.ready.selected, graphs)
-            self.terms.has_joined(member, message.term)
-        if not self._started.done():
-            self._progress(f"{len(self._ready)} of {len(self.expected)} processes are ready")
-            if len(self._ready) == len(self.expected):
-                self._started.set_result(None)
+            self.start.ready(member, (*message.ready.selected, graphs))
 
     def _shut_down(self, stream: MemberStream, reason: str) -> None:
         stream.send(_to(stream.member)(shutdown=pb.Shutdown(reason=reason)))

@@ -9,13 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from control_plane.member_streams import Member
+from control_plane.members.deadlines import Deadlines
 
 _FENCE_S = 1.0
 """Longest wait to see a killed process dead. A term never needs it: it shares nothing with the last
 one."""
+_DIAL_S = 60.0
+"""Longest time without a sign of life of a process that was started: it may be stopped. Imports
+and what its start reads first take less, also on a busy machine."""
 
 
 class Processes(Protocol):
@@ -34,8 +39,20 @@ class Processes(Protocol):
 class Replacements:
     """The latest process of each member. Used from the controller's event loop."""
 
-    def __init__(self, members: Iterable[Member], processes: Processes) -> None:
+    def __init__(
+        self,
+        members: Iterable[Member],
+        processes: Processes,
+        deadlines: Deadlines,
+        silent: Callable[[Member, str], None],
+    ) -> None:
+        """silent: called with a member whose process shows no sign of life, and what it did not do.
+
+        Signs of life are that it loads weights and that it dials.
+        """
         self._processes = processes
+        self._deadlines = deadlines
+        self._silent = silent
         self._numbers = dict.fromkeys(members, 0)
         """The number of each member's process, counted from 0; a lost one is counted already."""
         self._exits: dict[tuple[Member, int], asyncio.Event] = {}
@@ -53,11 +70,27 @@ class Replacements:
 
     def kill(self, member: Member) -> None:
         """End the process of a lost member, which no other follows."""
-        self._numbers[member] += 1
+        self.retire(member)
         self._run(asyncio.to_thread(self._processes.kill, member))
 
+    def expect(self, member: Member) -> None:
+        """The member has a process, which is to dial."""
+        sentence = f"{member}: its process has not dialled in {_DIAL_S:.0f} s"
+        overdue = partial(self._silent, member, sentence)
+        self._deadlines.start(f"{member} dials", _DIAL_S * 1000, overdue)
+
+    def loads(self, member: Member) -> None:
+        """The member's process has loaded some of its weights."""
+        if self._deadlines.met(f"{member} dials"):
+            self.expect(member)
+
+    def dialled(self, member: Member) -> None:
+        """The member's process has dialled: from now on its stream shows that it lives."""
+        self._deadlines.met(f"{member} dials")
+
     def retire(self, member: Member) -> None:
-        """The member's process was asked to leave: its end is no loss."""
+        """The member's process is not waited for any more, and its end is no loss."""
+        self.dialled(member)
         self._numbers[member] += 1
 
     def replace(
@@ -73,7 +106,7 @@ class Replacements:
         is not seen dead. failed: called with the reason if no process can be started.
         """
         number = self._numbers[member]
-        self._numbers[member] += 1
+        self.retire(member)
         self._exits[member, number] = asyncio.Event()
 
         async def replace() -> None:
@@ -85,8 +118,11 @@ class Replacements:
                 del self._exits[member, number]
                 if not gone.is_set():
                     lives_on()
+                if self.is_latest(member, number + 1):
+                    self.expect(member)
                 await asyncio.to_thread(self._processes.start, member, number + 1, term())
             except (OSError, RuntimeError) as error:
+                self.dialled(member)
                 failed(str(error))
 
         self._run(replace())

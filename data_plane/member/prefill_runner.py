@@ -209,7 +209,7 @@ class PrefillLoop(TicketLoop):
     def forget_term(self) -> None:
         """See TicketLoop."""
         self._waiting.clear()
-        self._running = None
+        self._running = self._next_term = None
 
     def close(self) -> None:
         """Give up the rings; pages that were written stay in them. Idempotent."""

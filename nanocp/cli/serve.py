@@ -221,7 +221,7 @@ class Output:
 
 
 def _serve(service: Service, served: Served, output: Output, opened: Callable[[], None]) -> int:
-    from control_plane.members.members import StartError
+    from control_plane.members.start import StartError
 
     _on_signals(_interrupt)
     try:

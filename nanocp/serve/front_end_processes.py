@@ -58,15 +58,25 @@ class FrontEndProcesses:
         pages: Mapping[str, Page],
         failed: Callable[[str], None],
         launcher: ProcessLauncher | PipedLauncher,
+        controller_number: int,
     ) -> None:
-        """failed: called with a sentence when no front end is left and none is started again."""
+        """failed: called with a sentence when no front end is left and none is started again.
+
+        controller_number: see Attendance.
+        """
         self._config = config
         self._limits = limits
         self._checkpoint = checkpoint
         self._has_tokenizer = has_tokenizer
         self._failed = failed
         self._port = FrontEndPort(
-            config, member_secrets, observer, http_responded, pages, self._lost
+            config,
+            member_secrets,
+            observer,
+            http_responded,
+            pages,
+            self._lost,
+            controller_number,
         )
         self._living: Mapping[Member, FrontEndSpec] = living_of(launcher)
         """Front ends that have lost their controller, and will dial this one."""
@@ -165,7 +175,8 @@ class FrontEndProcesses:
         hello = self._port.hellos[index]
         if self._stopping.is_set() or (hello.done() and hello.result().failure):
             return
-        if not hello.done():
+        is_of_another = number == 0 and member in self._living
+        if not (hello.done() or is_of_another):
             hello.set_exception(RuntimeError(f"{member}: {how}"))
             return
         now_s = time.monotonic()
@@ -183,8 +194,8 @@ class FrontEndProcesses:
             return
         pause_s = min(_FIRST_PAUSE_S * 2 ** (len(recent) - 1), _MAX_PAUSE_S)
         logger.warning(
-            "%s: %s; another process takes its place at %s in %.1f s",
-            member, how, hello.result().grpc_address, pause_s,
+            "%s: %s; another process takes its place%s in %.1f s",
+            member, how, f" at {hello.result().grpc_address}" if hello.done() else "", pause_s,
         )  # fmt: skip
         if self._stopping.wait(pause_s):
             return

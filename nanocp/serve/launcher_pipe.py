@@ -108,7 +108,7 @@ class PipedLauncher:
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         """See Launcher.start. Members that live go on as they are."""
-        self._pipe.on_exit[self._name] = exited
+        self._pipe.listen(self._name, exited)
         for member, spec in specs.items():
             if member not in self.living:
                 self.start_one(member, 0, spec)
@@ -157,8 +157,19 @@ class Pipe:
         self._sending = threading.Lock()
         self._questions = itertools.count()
         self._asked: dict[int, Future[Any]] = {}
-        self.on_exit: dict[str, Exited] = {}
+        self._on_exit: dict[str, Exited] = {}
         """By the launcher's name: what is called when one of its processes has ended."""
+        self._exits: list[tuple[str, Member, int, str]] = []
+        """Processes that have ended before somebody listened."""
+        self._listening = threading.Lock()
+
+    def listen(self, name: str, exited: Exited) -> None:
+        """Call `exited` when a process of this launcher ends, or has ended already."""
+        with self._listening:
+            self._on_exit[name] = exited
+            exits, self._exits = self._exits, []
+        for each in exits:
+            self._has_exited(*each)
 
     def send(self, *message: Any) -> None:
         """Send a message; nothing happens if the other end is gone."""
@@ -197,8 +208,14 @@ class Pipe:
                 self._asked.pop(number).set_result(result)
             case ("answer", number, _, error):
                 self._asked.pop(number).set_exception(error)
-            case ("exited", name, member, known_as, how):
-                exited = self.on_exit.get(name)
-                if exited is not None:
-                    # It may take its time, and others must not wait for it.
-                    threading.Thread(target=exited, args=(member, known_as, how)).start()
+            case ("exited", *exit_):
+                self._has_exited(*exit_)
+
+    def _has_exited(self, name: str, member: Member, known_as: int, how: str) -> None:
+        with self._listening:
+            exited = self._on_exit.get(name)
+            if exited is None:
+                self._exits.append((name, member, known_as, how))
+                return
+        # It may take its time, and others must not wait for it.
+        threading.Thread(target=exited, args=(member, known_as, how)).start()

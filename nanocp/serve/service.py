@@ -121,6 +121,7 @@ class Service:
         self._config = config
         self._served = served
         self._has_served = False
+        self._controller_number = controller_number
         self._front_end_launcher = front_end_launcher or ProcessLauncher(FRONT_END_COMMAND, {})
         self._living: Mapping[Member, MemberSpec] = living_of(launcher)
         """Members that have lost their controller, and will dial this one."""
@@ -155,6 +156,7 @@ class Service:
             launcher, config.cluster.spares, self._spare_spec, lambda: self.is_whole
         )
         self.metrics.recovery.count_spares_with(lambda: self._spares.num_ready)
+        self._controller.members.takes_over = controller_number > 1
         # A term of this controller is later than any of an earlier one.
         self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
         keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
@@ -224,7 +226,7 @@ class Service:
             if member not in self._living
         }
         self.launcher.start(specs, self._exited)
-        ready = self._controller.members.wait_ready()
+        ready = self._controller.members.start.wait()
         freeze_long_lived()
         self._has_served = True
         self._front_ends.open(self._controller, lambda: self.metrics.scheduling.load)
@@ -363,6 +365,7 @@ class Service:
                 {"metrics": metrics, "snapshot": view.snapshot_json},
                 self._fail,
                 self._front_end_launcher,
+                self._controller_number,
             )
         http_servers = [
             HttpServer(config, model, metrics, view.snapshot_json, responded)

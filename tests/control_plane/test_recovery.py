@@ -12,6 +12,7 @@ import pytest
 
 from control_plane.event_log import LogReader
 from control_plane.member_streams import PREFILL, Member
+from control_plane.members import replacements
 from harness.hash_members import MortalMember
 from harness.hash_service import (
     CONFIG,
@@ -145,3 +146,15 @@ def test_a_request_that_ends_instances_is_ended_and_the_others_go_on():
                 generate(service.address, prompt(100, 1), 20, seed=poison, timeout_s=WAIT_S)
             assert type(ended.value) is ServiceError, "neither retried nor the client's fault"
         assert terms_of(service).number == 4 and not service.failure.done()
+
+
+@pytest.mark.system
+def test_a_replacement_that_is_stopped_before_it_dials_is_followed_by_another(monkeypatch):
+    monkeypatch.setattr(replacements, "_DIAL_S", 15.0)
+    member = Member("instance", 2)
+    with hash_service(CONFIG, SLOW) as service, generating(service, 400):
+        first = pid_of(service, member)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: pid_of(service, member) != first)
+        os.kill(pid_of(service, member), signal.SIGSTOP)
+        until_serving(service, 2)

@@ -133,7 +133,7 @@ def running(limits=LIMITS, **prefill):
     cluster = Cluster(limits, **prefill)
     cluster.attach(*cluster.members.expected)
     cluster.ready(*cluster.members.expected)
-    cluster.members.wait_ready()
+    cluster.members.start.wait()
     for stream in cluster.streams.values():
         sent_to(stream)
     cluster.events.calls.clear()

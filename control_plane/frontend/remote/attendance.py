@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_NUMBERS_OF_A_CONTROLLER = 10_000_000
+"""Numbers that each front end has under one controller, before those of the next one begin."""
+
 
 class Attendance:
     """The open requests of front ends that are processes of their own.
@@ -16,9 +19,14 @@ class Attendance:
     Request id r belongs to front end (r - 1) % num_front_ends.
     """
 
-    def __init__(self, num_front_ends: int) -> None:
+    def __init__(self, num_front_ends: int, controller_number: int = 1) -> None:
+        """controller_number: counts the controllers of a service.
+
+        A later one does not know all numbers that lost front ends have used, so it begins behind.
+        """
         self._num = num_front_ends
-        self.first_ids = [1 + index for index in range(num_front_ends)]
+        begin = (controller_number - 1) * _NUMBERS_OF_A_CONTROLLER * num_front_ends
+        self.first_ids = [begin + 1 + index for index in range(num_front_ends)]
         """By front end: a number that no request of it has had, nor any greater one."""
         self._attended: list[dict[int, str]] = [{} for _ in range(num_front_ends)]
         """By front end: its open requests by number, with the client's id of each."""

@@ -75,8 +75,12 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         http_responded: HttpResponded,
         pages: Mapping[str, Page],
         lost: Callable[[int, int], None],
+        controller_number: int = 1,
     ) -> None:
-        """lost: called with a front end and its pid when its stream has ended. It may block."""
+        """lost: called with a front end and its pid when its stream has ended. It may block.
+
+        controller_number: see Attendance.
+        """
         self.secrets = MemberSecrets()
         """One for each front end's process."""
         self._config = config
@@ -88,7 +92,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         self._controller: ControllerInterface | None = None
         self._load: Callable[[], ClusterLoad] = ClusterLoad
         num = config.service.front_ends
-        self._attendance = Attendance(num)
+        self._attendance = Attendance(num, controller_number)
         self._attached: dict[int, _Attached] = {}
         self.hellos: list[Future[pb.FrontEndHello]] = [Future() for _ in range(num)]
         """The first hello of each front end."""

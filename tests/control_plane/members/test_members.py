@@ -7,7 +7,7 @@ import pytest
 
 from control_plane.member_streams import PREFILL, Member, MemberStream
 from control_plane.members.heartbeats import TICKS
-from control_plane.members.members import StartError
+from control_plane.members.start import StartError
 from harness.member_cluster import (
     FIRST,
     LIMITS,
@@ -87,7 +87,7 @@ def test_the_cluster_has_started_when_the_last_member_is_ready():
     assert cluster.loaded == [(FIRST, 50), (PREFILL, 100)]
     assert cluster.progress == [f"{num} of 3 processes are ready" for num in (1, 2, 3)]
     choices = ("kernels: torch", "graphs: 3 prepared")
-    assert members.wait_ready() == {FIRST: choices, SECOND: choices, PREFILL: ("process 9",)}
+    assert members.start.wait() == {FIRST: choices, SECOND: choices, PREFILL: ("process 9",)}
     cluster.say(FIRST, 1, window_done=pb.WindowDone())
     assert cluster.events.reports == [(FIRST, "window_done")]
     assert "began" not in str(cluster.events.calls), "the first term begins with the service"
@@ -99,7 +99,7 @@ async def test_a_member_that_is_lost_before_all_are_ready_ends_the_start():
     cluster.members.failed(None, "instance 1: no such module")
     cluster.members.failed(FIRST, "instance 0: its stream broke")
     with pytest.raises(StartError, match="instance 1: no such module"):
-        cluster.members.wait_ready()
+        cluster.members.start.wait()
 
 
 # --- a loss

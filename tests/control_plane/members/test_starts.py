@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from control_plane.member_streams import PREFILL, Member
-from control_plane.members.members import StartError
+from control_plane.members.start import StartError
 from harness.hash_service import CONFIG, process_launcher, served, shared_memory_of
 from nanocp.serve.service import Service
 

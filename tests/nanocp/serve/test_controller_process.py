@@ -9,15 +9,18 @@ from dataclasses import replace
 
 import pytest
 
+from control_plane.member_streams import Member
 from harness.hash_service import CONFIG, ENVIRONMENT, expected, prompt, served
 from harness.paths import TESTS
 from harness.serve_process import descendants, is_running, segments_of
 from harness.service_recovery import LENGTHS, SLOW, WAIT_S, until
 from nanocp.client import Client
 from nanocp.serve.process import free_port
-from nanocp.serve.supervisor import Supervisor
+from nanocp.serve.supervisor import FRONT_ENDS, MEMBERS, Supervisor
 
 pytestmark = pytest.mark.system
+
+FRONT_END = Member("front end", 0)
 
 
 @contextlib.contextmanager
@@ -94,3 +97,15 @@ def test_controllers_are_killed_one_after_the_other():
             running = answers(pool, targets)
             os.kill(supervisor.process.pid, signal.SIGKILL)
             check(running)
+
+
+def test_a_member_and_a_front_end_are_lost_while_the_next_controller_starts():
+    with supervised() as (supervisor, targets), ThreadPoolExecutor(8) as pool:
+        controller, hosts = supervisor.process.pid, supervisor.hosts
+        running = answers(pool, targets)
+        os.kill(controller, signal.SIGKILL)
+        until(lambda: supervisor.process.pid != controller)
+        for name, member in ((MEMBERS, Member("instance", 1)), (FRONT_ENDS, FRONT_END)):
+            os.kill(hosts[name].call("pid", [member]), signal.SIGKILL)
+        check(running)
+        check(answers(pool, targets))

@@ -77,6 +77,17 @@ def test_processes_outlive_a_controller_and_are_counted_anew(host):
         third.start_one(ONE, 0, "spec 6")
 
 
+def test_a_process_that_ends_before_its_next_controller_listens_is_reported(host):
+    connected(host).start({ONE: "spec 1"}, lambda *exit: None)
+    second = connected(host)
+    second.kill(ONE)
+    until(lambda: second._pipe._exits)
+    exits = []
+    second.start({}, lambda *exit: exits.append(exit))
+    until(lambda: exits)
+    assert exits == [(ONE, 0, "its process was ended by SIGKILL")]
+
+
 def supervised(monkeypatch, tmp_path, program):
     """A supervisor of controllers that run the program, with their number in argv."""
     log = tmp_path / "log"
