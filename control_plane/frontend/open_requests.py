@@ -9,10 +9,11 @@ Used from the front end's event loop only.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest, Resume
@@ -27,6 +28,8 @@ from nanocp.sampling import TokenLogprobs
 _LATE_PROMPT_LOGPROBS_S = 10.0
 """Longest wait for log probabilities of a prompt after its first token: they were sent before
 it."""
+_MAX_LOST = 3
+"""The request fails when the log probabilities of its prompt were lost so often."""
 
 
 class RequestError(Exception):
@@ -79,8 +82,13 @@ class OpenRequest:
     """
 
     def __init__(
-        self, request_id: str, choices: Sequence[ClientStream], eos_token_ids: Sequence[int]
+        self,
+        request_id: str,
+        choices: Sequence[ClientStream],
+        eos_token_ids: Sequence[int],
+        streams: ClientStreams,
     ) -> None:
+        self._streams = streams
         self.request_id = request_id
         """The id that the client gave, or that was made."""
         self.prompt_ids = choices[0].prompt_ids
@@ -116,24 +124,30 @@ class OpenRequest:
     async def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
         """Wait for the log probabilities of the prompt: one for each token but the first.
 
-        Empty if the request does not ask for them. To be called before the first output is asked
-        for. Raises RequestError if the request ends before.
+        Empty if the request does not ask for them. Those that are lost on their way, with the
+        prefill for one, are asked for again. To be called before the first output is asked for.
+        Raises RequestError if the request ends before.
         """
-        received = self._first.prompt_logprobs
-        while received is not None and len(received) < len(self.prompt_ids) - 1:
-            if ended := next(
-                (choice.ended for choice in self._open.values() if choice.ended), None
-            ):
-                raise RequestError(ended.reason, ended.message)
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(
-                    self._changed.wait(),
-                    _LATE_PROMPT_LOGPROBS_S if self._first.output_ids else None,
-                )
-            except TimeoutError:
-                sentence = "the log probabilities of the prompt were lost on their way"
-                raise RequestError(FinishReason.FAILED, sentence) from None
+        received, asking, num_lost = self._first.prompt_logprobs, self._first, 0
+        with ExitStack() as asked_again:
+            while received is not None and len(received) < len(self.prompt_ids) - 1:
+                streams = (*self._open.values(), asking)
+                if ended := next((each.ended for each in streams if each.ended), None):
+                    raise RequestError(ended.reason, ended.message)
+                self._changed.clear()
+                left_s = None
+                if asking.first_token_s is not None:
+                    left_s = asking.first_token_s + _LATE_PROMPT_LOGPROBS_S - time.monotonic()
+                try:
+                    async with asyncio.timeout(left_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    num_lost += 1
+                    if num_lost == _MAX_LOST:
+                        sentence = "the log probabilities of the prompt were lost on their way"
+                        raise RequestError(FinishReason.FAILED, sentence) from None
+                    asking = self._streams.ask_again(self._first)
+                    asked_again.callback(self._streams.give_up, asking)
         return received or ()
 
     def _collect(self) -> None:
@@ -200,9 +214,8 @@ class OpenRequests:
             except RequestError as error:
                 log_refused(client_id, request.origin.endpoint, error.reason, str(error))
                 raise
-            yield OpenRequest(
-                client_id, choices, () if request.ignore_eos else self.limits.eos_token_ids
-            )
+            eos_token_ids = () if request.ignore_eos else self.limits.eos_token_ids
+            yield OpenRequest(client_id, choices, eos_token_ids, self._streams)
         finally:
             if choices:
                 self._streams.client_gone(choices)

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from control_plane.frontend.client_request import NOWHERE, Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
@@ -65,10 +66,10 @@ class ClientStreams:
         token."""
 
     def connect(self, controller: ControllerInterface, first_id: int = 0) -> None:
-        """Send requests to this controller from now on, numbered from first_id unless it is 0."""
+        """Send requests to this controller from now on, numbered from first_id on or later."""
         self._controller = controller
-        if first_id:
-            self._request_ids = itertools.count(first_id, self._id_step)
+        # Some may have come since the controller was told the newest number.
+        self._request_ids = itertools.count(max(first_id, next(self._request_ids)), self._id_step)
 
     def submit(
         self,
@@ -162,6 +163,29 @@ class ClientStreams:
             stream.prompt_logprobs += logprobs[num_known : stream.prompt_len - first]
             stream.changed.set()
 
+    def ask_again(self, stream: ClientStream) -> ClientStream:
+        """Ask for log probabilities of the prompt that were lost on their way, by another request.
+
+        Returns that request, which fills the list of `stream`; nobody reads the token that it
+        generates. It was admitted before, so the queue's caps do not refuse it.
+        """
+        params = replace(stream.params, max_tokens=1, min_tokens=0)
+        asking = ClientStream(
+            next(self._request_ids),
+            stream.client_id,
+            stream.prompt_ids,
+            Choice(params, prompt_logprobs=stream.num_top, attempt=1),
+            stream.origin,
+            stream.changed,
+            self._steps_per_window,
+        )
+        asking.prompt_logprobs, asking.resumed = stream.prompt_logprobs, stream.resumed
+        self._by_client.setdefault(stream.client_id, []).append(asking)
+        self._by_request[asking.request_id] = self._asking[asking.request_id] = asking
+        self._observer.on_submitted(asking.prompt_len)
+        self._submit(asking)
+        return asking
+
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
         """See ControllerEvents."""
         if stream := self._by_request.get(placement.request_id):
@@ -217,10 +241,14 @@ class ClientStreams:
     def client_gone(self, choices: Sequence[ClientStream]) -> None:
         """Abort the choices that have not ended: their client is gone."""
         for stream in choices:
-            self._asking.pop(stream.request_id, None)
-            if stream.request_id in self._by_request:
-                self._abort(stream, FinishReason.ABORTED, "the client went away")
+            self.give_up(stream)
         self._observer.on_request_over(max(len(stream.output_ids) for stream in choices))
+
+    def give_up(self, stream: ClientStream) -> None:
+        """Abort one request if it has not ended: nobody reads it."""
+        self._asking.pop(stream.request_id, None)
+        if stream.request_id in self._by_request:
+            self._abort(stream, FinishReason.ABORTED, "the client went away")
 
     def end_all(self, sentence: str) -> None:
         """End every request with UNAVAILABLE."""

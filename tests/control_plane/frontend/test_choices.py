@@ -284,7 +284,7 @@ def test_one_token_has_no_logprobs_of_a_prompt_and_one_answer_has_them_all(
 
 
 def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service,
 ) -> None:
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
     service.front_end.ended(
@@ -296,13 +296,50 @@ def test_a_request_that_ends_while_it_waits_for_its_prompts_logprobs_says_why(
     )
     with pytest.raises(ResourceExhausted, match="max_queued_tokens"):
         next(chunks)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_log_probabilities_of_the_prompt_that_were_lost_are_asked_for_by_another_request(
+    service: Service, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    """The prefill died after its pages, and before these left it."""
+    monkeypatch.setattr("control_plane.frontend.open_requests._LATE_PROMPT_LOGPROBS_S", 0.05)
+    chunks = service.client.generate([5, 6, 9], max_tokens=2, prompt_logprobs=2, seed=3)
+    request = service.controller.next_submission().request_id
+    service.instance.deliver(
+        request, 0, [7, 8] if has_ended else [7], LENGTH if has_ended else None
+    )
+    again = service.controller.next_submission()
+    assert (list(again.prompt_ids), again.prompt_logprobs, again.max_tokens) == ([5, 6, 9], 2, 1)
+    assert again.attempt > 0, "the queue's caps do not refuse it"
+    service.prefill.send_prompt_logprobs(again.request_id, 1, logprobs_of(1, 2))
+    # Nobody reads what it generates.
+    assert service.controller.next_abort() == again.request_id
+    if not has_ended:
+        first = next(chunks)
+        assert list(first.prompt_logprobs) == logprobs_of(1, 2)
+        service.instance.deliver(request, 1, [8], LENGTH)
+        received = [first, *chunks]
+    else:
+        received = list(chunks)
+    assert [item for chunk in received for item in chunk.prompt_logprobs] == logprobs_of(1, 2)
+    assert [i for chunk in received for i in chunk.token_ids] == [7, 8]
+
+
+def test_a_request_whose_prompts_log_probabilities_are_lost_each_time_fails(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("control_plane.frontend.open_requests._LATE_PROMPT_LOGPROBS_S", 0.05)
     chunks = service.client.generate([5, 6], prompt_logprobs=0)
-    request = service.controller.next_submission().request_id
-    service.instance.deliver(request, 0, [7])
+    requests = [service.controller.next_submission()]
+    service.instance.deliver(requests[0].request_id, 0, [7])
+    for _ in range(2):
+        requests.append(again := service.controller.next_submission())
+        service.instance.deliver(again.request_id, 0, [7], LENGTH, again.attempt)
     with pytest.raises(Unavailable, match="log probabilities of the prompt were lost"):
         next(chunks)
-    assert service.controller.next_abort() == request
+    assert service.controller.next_abort() == requests[0].request_id
+    assert service.controller.aborts.empty()
 
 
 def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -> None:

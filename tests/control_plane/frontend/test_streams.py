@@ -262,6 +262,20 @@ def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
     assert stream.prompt_logprobs and len(stream.prompt_logprobs) == 2
 
 
+def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_controller() -> None:
+    streams = ClientStreams(FRONT_END, 100, Recorder(), first_id=2, id_step=2)
+    controller = FakeController(streams.placed)
+    streams.connect(controller)
+    choices = [Choice(SamplingParams(max_tokens=9))]
+    numbers = [streams.submit(name, [7], choices)[0].request_id for name in "ab"]
+    # It was told that 2 is the newest.
+    streams.connect(controller, 4)
+    numbers += [streams.submit("c", [7], choices)[0].request_id]
+    streams.connect(controller, 40)
+    numbers += [streams.submit("d", [7], choices)[0].request_id]
+    assert numbers == [2, 4, 6, 40]
+
+
 def test_an_end_that_crosses_a_new_attempt_takes_it_back() -> None:
     streams, stream, controller = streams_with(max_undelivered=100, max_tokens=9)
     streams.interrupted()
