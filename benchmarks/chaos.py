@@ -1,6 +1,7 @@
 """`nanocp chaos` on a service of four real instances, with the machine beside its result.
 
-    python benchmarks/chaos.py [--quick] [--minutes M] [--seed S] [--spares N] [--json PATH]
+    python benchmarks/chaos.py [--quick] [--minutes M] [--seed S] [--spares N] [--processes]
+        [--json PATH]
 
 Enters: the tiny checkpoint. Leaves: pauses by kind of loss, what was lost, wrong, doubled or left;
 exit status 1 if a claim of `nanocp chaos` does not hold. Does not know: how a service recovers.
@@ -30,6 +31,9 @@ def main(
     minutes: Annotated[float, typer.Option(help="Time in which members are lost.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the requests and the losses.")] = 0,
     spares: Annotated[int, typer.Option(help="Processes that stand by for lost instances.")] = 0,
+    processes: Annotated[
+        bool, typer.Option(help="Front ends and the controller are processes, which are lost too.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the result here, the machine beside it.")
     ] = None,
@@ -42,11 +46,12 @@ def main(
         seconds=20.0 if quick else 60 * minutes,
         seed=seed,
         settings={**SETTINGS, "cluster.spares": spares},
+        has_processes=processes,
     )
     result = play(
         run, lambda: ReferenceJudge(checkpoint), lambda step: print(step, file=sys.stderr)
     )
-    result["spares"] = spares
+    result |= {"spares": spares, "processes": processes}
     if json is not None:
         write_results(json, [result], describe(load_before))
     for name, value in result.items():

@@ -69,12 +69,12 @@ def play_in_process(
         service.start(lambda step: None)
         before(disturbed)
         began_s = time.monotonic()
-        http_url = f"http://{service.http_address}"
+        http_urls = [f"http://{address}" for address in service.http_addresses]
 
         async def disturb_until(until_s: float) -> None:
             await disturb(disturbed, until_s)
 
-        asyncio.run(ask_all(run, service.address, http_url, disturb_until, disturbed.asked))
+        asyncio.run(ask_all(run, service.addresses, http_urls, disturb_until, disturbed.asked))
         took_s = time.monotonic() - began_s
         frames = settled(lambda: round(sum(map(disturbed.sample, HELD_FRAMES))))
         tickets = settled(lambda: round(disturbed.sample("nanocp:tickets_open")))

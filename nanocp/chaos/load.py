@@ -7,10 +7,12 @@ know: what happens to the service, which tokens are right.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,6 +31,12 @@ _SHARED_LEN = 200
 _OUTPUT_LENS = (32, 160)
 _LONG_SHARE = 0.7
 _NUM_CHOICES = 3
+_RESUME_S = 0.3
+"""Pause before a request is sent to another front end."""
+
+
+class _TryAgain(ValueError):
+    """The service asks to send the request again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +45,8 @@ class Apis:
 
     client: AsyncClient
     http: aiohttp.ClientSession
-    http_url: str
-    """The address of the HTTP API: http://host:port."""
+    http_urls: Sequence[str]
+    """The address of the HTTP API of each front end: http://host:port."""
     vocab_size: int
     max_model_len: int
     timeout_s: float
@@ -150,18 +158,49 @@ async def _by_grpc(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Seque
 
 
 async def _by_http(apis: Apis, request: Asked) -> AsyncIterator[tuple[int, Sequence[int]]]:
+    """The answer; with several front ends it goes on at the next one when its own is lost."""
     body = {"prompt": request.prompt_ids, "n": request.num_choices, "stream": True}
-    body |= {"return_token_ids": True, **request.options}
-    url = f"{apis.http_url}/v1/completions"
-    async with apis.http.post(url, json=body, read_bufsize=1 << 20) as answer:
+    body |= {"return_token_ids": True, "request_id": uuid.uuid4().hex, **request.options}
+    num_turns = itertools.count()
+    attempt = 0
+    while True:
+        url = apis.http_urls[next(num_turns) % len(apis.http_urls)]
+        try:
+            async for piece in _one_call(apis, url, body):
+                yield piece
+            return
+        except (aiohttp.ClientError, _TryAgain) as error:
+            if len(apis.http_urls) == 1:
+                raise
+            attempt += not isinstance(error, aiohttp.ClientConnectorError)
+        choices = [
+            {"index": index, "output_ids": output}
+            for index, output in enumerate(request.outputs)
+            if len(output) < request.options["max_tokens"]
+        ]
+        if not choices:
+            return
+        if attempt:
+            body["resume"] = {"attempt": attempt, "choices": choices}
+        await asyncio.sleep(_RESUME_S)
+
+
+async def _one_call(
+    apis: Apis, url: str, body: Mapping[str, Any]
+) -> AsyncIterator[tuple[int, Sequence[int]]]:
+    """The tokens of one stream. Raises _TryAgain, as an error says that has status 503."""
+    completions = f"{url}/v1/completions"
+    async with apis.http.post(completions, json=body, read_bufsize=1 << 20) as answer:
         if answer.status != 200:
-            raise ValueError(f"status {answer.status}: {(await answer.text())[:300]}")
+            kind = _TryAgain if answer.status == 503 else ValueError
+            raise kind(f"status {answer.status}: {(await answer.text())[:300]}")
         async for line in answer.content:
             data = line.decode().removeprefix("data: ").strip()
             if not line.startswith(b"data: ") or data == "[DONE]":
                 continue
             event = json.loads(data)
             if "error" in event:
-                raise ValueError(str(event["error"]))
+                kind = _TryAgain if event["error"]["code"] == 503 else ValueError
+                raise kind(str(event["error"]))
             for choice in event["choices"]:
                 yield choice["index"], choice["token_ids"] or ()

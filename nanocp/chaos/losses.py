@@ -1,6 +1,6 @@
-"""Losses: members of a real service are killed, or stopped, in an order that a seed draws.
+"""Losses: processes of a real service are killed, or stopped, in an order that a seed draws.
 
-Enters: the processes of members by name. Leaves: what was done when; signals to those processes.
+Enters: the processes of a service by name. Leaves: what was done when; signals to those processes.
 Does not know: requests, how a service recovers.
 """
 
@@ -26,6 +26,13 @@ KINDS = (
     "all instances killed",
 )
 """What may happen: a member that is stopped stays so, until the service ends it."""
+PROCESS_KINDS = (
+    "front end killed",
+    "front end stopped",
+    "controller killed",
+    "controller and instance killed",
+)
+"""What may also happen where front ends and the controller are processes."""
 _WHILE_S = (0.5, 8.0)
 """Time for which a member is stopped for a while: the service may replace it meanwhile, or not."""
 _NEXT_KILL_S = (0.2, 6.0)
@@ -52,7 +59,7 @@ class Losses:
         pauses_s: tuple[float, float],
         kinds: Sequence[str] = KINDS,
     ) -> None:
-        """pids: the present processes of members, by name. pauses_s: from one loss to the next."""
+        """pids: the present processes, by name. pauses_s: from one loss to the next."""
         self._pids = pids
         self._draw = random.Random(seed)
         self._pauses_s = pauses_s
@@ -75,9 +82,12 @@ class Losses:
 
     async def _cause(self, kind: str) -> None:
         draw = self._draw
-        instances = sorted(name for name in self._pids() if name.startswith("instance"))
+        pids = self._pids()
+        instances = sorted(name for name in pids if name.startswith("instance"))
         if not instances:
             return
+        front_ends = sorted(name for name in pids if name.startswith("front end"))
+        draw.shuffle(front_ends)
         one, two = draw.choice(instances), draw.sample(instances, min(2, len(instances)))
         match kind:
             case "instance killed":
@@ -102,9 +112,17 @@ class Losses:
                 self._signal(kind, two[1:], signal.SIGKILL)
             case "all instances killed":
                 self._signal(kind, instances, signal.SIGKILL)
+            case "front end killed":
+                self._signal(kind, front_ends[:1], signal.SIGKILL)
+            case "front end stopped":
+                self._signal(kind, front_ends[:1], signal.SIGSTOP)
+            case "controller killed":
+                self._signal(kind, ["controller"], signal.SIGKILL)
+            case "controller and instance killed":
+                self._signal(kind, ["controller", one], signal.SIGKILL)
 
     def _signal(self, kind: str, names: list[str], number: signal.Signals) -> list[int]:
-        """Send a signal to members, and note it; returns their processes."""
+        """Send a signal to processes, and note it; returns them."""
         pids = self._pids()
         found = [name for name in names if name in pids]
         for name in found:

@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,22 @@ import psutil
 
 from nanocp.chaos.judge import Judge
 from nanocp.chaos.load import APIS, KINDS, Apis, Asked, ask_for_ever
-from nanocp.chaos.losses import KINDS as LOSSES
-from nanocp.chaos.losses import Losses
+from nanocp.chaos.losses import KINDS as MEMBER_KINDS
+from nanocp.chaos.losses import PROCESS_KINDS, Losses
 from nanocp.chaos.report import judged, pauses_by_kind, serving_share, total_losses
 from nanocp.client import AsyncClient
 from nanocp.serve.process import HELD_FRAMES, PROGRAM, Serving, serving
 
 NUM_CLIENTS = len(KINDS) * len(APIS)
 """One for each kind of request and each API."""
+_NUM_FRONT_ENDS = 2
+_PROCESSES = {
+    "service.front_ends": _NUM_FRONT_ENDS,
+    "service.front_end_processes": True,
+    "service.controller_process": True,
+    "limits.orphan_ms": 120_000,
+}
+"""Members wait longer than it takes on a busy machine until another controller has started."""
 _GONE_S = 10.0
 """Longest wait for processes and segments that are on their way out."""
 
@@ -48,8 +57,10 @@ class ChaosRun:
     """What runs `nanocp`."""
     pauses_s: tuple[float, float] = (3.0, 30.0)
     """Time from one loss to the next."""
-    kinds: Sequence[str] = LOSSES
-    """Kinds of losses."""
+    kinds: Sequence[str] = ()
+    """Kinds of losses; empty: every kind that there is."""
+    has_processes: bool = False
+    """Whether front ends and the controller are processes, which are lost too."""
 
 
 def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None]) -> dict[str, Any]:
@@ -60,10 +71,14 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
     """
     said("starting the service")
     asked: list[Asked] = []
+    settings, kinds, num_front_ends = run.settings, run.kinds or MEMBER_KINDS, 1
+    if run.has_processes:
+        settings, kinds = {**_PROCESSES, **settings}, run.kinds or MEMBER_KINDS + PROCESS_KINDS
+        num_front_ends = _NUM_FRONT_ENDS
     with serving(
         run.checkpoint,
         run.instances,
-        run.settings,
+        settings,
         *run.flags,
         ray=False,
         synthetic_kv=False,
@@ -71,11 +86,14 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
         program=run.program,
     ) as service:
         prefix = service.segment_prefix()
-        losses = Losses(service.member_pids, run.seed, run.pauses_s, run.kinds)
-        said(f"losing members for {run.seconds:.0f} s")
+        losses = Losses(service.member_pids, run.seed, run.pauses_s, kinds)
+        said(f"losing processes for {run.seconds:.0f} s")
         began_s = time.monotonic()
-        http_url = f"http://127.0.0.1:{service.http_port}"
-        asyncio.run(ask_all(run, service.target, http_url, losses.cause_until, asked))
+        host, _, port = service.target.rpartition(":")
+        offsets = range(num_front_ends)
+        targets = [f"{host}:{int(port) + offset}" for offset in offsets]
+        http_urls = [f"http://{host}:{service.http_port + offset}" for offset in offsets]
+        asyncio.run(ask_all(run, targets, http_urls, losses.cause_until, asked))
         took_s = time.monotonic() - began_s
         said("looking for what is left")
         left = _left_in_service(service)
@@ -105,26 +123,35 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
 
 async def ask_all(
     run: ChaosRun,
-    target: str,
-    http_url: str,
+    targets: Sequence[str],
+    http_urls: Sequence[str],
     disturb: Callable[[float], Coroutine[Any, Any, None]],
     asked: list[Asked],
 ) -> None:
     """Let every client ask until the run's time is over, and the last answers end.
 
+    targets, http_urls: of each front end; clients begin at them in turn, and know them all.
     disturb: runs beside them, and gets the end of the time. asked: gets every request.
     """
     until_s = time.monotonic() + run.seconds
-    async with (
-        AsyncClient(target) as client,
-        aiohttp.ClientSession() as http,
-        asyncio.TaskGroup() as group,
-    ):
-        info = await client.server_info()
-        apis = Apis(client, http, http_url, info.vocab_size, info.max_model_len, run.timeout_s)
-        for number in range(NUM_CLIENTS):
-            group.create_task(ask_for_ever(apis, number, run.seed, until_s, asked))
-        group.create_task(disturb(until_s))
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        apis = []
+        for first in range(len(targets)):
+            client = AsyncClient(
+                (*targets[first:], *targets[:first]), resume_timeout_s=run.timeout_s
+            )
+            await stack.enter_async_context(client)
+            info = await client.server_info()
+            urls = (*http_urls[first:], *http_urls[:first])
+            apis.append(
+                Apis(client, http, urls, info.vocab_size, info.max_model_len, run.timeout_s)
+            )
+        async with asyncio.TaskGroup() as group:
+            for number in range(NUM_CLIENTS):
+                turn = apis[number % len(apis)]
+                group.create_task(ask_for_ever(turn, number, run.seed, until_s, asked))
+            group.create_task(disturb(until_s))
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:

@@ -24,6 +24,10 @@ def chaos(
     seed: Annotated[int, typer.Option(help="What is lost when, and what clients ask.")] = 0,
     instances: Annotated[int, typer.Option(help="Instances of the service.")] = 4,
     spares: Annotated[int, typer.Option(help="Processes that stand by for lost instances.")] = 0,
+    processes: Annotated[
+        bool,
+        typer.Option(help="Run two front ends and the controller as processes, to be lost."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the result to this file, as a JSON object.")
     ] = None,
@@ -31,6 +35,7 @@ def chaos(
     """Kill and stop members of a service under load, and judge every token of every request.
 
     Instances and the prefill are killed, or stopped, alone or several at once, also in a recovery.
+    With --processes so are front ends and the controller; clients go on at another front end.
     Requests are greedy, sampled, penalised, of three choices, with a shared beginning and long, by
     gRPC and HTTP. `transformers` is the reference.
     """
@@ -43,7 +48,12 @@ def chaos(
     settings = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
     settings["cluster.spares"] = spares
     run = ChaosRun(
-        checkpoint, instances=instances, seconds=60 * minutes, seed=seed, settings=settings
+        checkpoint,
+        instances=instances,
+        seconds=60 * minutes,
+        seed=seed,
+        settings=settings,
+        has_processes=processes,
     )
     try:
         result = play(run, lambda: ReferenceJudge(checkpoint), said.print)

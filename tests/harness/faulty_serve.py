@@ -1,4 +1,4 @@
-"""`nanocp serve` of HashInstances with a fault in its own process, for what must see it.
+"""`nanocp serve` of HashInstances with a fault in all processes but members, for what must see it.
 
 python tests/harness/faulty_serve.py FAULT serve ...
 """
@@ -13,6 +13,7 @@ from control_plane.frontend.client_stream import ClientStream
 from control_plane.frontend.streams import ClientStreams
 from control_plane.scheduler.cluster_state import ClusterState
 from nanocp.sampling import RowInput
+from nanocp.serve import supervisor
 from nanocp.wire import convert
 
 
@@ -84,7 +85,22 @@ FAULTS = {
     for each in (doubled, other_output_ids, forgotten, leaking, unanswered, sound)
 }
 
+
+def plant_in_processes(fault):
+    """Front ends and the controller, if they are processes, begin with the same fault."""
+    for name in ("CONTROLLER_COMMAND", "FRONT_END_COMMAND"):
+        module = getattr(supervisor, name)[-1]
+        setattr(supervisor, name, (sys.executable, __file__, fault, "-m", module))
+
+
 if __name__ == "__main__":
-    FAULTS[sys.argv.pop(1)]()
+    fault = sys.argv.pop(1)
+    FAULTS[fault]()
+    if sys.argv[1] == "-m":
+        module = sys.argv[2]
+        del sys.argv[1:3]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.exit()
+    plant_in_processes(fault)
     sys.argv.insert(1, "build_slow")
     runpy.run_path(str(Path(__file__).with_name("hash_serve.py")), run_name="__main__")

@@ -7,6 +7,7 @@ import pytest
 
 from harness.hash_members import MODEL
 from harness.paths import TESTS
+from nanocp.chaos.losses import PROCESS_KINDS
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
 from nanocp.sampling import SamplingParams
@@ -25,16 +26,16 @@ class HashJudge:
         return next((index for index, (one, other) in pairs if one != other), None), 0
 
 
-def chaos(fault, timeout_s=300.0, **more):
+def chaos(fault, timeout_s=300.0, seconds=12.0, pauses_s=(1.0, 4.0), **more):
     program = [sys.executable, str(TESTS / "harness" / "faulty_serve.py"), fault]
     run = ChaosRun(
         Path("no-checkpoint"),
-        seconds=12.0,
+        seconds=seconds,
         seed=SEED,
         timeout_s=timeout_s,
         settings=SETTINGS,
         program=program,
-        pauses_s=(1.0, 4.0),
+        pauses_s=pauses_s,
         **more,
     )
     return play(run, HashJudge, lambda step: None)
@@ -74,4 +75,30 @@ def test_chaos_sees_a_planted_fault(fault, number):
     kinds = ("prefill killed",) if fault == "unanswered" else ends_terms
     result = chaos(fault, timeout_s=60.0, kinds=kinds)
     assert result[number] > 0, result
+    assert not all(holds for _, holds in claims_of(result))
+
+
+@pytest.mark.system
+def test_front_ends_and_controllers_are_lost_under_chaos_and_no_request_is():
+    result = chaos("sound", seconds=45.0, pauses_s=(5.0, 9.0), has_processes=True)
+    assert [claim for claim, holds in claims_of(result) if not holds] == [], (
+        result["failures"],
+        result["log_end"],
+    )
+    assert set(result["by_kind"]) & set(PROCESS_KINDS)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("fault", "number", "kind"),
+    [
+        ("doubled", "doubled", "front end killed"),
+        ("other_output_ids", "wrong", "front end killed"),
+        ("forgotten", "lost", "controller killed"),
+    ],
+)
+def test_chaos_sees_a_planted_fault_of_a_process(fault, number, kind):
+    result = chaos(fault, timeout_s=60.0, pauses_s=(3.0, 6.0), kinds=(kind,), has_processes=True)
+    assert result[number] > 0, result
+    assert set(result["by_kind"]) == {kind}
     assert not all(holds for _, holds in claims_of(result))

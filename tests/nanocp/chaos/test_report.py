@@ -109,6 +109,23 @@ def test_the_judge_knows_greedy_sampled_and_penalised_tokens(tiny_checkpoint, ti
         assert (judge.first_wrong(prompt, other, output)[0] is None) == (params.temperature == 0)
 
 
+def test_front_ends_and_the_controller_are_ended_by_name():
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    names = ("controller", "front end 0", "front end 1", "instance 0")
+    processes = {name: subprocess.Popen(command) for name in names}
+    try:
+        losses = Losses(lambda: {name: each.pid for name, each in processes.items()}, 3, (0, 1))
+        for kind in ("front end killed", "controller and instance killed"):
+            asyncio.run(losses._cause(kind))
+        (front_end,), both = (loss.members for loss in losses.happened)
+        assert front_end in names[1:3] and both == ("controller", "instance 0")
+        assert [processes[name].wait(60) for name in (front_end, *both)] == [-9, -9, -9]
+    finally:
+        for each in processes.values():
+            each.kill()
+            each.wait()
+
+
 def test_losses_are_drawn_by_a_seed_and_end_the_processes_they_name():
     kinds = []
     for _ in range(2):
