@@ -210,7 +210,7 @@ class HashCluster:
         prompt_len = prompt_len or any_prompt_len
         prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
         if (earlier := self._known_prompts()) and random.random() < self.prefix_share:
-            common = random.choice(earlier)
+            common = random.choice([*earlier.values()])
             common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
             prompt_ids = [*common, *prompt_ids][:700]
         any_max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
@@ -227,9 +227,9 @@ class HashCluster:
         )
         return prompt_ids, params
 
-    def _known_prompts(self) -> list[list[int]]:
-        """What each request so far was last submitted with, by request id."""
-        return [story.known_ids for story in self.stories.values()]
+    def _known_prompts(self) -> dict[int, list[int]]:
+        """By request id: what it was last submitted with."""
+        return {story.request_id: story.known_ids for story in self.stories.values()}
 
     def _resume(self, preempted: Preempted) -> None:
         """Submit a preempted request again, as the front end does.
@@ -293,7 +293,7 @@ class HashCluster:
                 self.num_moves += 1
                 self.processes[transfer.source].posts.append(transfer)
                 continue
-            known_ids = self._known_prompts()[transfer.request_id - 1]
+            known_ids = self._known_prompts()[transfer.request_id]
             pages = list(transfer.instances())
             kv = self.model.prefill(known_ids, transfer.num_tokens)
             self.jobs.append(Job(transfer, kv, self.random.sample(pages, len(pages))))

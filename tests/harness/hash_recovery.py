@@ -221,8 +221,8 @@ class RecoveringCluster(HashCluster):
             timeout_us,
         )
 
-    def _known_prompts(self) -> list[list[int]]:
-        return list(self.known_ids.values())
+    def _known_prompts(self) -> dict[int, list[int]]:
+        return self.known_ids
 
     def _arrive_or_abort(self) -> None:
         open_streams = [stream for stream in self.streams.values() if not _is_over(stream)]
@@ -398,6 +398,10 @@ class RecoveringCluster(HashCluster):
             for index in range(num)
         ]
         keeps_rows, self.keeps_rows, self.wanted = self.keeps_rows, False, None
+        self._serve(keeps_rows)
+
+    def _serve(self, keeps_rows: bool) -> None:
+        """The controller takes note that the term has begun."""
         self._call_scheduler([Regrouped(self.term, tuple(self.serving), keeps_rows)])
         self.num_kept += len(self.scheduler._held)
         if not keeps_rows:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import TypeVar
 
+from harness.hash_failover import FailoverCluster
 from harness.hash_recovery import RecoveringCluster
+
+Cluster = TypeVar("Cluster", bound=RecoveringCluster)
 
 
 def play(
     seed: int, max_losses: int = 6, max_regroups: int = 0, max_changes: int = 0
 ) -> RecoveringCluster:
     """Play one seed to its end; a failure names the seed."""
+    how = "--regroups " if max_regroups else "--changes " if max_changes else ""
     cluster = RecoveringCluster(seed, max_losses, max_regroups, max_changes)
+    return _played(cluster, f"{how}--seed {seed}")
+
+
+def play_failovers(seed: int) -> FailoverCluster:
+    """Play one seed whose controller and front ends are lost too; a failure names the seed."""
+    return _played(FailoverCluster(seed), f"--failovers --seed {seed}")
+
+
+def _played(cluster: Cluster, arguments: str) -> Cluster:
     try:
         cluster.play()
     except Exception as error:
-        how = "--regroups " if max_regroups else "--changes " if max_changes else ""
         error.add_note(
-            f"replay: PYTHONPATH=tests python -m harness.hash_recovery_seeds {how}--seed {seed}   "
+            f"replay: PYTHONPATH=tests python -m harness.hash_recovery_seeds {arguments}   "
             f"({cluster.config})"
         )
         raise
@@ -36,6 +49,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="play this one only")
     parser.add_argument("--regroups", action="store_true", help="terms end, and nothing is lost")
     parser.add_argument("--changes", action="store_true", help="seats come and go in order too")
+    parser.add_argument(
+        "--failovers", action="store_true", help="the controller and front ends are lost too"
+    )
     arguments = parser.parse_args()
     first, count = arguments.first, arguments.seeds
     seeds = range(first, first + count) if arguments.seed is None else [arguments.seed]
@@ -50,11 +66,13 @@ def main() -> None:
         "num_stale_tokens",
     )
     names += ("num_stale_events", "num_windows", "num_preemptions", "num_moves", "num_hand_offs")
+    if arguments.failovers:
+        names += ("num_failovers", "num_front_ends_lost", "num_resumed", "num_cut")
     totals = dict.fromkeys(names, 0)
     num_tokens = 0
     for seed in seeds:
         of_kind = (0, 20) if arguments.regroups else (4, 0, 12) if arguments.changes else ()
-        cluster = play(seed, *of_kind)
+        cluster = play_failovers(seed) if arguments.failovers else play(seed, *of_kind)
         for name in names:
             totals[name] += getattr(cluster, name)
         num_tokens += sum(len(stream.output_ids) for stream in cluster.streams.values())

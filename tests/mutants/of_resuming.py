@@ -3,6 +3,8 @@
 from mutant import Mutant
 
 RESUME = ("tests/control_plane/frontend/test_resume.py",)
+FAILOVERS = ("tests/data_plane/fake/test_hash_recovery.py", "-k", "front_ends_are_lost and seeds0")
+"""Seeds whose front ends and controller are lost."""
 REMOTE = ("tests/control_plane/frontend/test_remote.py",)
 
 OF_RESUMING = [
@@ -85,6 +87,54 @@ OF_RESUMING = [
         text="if self._attend_again(request_id, client_id):",
         fault="if False:",
         tests=(*REMOTE, "-k", "every_open_request_again"),
+    ),
+    Mutant(
+        name="number-of-another",
+        why="a front end gives out the number of a request that came before the next controller",
+        path="control_plane/frontend/streams.py",
+        text="max(first_id, next(self._request_ids))",
+        fault="first_id or next(self._request_ids)",
+        tests=("tests/control_plane/frontend/test_streams.py", "-k", "number"),
+    ),
+    Mutant(
+        name="numbers-of-the-lost",
+        why="the next controller gives out numbers that lost front ends have used",
+        path="control_plane/frontend/remote/attendance.py",
+        text="begin = (controller_number - 1)",
+        fault="begin = 0",
+        tests=FAILOVERS,
+    ),
+    Mutant(
+        name="resumed-as-new",
+        why="a request that its client resumes is refused as a new one may be",
+        path="control_plane/frontend/client_stream.py",
+        text="self.attempt = choice.attempt",
+        fault="self.attempt = 0",
+        tests=FAILOVERS,
+    ),
+    Mutant(
+        name="lost-in-between",
+        why="an instance that is lost while the next controller starts ends the service",
+        path="control_plane/members/members.py",
+        text="return self.recovers and (self.start.has_succeeded or self.takes_over)",
+        fault="return self.recovers and self.start.has_succeeded",
+        tests=("tests/control_plane/members/test_takeover.py",),
+    ),
+    Mutant(
+        name="late-ready",
+        why="an instance counts as ready in a term that is over, and plans to it are dropped",
+        path="control_plane/members/members.py",
+        text="if self.terms.standing[member] is Standing.IN:",
+        fault="if True:",
+        tests=("tests/control_plane/members/test_takeover.py", "-k", "while_it_joins"),
+    ),
+    Mutant(
+        name="logprobs-lost",
+        why="nobody asks again for log probabilities of a prompt that were lost with the prefill",
+        path="control_plane/frontend/open_requests.py",
+        text="asking = self._streams.ask_again(self._first)",
+        fault="asking = self._first",
+        tests=("tests/control_plane/frontend/test_choices.py", "-k", "by_another_request"),
     ),
     Mutant(
         name="doubled-token",

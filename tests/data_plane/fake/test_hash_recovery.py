@@ -5,7 +5,7 @@
 
 import pytest
 
-from harness.hash_recovery_seeds import play
+from harness.hash_recovery_seeds import play, play_failovers
 
 
 def test_terms_end_without_a_loss_and_every_token_is_right():
@@ -51,3 +51,14 @@ def test_instances_are_lost_while_seats_come_and_go():
     assert sum(cluster.num_changes for cluster in clusters) > 5
     assert sum(cluster.num_losses for cluster in clusters) > 10
     assert sum(cluster.num_shrinks for cluster in clusters) > 2
+
+
+@pytest.mark.parametrize(
+    "seeds", [(5, 9, 14, 22), pytest.param(range(20, 60), marks=pytest.mark.system)]
+)
+def test_the_controller_and_front_ends_are_lost_at_any_turn_and_clients_get_every_token(seeds):
+    # In 9 a front end takes requests after it has dialled the next controller, in 22 requests are
+    # lost with a front end before the controller has heard of them.
+    clusters = [play_failovers(seed) for seed in seeds]
+    for what in ("failovers", "front_ends_lost", "resumed", "stale_tokens"):
+        assert sum(getattr(cluster, f"num_{what}") for cluster in clusters), what
