@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from nanocp.client import AsyncChunks, Finish
 
 NUM_INSTANCES = 4
+NUM_STAGES = 2
+"""Processes that compute the prompts together."""
 NUM_SAMPLED_TOKENS = 100
 
 
@@ -65,7 +67,7 @@ def demo(
 ) -> None:
     """Serve on four instances of this machine, decode prompts at once, and check every token.
 
-    The prompts are short and long; `transformers` is the reference.
+    The prompts are short and long, and two stages compute them; `transformers` is the reference.
     """
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 
@@ -126,6 +128,8 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
     options = [
         "--instances",
         str(NUM_INSTANCES),
+        "--prefill-stages",
+        str(NUM_STAGES),
         "--grpc-port",
         str(port),
         "--metrics-port",
