@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:tests python3 benchmarks/gpu_moe.py --json PATH [--limit-s 400] [--tiny]
 
-The split path is the exchange's dispatch, the grouped GEMM and its combine, each a few launches.
-The fused one is one launch. Both get the gate's choice. Sums are compared, and must be equal bit by
-bit over replays with a late stream; a peer that stays away must become the error. Then times of
+The split path is the gate, the exchange's dispatch, the grouped GEMM, the shared expert and the
+combine, each a few launches. The fused one is one launch for all. Results are compared, and must be
+equal bit by bit over replays with a late stream; a peer that stays away must be an error. Times of
 captured layers, of the experts' products alone, the share of time that programs have tasks, and
 what was read and sent. Needs torch and Triton, no network, no Ray. What PATH holds of this code is
 not measured again. --tiny: small shapes, on the CPU under TRITON_INTERPRET=1 too, where its times
@@ -17,9 +17,10 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -28,13 +29,26 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import gpu_attention
 import machine
 import torch
+from gpu_shapes import deepseek_v3
 from torch import Tensor
 
+from data_plane.model.config import ModelConfig
 from data_plane.model.fp8_weight import Fp8Weight
-from data_plane.model.weights import slots_of
-from data_plane.moe.all_to_all_gpu import GpuExpertExchange
-from data_plane.moe.fused import FusedMoe, FusedTiles, fused_experts
-from data_plane.moe.fused_tasks import INNER, OUTPUT
+from data_plane.model.linear import PlainLinear
+from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
+from data_plane.moe.all_to_all_gpu import GpuExpertExchange, GpuMixtures
+from data_plane.moe.fused import FusedMoe, FusedTiles, GateTiles, fused_weights
+from data_plane.moe.fused_state import (
+    CHOOSE,
+    DISPATCH,
+    GATE,
+    INNER,
+    OUTPUT,
+    ROUTE,
+    FusedRows,
+    FusedWeights,
+)
+from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_gemm import TritonGemm, grouped_gemm_kernel
 from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
@@ -56,32 +70,44 @@ Result = dict[str, Any]
 class MoeShapes:
     """What is measured: DeepSeek-V3's layer, or a small one."""
 
-    hidden: int
-    width: int
-    per_row: int
+    layer: ModelConfig
+    """The model, whatever its number of experts."""
     local_experts: tuple[int, ...]
     instances: tuple[int, ...]
     rows: tuple[int, ...]
     forms: tuple[str, ...]
     """bf16, fp32 or fp8: dtype of the weights; with fp8 rows are bf16, or fp32 if tiny."""
-    fp8_block: tuple[int, int]
     replays: int
     tiles: FusedTiles | None
     timeout_ms: float
 
+    def model(self, num_experts: int) -> ModelConfig:
+        """The model with so many experts; a gate of few has no groups."""
+        num_groups = 8 if num_experts >= 64 else 1
+        return replace(
+            self.layer,
+            num_experts=num_experts,
+            num_experts_per_token=min(self.layer.num_experts_per_token, num_experts),
+            num_groups=num_groups,
+            num_groups_per_token=-(-num_groups // 2),
+        )
+
 
 FULL = MoeShapes(
-    7168, 2048, 8, (8, 32), (1, 2, 4), (1, 8, 32, 128, 256), ("bf16", "fp8"), (128, 128), 1000,
-    None, 1000.0,
+    replace(deepseek_v3(), fp8_block=(128, 128)), (8, 32), (1, 2, 4), (1, 8, 32, 128, 256),
+    ("bf16", "fp8"), 1000, None, 1000.0,
 )  # fmt: skip
 TINY = MoeShapes(
-    32, 16, 2, (2,), (1, 2), (2,), ("fp32", "fp8"), (16, 64), 2,
-    FusedTiles(4, 16, 16, 32, 1, 4, 1), 0.02,
+    replace(
+        deepseek_v3(), hidden_size=32, expert_size=16, num_experts_per_token=2, fp8_block=(16, 64)
+    ),
+    (2,), (1, 2), (2,), ("fp32", "fp8"), 2,
+    FusedTiles(4, 16, 16, 32, 1, 4, 1, GateTiles(4, 4, 16, 2)), 0.02,
 )  # fmt: skip
 
 
 class MoeCase:
-    """Instances on this card, each with a layer's rows and experts, in both forms."""
+    """Instances on this card, each with a layer's rows and weights, in both forms."""
 
     def __init__(
         self, shapes: MoeShapes, num_instances: int, num_here: int, num_rows: int, form: str
@@ -92,95 +118,122 @@ class MoeCase:
         is_wide = form == "fp32" or not self.is_card
         self.dtype = torch.float32 if is_wide else torch.bfloat16
         self.everyone = range(num_instances)
-        num_experts = num_instances * num_here
-        per_row = min(shapes.per_row, num_experts)
-        value = "float32" if is_wide else "uint16"
-        layout = mixture_layout(num_rows, per_row, shapes.hidden, value)
+        self.model = model = shapes.model(num_instances * num_here)
+        value, per_row = "float32" if is_wide else "uint16", model.num_experts_per_token
+        layout = mixture_layout(num_rows, per_row, model.hidden_size, value)
         places = RegionPlaces(layout, num_instances)
         sizes: dict[str, Any] = {
-            "num_instances": num_instances, "num_experts": num_experts, "per_row": per_row,
-            "hidden_size": shapes.hidden, "max_rows": num_rows, "dtype": self.dtype,
+            "num_instances": num_instances, "max_rows": num_rows, "dtype": self.dtype,
             "device": self.device,
         }  # fmt: skip
-        self.exchanges, self.split, self.fused, self.experts = [], [], [], []
-        for memory in PeerMemory.create_all(places, self.device):
-            exchange = GpuExchange(places, self.device, shapes.timeout_ms)
-            exchange.attach(memory)
-            self.exchanges.append(exchange)
-            self.split.append(GpuExpertExchange(exchange, **sizes))
-        for memory in PeerMemory.create_all(places, self.device):
-            # Epochs of the two forms differ, so each has memory of its own.
-            exchange = GpuExchange(places, self.device, shapes.timeout_ms)
-            exchange.attach(memory)
-            self.exchanges.append(exchange)
+        # Epochs of the two forms differ, so each has memory of its own.
+        ends: list[list[GpuExchange]] = [[], []]
+        for own in ends:
+            for memory in PeerMemory.create_all(places, self.device):
+                own.append(GpuExchange(places, self.device, shapes.timeout_ms))
+                own[-1].attach(memory)
+        self.exchanges = [exchange for own in ends for exchange in own]
+        gate = torch.randn(model.num_experts, model.hidden_size, device=self.device)
+        self.gate = gate * model.hidden_size**-0.5
+        self.split, self.fused, self.weights, self.experts = [], [], [], []
+        for i, (exchange, other) in enumerate(zip(*ends, strict=True)):
+            moe, fused_experts = self._weights(i, num_instances, form)
+            self.weights.append(fused_weights(moe, fused_experts))
             self.fused.append(
                 FusedMoe(
-                    exchange, num_here=num_here, expert_size=shapes.width, tiles=shapes.tiles,
-                    fp8_block=shapes.fp8_block if form == "fp8" else None, **sizes,
+                    other, model, num_here=num_here, is_fp8=form == "fp8", tiles=shapes.tiles,
+                    **sizes,
                 )
             )  # fmt: skip
             programs = self.fused[-1].num_programs // num_instances
             self.fused[-1].num_programs = max(1, programs)
-        for instance in self.everyone:
-            self.experts.append(self._experts(instance, num_instances, form))
-        self.x = torch.randn(num_instances, num_rows, shapes.hidden, device=self.device)
+            all_to_all = GpuExpertExchange(
+                exchange, num_experts=model.num_experts, per_row=per_row,
+                hidden_size=model.hidden_size, **sizes,
+            )  # fmt: skip
+            layers: Any = SimpleNamespace(layers=[SimpleNamespace(moe=moe)])
+            split = GpuWeights(layers, (self.experts[i],))
+            self.split.append(GpuMixtures(all_to_all, model, split))
+        self.x = torch.randn(num_instances, num_rows, model.hidden_size, device=self.device)
         self.x = self.x.to(self.dtype)
-        order = torch.rand(num_instances, num_rows, num_experts, device=self.device).argsort(-1)
-        self.expert = order[..., :per_row].contiguous()
-        self.weight = torch.rand(num_instances, num_rows, per_row, device=self.device)
+        self.residual = torch.zeros_like(self.x)
         self.live = torch.ones(num_instances, num_rows, dtype=torch.bool, device=self.device)
 
-    def _experts(self, instance: int, num_instances: int, form: str) -> GroupedExperts:
-        shapes, num_experts = self.shapes, num_instances * self.num_here
-        home = home_experts(num_experts, instance, num_instances)
-        place_E = slots_of(home, num_experts).to(self.device)
+    def _weights(
+        self, instance: int, num_instances: int, form: str
+    ) -> tuple[MoeWeights, GroupedExperts]:
+        """Draw a layer's weights: what both forms read, and the experts with the shared one."""
+        model, num_here = self.model, self.num_here
+        home = home_experts(model.num_experts, instance, num_instances)
+        place_E = slots_of(home, model.num_experts).to(self.device)
 
         def weight(rows: int, columns: int) -> Tensor | Fp8Weight:
-            drawn = torch.randn(self.num_here, rows, columns, device=self.device) * columns**-0.5
-            return in_fp8(drawn, shapes.fp8_block) if form == "fp8" else drawn.to(self.dtype)
+            drawn = torch.randn(num_here + 1, rows, columns, device=self.device) * columns**-0.5
+            return in_fp8(drawn, model.fp8_block) if form == "fp8" else drawn.to(self.dtype)
 
-        gate_up, down = weight(2 * shapes.width, shapes.hidden), weight(shapes.hidden, shapes.width)
-        return GroupedExperts(TritonGemm(), place_E, gate_up, down)
+        def part(weight: Tensor | Fp8Weight, which: slice | int) -> Tensor | Fp8Weight:
+            if isinstance(weight, Tensor):
+                return weight[which]
+            return weight._replace(values=weight.values[which], scale=weight.scale[which])
 
-    def run_split(self, y: list[Tensor] | None = None) -> list[Tensor]:
-        """Run a layer of all instances by its parts, in turn."""
-        arguments = [
-            (self.x[i], self.expert[i], self.weight[i], self.live[i]) for i in self.everyone
+        width = model.expert_size
+        both = weight(2 * width, model.hidden_size), weight(model.hidden_size, width)
+        routed = [part(each, slice(num_here)) for each in both]
+        self.experts.append(GroupedExperts(TritonGemm(), place_E, *routed))
+        plain = [
+            each if isinstance(each, Tensor) else each.dequantised().to(self.dtype)
+            for each in (part(each, num_here) for each in both)
         ]
-        sent = [self.split[i].dispatch(*arguments[i]) for i in self.everyone]
-        for i in self.everyone:
-            self.split[i].run_experts(sent[i], self.experts[i])
-        return [self.split[i].combine(sent[i]) for i in self.everyone]
+        shared = MlpWeights(*map(PlainLinear, plain))
+        bias = torch.zeros(model.num_experts, device=self.device)
+        moe = MoeWeights(self.gate, bias, place_E, [], shared)
+        return moe, GroupedExperts(TritonGemm(), place_E, *both)
 
-    def route(self, instance: int) -> Any:
-        """Find where an instance's rows go."""
+    def _phases(self, mixture: GpuMixtures, i: int) -> Any:
+        return mixture.phases(self.residual[i], self.x[i], self.live[i], 0)
+
+    def run_split(self) -> list[Tensor]:
+        """Run a layer of all instances by its parts, in turn."""
+        return in_turn([self._phases(mixture, i) for i, mixture in enumerate(self.split)])
+
+    def arguments(self, instance: int) -> tuple[FusedRows, FusedWeights]:
+        """What a fused launch of an instance takes."""
         i = instance
-        return self.fused[i].route(self.x[i], self.expert[i], self.weight[i], self.live[i])
+        rows = self.fused[i].rows(self.residual[i], self.x[i], self.live[i])
+        return rows, self.weights[i]
 
     def run_fused(self) -> list[Tensor]:
         """Run a layer of all instances as one launch each, in turns."""
-        rows = [self.route(i) for i in self.everyone]
-        turns = [
-            self.fused[i].turns(rows[i], fused_experts(self.experts[i])) for i in self.everyone
-        ]
-        while turns:
-            turns = [turn for turn in turns if next(turn, StopIteration) is not StopIteration]
-        return [each.out for each in rows]
+        arguments = [self.arguments(i) for i in self.everyone]
+        in_turn([self.fused[i].turns(*arguments[i]) for i in self.everyone])
+        return [rows.out for rows, _ in arguments]
 
     def layer(self, instance: int) -> Callable[[], Any]:
         """Make what one instance does in a layer, to be captured: it waits for its peers."""
-        experts = fused_experts(self.experts[instance])
-        return lambda: self.fused[instance].launch(self.route(instance), experts)
+        return lambda: self.fused[instance].launch(*self.arguments(instance))
 
     def check(self) -> None:
         """Raise what ended a wait."""
         for exchange in self.exchanges:
             exchange.check()
 
-    def weight_bytes(self) -> int:
-        """Bytes of the weights of an instance's experts."""
-        experts = fused_experts(self.experts[0])
-        return int(experts.gate_up.nbytes + experts.down.nbytes)
+    def expert_bytes(self) -> int:
+        """Bytes of an expert's weights."""
+        weights = self.weights[0]
+        return weights.gate_up[0].nbytes + weights.down[0].nbytes
+
+
+def in_turn(generators: Sequence[Generator[None, None, Any]]) -> list[Any]:
+    """Run generators to their ends, each as far as it gets without the others: their values."""
+    values: dict[int, Any] = {}
+    while len(values) < len(generators):
+        for number, each in enumerate(generators):
+            if number not in values:
+                try:
+                    next(each)
+                except StopIteration as ended:
+                    values[number] = ended.value
+    return [values[number] for number in range(len(generators))]
 
 
 def cases(shapes: MoeShapes, all_instances: bool) -> Iterator[tuple[MoeCase, Result]]:
@@ -207,8 +260,8 @@ def captured(case: MoeCase) -> Callable[[int | None], list[Tensor]]:
     for i in case.everyone:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=stream):
-            rows = case.route(i)
-            case.fused[i].launch(rows, fused_experts(case.experts[i]))
+            rows, weights = case.arguments(i)
+            case.fused[i].launch(rows, weights)
         graphs.append((graph, stream))
         sums.append(rows.out)
 
@@ -285,40 +338,46 @@ def measure_time(shapes: MoeShapes) -> Iterator[Result]:
             "polls": polls / epochs,
             # A row travels once to an instance and once back.
             "rows_sent": sent / epochs,
-            "of_a_copy_an_expert": sent / epochs / (2 * case.num_rows * case.expert.shape[-1]),
+            "of_a_copy_an_expert": sent / epochs / (2 * case.num_rows * fused.shape.per_row),
         }  # fmt: skip
 
 
 def measure_gemm(shapes: MoeShapes) -> Iterator[Result]:
     """Time the experts' products alone: those of the fused kernel and of the grouped GEMM."""
     for case, name in cases(shapes, all_instances=False):
-        fused, experts = case.fused[0], case.experts[0]
-        state, rows, weights = fused.state(), case.route(0), fused_experts(experts)
-        fused_roles.dispatch_role[(1,)](state, rows, 0, S=fused.shape)
-        fused_roles.take_in_role[(1,)](state, rows, weights, 0, S=fused.shape)
-        prepared = fused.counter.clone()
+        fused, (rows, weights), experts = case.fused[0], case.arguments(0), case.experts[0]
+        state, shape = fused.state(), fused.shape
+        arguments = state, rows, weights, 0, case.num_rows
 
-        def products(case: MoeCase = case, arguments: Any = (state, rows, weights, 0)) -> None:
-            fused = case.fused[0]
-            for queue in (INNER, OUTPUT):
-                fused_roles.queue_role[(fused.num_programs,)](
-                    *arguments, case.num_rows, QUEUE=queue.value, S=fused.shape,
+        def run(
+            *queues: Any, programs: int, fused: FusedMoe = fused, arguments: Any = arguments
+        ) -> None:
+            for queue in queues:
+                fused_roles.queue_role[(programs,)](
+                    *arguments, QUEUE=queue.value, S=fused.shape,
                     num_warps=fused.tiles.num_warps, num_stages=fused.tiles.num_stages,
                 )  # fmt: skip
+
+        fused_roles.start_role[(1,)](state, case.num_rows, S=shape)
+        run(GATE, CHOOSE, ROUTE, DISPATCH, programs=1)
+        fused_roles.take_in_role[(1,)](state, weights, 0, S=shape)
+        prepared = fused.counter.clone()
 
         def reset(fused: FusedMoe = fused, prepared: Tensor = prepared) -> None:
             fused.counter.copy_(prepared)
 
-        both = gpu_attention.replay_us([lambda: (reset(), products())])
+        products = partial(run, INNER, OUTPUT, programs=fused.num_programs)
+        both = gpu_attention.replay_us([lambda reset=reset, run=products: (reset(), run())])
         fused_us = both - gpu_attention.replay_us([reset])
         fused.counter.zero_()
-        count = torch.full((case.num_here,), case.num_rows, dtype=torch.int32, device=case.device)
+        count = prepared[shape.at_expert :][: case.num_here].clone()
         x = case.x[0].expand(case.num_here, -1, -1).contiguous()
         split_us = gpu_attention.replay_us([partial(experts.run_grouped, x, count)])
+        num_bytes = int((count > 0).sum()) * case.expert_bytes()
         yield {
             "kind": "gemm", **name,
-            "fused_gb_per_s": round(case.weight_bytes() / fused_us / 1e3, 1),
-            "grouped_gb_per_s": round(case.weight_bytes() / split_us / 1e3, 1),
+            "fused_gb_per_s": round(num_bytes / fused_us / 1e3, 1),
+            "grouped_gb_per_s": round(num_bytes / split_us / 1e3, 1),
             "ratio": round(split_us / fused_us, 3),
             "grouped": grouped_gemm_kernel.__name__,
         }  # fmt: skip

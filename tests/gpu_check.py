@@ -39,6 +39,7 @@ from harness.gpu_exchange_checks import (
 from harness.gpu_kernel_checks import (
     attention_checks,
     captured_lengths_change,
+    fused_checks,
     merge_and_expert_checks,
     no_spills_in_loops,
     package_checks,
@@ -51,6 +52,7 @@ def all_checks():
     yield from attention_checks("cuda", (512, 64), 128)
     yield from merge_and_expert_checks("cuda")
     yield from exchange_checks("cuda", 4, 8, FULL_WIDTHS)
+    yield from fused_checks("cuda")
     yield "routed exchange, captured, a stream each", captured_exchange
     yield "a captured step with new lengths", captured_lengths_change
     yield "no spilled register in a loop", no_spills_in_loops

@@ -312,7 +312,7 @@ class WeightLoader:
             gate_bias=bias,
             slot_E=slots_of(self._experts, self._config.num_experts),
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
-            shared=self._mlp(*mlp_names(prefix + "shared_experts."))
+            shared=self._mlps([mlp_names(prefix + "shared_experts.")])[0]
             if self._config.num_shared_experts
             else None,
         )
@@ -324,7 +324,9 @@ class WeightLoader:
         return mlp
 
     def _expert_mlps(self, prefixes: list[str]) -> list[MlpWeights]:
-        expert_names = [mlp_names(prefix, self._config.names) for prefix in prefixes]
+        return self._mlps([mlp_names(prefix, self._config.names) for prefix in prefixes])
+
+    def _mlps(self, expert_names: list[tuple[str, str, str]]) -> list[MlpWeights]:
         names = [name for expert in expert_names for name in expert]
         # Either all experts of a layer stay FP8, or none: one grouped GEMM takes them all.
         if self.packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):

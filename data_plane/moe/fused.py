@@ -1,11 +1,9 @@
 """A mixture of experts as one launch on a GPU: the memory of an instance, launches, turns.
 
-Enters: rows with their experts, a layer's weights, the exchange's memory. Leaves: sums over
-experts. Does not know: tasks (fused_tasks.py, fused_kernel.py). The slow reference is
-all_to_all_gpu.py.
+Enters: rows, a layer's weights, the exchange's memory. Leaves: the rows with the mixture added.
+Does not know: tasks (fused_kernel.py and what it calls). The slow reference is all_to_all_gpu.py.
 
-Legend: B rows, X hidden, K experts a row, N instances, R rows of an instance at most, I expert
-width, E experts here.
+Legend: B rows, X hidden.
 """
 
 from __future__ import annotations
@@ -18,21 +16,19 @@ import triton
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.layers import gated_mlp
+from data_plane.model.weights import MoeWeights
 from data_plane.moe.fused_kernel import fused_kernel
-from data_plane.moe.fused_tasks import (
+from data_plane.moe.fused_state import (
     NUM_QUEUES,
     NUM_WORDS,
     WORD,
-    FusedExperts,
     FusedRows,
     FusedShape,
     FusedState,
+    FusedWeights,
 )
-from data_plane.moe.gate import gate
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
-from data_plane.moe.triton_rows import route_rows
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
 from nanocp.experts import home_table
@@ -42,6 +38,18 @@ _RESERVED_SMS = 2
 """SMs left to others: elsewhere a resident grid on all of them has hung beside a second stream."""
 _TURNS = 3
 """Launches of an epoch whose instances take turns: dispatch, experts, combine."""
+_TURN_NS = 20_000
+"""How long a program on a GPU looks for a task in a turn: another one may publish it."""
+
+
+class GateTiles(NamedTuple):
+    """How the gate's product is cut."""
+
+    rows: int
+    columns: int
+    depth: int
+    parts: int
+    """Pieces of the depth, each a task: a gate has too few columns for all programs."""
 
 
 class FusedTiles(NamedTuple):
@@ -53,9 +61,10 @@ class FusedTiles(NamedTuple):
     copied: int
     """Columns that a copy or a sum takes at once."""
     parts: int
-    """Tasks that send the rows for one target, or return those of one source."""
+    """Most tasks that send the rows for one target, or return those of one source."""
     num_warps: int
     num_stages: int
+    gate: GateTiles = GateTiles(32, 32, 16, 8)
 
     def shared_bytes(self, itemsize: int) -> int:
         """Bound the shared memory of a program: rows, gate and up of each stage."""
@@ -102,78 +111,83 @@ class FusedMoe:
     def __init__(
         self,
         exchange: GpuExchange,
+        model: ModelConfig,
         *,
         num_instances: int,
-        num_experts: int,
         num_here: int,
-        per_row: int,
-        hidden_size: int,
-        expert_size: int,
         max_rows: int,
         dtype: torch.dtype,
         device: torch.device,
-        fp8_block: tuple[int, int] | None = None,
+        is_fp8: bool = False,
         tiles: FusedTiles | None = None,
         num_programs: int | None = None,
     ) -> None:
         """Allocate what lives from launch to launch; the exchange may be attached later.
 
-        num_here: most experts here in a layer. max_rows: the same on every instance. fp8_block: of
-        FP8 weights. num_programs: of a launch; by default what the GPU holds at once.
+        num_here: most experts here in a layer, without shared ones. max_rows: the same on every
+        instance. is_fp8: whether experts are in FP8. num_programs: of a launch; by default what the
+        GPU holds at once.
         """
         self._exchange, self._device = exchange, device
         is_card = device.type != "cpu"
-        self.tiles = tiles or tiles_for(dtype, fp8_block is not None)
+        self.tiles = tiles or tiles_for(dtype, is_fp8)
         self.num_programs = num_programs or (_resident_programs(device) if is_card else 1)
-        self.shape = _shape(
-            exchange, self.tiles, num_instances, num_here, per_row, hidden_size, expert_size,
-            max_rows, fp8_block or (0, 0), is_card,
-        )  # fmt: skip
-        seats = home_table(num_experts, num_instances).seats
-        self._seat_E = torch.tensor(seats, dtype=torch.int64, device=device)
+        block = model.fp8_block if is_fp8 else None
+        self.shape = shape = _shape(
+            exchange, self.tiles, model, num_instances, num_here, max_rows, block or (0, 0), is_card
+        )
 
         def ints(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
 
-        shape, num_pairs = self.shape, num_instances * max_rows * per_row
+        def rows(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
         self.epoch = ints(1, dtype=torch.int64)
         """[1] int64: epochs that are complete."""
         self.statistic = ints(6, dtype=torch.int64)
         """[6] int64: what FusedState.statistic counts, since the start."""
         self.counter = ints(shape.num_counters)
         """[num_counters] int32: the state of the epoch, zero between epochs."""
-        self._tables = (
-            ints(NUM_QUEUES.value, shape.max_items),
-            ints(shape.max_items, 4),
-            ints(shape.max_items, 3),
-            ints(num_here, num_instances * max_rows),
-            torch.zeros(num_pairs, expert_size, dtype=dtype, device=device),
-            torch.zeros(num_pairs, hidden_size, dtype=dtype, device=device),
-        )
+        self.seat = ints(model.num_experts, dtype=torch.int64)
+        """[num_experts] int64: the instance of each expert, where captured steps read it."""
+        self.place_experts(home_table(model.num_experts, num_instances).seats)
+        num_shared = shape.num_shared
+        num_products = shape.num_pairs + num_shared * max_rows
+        pair = torch.zeros(num_here + num_shared, num_instances * max_rows, dtype=torch.int32)
+        own = torch.arange(num_shared * max_rows, dtype=torch.int32).view(num_shared, max_rows)
+        pair[num_here:, :max_rows] = own + shape.num_pairs
+        self._tables = {
+            "score": rows(shape.gate_parts, max_rows, model.num_experts, dtype=torch.float32),
+            "chosen": ints(max_rows, shape.per_row, dtype=torch.int64),
+            "weight": rows(max_rows, shape.per_row, dtype=torch.float32),
+            "count": ints(num_instances),
+            "row": ints(num_instances, max_rows),
+            "slot": ints(num_instances, max_rows),
+            "size": ints(NUM_QUEUES.value, shape.max_items),
+            "group": ints(shape.max_items + num_shared, 4),
+            "block": ints(shape.max_items + num_shared * shape.shared_blocks, 3),
+            "pair": pair.to(device),
+            "inner": rows(num_products, model.expert_size),
+            "product": rows(num_products, model.hidden_size),
+        }
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert, where captured steps read it."""
-        self._seat_E.copy_(torch.tensor(seats, dtype=torch.int64))
+        self.seat.copy_(torch.tensor(seats, dtype=torch.int64))
 
-    def route(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
-    ) -> FusedRows:
-        """Find where the live rows go, and allocate their sums.
+    def rows(self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor) -> FusedRows:
+        """Name a layer's rows as the kernel takes them, and allocate the results.
 
-        expert_BK: int64 ids. weight_BK: fp32. live_B: bool.
+        The mixture of normed_BX is added to x_BX. live_B: bool.
         """
-        count_N, row_NL, slot_NB = route_rows(
-            expert_BK, live_B, self._seat_E, self.shape.num_instances, self.shape.max_rows
-        )
-        assert x_BX.is_contiguous() and weight_BK.is_contiguous()
-        return FusedRows(
-            x_BX, expert_BK, weight_BK, count_N, row_NL, slot_NB, torch.empty_like(x_BX)
-        )
+        assert x_BX.is_contiguous() and normed_BX.is_contiguous()
+        return FusedRows(normed_BX, x_BX, live_B.view(torch.uint8), torch.empty_like(x_BX))
 
     def launch(
         self,
         rows: FusedRows,
-        experts: FusedExperts,
+        weights: FusedWeights,
         *,
         max_tasks: int = _UNLIMITED,
         max_idle: int | None = None,
@@ -191,7 +205,7 @@ class FusedMoe:
         if max_idle is None:
             max_idle = exchange.timeout_ns if self.shape.is_card else exchange.max_polls
         fused_kernel[(grid or programs,)](
-            self.state(), rows, experts, exchange.memory.instance, len(rows.x), programs,
+            self.state(), rows, weights, exchange.memory.instance, len(rows.x), programs,
             max_tasks, max_idle, int(is_last), S=self.shape, num_warps=self.tiles.num_warps,
             num_stages=self.tiles.num_stages, launch_cooperative_grid=True,
         )  # fmt: skip
@@ -199,36 +213,41 @@ class FusedMoe:
     def state(self) -> FusedState:
         """Name the memory of this instance as the kernel takes it; the exchange is attached."""
         peer, error = self._exchange.memory.address_N, self._exchange.error
-        return FusedState(peer, error, self.epoch, self.counter, *self._tables, self.statistic)
+        return FusedState(
+            peer=peer, error=error, epoch=self.epoch, counter=self.counter, seat=self.seat,
+            statistic=self.statistic, **self._tables,
+        )  # fmt: skip
 
-    def turns(self, rows: FusedRows, experts: FusedExperts) -> Generator[None, None, None]:
+    def turns(self, rows: FusedRows, weights: FusedWeights) -> Generator[None, None, None]:
         """Launch until the epoch is complete; yield where the other instances must launch too.
 
         In one thread and in turn no instance waits for a later one. A peer that is missing in the
         last turn is the error that GpuExchange.check raises.
         """
-        before = int(self.epoch)
+        before, max_idle = int(self.epoch), _TURN_NS if self.shape.is_card else 1
         for turn in range(_TURNS):
             if turn:
                 yield
             if int(self.epoch) == before:
-                self.launch(rows, experts, max_idle=1, is_last=turn == _TURNS - 1)
+                self.launch(rows, weights, max_idle=max_idle, is_last=turn == _TURNS - 1)
 
 
-def fused_experts(experts: GroupedExperts) -> FusedExperts:
-    """Name the weights of a layer as the kernel takes them."""
-    tensors = [experts.place_E]
+def fused_weights(moe: MoeWeights, experts: GroupedExperts) -> FusedWeights:
+    """Name the weights of a layer as the kernel takes them; `experts` has the shared ones too."""
+    gate_bias = moe.gate if moe.gate_bias is None else moe.gate_bias
+    tensors = [moe.gate, gate_bias, experts.place_E]
     for weight in (experts.gate_up, experts.down):
         plain = isinstance(weight, Tensor)
         tensors += [weight, weight] if plain else [weight.values, weight.scale]
-    return FusedExperts(*tensors)
+    return FusedWeights(*tensors)
 
 
 class FusedMixtures:
     """The mixtures of one instance, each one launch: see mixture.MixtureOfExperts."""
 
-    def __init__(self, fused: FusedMoe, model: ModelConfig, weights: GpuWeights) -> None:
-        self.fused, self._model = fused, model
+    def __init__(self, fused: FusedMoe, weights: GpuWeights) -> None:
+        """weights: placed for a fused mixture (gpu_weights.place_weights)."""
+        self.fused = fused
         self._layers, self._experts = weights.weights.layers, weights.experts
         self.takes_turns = weights.weights.embedding.device.type == "cpu"
         """Whether instances take turns in one thread, so that a launch must not wait for peers."""
@@ -246,13 +265,13 @@ class FusedMixtures:
         """Return x_BX plus the mixture of normed_BX; see mixture.MixtureOfExperts.phases."""
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
-        rows = self.fused.route(normed_BX, *gate(normed_BX, moe, self._model), live_B)
+        rows, weights = self.fused.rows(x_BX, normed_BX, live_B), fused_weights(moe, experts)
         if self.takes_turns:
-            yield from self.fused.turns(rows, fused_experts(experts))
+            yield from self.fused.turns(rows, weights)
         else:
-            self.fused.launch(rows, fused_experts(experts))
-        routed_BX: Tensor = rows.out
-        return x_BX + (gated_mlp(normed_BX, moe.shared) + routed_BX if moe.shared else routed_BX)
+            self.fused.launch(rows, weights)
+        result_BX: Tensor = rows.out
+        return result_BX
 
 
 def _resident_programs(device: torch.device) -> int:
@@ -260,56 +279,81 @@ def _resident_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count - _RESERVED_SMS
 
 
+def _gate_parts(tiles: FusedTiles, model: ModelConfig) -> int:
+    """Count the pieces of the gate's depth; none is empty."""
+    num_steps = -(-model.hidden_size // tiles.gate.depth)
+    return -(-num_steps // -(-num_steps // tiles.gate.parts))
+
+
 def _shape(
     exchange: GpuExchange,
     tiles: FusedTiles,
+    model: ModelConfig,
     num_instances: int,
     num_here: int,
-    per_row: int,
-    hidden_size: int,
-    expert_size: int,
     max_rows: int,
     fp8_block: tuple[int, int],
     is_card: bool,
 ) -> FusedShape:
-    places = exchange.places.channels
+    places, power_of_two = exchange.places.channels, triton.next_power_of_2
     dispatch, combine = places[Channel.DISPATCH], places[Channel.COMBINE]
     offset = {field.name: field.offset for field in dispatch.fields}
+    per_row, num_shared = model.num_experts_per_token, model.num_shared_experts
     # Every wave has a source, and ends with at most one row block of each expert that is not full.
-    num_pairs = num_instances * max_rows * min(per_row, num_here)
-    num_groups = min(num_instances * num_here, num_pairs)
-    max_items = max(num_groups + num_pairs // tiles.rows, num_instances, 1) + 1
+    num_here_pairs = num_instances * max_rows * min(per_row, num_here)
+    num_groups = min(num_instances * num_here, num_here_pairs)
+    num_blocks = num_groups + num_here_pairs // tiles.rows
+    shared_blocks = triton.cdiv(max_rows, tiles.rows)
+    gate_blocks = triton.cdiv(max_rows, tiles.gate.rows)
+    max_items = max(num_blocks + num_shared * shared_blocks, num_instances, gate_blocks) + 1
     sections = (
         NUM_WORDS.value * WORD.value,
         2 * NUM_QUEUES.value * max_items,
-        4 * num_instances,
+        4 * (num_instances + 1),
         num_here,
-        2 * max_items,
+        2 * (max_items + num_shared * shared_blocks),
+        gate_blocks,
     )
     starts = [sum(sections[:index]) for index in range(len(sections) + 1)]
     return FusedShape(
         num_instances=num_instances,
         max_rows=max_rows,
         per_row=per_row,
-        hidden=hidden_size,
-        width=expert_size,
+        hidden=model.hidden_size,
+        width=model.expert_size,
         num_here=num_here,
+        num_shared=num_shared,
+        num_experts=model.num_experts,
+        softmax_gate=model.softmax_gate,
+        num_groups=model.num_groups,
+        groups_per_row=model.num_groups_per_token,
+        weights_normalised=model.weights_normalised,
+        routed_scale=model.routed_scale,
         scale_n=fp8_block[0],
         scale_x=fp8_block[1],
         block_m=tiles.rows,
         block_n=tiles.columns,
         block_k=tiles.depth,
-        block_x=min(tiles.copied, triton.next_power_of_2(hidden_size)),
+        gate_m=tiles.gate.rows,
+        gate_n=tiles.gate.columns,
+        gate_k=tiles.gate.depth,
+        gate_parts=_gate_parts(tiles, model),
+        block_x=min(tiles.copied, power_of_two(model.hidden_size)),
         parts=tiles.parts,
-        pad_n=triton.next_power_of_2(num_instances),
-        pad_k=triton.next_power_of_2(per_row),
-        pad_e=triton.next_power_of_2(num_here),
+        pad_n=power_of_two(num_instances),
+        pad_k=power_of_two(per_row),
+        pad_e=power_of_two(num_here),
+        pad_g=power_of_two(model.num_experts),
+        pad_groups=power_of_two(model.num_groups),
+        num_pairs=num_instances * max_rows * per_row,
         max_items=max_items,
+        shared_blocks=shared_blocks,
         at_queue=starts[1],
         at_source=starts[2],
         at_expert=starts[3],
         at_block=starts[4],
-        num_counters=starts[5],
+        at_gate=starts[5],
+        num_counters=starts[6],
         dispatch_flag=dispatch.flag_offset,
         dispatch_count=dispatch.cell_offset,
         dispatch_expert=offset["expert"],

@@ -1,7 +1,7 @@
-"""The persistent kernel of a fused mixture: from rows and their experts to their sums, one launch.
+"""The persistent kernel of a fused mixture: from rows to the rows with their mixture, one launch.
 
-Enters: rows with a route, weights, an epoch's state. Leaves: sums; an error word if a peer did not
-come. Does not know: what a task computes (fused_tasks.py), the gate.
+Enters: rows, weights, an epoch's state. Leaves: results; an error word if a peer did not come. Does
+not know: what a task computes (fused_gate.py, fused_tasks.py).
 
 There are no roles among programs. A program runs the tasks that it can claim. If it finds none, it
 takes the lock and makes one sweep: as subscriber it takes in what peers have sent, as scheduler it
@@ -18,12 +18,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from data_plane.moe.fused_tasks import (
+from data_plane.moe.fused_gate import choose_task, gate_task, route_task
+from data_plane.moe.fused_state import (
     BLOCKS,
+    CHOOSE,
     COMBINE,
     COMBINING,
     DISPATCH,
     FIRST,
+    GATE,
     GROUPS,
     INNER,
     IS_TAKEN_IN,
@@ -32,22 +35,29 @@ from data_plane.moe.fused_tasks import (
     NUM_QUEUES,
     NUM_WORDS,
     OUTPUT,
+    PAD_QUEUES,
     PAIRS_LEFT,
     RETURN,
+    ROUTE,
+    ROUTED,
+    SHARED,
     STARTED,
     TAKEN_IN,
     TO_RETURN,
     WORD,
-    combine_task,
-    dispatch_task,
     field,
     first_region,
+    of_source,
+    publish,
+    ready_at,
+    word,
+)
+from data_plane.moe.fused_tasks import (
+    combine_task,
+    dispatch_task,
     inner_task,
     output_task,
-    publish,
-    queue_slot,
     return_task,
-    word,
 )
 
 _NUMBERS = ["instance", "num_rows", "num_programs", "max_tasks", "max_idle", "is_last"]
@@ -58,62 +68,105 @@ _BLOCK_COUNTERS = tl.constexpr(1024)
 
 
 @triton.jit
-def claim(state, queue: tl.constexpr, S: tl.constexpr):
-    """Claim a task: (its item, -1 if there is none; its number in the item).
+def next_task(state, first_queue, end_queue, S: tl.constexpr):
+    """Claim a task of the first of these queues that has one: (queue, item, task); item -1 if none.
 
     A number is drawn only from an item that is published, and a number past the item's end is
-    nobody's. So whoever owns a task can run it.
+    nobody's. So whoever owns a task can run it. All queues are looked at together: one after the
+    other, each would cost the L2's round trips.
     """
-    item, task = -1, 0
-    slot = tl.atomic_add(word(state, FIRST + queue), 0, sem="relaxed", scope="gpu")
+    END: tl.constexpr = NUM_QUEUES * S.max_items
+    queue, item, task = NUM_QUEUES, -1, 0
+    each = tl.arange(0, PAD_QUEUES)
+    is_open = (each >= first_queue) & (each < end_queue)
+    first_ptr = word(state, FIRST + each)
     is_looking = 1
     while is_looking > 0:
-        ready_ptr = queue_slot(state, queue, 0, slot, S)
-        ready = tl.atomic_add(ready_ptr, 0, sem="acquire", scope="gpu")
+        slot = tl.atomic_add(first_ptr, 0, mask=is_open, sem="relaxed", scope="gpu")
+        place = each * S.max_items + slot
+        ready_ptr = ready_at(state, place, S)
+        ready = tl.atomic_add(ready_ptr, 0, mask=is_open, sem="acquire", scope="gpu")
+        found = tl.min(tl.where(is_open & (ready > 0), place, END), 0)
         is_looking = 0
-        if ready > 0:
-            drawn_ptr = queue_slot(state, queue, 1, slot, S)
-            task = tl.atomic_add(drawn_ptr, 1, sem="relaxed", scope="gpu")
-            if task < tl.load(state.size + queue * S.max_items + slot):
-                item = ready - 1
+        if found < END:
+            drawn_ptr = ready_at(state, END + found, S)
+            drawn = tl.atomic_add(drawn_ptr, 1, sem="relaxed", scope="gpu")
+            queue = found // S.max_items
+            if drawn < tl.load(state.size + found):
+                item, task = tl.load(ready_at(state, found, S)) - 1, drawn
             else:
-                slot += 1
-                tl.atomic_max(word(state, FIRST + queue), slot, sem="relaxed", scope="gpu")
+                tl.atomic_max(word(state, FIRST + queue), found % S.max_items + 1, sem="relaxed",
+                              scope="gpu")  # fmt: skip
                 is_looking = 1
-    return item, task
-
-
-@triton.jit
-def next_task(state, S: tl.constexpr):
-    """Claim a task of the first queue that has one: (queue, item, task); NUM_QUEUES if none has."""
-    queue, item, task = NUM_QUEUES, -1, 0
-    for each in tl.static_range(0, NUM_QUEUES):
-        if item < 0:
-            item, task = claim(state, each, S)
-            if item >= 0:
-                queue = each
     return queue, item, task
 
 
 @triton.jit
 def run_task(
-    queue, item, task, state, rows, experts, own, instance, num_rows, epoch, S: tl.constexpr
+    queue, item, task, state, rows, weights, own, instance, num_rows, epoch, S: tl.constexpr
 ):
     """Run a claimed task to its end."""
     if queue == RETURN:
-        return_task(item, task, state, rows, experts, own, instance, epoch, S)
-    elif queue == OUTPUT:
-        output_task(item, task, state, experts, S)
-    elif queue == INNER:
-        inner_task(item, task, state, experts, own, epoch, S)
+        return_task(item, task, state, rows, weights, own, instance, epoch, S)
     elif queue == DISPATCH:
-        dispatch_task(task, state, rows, instance, epoch, S)
+        dispatch_task(item, task, state, rows, instance, epoch, S)
+    elif queue == ROUTE:
+        route_task(task, state, rows, instance, num_rows, S)
+    elif queue == CHOOSE:
+        choose_task(item, task, state, weights, num_rows, S)
+    elif queue == GATE:
+        gate_task(task, state, rows, weights, num_rows, S)
+    elif queue == OUTPUT:
+        output_task(item, task, state, weights, own, epoch, S)
     elif queue == COMBINE:
-        combine_task(task, state, rows, own, num_rows, epoch, S)
+        combine_task(task, state, rows, own, epoch, S)
+    else:
+        inner_task(item, task, state, rows, weights, own, epoch, S)
 
 
 @triton.jit
-def take_in(state, experts, own, source, is_new, count, epoch, S: tl.constexpr):
+def start(state, num_rows, S: tl.constexpr):
+    """Publish what needs no peer: the gate and the shared experts. Called under the lock."""
+    if num_rows == 0:
+        publish(state, ROUTE, 0, S.num_instances, S)
+    else:
+        num_blocks = tl.cdiv(num_rows, S.gate_m)
+        num_tiles = tl.cdiv(S.num_experts, S.gate_n) * S.gate_parts
+        publish(state, GATE, 0, num_blocks * num_tiles, S)
+        # A shared expert's rows are the first of its list, as if they had come in one wave.
+        num_blocks = tl.cdiv(num_rows, S.block_m)
+        for v in range(S.num_shared):
+            block = S.max_items + v * S.shared_blocks
+            store_group(state, S.max_items + v, S.num_here + v, 0, num_rows, block)
+            for index in range(num_blocks):
+                store_block(state, block + index, S.num_here + v, index, 0, num_rows, S)
+        tl.store(of_source(state, PAIRS_LEFT, S.num_instances, S), S.num_shared * num_rows)
+        tl.debug_barrier()
+        for v in range(S.num_shared):
+            publish(state, SHARED, S.max_items + v, num_blocks * tl.cdiv(S.width, S.block_n), S)
+
+
+@triton.jit
+def store_group(state, group, expert, first, size, block, mask=None):
+    """Write a group: `size` pairs of an expert's list from `first` on, and its first row block."""
+    group_ptr = state.group + group * 4
+    tl.store(group_ptr, expert, mask=mask)
+    tl.store(group_ptr + 1, first, mask=mask)
+    tl.store(group_ptr + 2, size, mask=mask)
+    tl.store(group_ptr + 3, block, mask=mask)
+
+
+@triton.jit
+def store_block(state, block, expert, index, first, size, S: tl.constexpr, mask=None):
+    """Write row block number `index` of a group."""
+    block_ptr = state.block + block * 3
+    tl.store(block_ptr, expert, mask=mask)
+    tl.store(block_ptr + 1, first + index * S.block_m, mask=mask)
+    tl.store(block_ptr + 2, tl.minimum(size - index * S.block_m, S.block_m), mask=mask)
+
+
+@triton.jit
+def take_in(state, weights, own, source, is_new, count, epoch, S: tl.constexpr):
     """Make one wave of what the new sources have sent: lists of pairs by expert, row blocks, items.
 
     source, is_new, count: [pad_n]. Called under the lock.
@@ -123,8 +176,7 @@ def take_in(state, experts, own, source, is_new, count, epoch, S: tl.constexpr):
     number_ptr = state.counter + S.at_expert + expert
     none = expert * 0
     before = tl.atomic_add(number_ptr, none, mask=expert < S.num_here, sem="relaxed", scope="gpu")
-    expert_ptr = field(own, S.dispatch_expert, experts.place)
-    line = state.counter + S.at_source
+    expert_ptr = field(own, S.dispatch_expert, weights.place)
     for n in range(S.num_instances):
         if tl.sum(tl.where(source == n, is_new.to(tl.int32), 0)) > 0:
             num_pairs = tl.sum(tl.where(source == n, count, 0)) * S.per_row
@@ -133,7 +185,7 @@ def take_in(state, experts, own, source, is_new, count, epoch, S: tl.constexpr):
             for begin in range(0, num_pairs, _BLOCK_PAIRS):
                 number = begin + tl.arange(0, _BLOCK_PAIRS)
                 visited = tl.load(expert_ptr + region + number, mask=number < num_pairs, other=0)
-                place = tl.load(experts.place + visited, mask=number < num_pairs, other=-1)
+                place = tl.load(weights.place + visited, mask=number < num_pairs, other=-1)
                 is_here = (number < num_pairs) & (place >= 0)
                 at = tl.atomic_add(
                     state.counter + S.at_expert + place, is_here.to(tl.int32), mask=is_here,
@@ -142,8 +194,8 @@ def take_in(state, experts, own, source, is_new, count, epoch, S: tl.constexpr):
                 pair = n * S.max_rows * S.per_row + number
                 tl.store(state.pair + place * num_places + at, pair, mask=is_here)
                 num_here += tl.sum(is_here.to(tl.int32))
-            tl.store(line + PAIRS_LEFT * S.num_instances + n, num_here)
-    tl.store(line + IS_TAKEN_IN * S.num_instances + source, source * 0 + 1, mask=is_new)
+            tl.store(of_source(state, PAIRS_LEFT, n, S), num_here)
+    tl.store(of_source(state, IS_TAKEN_IN, source, S), source * 0 + 1, mask=is_new)
     add(word(state, TAKEN_IN), tl.sum(is_new.to(tl.int32)))
     add(word(state, TO_RETURN), tl.sum((is_new & (count > 0)).to(tl.int32)))
     tl.debug_barrier()
@@ -164,24 +216,16 @@ def publish_wave(state, expert, first, size, S: tl.constexpr):
     block = tl.load(word(state, BLOCKS)) + tl.cumsum(num_blocks, 0) - num_blocks
     tl.debug_barrier()
     for index in range(tl.max(num_blocks, 0)):
-        block_ptr = state.block + (block + index) * 3
         is_block = index < num_blocks
-        rest = size - index * S.block_m
-        tl.store(block_ptr, expert, mask=is_block)
-        tl.store(block_ptr + 1, first + index * S.block_m, mask=is_block)
-        tl.store(block_ptr + 2, tl.minimum(rest, S.block_m), mask=is_block)
-    group_ptr = state.group + group * 4
-    tl.store(group_ptr, expert, mask=is_group)
-    tl.store(group_ptr + 1, first, mask=is_group)
-    tl.store(group_ptr + 2, size, mask=is_group)
-    tl.store(group_ptr + 3, block, mask=is_group)
+        store_block(state, block + index, expert, index, first, size, S, is_block)
+    store_group(state, group, expert, first, size, block, is_group)
     num_tasks = num_blocks * tl.cdiv(S.width, S.block_n)
     tl.store(state.size + INNER * S.max_items + group, num_tasks, mask=is_group)
     add(word(state, GROUPS), tl.sum(is_group.to(tl.int32)))
     add(word(state, BLOCKS), tl.sum(num_blocks))
     tl.debug_barrier()
     # A group's slot in the queue is its number.
-    ready_ptr = queue_slot(state, INNER, 0, group, S)
+    ready_ptr = ready_at(state, INNER * S.max_items + group, S)
     tl.atomic_xchg(ready_ptr, group + 1, mask=is_group, sem="release", scope="gpu")
 
 
@@ -194,9 +238,7 @@ def add(ptr, value):
 
 
 @triton.jit
-def sweep(
-    state, rows, experts, own, num_rows, is_late, epoch, S: tl.constexpr
-):  # fmt: skip
+def sweep(state, weights, own, num_rows, is_late, epoch, S: tl.constexpr):
     """Take in what has arrived and publish what can run; return 1 if there was something.
 
     is_late: if there was nothing, a peer that is awaited becomes the error. So does a flag that is
@@ -206,36 +248,40 @@ def sweep(
     progress = 0
     if tl.load(word(state, STARTED)) == 0:
         add(word(state, STARTED), 1)
-        publish(state, DISPATCH, progress, S.num_instances * S.parts, S)
+        start(state, num_rows, S)
         progress = 1
     add(state.statistic, 1)
     source = tl.arange(0, S.pad_n)
     region = first_region(epoch, S) + source
-    taken_ptr = state.counter + S.at_source + IS_TAKEN_IN * S.num_instances + source
-    is_out = tl.load(taken_ptr, mask=source < S.num_instances, other=1) == 0
+    is_source = source < S.num_instances
+    is_out = tl.load(of_source(state, IS_TAKEN_IN, source, S), mask=is_source, other=1) == 0
     found = flags(own + S.dispatch_flag, region, is_out, state)
     is_new = is_out & (found == epoch)
-    count_ptr = field(own, S.dispatch_count, rows.count) + region
+    count_ptr = field(own, S.dispatch_count, state.count) + region
     count = tl.load(count_ptr, mask=is_new, other=0)
     is_over = is_new & ((count < 0) | (count > S.max_rows))
     is_wrong = (is_out & (found > epoch)) | is_over
     if tl.max(is_wrong.to(tl.int32), 0) > 0:
         blame(state, 3, source, is_wrong, epoch, tl.where(is_over, -count, found), S)
     elif tl.max(is_new.to(tl.int32), 0) > 0:
-        take_in(state, experts, own, source, is_new, count, epoch, S)
+        take_in(state, weights, own, source, is_new, count, epoch, S)
         add(state.statistic + 1, 1)
         progress = 1
     is_missing = is_out & (found < epoch)
     channel = 3
-    if tl.load(word(state, COMBINING)) == 0:
-        is_sent = tl.load(rows.count + source, mask=source < S.num_instances, other=0) > 0
+    num_routed = tl.atomic_add(word(state, ROUTED), 0, sem="acquire", scope="gpu")
+    if (num_routed == S.num_instances) & (tl.load(word(state, COMBINING)) == 0):
+        own_left_ptr = of_source(state, PAIRS_LEFT, S.num_instances, S)
+        own_left = tl.atomic_add(own_left_ptr, 0, sem="acquire", scope="gpu")
+        is_sent = tl.load(state.count + source, mask=is_source, other=0) > 0
         returned = flags(own + S.combine_flag, region, is_sent, state)
         if tl.max((is_sent & (returned > epoch)).to(tl.int32), 0) > 0:
             blame(state, 4, source, is_sent & (returned > epoch), epoch, returned, S)
         elif tl.max((is_sent & (returned < epoch)).to(tl.int32), 0) == 0:
-            add(word(state, COMBINING), 1)
-            publish(state, COMBINE, progress * 0, num_rows, S)
-            progress = 1
+            if own_left == 0:
+                add(word(state, COMBINING), 1)
+                publish(state, COMBINE, 0, num_rows, S)
+                progress = 1
         elif tl.max(is_missing.to(tl.int32), 0) == 0:
             channel, is_missing, found = 4, is_sent & (returned < epoch), returned
     if (is_late > progress) & (tl.max(is_missing.to(tl.int32), 0) > 0):
@@ -271,7 +317,7 @@ def is_complete(state, S: tl.constexpr):
     words = tl.atomic_add(
         state.counter + index * WORD, index * 0, mask=index < NUM_WORDS, sem="acquire", scope="gpu"
     )
-    is_sent = at(words, FIRST + DISPATCH) == 1
+    is_sent = at(words, FIRST + DISPATCH) == S.num_instances
     is_taken_in = at(words, TAKEN_IN) == S.num_instances
     is_returned = at(words, FIRST + RETURN) == at(words, TO_RETURN)
     return is_sent & is_taken_in & is_returned & (at(words, FIRST + COMBINE) == 1)
@@ -285,12 +331,12 @@ def at(words, index: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def fused_kernel(
-    state, rows, experts, instance, num_rows, num_programs, max_tasks, max_idle, is_last,
+    state, rows, weights, instance, num_rows, num_programs, max_tasks, max_idle, is_last,
     S: tl.constexpr,
 ):  # fmt: skip
     """Run tasks until the epoch is complete, or until this program has been idle too long.
 
-    state, rows, experts: FusedState, FusedRows, FusedExperts. num_programs: programs of this
+    state, rows, weights: FusedState, FusedRows, FusedWeights. num_programs: programs of this
     launch. max_tasks: tasks after which a program leaves. max_idle: how long it looks for a task,
     in nanoseconds on a GPU and in sweeps under the interpreter. is_last: 1 if a wait that expires
     is an error, 0 if another launch goes on.
@@ -302,32 +348,40 @@ def fused_kernel(
         begin = globaltimer()
         since, busy = begin, begin * 0
     is_running = tl.load(state.error, volatile=True) == 0
+    # Without a task, peers are looked at before a shared expert is: it can wait, and they do.
+    end_queue = instance * 0 + NUM_QUEUES
     while is_running:
-        queue, item, task = next_task(state, S)
+        queue, item, task = next_task(state, 0, end_queue, S)
         if item >= 0:
             if S.is_card:
                 since = globaltimer()
-            run_task(queue, item, task, state, rows, experts, own, instance, num_rows, epoch, S)
+            run_task(queue, item, task, state, rows, weights, own, instance, num_rows, epoch, S)
             num_tasks += 1
             idle = epoch * 0
+            if S.num_shared:
+                end_queue = end_queue * 0 + SHARED
             if S.is_card:
                 busy += globaltimer() - since
                 since = globaltimer()
             is_running = num_tasks < max_tasks
         else:
             progress = 0
-            if S.is_card:
-                idle = globaltimer() - since
-                sleep()
-            else:
-                idle += 1
-            is_late = ((idle >= max_idle) & (is_last > 0)).to(tl.int32)
+            is_idle = end_queue == NUM_QUEUES
+            if is_idle:
+                if S.is_card:
+                    idle = globaltimer() - since
+                    sleep()
+                else:
+                    idle += 1
+            is_late = (is_idle & (idle >= max_idle) & (is_last > 0)).to(tl.int32)
             if tl.atomic_cas(word(state, LOCK), 0, 1, sem="acq_rel", scope="gpu") == 0:
-                progress = sweep(state, rows, experts, own, num_rows, is_late, epoch, S)
+                progress = sweep(state, weights, own, num_rows, is_late, epoch, S)
                 tl.debug_barrier()
                 tl.atomic_xchg(word(state, LOCK), 0, sem="release", scope="gpu")
-            polls += 1 - progress
-            is_running = (progress > 0) | ((idle < max_idle) & (is_complete(state, S) == 0))
+            polls += (is_idle & (progress == 0)).to(tl.int32)
+            can_wait = (is_idle == 0) | ((idle < max_idle) & (is_complete(state, S) == 0))
+            is_running = (progress > 0) | can_wait
+            end_queue = end_queue * 0 + NUM_QUEUES
         is_running = is_running & (tl.load(state.error, volatile=True) == 0)
     tl.atomic_add(state.statistic + 2, polls, sem="relaxed", scope="gpu")
     if S.is_card:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from data_plane.model.fp8_weight import Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, PlainLinear
-from data_plane.model.weights import ModelWeights, MoeWeights
+from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from data_plane.moe.grouped import GroupedExperts, GroupedGemm
+
+Weight = Tensor | Fp8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class GpuWeights:
     weights: ModelWeights
     """All but the experts: `mlps` of every mixture of experts is empty."""
     experts: tuple[GroupedExperts | None, ...]
-    """The experts of each layer; None for a dense one."""
+    """The experts of each layer; None for a dense one. Shared ones follow in a fused mixture's."""
 
     @property
     def has_fp8_experts(self) -> bool:
@@ -34,61 +36,124 @@ class GpuWeights:
 
 
 def place_weights(
-    weights: ModelWeights, device: torch.device, gemm: GroupedGemm, max_len: int
+    weights: ModelWeights,
+    device: torch.device,
+    gemm: GroupedGemm,
+    max_len: int,
+    is_fused: bool = False,
 ) -> GpuWeights:
-    """Copy weights to the device, layer by layer, and make the rope table reach max_len."""
+    """Copy weights to the device, layer by layer, and make the rope table reach max_len.
+
+    is_fused: shared experts follow the experts, each with a slot of its own, as a fused mixture
+    takes them. Raises ValueError if they cannot.
+    """
     weights.rope.place(device, max_len)
-    layers, experts = [], []
+    layers: list[LayerWeights] = []
+    experts: list[GroupedExperts | None] = []
     for layer in weights.layers:
-        experts.append(None if layer.moe is None else _experts(layer.moe, device, gemm))
-        layers.append(_placed(layer, device))
+        if layer.moe is None:
+            experts.append(None)
+        else:
+            experts.append(_experts(layer.moe, device, gemm, is_fused))
+            if is_fused:
+                layer = replace(layer, moe=replace(layer.moe, shared=None))
+        layers.append(_placed(layer, device, weights.embedding.dtype))
     placed = ModelWeights(
         weights.embedding.to(device),
         tuple(layers),
         weights.final_norm.to(device),
-        _linear(weights.lm_head, device),
+        _linear(weights.lm_head, device, weights.embedding.dtype),
         weights.rope,
     )
     return GpuWeights(placed, tuple(experts))
 
 
-def _experts(moe: MoeWeights, device: torch.device, gemm: GroupedGemm) -> GroupedExperts:
-    gate_up, down = (
-        _stacked(linears).to(device)
-        for linears in ([mlp.gate_up for mlp in moe.mlps], [mlp.down for mlp in moe.mlps])
+def _experts(
+    moe: MoeWeights, device: torch.device, gemm: GroupedGemm, is_fused: bool
+) -> GroupedExperts:
+    gate_up = [_weight(mlp.gate_up) for mlp in moe.mlps]
+    down = [_weight(mlp.down) for mlp in moe.mlps]
+    if is_fused and moe.shared is not None:
+        shared = shared_slots(moe.shared, moe.mlps[0].down.shape[1])
+        gate_up, down = gate_up + shared[0], down + shared[1]
+    return GroupedExperts(
+        gemm, moe.slot_E.to(device), _stacked(gate_up).to(device), _stacked(down).to(device)
     )
-    return GroupedExperts(gemm, moe.slot_E.to(device), gate_up, down)
 
 
-def _stacked(linears: list[LinearLayer]) -> Tensor | Fp8Weight:
-    weights = [linear.weight for linear in linears if isinstance(linear, Fp8Linear)]
+def shared_slots(shared: MlpWeights, width: int) -> tuple[list[Weight], list[Weight]]:
+    """Cut the MLP of all shared experts into one of this width for each: (gate_up, down).
+
+    Raises ValueError if a block of an FP8 weight would be cut.
+    """
+    gate_up, down = _weight(shared.gate_up), _weight(shared.down)
+    num_shared = shared.down.shape[1] // width
+    if num_shared == 1:
+        return [gate_up], [down]
     return (
-        Fp8Weight.stack(weights)
-        if weights
-        else torch.stack([_weight(linear) for linear in linears])
+        [
+            _joined(_cut(gate_up, 0, v * width, width), _cut(gate_up, 0, up * width, width))
+            for v, up in zip(range(num_shared), range(num_shared, 2 * num_shared), strict=True)
+        ],
+        [_cut(down, 1, v * width, width) for v in range(num_shared)],
     )
 
 
-def _placed(weights: Any, device: torch.device) -> Any:
+def _cut(weight: Weight, dim: int, begin: int, size: int) -> Weight:
+    if isinstance(weight, Tensor):
+        return weight.narrow(dim, begin, size)
+    block = weight.block[dim]
+    if size % block:
+        raise ValueError(
+            f"dispatch_backend is fused: a shared expert is {size} wide, and blocks of its FP8 "
+            f"weight are {block}; exchange works everywhere"
+        )
+    scale = weight.scale.narrow(dim, begin // block, size // block)
+    return weight._replace(values=weight.values.narrow(dim, begin, size), scale=scale)
+
+
+def _joined(first: Weight, second: Weight) -> Weight:
+    """Put one weight under the other, both of one kind."""
+    if isinstance(first, Fp8Weight) and isinstance(second, Fp8Weight):
+        values = torch.cat([first.values, second.values])
+        return first._replace(values=values, scale=torch.cat([first.scale, second.scale]))
+    assert isinstance(first, Tensor) and isinstance(second, Tensor)
+    return torch.cat([first, second])
+
+
+def _stacked(weights: list[Weight]) -> Weight:
+    fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if fp8 and plain:
+        raise ValueError(
+            "dispatch_backend is fused: the checkpoint has some experts in FP8 and others, or the "
+            "shared ones, not; exchange works everywhere"
+        )
+    return Fp8Weight.stack(fp8) if fp8 else torch.stack(plain)
+
+
+def _placed(weights: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Copy the weights of a layer or of a part of it to the device, without experts."""
     changes: dict[str, Any] = {}
     for name in weights.__dataclass_fields__:
         value = getattr(weights, name)
         if isinstance(value, Tensor):
             changes[name] = value.to(device)
-        elif isinstance(value, PlainLinear):
-            changes[name] = _linear(value, device)
+        elif isinstance(value, PlainLinear | Fp8Linear):
+            changes[name] = _linear(value, device, dtype)
         elif name == "mlps":
             changes[name] = []
         elif is_dataclass(value):
-            changes[name] = _placed(value, device)
+            changes[name] = _placed(value, device, dtype)
     return replace(weights, **changes)
 
 
-def _linear(linear: LinearLayer, device: torch.device) -> PlainLinear:
-    return PlainLinear(_weight(linear).to(device))
+def _linear(linear: LinearLayer, device: torch.device, dtype: torch.dtype) -> PlainLinear:
+    """Copy a layer. Only a grouped GEMM reads FP8, so a shared expert in FP8 is de-quantised."""
+    weight = _weight(linear).to(device)
+    return PlainLinear(weight if isinstance(weight, Tensor) else weight.dequantised().to(dtype))
 
 
-def _weight(linear: LinearLayer) -> Tensor:
-    assert isinstance(linear, PlainLinear), "weights for a device are loaded with PlainPacking"
+def _weight(linear: LinearLayer) -> Weight:
+    assert isinstance(linear, PlainLinear | Fp8Linear), "load weights for a device by PlainPacking"
     return linear.weight

@@ -74,7 +74,8 @@ def build_gpu_instance(
     assert moe.gemm is not None, "a GPU has no loop"
     keeps_fp8, weights_choice = fp8_experts(model, moe.gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
-    placed = place_weights(weights, device, moe.gemm, cluster.max_model_len)
+    is_fused = moe.fused_start is not None
+    placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused)
     parts = gpu_parts(
         cluster,
         data_plane,
@@ -82,7 +83,7 @@ def build_gpu_instance(
         placed,
         attention,
         config.limits.exchange_timeout_ms,
-        is_fused=moe.fused_start is not None,
+        is_fused=is_fused,
     )
     mailbox = mailbox_layout(cluster)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)

@@ -53,7 +53,7 @@ def gpu_parts(
     """Build a step and its parts.
 
     weights: one instance's, on its device, where everything is allocated. timeout_ms: longest wait
-    for a peer. is_fused: whether a mixture is one launch.
+    for a peer. is_fused: whether a mixture is one launch; `weights` are placed for that.
     """
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None
@@ -66,22 +66,29 @@ def gpu_parts(
     if model.num_experts:
         sizes: dict[str, Any] = {
             "num_instances": cluster.num_instances,
-            "num_experts": model.num_experts,
-            "per_row": model.num_experts_per_token,
-            "hidden_size": model.hidden_size,
             "max_rows": cluster.bounds.max_rows,
             "dtype": dtype,
             "device": device,
         }
         if is_fused:
-            num_here = max(experts.num_here for experts in weights.experts if experts)
-            block = model.fp8_block if weights.has_fp8_experts else None
+            num_slots = max(experts.num_here for experts in weights.experts if experts)
             fused = FusedMoe(
-                exchange, num_here=num_here, expert_size=model.expert_size, fp8_block=block, **sizes
+                exchange,
+                model,
+                num_here=num_slots - model.num_shared_experts,
+                is_fp8=weights.has_fp8_experts,
+                **sizes,
             )
-            mixture = FusedMixtures(fused, model, weights)
+            mixture = FusedMixtures(fused, weights)
         else:
-            mixture = GpuMixtures(GpuExpertExchange(exchange, **sizes), model, weights)
+            all_to_all = GpuExpertExchange(
+                exchange,
+                num_experts=model.num_experts,
+                per_row=model.num_experts_per_token,
+                hidden_size=model.hidden_size,
+                **sizes,
+            )
+            mixture = GpuMixtures(all_to_all, model, weights)
     step = GpuStep(
         model,
         weights,

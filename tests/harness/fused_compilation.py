@@ -7,12 +7,22 @@ It is a process of its own, as kernel_compilation.py is. Eight instances, 128 ro
 import json
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import torch
 
 from data_plane.moe.fused import FusedMoe, tiles_for
 from data_plane.moe.fused_kernel import fused_kernel
-from data_plane.moe.fused_tasks import INNER, OUTPUT, RETURN, FusedExperts, FusedRows
+from data_plane.moe.fused_state import (
+    CHOOSE,
+    GATE,
+    INNER,
+    OUTPUT,
+    RETURN,
+    ROUTE,
+    FusedRows,
+    FusedWeights,
+)
 from data_plane.transport.cuda_ipc import GpuExchange, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness import fused_roles as roles
@@ -28,23 +38,28 @@ def shape(dtype, fp8_block=None, tiles=None):
     value = "uint16" if dtype == "bf16" else "float32"
     layout = mixture_layout(ROWS, PER_ROW, HIDDEN, value)
     exchange = GpuExchange(RegionPlaces(layout, INSTANCES), META, timeout_ms=1000)
+    model = SimpleNamespace(
+        num_experts=EXPERTS, num_experts_per_token=PER_ROW, hidden_size=HIDDEN, expert_size=WIDTH,
+        num_shared_experts=1, softmax_gate=False, num_groups=8, num_groups_per_token=4,
+        weights_normalised=True, routed_scale=2.5, fp8_block=fp8_block,
+    )  # fmt: skip
     return FusedMoe(
-        exchange, num_instances=INSTANCES, num_experts=EXPERTS, num_here=EXPERTS // INSTANCES,
-        per_row=PER_ROW, hidden_size=HIDDEN, expert_size=WIDTH, max_rows=ROWS,
-        dtype=DTYPES[dtype], device=META, fp8_block=fp8_block, tiles=tiles, num_programs=130,
+        exchange, model, num_instances=INSTANCES, num_here=EXPERTS // INSTANCES, max_rows=ROWS,
+        dtype=DTYPES[dtype], device=META, is_fp8=fp8_block is not None, tiles=tiles,
+        num_programs=130,
     ).shape  # fmt: skip
 
 
 def types(dtype, weight):
     """The types of a launch's tuples."""
-    numbers = dict.fromkeys(("count", "row", "slot"), "*i32")
-    rows = {"x": f"*{dtype}", "expert": "*i64", "weight": "*fp32", **numbers, "out": f"*{dtype}"}
+    rows = dict.fromkeys(("x", "residual", "out"), f"*{dtype}") | {"live": "*u8"}
     scales = dict.fromkeys(("gate_up_scale", "down_scale"), "*fp32")
-    weights = dict.fromkeys(("gate_up", "down"), f"*{weight}")
+    gate = dict.fromkeys(("gate", "gate_bias"), "*fp32")
+    experts = dict.fromkeys(("gate_up", "down"), f"*{weight}")
     return {
         "state": roles.state_types(dtype),
         "rows": FusedRows(**rows),
-        "experts": FusedExperts(place="*i64", **scales, **weights),
+        "weights": FusedWeights(place="*i64", **gate, **experts, **scales),
     }
 
 
@@ -70,6 +85,9 @@ def kernels():
     return {
         "dispatch": lambda: compiled(roles.dispatch_role),
         "return": queue(RETURN),
+        "gate": queue(GATE),
+        "choose": queue(CHOOSE),
+        "route": queue(ROUTE),
         "sweep": lambda: compiled(roles.sweep_role),
         "inner": queue(INNER),
         "output": queue(OUTPUT),

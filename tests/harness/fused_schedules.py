@@ -143,12 +143,9 @@ def weave(case, seed, num_programs=1, chance=0.1, max_idle=400):
 
     def program(instance):
         for epoch, _ in enumerate(case.layers[instance]):
-            case.rows(instance, epoch)
-            fused = case.fused[instance]
             # The grid is one program here; its fellows are other threads.
-            fused.launch(
-                case.rows(instance, epoch),
-                case.experts[instance],
+            case.fused[instance].launch(
+                *case.arguments(instance, epoch),
                 max_idle=max_idle,
                 num_programs=num_programs,
                 grid=1,
@@ -161,6 +158,6 @@ def weave(case, seed, num_programs=1, chance=0.1, max_idle=400):
     everyone = range(len(case.fused))
     for instance in everyone:
         for epoch, _ in enumerate(case.layers[instance]):
-            case.rows(instance, epoch)
+            case.arguments(instance, epoch)
     weaver.run([lambda i=i: program(i) for i in everyone for _ in range(num_programs)])
     return weaver.num_changes

@@ -98,10 +98,10 @@ class GpuCluster:
             weights = load_weights(
                 checkpoint, model, self.dtype, experts, packing=PlainPacking(keeps_fp8)
             )
-            placed = place_weights(weights, self.device, gemm, max_len)
+            is_fused = self.data_plane.dispatch_backend == "fused"
+            placed = place_weights(weights, self.device, gemm, max_len, is_fused)
             parts[instance] = gpu_parts(
-                self.cluster, self.data_plane, model, placed, attention, timeout_ms,
-                is_fused=self.data_plane.dispatch_backend == "fused",
+                self.cluster, self.data_plane, model, placed, attention, timeout_ms, is_fused
             )  # fmt: skip
         places = next(iter(parts.values())).places
         if group is None:

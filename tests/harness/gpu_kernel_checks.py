@@ -4,6 +4,7 @@ Each function that yields yields (name, check).
 """
 
 import inspect
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -11,6 +12,7 @@ import torch
 
 from data_plane.attention.lse_merge import reference_lse_merge
 from data_plane.attention.torch_paged import KvHeads
+from data_plane.transport.exchange import ExchangeTimeout
 from harness import published_packages
 from harness.kernel_cases import LENGTHS, AttentionCase, ExpertCase, make_partials, poisoned
 
@@ -75,6 +77,47 @@ def merge_and_expert_checks(device):
         lambda: experts(TritonGemm(), torch.bfloat16, 4e-2, (128, 128)),
     )
     yield "grouped_mm, bf16", lambda: experts(GroupedMm(), torch.bfloat16, 4e-2)
+
+
+def fused_checks(device, max_rows=80, num_epochs=3, tiles=None, limit_ms=20):
+    """The fused mixture of several instances on this device, which take turns."""
+    from harness.fused_cases import FusedCase, FusedSizes, run_turns
+
+    sizes = FusedSizes(
+        num_experts=32, per_row=4, max_rows=max_rows, hidden=256, width=128, num_groups=4,
+        groups_per_row=2,
+    )  # fmt: skip
+
+    def made(timeout_ms=2000, **how):
+        case = FusedCase(replace(sizes, **how), tiles=tiles, timeout_ms=timeout_ms, device=device)
+        for fused in case.fused:
+            fused.num_programs = min(fused.num_programs, 16)
+        return case
+
+    def right(**how):
+        case = made(**how)
+        for _ in range(num_epochs):
+            case.draw()
+        for _ in range(num_epochs):
+            run_turns(case)
+        case.check()
+
+    def alone():
+        case = made(timeout_ms=limit_ms)
+        case.draw(num_rows=(sizes.max_rows, 0), visited=list(range(16, 32)))
+        case.launch(0)
+        try:
+            case.exchanges[0].check()
+        except ExchangeTimeout as error:
+            assert "awaits DISPATCH of instance 1" in str(error)
+        else:
+            raise AssertionError("a peer that did not come was no error")
+
+    yield "fused mixture", right
+    yield "fused mixture, a softmax gate", lambda: right(softmax_gate=True, num_shared=0)
+    yield "fused mixture, four instances", lambda: right(num_instances=4)
+    yield "fused mixture, FP8 weights", lambda: right(fp8_block=(128, 128))
+    yield "fused mixture, a peer stays away", alone
 
 
 def captured_lengths_change():

@@ -47,6 +47,16 @@ def interpret():
     )
     patch_once.is_lasting = True
     interpreter._patch_lang = patch_once
+    # For each operation it would make a table of all types.
+    plain, known = interpreter._get_np_dtype, {}
+
+    def np_dtype(kind):
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = plain(kind)
+        return known[name]
+
+    interpreter._get_np_dtype = np_dtype
 
 
 class LastingPatch:

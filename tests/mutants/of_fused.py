@@ -14,9 +14,12 @@ TWO_TILES = (FILE, "-k", "any_order and tiles")
 AHEAD = (FILE, "-k", "epoch_ahead")
 WOVEN = (FILE, "-k", "woven_instances", "-m", "not system")
 WOVEN_PROGRAMS = (FILE, "-k", "woven_programs", "-m", "not system")
+GATES = (FILE, "-k", "gate_chooses and sigmoid")
 BITS = (FILE, "-k", "bit_by_bit")
 LINT = ("tests/data_plane/kernels/test_fused_compilation.py", "-k", "puts_releases and dispatch")
 
+STATE = "data_plane/moe/fused_state.py"
+GATE = "data_plane/moe/fused_gate.py"
 TASKS = "data_plane/moe/fused_tasks.py"
 KERNEL = "data_plane/moe/fused_kernel.py"
 
@@ -28,7 +31,7 @@ MUTANTS = [
         text="hidden_ptr = rows_of(base, S.dispatch_hidden, rows.x, region, S, X)",
         fault=(
             "hidden_ptr = rows_of(base, S.dispatch_hidden, rows.x, region, S, X)\n"
-            "tl.store(field(base, S.dispatch_count, rows.count) + region, count)\n"
+            "tl.store(field(base, S.dispatch_count, state.count) + region, count)\n"
             "tl.store(field(base, S.dispatch_flag, state.epoch) + region, epoch)"
         ),
         tests=WOVEN,
@@ -44,7 +47,7 @@ MUTANTS = [
     Mutant(
         name="fused-one-deep",
         why="a peer that is one epoch ahead overwrites what is still read (explorer)",
-        path=TASKS,
+        path=STATE,
         text="return (epoch & 1) * S.num_instances",
         fault="return (epoch & 0) * S.num_instances",
         tests=AHEAD,
@@ -101,8 +104,8 @@ MUTANTS = [
         name="fused-task-twice",
         why="two programs draw the same task (weaver)",
         path=KERNEL,
-        text='task = tl.atomic_add(drawn_ptr, 1, sem="relaxed", scope="gpu")',
-        fault="task = tl.load(drawn_ptr)\ntl.store(drawn_ptr, task + 1)",
+        text='drawn = tl.atomic_add(drawn_ptr, 1, sem="relaxed", scope="gpu")',
+        fault="drawn = tl.load(drawn_ptr)\ntl.store(drawn_ptr, drawn + 1)",
         tests=WOVEN_PROGRAMS,
     ),
     Mutant(
@@ -114,17 +117,49 @@ MUTANTS = [
         tests=BITS,
     ),
     Mutant(
+        name="fused-choice-early",
+        why="a row's experts are chosen before the last piece of its scores is there (explorer)",
+        path=GATE,
+        text="if done == tl.cdiv(G, N) * S.gate_parts - 1:",
+        fault="if done == tl.cdiv(G, N) * S.gate_parts - 2:",
+        tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-route-early",
+        why="rows are routed before the experts of all of them are chosen (explorer)",
+        path=GATE,
+        text="if done == num_rows - 1:",
+        fault="if done == 0:",
+        tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-biased-weight",
+        why="the bias of the choice weighs the experts too",
+        path=GATE,
+        text="tl.where(expert == best, score, 0.0)",
+        fault="tl.where(expert == best, choice, 0.0)",
+        tests=GATES,
+    ),
+    Mutant(
+        name="fused-shared-not-awaited",
+        why="a row is added up before its shared expert has ended (explorer)",
+        path=KERNEL,
+        text="if own_left == 0:",
+        fault="if own_left >= 0:",
+        tests=EXPLORED,
+    ),
+    Mutant(
         name="fused-gpu-scope",
         why="a peer on another GPU may see the flag before the rows (lint)",
         path=TASKS,
         text=(
             'done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="sys")\n'
-            "if done == S.parts - 1:\n"
+            "if done == num_parts(count, S) - 1:\n"
             '    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")'
         ),
         fault=(
             'done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu")\n'
-            "if done == S.parts - 1:\n"
+            "if done == num_parts(count, S) - 1:\n"
             '    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="gpu")'
         ),
         tests=LINT,

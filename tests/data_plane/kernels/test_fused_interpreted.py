@@ -1,13 +1,17 @@
-"""A fused mixture, interpreted: any order of tasks gives the same sums, and every wait ends."""
+"""A fused mixture, interpreted: any order of tasks gives the same rows, and every wait ends."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from data_plane.moe.fused import fused_obstacle
+from data_plane.moe.fused_state import ROUTE
+from data_plane.moe.triton_rows import route_rows
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
-from harness.fused_cases import SMALL_TILES, FusedCase, FusedSizes
-from harness.fused_roles import run_roles
+from harness.fused_cases import FusedCase, FusedSizes, run_turns
+from harness.fused_roles import run_gate, run_queues, run_roles
 from harness.fused_schedules import explore, weave
 from harness.interpreter import products_in_order
 
@@ -22,7 +26,11 @@ SHAPES = {
     "all experts of one instance": (FusedSizes(), {"visited": [0, 1]}),
     "experts that do not divide": (FusedSizes(num_experts=5, per_row=3), {}),
     "FP8 weights": (FusedSizes(hidden=32, width=32, fp8_block=(16, 16)), {}),
-    "one instance": (FusedSizes(num_instances=1), {}),
+    "one instance, no shared expert": (FusedSizes(num_instances=1, num_shared=0), {}),
+    "two shared experts, two row blocks": (
+        FusedSizes(max_rows=6, num_shared=2),
+        {"num_rows": (6, 1)},
+    ),
 }
 
 
@@ -56,11 +64,25 @@ def test_epochs_overlap_and_an_instance_may_be_late(seed, held_back):
     case.check()
 
 
+def flags(case, channel, target):
+    """Flags of the regions at an instance: [parity, source] int64, two instances."""
+    offset = case.exchanges[target].places.channels[channel].flag_offset
+    return case.exchanges[target].memory.memory[offset:][:32].view(torch.int64).view(2, 2)
+
+
+def send_rows(case, instance):
+    """Let an instance run its first tasks, up to the last of its dispatches in epoch 1."""
+    for _ in range(40):
+        if all(flags(case, Channel.DISPATCH, target)[:, instance].any() for target in (0, 1)):
+            return
+        case.launch(instance, max_tasks=1, max_idle=1, is_last=False)
+    raise AssertionError("its rows are not announced")
+
+
 def test_a_peer_may_be_an_epoch_ahead():
     """Instance 0 has no rows, so only dispatches bound it; regions are two deep for that."""
     case = drawn(FusedSizes(), 2, num_rows=(0, 2))
-    num_dispatches = 2 * SMALL_TILES.parts
-    case.launch(1, max_tasks=num_dispatches, max_idle=1, is_last=False)
+    send_rows(case, 1)
     case.launch(0, max_idle=1, is_last=False)
     assert case.epoch(0) == 1 and case.epoch(1) == 0
     case.launch(0, max_idle=1, is_last=False)
@@ -76,10 +98,47 @@ def test_four_instances(seed):
     assert all(int(fused.statistic[1]) <= 3 * 4 for fused in case.fused), "more waves than sources"
 
 
-def sums_in_order(case, layer):
-    """Compute a layer's sums in fp32 as docs/mixture.md orders them: [B, X]."""
-    sizes, total = case.sizes, np.zeros(layer.x.shape, np.float32)
-    seats = case.fused[0]._seat_E.tolist()
+GATES = {
+    "sigmoid": {},
+    "sigmoid, groups": {"num_groups": 3, "groups_per_row": 2},
+    "softmax": {"softmax_gate": True, "weights_normalised": False},
+    "softmax, groups": {"softmax_gate": True, "num_groups": 4, "groups_per_row": 2},
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_the_gate_chooses_as_the_plain_one_and_routes_likewise(name):
+    """Neither experts nor the hidden width fill their tiles, and rows have two blocks."""
+    sizes = FusedSizes(num_experts=12, per_row=3, max_rows=6, hidden=40, num_shared=0)
+    case = drawn(replace(sizes, **GATES[name]), 1, num_rows=(6, 6))
+    run_gate(case, 0)
+    run_queues(case, 0, ROUTE)
+    layer, state = case.layers[0][0], case.fused[0].state()
+    assert state.chosen.equal(layer.expert)
+    torch.testing.assert_close(state.weight, layer.weight)
+    expected = route_rows(layer.expert, layer.live, state.seat, 2, sizes.max_rows)
+    assert state.count.equal(expected[0]) and state.slot.equal(expected[2])
+    for target, count in enumerate(state.count.tolist()):
+        assert state.row[target, :count].equal(expected[1][target, :count])
+
+
+def test_of_equal_scores_the_first_wins_and_nan_chooses_experts_too():
+    case = drawn(FusedSizes(num_experts=12, per_row=3, num_shared=0), 1, num_rows=(2, 0))
+    layer = case.layers[0][0]
+    case.gate[:], layer.bias[:] = case.gate[7], torch.tensor([0.0] * 5 + [1.0] * 7)
+    layer.x[1] = float("nan")
+    run_gate(case, 0)
+    chosen = case.fused[0].state().chosen
+    assert chosen[0].tolist() == [5, 6, 7]
+    assert len(set(chosen[1].tolist())) == 3 and 0 <= chosen[1].min() <= chosen[1].max() < 12
+
+
+def sums_in_order(case, instance):
+    """Compute an instance's results in fp32 as docs/mixture.md orders them: [B, X]."""
+    (layer,), sizes = case.layers[instance], case.sizes
+    state = case.fused[instance].state()
+    total = np.zeros(layer.x.shape, np.float32)
+    seats = state.seat.tolist()
 
     def product(weight, x):
         acc = np.zeros(len(weight), np.float32)
@@ -87,17 +146,22 @@ def sums_in_order(case, layer):
             acc += x[depth] * weight[:, depth]
         return acc
 
-    gate_up, down = case.gate_up.numpy(), case.down.numpy()
-    for row in layer.live.nonzero().flatten().tolist():
-        x = layer.x[row].numpy()
-        for instance in range(sizes.num_instances):
+    def run(expert, x):
+        gate, up = np.split(product(case.gate_up[expert].numpy(), x), 2)
+        inner = gate / (np.float32(1) + np.exp(-gate)) * up
+        return product(case.down[expert].numpy(), inner)
+
+    for row, x in enumerate(layer.x.numpy()):
+        for holder in range(sizes.num_instances) if layer.live[row] else ():
             part = np.zeros(sizes.hidden, np.float32)
-            for k, expert in enumerate(layer.expert[row].tolist()):
-                if seats[expert] == instance:
-                    gate, up = np.split(product(gate_up[expert], x), 2)
-                    inner = gate / (np.float32(1) + np.exp(-gate)) * up
-                    part += layer.weight[row, k].numpy() * product(down[expert], inner)
+            for k, expert in enumerate(state.chosen[row].tolist()):
+                if seats[expert] == holder:
+                    part += state.weight[row, k].numpy() * run(expert, x)
             total[row] += part
+        shared = np.zeros(sizes.hidden, np.float32)
+        for expert in range(sizes.num_experts, len(case.gate_up)):
+            shared += run(expert, x)
+        total[row] = layer.residual[row].numpy() + (shared + total[row])
     return torch.from_numpy(total)
 
 
@@ -109,16 +173,15 @@ def test_sums_are_equal_bit_by_bit_in_every_schedule_and_role_by_role(seed):
         roles = drawn(sizes, 1)
         run_roles(roles)
         roles.check()
-        for layers in roles.layers:
-            for layer in layers:
-                assert layer.rows.out.equal(sums_in_order(roles, layer))
+        for instance, (layer,) in enumerate(roles.layers):
+            assert layer.rows.out.equal(sums_in_order(roles, instance))
         case = drawn(sizes, 1)
         explore(case, seed)
         assert case.outputs().equal(roles.outputs())
 
 
-# Seed 3 sees a flag that goes before its rows (tests/mutants/of_fused.py); 0 to 2 do not.
-@pytest.mark.parametrize("seed", [3, *in_system(*((seed,) for seed in (0, 1, 2, 4, 5)))])
+# Seed 0 sees a flag that goes before its rows (tests/mutants/of_fused.py); 1 to 11 do not.
+@pytest.mark.parametrize("seed", [0, *in_system(*((seed,) for seed in range(1, 6)))])
 def test_woven_instances_never_see_half_a_packet(seed):
     case = drawn(FusedSizes(), 2, seed, num_rows=(2, 2))
     assert weave(case, seed) > 20
@@ -135,32 +198,27 @@ def test_woven_programs_share_an_instances_tasks(seed):
 def test_turns_end_in_three_launches_and_are_replayed():
     case = drawn(FusedSizes(), 2)
     for _ in range(2):
-        turns = [fused.turns(case.rows(i), case.experts[i]) for i, fused in enumerate(case.fused)]
-        num_rounds = 0
-        while turns:
-            turns = [turn for turn in turns if next(turn, StopIteration) is not StopIteration]
-            num_rounds += 1
-        assert num_rounds <= 3
+        assert run_turns(case) <= 3
     case.check()
     for fused in case.fused:
         sweeps, waves, polls = fused.statistic[:3].tolist()
         assert waves <= 4 and polls <= 6 and sweeps <= 16, fused.statistic
 
 
-def lonely(num_tasks):
-    """Let instance 1 run some tasks, and instance 0 then wait for it."""
+def lonely(has_sent):
+    """Let instance 1 send its rows, or nothing, and instance 0 then wait for it."""
     case = drawn(FusedSizes(), 1, num_rows=(4, 4), visited=[2, 3])
-    if num_tasks:
-        case.launch(1, max_tasks=num_tasks, max_idle=1, is_last=False)
+    if has_sent:
+        send_rows(case, 1)
     return case
 
 
 @pytest.mark.parametrize(
-    "num_tasks, channel, word",
-    [(0, Channel.DISPATCH, [3, 1, 1, 0]), (4, Channel.COMBINE, [4, 1, 1, 0])],
+    "has_sent, channel, word",
+    [(False, Channel.DISPATCH, [3, 1, 1, 0]), (True, Channel.COMBINE, [4, 1, 1, 0])],
 )
-def test_a_peer_that_does_not_come_is_the_error(num_tasks, channel, word):
-    case = lonely(num_tasks)
+def test_a_peer_that_does_not_come_is_the_error(has_sent, channel, word):
+    case = lonely(has_sent)
     case.launch(0, max_idle=10)
     assert case.exchanges[0].error.tolist() == word and case.epoch(0) == 0
     assert int(case.fused[0].statistic[2]) <= 12
@@ -169,7 +227,7 @@ def test_a_peer_that_does_not_come_is_the_error(num_tasks, channel, word):
 
 
 def test_after_an_error_nothing_is_put_and_the_first_error_stays():
-    case = lonely(0)
+    case = lonely(has_sent=False)
     case.launch(0, max_tasks=1, max_idle=1, is_last=False)
     case.exchanges[0].error[0] = 1
     before = case.exchanges[1].memory.memory.clone(), case.exchanges[0].error.tolist()
@@ -178,20 +236,10 @@ def test_after_an_error_nothing_is_put_and_the_first_error_stays():
     assert case.exchanges[0].error.tolist() == before[1]
 
 
-def region_word(case, channel, is_flag, value):
-    """Set the flag (int64) or the count (int32) of instance 1's first region at instance 0."""
-    place = case.exchanges[0].places.channels[channel]
-    memory, odd = case.exchanges[0].memory.memory, 2 + 1  # parity 1, source 1
-    if is_flag:
-        memory[place.flag_offset :][:32].view(torch.int64)[odd] = value
-    else:
-        memory[place.cell_offset :][:16].view(torch.int32)[odd] = value
-
-
 @pytest.mark.parametrize("channel", [Channel.DISPATCH, Channel.COMBINE])
 def test_a_flag_that_is_ahead_is_an_error(channel):
-    case = lonely(4)
-    region_word(case, channel, True, 3)
+    case = lonely(has_sent=True)
+    flags(case, channel, 0)[1, 1] = 3
     case.launch(0, max_idle=10)
     with pytest.raises(
         EpochError, match=f"{channel.name} of instance 1, epoch 1, but finds epoch 3"
@@ -200,8 +248,10 @@ def test_a_flag_that_is_ahead_is_an_error(channel):
 
 
 def test_a_count_that_no_region_holds_is_an_error():
-    case = lonely(4)
-    region_word(case, Channel.DISPATCH, False, 5)
+    case = lonely(has_sent=True)
+    place = case.exchanges[0].places.channels[Channel.DISPATCH]
+    counts = case.exchanges[0].memory.memory[place.cell_offset :][:16].view(torch.int32)
+    counts.view(2, 2)[1, 1] = 5
     case.launch(0, max_idle=10)
     with pytest.raises(EpochError, match="epoch 1, but finds a count of 5 rows"):
         case.exchanges[0].check()

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
+from data_plane.moe.fused import GateTiles
 from data_plane.transport.cuda_ipc import PeerMemory
 from harness import check_run, gpu_cluster, gpu_token_checks
 from harness.check_run import run
 from harness.exchange_cases import NARROW
+from harness.fused_cases import SMALL_TILES
 from harness.gpu_exchange_checks import exchange_checks
-from harness.gpu_kernel_checks import attention_checks, merge_and_expert_checks
+from harness.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
 from harness.gpu_token_checks import decode_process, token_checks
 from harness.paths import ROOT
 from nanocp.config import BoundsConfig
@@ -63,6 +65,14 @@ def test_the_checks_themselves_run():
     exchange = exchange_checks("cpu", 2, 2, NARROW)
     results = run([*checks[:8], *checks[-4:], *exchange])
     assert not [result for result in results if result["error"]]
+
+
+@pytest.mark.system
+@without_gpu
+def test_the_checks_of_a_fused_mixture_run():
+    tiles = SMALL_TILES._replace(rows=16, columns=64, depth=64, gate=GateTiles(8, 16, 64, 2))
+    checks = fused_checks("cpu", max_rows=6, num_epochs=1, tiles=tiles, limit_ms=0.01)
+    assert not [result for result in run(checks) if result["error"]]
 
 
 @without_gpu

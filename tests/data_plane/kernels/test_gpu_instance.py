@@ -4,17 +4,26 @@ import pytest
 import torch
 
 from data_plane.attention.triton_mla import TritonMla
+from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.startup import gpu, shared_parts
+from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from harness.decode_cluster import DecodeCluster, Prompt
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
 
 
+class Hopper:
+    """What torch says of a GPU."""
+
+    major, minor, shared_memory_per_block_optin = 9, 0, 232_448
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
 )
-def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
+@pytest.mark.parametrize("dispatch", ["auto", pytest.param("fused", marks=pytest.mark.system)])
+def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatch):
     """One instance runs eagerly on a CPU that it takes for a GPU.
 
     What several do together is tested with tests/harness/gpu_cluster.py.
@@ -22,6 +31,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper)
     monkeypatch.setattr(
         gpu,
         "attention_backend",
@@ -31,12 +41,21 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
         ),
     )
     monkeypatch.setattr(shared_parts, "expert_backend", lambda *site: (TritonGemm(), "triton"))
+    made = []
+
+    def gpu_parts(*arguments, **keys):
+        made.append(build_parts(*arguments, **keys))
+        return made[-1]
+
+    monkeypatch.setattr(gpu, "gpu_parts", gpu_parts)
     path, oracle = mini
     bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
     config = Config(
         cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=256, bounds=bounds),
         scheduler=SchedulerConfig(steps_per_window=2),
-        data_plane=DataPlaneConfig(device="cuda", eager=True, row_buckets=(2,)),
+        data_plane=DataPlaneConfig(
+            device="cuda", eager=True, row_buckets=(2,), dispatch_backend=dispatch
+        ),
     )
     greedy = Prompt(list(range(2, 65)), SamplingParams(max_tokens=3, temperature=0.0))
     drawn = Prompt(
@@ -45,6 +64,8 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch):
     )
     with DecodeCluster(config, path) as cluster:
         cluster.run([greedy, drawn])
+    (parts,) = made
+    assert isinstance(parts.step.mixture, FusedMixtures) == (dispatch == "fused")
     assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 3
     expected = oracle.logits(drawn.ids, drawn.output).double().log_softmax(dim=-1)
     for logprob_V, token_id, found in zip(expected, drawn.output, drawn.logprobs, strict=True):

@@ -1,5 +1,7 @@
 """The GPU's step, interpreted: several instances in turn give the reference model's tokens."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -51,12 +53,13 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini, dispa
     assert is_fused == (dispatch == "fused")
 
 
-@pytest.mark.parametrize(
-    "preset, dispatch",
-    [("tiny-qwen3-moe", "exchange"), ("tiny-llama", "fused"), ("tiny-qwen3-moe", "fused")],
-)
-def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, tmp_path):
-    """With experts, and without any: then nothing is dispatched."""
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A function: a preset's name -> a small checkpoint of it and its oracle."""
+    return cache(lambda preset: small_checkpoint(preset, tmp_path_factory.mktemp(preset)))
+
+
+def small_checkpoint(preset, path):
     shape = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -67,9 +70,19 @@ def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, tmp_pat
         "vocab_size": 320,
     }
     fields = {name: value for name, value in shape.items() if name in PRESETS[preset]}
-    make_checkpoint(tmp_path, preset, overrides=fields)
+    make_checkpoint(path, preset, overrides=fields)
+    return path, Oracle(path)
+
+
+@pytest.mark.parametrize(
+    "preset, dispatch",
+    [("tiny-qwen3-moe", "exchange"), ("tiny-llama", "fused"), ("tiny-qwen3-moe", "fused")],
+)
+def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, small):
+    """With experts, and without any: then nothing is dispatched."""
+    path, oracle = small(preset)
     data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
-    oracle, cluster = Oracle(tmp_path), GpuCluster(tmp_path, num_parts=2, data_plane=data_plane)
+    cluster = GpuCluster(path, num_parts=2, data_plane=data_plane)
     for ids, degree in zip(prompts(1, 130, 63), (1, 2, 2), strict=True):
         cluster.add(ids, degree)
     with poisoned():
@@ -80,12 +93,10 @@ def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, tmp_pat
     assert (cluster.instances[0].step.mixture is None) == (preset == "tiny-llama")
 
 
-@pytest.mark.parametrize("dispatch", ["exchange", "fused"])
-def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(
-    mini_shape, tmp_path, dispatch
-):
-    """The tokens are exact, because e4m3 times its scales is exact in fp32."""
-    path = tmp_path / "fp8"
+@pytest.fixture(scope="module")
+def mini_fp8(mini_shape, tmp_path_factory):
+    """A mini checkpoint in FP8, and the oracle of its de-quantised twin."""
+    path = tmp_path_factory.mktemp("fp8") / "fp8"
     shape = mini_shape | {
         "n_routed_experts": 4,
         "moe_intermediate_size": 128,
@@ -95,6 +106,13 @@ def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(
     make_checkpoint(
         path, "tiny", dtype=torch.float8_e4m3fn, overrides=shape | {"num_experts_per_tok": 2}
     )
+    return path, Oracle(make_twin(path, path.parent / "twin"))
+
+
+@pytest.mark.parametrize("dispatch", ["exchange", "fused"])
+def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(mini_fp8, dispatch):
+    """The tokens are exact, because e4m3 times its scales is exact in fp32."""
+    path, oracle = mini_fp8
     data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
     cluster = GpuCluster(path, num_parts=2, data_plane=data_plane)
     for ids, degree in zip(prompts(5, 70), (1, 2), strict=True):
@@ -103,7 +121,6 @@ def test_experts_stay_in_fp8_and_tokens_are_those_of_the_dequantised_model(
         cluster.step()
     experts = cluster.instances[0].step.mixture._experts[1]
     assert experts.gate_up.values.dtype == experts.down.values.dtype == torch.float8_e4m3fn
-    oracle = Oracle(make_twin(path, tmp_path / "twin"))
     for request in cluster.requests:
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
 

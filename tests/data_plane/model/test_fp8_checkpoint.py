@@ -201,7 +201,7 @@ def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint,
             assert linear.weight.values.view(torch.uint8).equal(values.view(torch.uint8))
             assert linear.weight.scale.equal(scale) and linear.weight.block == (128, 128)
             assert linear.weight.dequantised().equal(dequantised(values, scale))
-    assert weights.layers[2].moe.shared.down.weight.dtype == torch.bfloat16
+    assert weights.layers[2].moe.shared.down.weight.values.dtype == FP8
 
 
 def test_a_layer_with_an_expert_that_is_no_fp8_is_dequantised_as_a_whole(damaged):
