@@ -38,7 +38,7 @@ def test_an_idle_service_rests_and_wakes():
     with Serve(*SMALL) as serve:
         assert generate(serve.address, prompt(70, 1), 5) == expected(prompt(70, 1), 5)
         processes = [serve.process.pid, *descendants(serve.process.pid)]
-        for _ in range(5):  # what the request left to do may fall into the first
+        for _ in range(20):  # what the request left to do may fall into the first ones
             before = [wakes_and_cpu_s(pid) for pid in processes]
             began = time.monotonic()
             time.sleep(1)
