@@ -28,7 +28,7 @@ setup: $(STAMP)  ## make the environment: .venv with the CPU build of torch, 2 m
 demo: $(STAMP)  ## four instances on local Ray tell tales of short and long prompts, exactly; under 60 s
 	$(BIN)/nanocp demo $(CHECKPOINT)
 
-mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, under 5 minutes on 2 cores
+mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 10 minutes on 2 cores
 	$(BIN)/python tests/mutants/run.py
 
 test: $(STAMP)  ## the CPU tests, unprivileged, three at a time since some only wait, under 10 minutes on 2 cores
