@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from data_plane.member.lifetime import (
     Make,
     MemberSpec,
     meet,
+    run_under_controllers,
     running,
     segments_of,
     whole_percents,
@@ -106,16 +108,8 @@ def run_instance(
         hello = pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
         link.send(pb.FromInstance(hello=hello))
         held.callback(Heartbeat(lambda: _send_heartbeat(link, instance), limits).close)
-        while True:
-            try:
-                loop.run()
-            except ControllerLost as lost:
-                if not spec.config.service.controller_process:
-                    raise
-                logger.warning("%s; this member waits for another controller", lost)
-                loop.forget_term()
-                link.redial()
-                link.send(pb.FromInstance(hello=hello))
+        greet = partial(link.send, pb.FromInstance(hello=hello))
+        run_under_controllers(spec, link, loop, greet)
 
 
 def _send_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:

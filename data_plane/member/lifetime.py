@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.exchange import Term
@@ -205,3 +205,35 @@ def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:
 def sentence(error: BaseException) -> str:
     """The error for an operator: a user's mistake is its own sentence, others have their type."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+class MemberLoop(Protocol):
+    """What a member does under a controller, in one term after the other."""
+
+    def run(self) -> None:
+        """Run until the controller asks for a shutdown; raises ControllerLost if it is gone."""
+
+    def forget_term(self) -> None:
+        """Drop what belongs to a term that is over."""
+
+
+def run_under_controllers(
+    spec: MemberSpec,
+    link: ControllerLink,
+    loop: MemberLoop,
+    greet: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the loop under one controller after the other, where a service may have several.
+
+    greet: called once another controller has been dialled.
+    """
+    while True:
+        try:
+            loop.run()
+        except ControllerLost as lost:
+            if not spec.config.service.controller_process:
+                raise
+            logger.warning("%s; this member waits for another controller", lost)
+            loop.forget_term()
+            link.redial()
+            greet()

@@ -24,6 +24,7 @@ from data_plane.member.lifetime import (
     MemberSpec,
     ShutdownRequested,
     meet,
+    run_under_controllers,
     running,
     segments_of,
     sentence,
@@ -80,19 +81,6 @@ def run_prefill(spec: MemberSpec) -> None:
         loop = PrefillLoop(model, link, segments, num_instances, streams, limits)
         held.callback(loop.close)
         run_under_controllers(spec, link, loop)
-
-
-def run_under_controllers(spec: MemberSpec, link: ControllerLink, loop: TicketLoop) -> None:
-    """Run the loop under one controller after the other, where a service may have several."""
-    while True:
-        try:
-            loop.run()
-        except ControllerLost as lost:
-            if not spec.config.service.controller_process:
-                raise
-            logger.warning("%s; this member waits for another controller", lost)
-            loop.forget_term()
-            link.redial()
 
 
 class TicketLoop(ABC):

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 from data_plane.member.controller_link import ControllerLink
 from data_plane.member.heartbeat import Heartbeat
-from data_plane.member.lifetime import MemberSpec, places_in, running
-from data_plane.member.prefill_runner import TicketLoop, run_under_controllers
+from data_plane.member.lifetime import MemberSpec, places_in, run_under_controllers, running
+from data_plane.member.prefill_runner import TicketLoop
 from data_plane.member.stage_messages import (
     BeginPrompt,
     CancelPrompt,
