@@ -21,7 +21,7 @@ from service import checkpoint_of
 from nanocp.chaos.judge import ReferenceJudge
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import ChaosRun, play
-from nanocp.cli.console import output
+from nanocp.cli.console import output, print_claims
 
 SETTINGS = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
 
@@ -56,10 +56,7 @@ def main(
         write_results(json, [result], describe(load_before))
     for name, value in result.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    claims = claims_of(result)
-    for claim, holds in claims:
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
-    raise typer.Exit(0 if all(holds for _, holds in claims) else 1)
+    raise typer.Exit(not print_claims(console, claims_of(result)))
 
 
 if __name__ == "__main__":

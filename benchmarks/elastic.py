@@ -36,7 +36,7 @@ from nanocp.chaos.in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.run import ChaosRun
-from nanocp.cli.console import output
+from nanocp.cli.console import output, print_claims
 from nanocp.config import ClusterConfig, Config, ServiceConfig
 
 NUM_INSTANCES = 4
@@ -84,9 +84,7 @@ def main(
     for result in (changed, replaced):
         for name, value in result.items():
             console.print(f"{name}: {value}", highlight=False, markup=False)
-    for claim, holds in claims:
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
-    raise typer.Exit(0 if all(holds for _, holds in claims) else 1)
+    raise typer.Exit(not print_claims(console, claims))
 
 
 def changing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict[str, Any]:

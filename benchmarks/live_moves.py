@@ -33,6 +33,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from service import checkpoint_of, random_prompts
 
+from nanocp.cli.console import print_claims
 from nanocp.client import AsyncClient
 from nanocp.serve.process import serving
 
@@ -273,9 +274,7 @@ def show_claims(results: list[dict[str, Any]], console: Console) -> bool:
         claims.append((f"{sentence}, at most {MAX_RATIO_OTHERS}", ratio <= MAX_RATIO_OTHERS))
     sentence = f"any move: {before} times as long as its own just before, when nothing moved"
     claims.append((f"{sentence}, at most {MAX_RATIO_BEFORE}", before <= MAX_RATIO_BEFORE))
-    for claim, holds in claims:
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
-    return all(holds for _, holds in claims)
+    return print_claims(console, claims)
 
 
 if __name__ == "__main__":

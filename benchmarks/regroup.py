@@ -27,7 +27,7 @@ from nanocp.chaos.in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import ChaosRun, play
-from nanocp.cli.console import output
+from nanocp.cli.console import output, print_claims
 from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
 
 NUM_INSTANCES = 4
@@ -85,10 +85,7 @@ def show(result: dict[str, Any], console: Console) -> bool:
     """Print a phase's numbers and claims; True if all claims hold."""
     for name, value in result.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    claims = claims_of(result)
-    for claim, holds in claims:
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
-    return all(holds for _, holds in claims)
+    return print_claims(console, claims_of(result))
 
 
 if __name__ == "__main__":

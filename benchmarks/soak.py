@@ -30,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 from service import checkpoint_of, random_prompts
 
+from nanocp.cli.console import print_claims
 from nanocp.client import Aborted, AsyncClient, InvalidArgument, ServiceError
 from nanocp.serve.process import Serving, serving
 
@@ -261,9 +262,7 @@ def show_claims(result: dict[str, Any], console: Console) -> bool:
         (f"p99 TPOT grows {tpot:.3f}x, at most {MAX_TPOT_GROWTH}x", tpot <= MAX_TPOT_GROWTH),
         ("every frame came back", result["frames_not_back"] == 0),
     ]
-    for claim, holds in claims:
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
-    return all(holds for _, holds in claims)
+    return print_claims(console, claims)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,10 @@ class LaneTimes(NamedTuple):
     one_us: float
     two_us: float
     """In two lanes."""
+    one_waited_us: float = 0.0
+    """Time of that step in which nothing could run, since no awaited put was here."""
+    two_waited_us: float = 0.0
+    """Such time in two lanes."""
 
 
 class MeasuringCluster:
@@ -266,21 +270,23 @@ class _Instance:
         for request in batch:
             halves[num_rows[request.moe_binding] & 1].append(request)
             num_rows[request.moe_binding] += 1
-        best = [float("inf")] * 2
+        best = [(float("inf"), 0.0)] * 2
         for number in range(_NUM_WARM_STEPS + num_steps):
             for index, parts in enumerate(((batch,), halves)):
                 for lane, part in zip(self._lanes, parts, strict=False):
                     self._load(lane.engine, part)
-                begin_ns = time.perf_counter_ns()
+                begin_ns, waited_ns = time.perf_counter_ns(), self._exchange.waited_ns
                 steps: list[Any] = [lane.engine.next_step() for lane in self._lanes[: len(parts)]]
                 if len(parts) == 1:
                     steps[0]()
                 else:
                     run_in_turns([step.phases() for step in steps], self._exchange)
                 us = (time.perf_counter_ns() - begin_ns) / 1000
+                waited_us = (self._exchange.waited_ns - waited_ns) / 1000
                 if number >= _NUM_WARM_STEPS:
-                    best[index] = min(best[index], us)
-        return LaneTimes(*best)
+                    best[index] = min(best[index], (us, waited_us))
+        (one_us, one_waited_us), (two_us, two_waited_us) = best
+        return LaneTimes(one_us, two_us, one_waited_us, two_waited_us)
 
     def _load(self, engine: GraphEngine, batch: Batch) -> int:
         """Stage the batch and the state of its rows; returns how many are here."""

@@ -42,7 +42,7 @@ def chaos(
     from nanocp.chaos.judge import ReferenceJudge
     from nanocp.chaos.report import claims_of
     from nanocp.chaos.run import ChaosRun, play
-    from nanocp.cli.console import output, terminal
+    from nanocp.cli.console import output, print_claims, terminal
 
     said, console = terminal(), output()
     settings = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
@@ -65,10 +65,7 @@ def chaos(
         from json import dumps
 
         json.write_text(dumps(result, indent=1) + "\n")
-    claims = claims_of(result)
-    for claim, holds in claims:
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
-    raise typer.Exit(0 if all(holds for _, holds in claims) else 1)
+    raise typer.Exit(not print_claims(console, claims_of(result)))
 
 
 def _show(result: dict[str, Any], console: Console) -> None:

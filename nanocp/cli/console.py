@@ -5,6 +5,8 @@ Enters: nothing. Leaves: consoles of rich. Does not know: what is printed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -33,6 +35,15 @@ def terminal() -> Console:
 def progress() -> Progress:
     """A progress bar on standard error that leaves nothing behind."""
     return Progress(console=terminal(), transient=True)
+
+
+def print_claims(console: Console, claims: Iterable[tuple[str, bool]]) -> bool:
+    """Print each claim and whether it holds; returns whether all do."""
+    all_hold = True
+    for claim, holds in claims:
+        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
+        all_hold &= holds
+    return all_hold
 
 
 def request_progress(*notes: ProgressColumn, disable: bool = False) -> Progress:

@@ -40,6 +40,8 @@ NUM_INSTANCES = 4
 NUM_STAGES = 2
 """Processes that compute the prompts together."""
 NUM_SAMPLED_TOKENS = 100
+SELECTED = ("kernels: ", "dispatch: ")
+"""Lines of the service's log that are shown: what it selected on this machine, and why."""
 
 
 @dataclass(slots=True)
@@ -117,7 +119,8 @@ def make_requests(tokenizer: Tokenizer) -> list[DemoRequest]:
 def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
     """A `nanocp serve` of this machine, from ready to stopped; yields its host:port.
 
-    Its log is shown only if it fails: two programs that write to one terminal break the progress.
+    At the end its log is shown if it failed, else what it selected: two programs that write to one
+    terminal break the progress.
     Raises typer.Exit if it fails, also after the last request: it checks its invariants when idle.
     """
     # Not at the top: the command is shown by `nanocp --help` without it.
@@ -154,9 +157,11 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
                 server.wait(START_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 server.kill()
-            if server.wait():
-                log.seek(0)
-                progress.console.print(log.read().decode(errors="replace"), markup=False)
+            has_failed = server.wait()
+            log.seek(0)
+            lines = log.read().decode(errors="replace").splitlines()
+            told = [line for line in lines if has_failed or line.startswith(SELECTED)]
+            progress.console.print("\n".join(told), markup=False, highlight=False)
     if server.returncode:
         raise typer.Exit(1)
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from nanocp.config import CostConfig
+from nanocp.config import ClusterConfig, CostConfig
+from nanocp.plan import PAGE_SIZE
 from nanocp.simulator.cluster_file import ClusterFile, Costs
 
 _NUM_CACHED = 4096
@@ -53,6 +54,9 @@ class StepTime(NamedTuple):
 
     step_us: int
     layer: LayerTime
+    two_lanes: bool = False
+    """Whether rows run in two lanes; of the layer's exchange, dispatch and combine, then, only what
+    no compute of the other lane hides."""
 
 
 class CostModel:
@@ -98,6 +102,59 @@ class CostModel:
             + self._costs.step_us
         )
         return StepTime(round(total), LayerTime(*first, dispatch_combine, expert))
+
+    def step_in_two_lanes(self, loads: Loads) -> StepTime:
+        """The step's time if half of each instance's rows are in each lane (docs/overlap.md).
+
+        While a lane's rows travel the other one computes. So a layer takes as long as both lanes
+        compute, as both travel, or as one lane computes and travels, whichever is longest. Each
+        lane reads the weights.
+        """
+        halves = (
+            [-(-load // 2) for load in each]
+            for each in (
+                loads.kv_tokens,
+                loads.rows,
+                loads.attention_rows,
+                loads.links,
+                loads.links_between_nodes,
+            )
+        )
+        lane = self.step(Loads(*halves)).layer
+        first_us, exchange_us = lane.attention_us + lane.other_us, lane.exchange_us
+        dense_us = _of_both_lanes(first_us, exchange_us)
+        compute_us = first_us + lane.expert_us
+        network_us = exchange_us + lane.dispatch_combine_us
+        moe_us = _of_both_lanes(compute_us, network_us)
+        num_moe = self._model.num_moe_layers
+        num_dense = self._model.num_layers - num_moe
+        total_us = num_dense * dense_us + num_moe * moe_us + self._costs.step_us
+        seen = (moe_us - 2 * compute_us) / network_us if network_us else 0.0
+        return StepTime(
+            round(total_us),
+            LayerTime(
+                2 * lane.attention_us,
+                seen * exchange_us,
+                2 * lane.other_us,
+                seen * lane.dispatch_combine_us,
+                2 * lane.expert_us,
+            ),
+            two_lanes=True,
+        )
+
+    def lane_table(self, cluster: ClusterConfig) -> tuple[tuple[int, int, int], ...]:
+        """What `scheduler.lane_table` says of instances that are equally full.
+
+        By rows, without links and with a link for each row; frames are as full as rows are.
+        """
+        tokens_per_row = cluster.num_frames * PAGE_SIZE // cluster.bounds.max_rows
+        table = []
+        for rows in self._row_buckets:
+            for links in (0, rows):
+                loads = Loads([rows * tokens_per_row], [rows], [rows + links], [links], [0])
+                two_us, one_us = self.step_in_two_lanes(loads).step_us, self.step(loads).step_us
+                table.append((rows, links, max(1, round(100 * two_us / one_us))))
+        return tuple(table)
 
     def layer_of(self, loads: Loads, instance: int) -> LayerTime:
         """The instance's own share of a layer's work, without waiting for anybody."""
@@ -244,6 +301,11 @@ def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:
     (low_size, low_us), (high_size, high_us) = points[lower], points[upper]
     share = (ep_size - low_size) / (high_size - low_size) if high_size > low_size else 0.0
     return max(0.0, low_us + share * (high_us - low_us) - costs.dispatch_combine_us) / 128
+
+
+def _of_both_lanes(compute_us: float, network_us: float) -> float:
+    """A layer's time from one lane's parts; lanes take turns with the compute and the network."""
+    return max(2 * compute_us, 2 * network_us, compute_us + network_us)
 
 
 def _padded(rows: float, buckets: tuple[int, ...]) -> float:

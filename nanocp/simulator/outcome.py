@@ -149,6 +149,8 @@ class Outcome:
     over that of the first, less 1."""
     is_drifting: bool
     """The drift is more than chance: the numbers are not those of a steady state."""
+    two_lanes_share: float = 0.0
+    """Share of the windows that ran in two lanes."""
     prefix_hit_rate: float = 0.0
     """Share of the whole run's prompt tokens with page hashes whose pages were there and were
     shared."""
@@ -200,6 +202,7 @@ class _Sums:
     step_us_max: int = 0
     waiting_max: int = 0
     cp_share_max: float = 0.0
+    two_lanes: int = 0
     layer_max: list[float] = field(default_factory=lambda: [0.0] * len(LayerTime._fields))
     plan_ns: int = 0
     halves: list[Half] = field(default_factory=lambda: [Half(), Half()])
@@ -296,6 +299,7 @@ class Recorder:
         sums.time_us += time_us
         sums.steps += num_steps
         sums.windows += 1
+        sums.two_lanes += step.two_lanes
         sums.rows += num_rows * time_us
         sums.kv_tokens += sum(loads.kv_tokens) * time_us
         sums.kv_tokens_median += median(loads.kv_tokens) * time_us
@@ -387,6 +391,7 @@ class Recorder:
             plan_share=sums.plan_ns / 1e3 / time_us,
             num_windows=sums.windows,
             is_hopeless=self.is_hopeless,
+            two_lanes_share=sums.two_lanes / max(sums.windows, 1),
             drift=drift,
             is_drifting=abs(drift) > _drift_by_chance(before),
         )

@@ -67,12 +67,14 @@ def make_simulation(
     explainer: Explainer | None = None,
     prefix_sharing: bool = True,
     wire_form: str = "",
+    lanes: bool = False,
 ) -> Simulation:
     """Make a simulation of a policy, or of the fluid bound.
 
     recorder: takes the notes instead of a plain one of the run. event_log: takes every call of the
-    scheduler. explainer: takes notes of some requests. Raises ValueError for an unknown policy or
-    constants, OSError if the event log cannot be written.
+    scheduler. explainer: takes notes of some requests. lanes: windows run in two lanes where the
+    cost model says that they pay; the fluid bound's never do. Raises ValueError for an unknown
+    policy or constants, OSError if the event log cannot be written.
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
     model = CostModel(file, constants, num_shares, wire_form)
@@ -81,6 +83,9 @@ def make_simulation(
         steps_per_window=steps_per_window,
         prefix_sharing=prefix_sharing,
     )
+    if lanes and policy != FLUID:
+        table = model.lane_table(file.cluster)
+        scheduler = replace(scheduler, lanes="measured", lane_table=table)
     notes = recorder or Recorder(run)
     return Simulation(
         _as_one_instance(file) if policy == FLUID else file,
@@ -252,7 +257,8 @@ class Simulation:
             self._row_leaves(request_id, window)
         instance_loads = self._scheduler.loads()
         loads = self._decided.loads(instance_loads)
-        step = self.model.step(loads)
+        time_of = self.model.step_in_two_lanes if plans[0].two_lanes else self.model.step
+        step = time_of(loads)
         begins_us = self._windows[-1].ends_us if self._windows else now_us
         for request_id in joined:
             if not self._num_tokens.get(request_id):

@@ -52,6 +52,8 @@ class Trial:
     prefix_sharing: bool = True
     wire_form: str = ""
     """What travels between instances; empty: the cluster file's first."""
+    lanes: bool = False
+    """Whether windows run in two lanes where the cost model says that they pay."""
     begins_empty: bool = False
     """Whether `filled` leaves the cluster empty."""
 
@@ -90,6 +92,7 @@ class Trial:
             explainer=explainer,
             prefix_sharing=self.prefix_sharing,
             wire_form=self.wire_form,
+            lanes=self.lanes,
         )
 
     def play(self, recorder: Recorder | None = None) -> Outcome:

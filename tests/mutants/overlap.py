@@ -87,6 +87,14 @@ MUTANTS = [
         tests=("tests/nanocp/overlap/test_search.py",),
     ),
     Mutant(
+        name="sent-late",
+        why="both halves compute before one of them sends: nothing runs beside communication",
+        path="nanocp/overlap/policies/orders.py",
+        text="if op.tag == NETWORK])",
+        fault="if op.tag == None])",
+        tests=("tests/data_plane/graph/overlap/test_engine.py", "-k", "leaves_before"),
+    ),
+    Mutant(
         name="schedule-without-layers",
         why="a searched schedule forgets which layer a part of the batch is in",
         path="nanocp/overlap/policies/scheduled.py",

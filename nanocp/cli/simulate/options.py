@@ -100,6 +100,13 @@ class Scenario:
         ),
     ] = False
     steps_per_window: Annotated[int, typer.Option(help="Steps that one plan covers.")] = 1
+    lanes: Annotated[
+        bool,
+        typer.Option(
+            "--lanes",
+            help="Run windows in two lanes where the cost model says that they pay. Not for fluid.",
+        ),
+    ] = False
 
     def trials(self, rate: float) -> dict[str, Trial]:
         """What is simulated of each policy at a rate (requests/s); not filled yet.
@@ -146,6 +153,7 @@ class Scenario:
                 steps_per_window=self.steps_per_window,
                 wire_form=self.wire_form,
                 begins_empty=self.begin_empty,
+                lanes=self.lanes,
             )
             for policy in self.policy
         }

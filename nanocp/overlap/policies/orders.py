@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from nanocp.overlap.ops import Fused, Ops, Rule
 
 NETWORK = "network"
+"""Communication. It may return before its result is there: what reads the result waits for it."""
 ATTENTION = "attention"
 
 
@@ -56,9 +57,10 @@ class NanoFlow(Sequential):
             self.next_round(ops)
 
     def next_round(self, ops: Ops) -> None:
-        """Execute the next operator of each half."""
+        """Execute the next operator of each half; what it sends leaves before the other's."""
         for micro_batch in (0, 1):
             ops.execute(ops.get_ready_ops(micro_batch)[:1])
+            ops.execute([op for op in ops.get_ready_ops(micro_batch)[:1] if op.tag == NETWORK])
 
 
 class DualBatchOverlap(NanoFlow):

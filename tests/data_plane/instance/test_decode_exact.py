@@ -159,7 +159,9 @@ def test_chaos(tiny_checkpoint, tiny_oracle, num_steps, wire_form):
             growth_promise="tokens:0",
         ),
         data_plane=DataPlaneConfig(
-            wire_form=wire_form, cpu_kernels="auto" if num_steps == 1 else "torch"
+            wire_form=wire_form,
+            cpu_kernels="auto" if num_steps == 1 else "torch",
+            dispatch_backend="fused" if num_steps == 1 else "exchange",
         ),
     )
     with DecodeCluster(config, tiny_checkpoint) as cluster:

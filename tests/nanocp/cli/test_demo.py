@@ -1,13 +1,18 @@
-"""`nanocp demo`: the service's log stays out of the way, and is there if the service fails."""
+"""`nanocp demo`: its tokens, what it says of its service, and the log of one that fails."""
 
 import io
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from typer.testing import CliRunner
 
+from harness.native_cases import native
+from harness.paths import ROOT
 from nanocp.cli.demo import serving
+from nanocp.cli.main import app
 
 
 def test_a_service_that_does_not_start_says_why(tmp_path):
@@ -16,3 +21,12 @@ def test_a_service_that_does_not_start_says_why(tmp_path):
     with pytest.raises(typer.Exit), serving(tmp_path, progress):
         pass
     assert "config.json" in said.getvalue()
+
+
+@pytest.mark.system
+def test_mixtures_are_one_call_where_kernels_are_native_and_every_token_is_exact():
+    native((torch.float32, "avx2"))
+    result = CliRunner().invoke(app, ["demo", str(ROOT / "models" / "tale")])
+    assert result.exit_code == 0, result.output
+    assert "dispatch: fused, because kernels are native" in result.output
+    assert '"requests": 8, "exact": 8' in result.output

@@ -48,6 +48,30 @@ def test_the_latent_form_moves_less_and_its_holder_projects():
     assert latent.exchange_tokens > absorbed.exchange_tokens
 
 
+def test_a_step_in_two_lanes_by_hand():
+    """Where rows travel longest, what travels is seen but for what the other lane computes."""
+    whole = loads(32, kv_tokens=1_000_000, rows=100, links=4)
+    lane = MODEL.step(loads(32, kv_tokens=500_000, rows=50, links=2)).layer
+    first = lane.attention_us + lane.other_us
+    compute, network = first + lane.expert_us, lane.exchange_us + lane.dispatch_combine_us
+    step = MODEL.step_in_two_lanes(whole)
+    assert step.two_lanes and compute > network
+    assert step.step_us == round(3 * 2 * first + 58 * 2 * compute + 500)
+    assert step.layer.exchange_us == step.layer.dispatch_combine_us == 0
+    travelling = MODEL.step_in_two_lanes(loads(32, rows=100, links=20_000))
+    lane = MODEL.step(loads(32, rows=50, links=10_000)).layer
+    network = lane.exchange_us + lane.dispatch_combine_us
+    assert sum(travelling.layer) == pytest.approx(2 * network)
+
+
+def test_a_lane_table_has_every_size_and_lanes_pay_where_much_travels():
+    table = MODEL.lane_table(FILE.cluster)
+    assert [rows for rows, _, _ in table[::2]] == list(FILE.row_buckets)
+    assert all(links == 0 for _, links, _ in table[::2])
+    percents = {(rows, links): percent for rows, links, percent in table}
+    assert min(percents.values()) < 97 and percents[table[0][:2]] > percents[table[-1][:2]]
+
+
 @given(
     st.integers(0, 31),
     st.sampled_from(["kv_tokens", "rows", "attention_rows", "links"]),

@@ -272,6 +272,19 @@ def test_same_seed_same_outcome(policy):
     assert outcome(1) != outcome(2)
 
 
+def test_windows_run_in_two_lanes_where_the_cost_model_says_that_they_pay():
+    """The scheduler decides by the predicted table; the fluid bound has one lane."""
+    outcomes = {}
+    for policy, lanes in (("dual_balanced", False), ("dual_balanced", True), ("fluid", True)):
+        simulation = make_simulation(SMALL, "fitted", policy, Run(0, 800_000), lanes=lanes)
+        outcomes[policy, lanes] = simulation.run(Workload("issue-0", 600, 1).requests(20_000))
+    one, two, fluid = outcomes.values()
+    assert one.two_lanes_share == fluid.two_lanes_share == 0
+    assert 0 < two.two_lanes_share < 1, "windows with few rows run in one lane"
+    assert two.step_ms_mean < one.step_ms_mean
+    assert two.layer_us.dispatch_combine_us < one.layer_us.dispatch_combine_us
+
+
 def test_the_fluid_bound_is_faster_than_every_policy_under_the_same_load():
     steps = {}
     for policy in ("fluid", "dual_balanced", "least_batch", "uniform_cp:8"):

@@ -364,3 +364,14 @@ def test_functions_are_cut_out_by_their_names():
     run(torch.randn(8, WIDTH))
     tags = [each.tag for each in engines[0].program.operators]
     assert tags == ["", "network"] * 3 + [""]
+
+
+def test_what_a_half_sends_leaves_before_the_other_half_computes():
+    """An operator tagged network returns at once; its result is awaited by what follows it."""
+    run, engines = compiled(Chain().eval(), NanoFlow((SplitFunc("relu", "network"),)))
+    run(torch.randn(8, WIDTH))
+    issues = engines[0].recordings[8].issues
+    order = [(op.number, op.micro_batch) for issue in issues for op in issue.ops]
+    for sent, half in ((number, half) for number in (1, 3, 5) for half in (0, 1)):
+        meanwhile = order[order.index((sent, half)) + 1 : order.index((sent + 1, half))]
+        assert any(other != half and number % 2 == 0 for number, other in meanwhile)

@@ -1,0 +1,34 @@
+"""Chaos on a service of real instances in its fastest form on a CPU; `transformers` judges."""
+
+import pytest
+import torch
+
+from harness.native_cases import native
+from nanocp.chaos.judge import ReferenceJudge
+from nanocp.chaos.report import claims_of
+from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
+
+
+@pytest.mark.system
+def test_fused_mixtures_and_lanes_give_every_token_through_losses(tiny_checkpoint):
+    """Rows are re-bound all the time; each window's lanes are drawn, and instances are killed."""
+    native((torch.float32, "avx2"))
+    run = ChaosRun(
+        tiny_checkpoint,
+        seconds=30.0,
+        seed=7,
+        pauses_s=(3.0, 8.0),
+        settings={
+            "cluster.num_frames": 128,
+            "cluster.max_model_len": 2048,
+            "data_plane.dispatch_backend": "fused",
+            "scheduler.policy": "chaos",
+            "scheduler.lanes": "random",
+        },
+    )
+    result = play(run, lambda: ReferenceJudge(tiny_checkpoint), lambda step: None)
+    assert [claim for claim, holds in claims_of(result) if not holds] == [], (
+        result["failures"],
+        result["log_end"],
+    )
+    assert result["requests"] >= NUM_CLIENTS and result["losses"] >= 2
