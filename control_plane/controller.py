@@ -41,7 +41,9 @@ from nanocp.plan import (
     Regrouped,
     Resubmitted,
     SeatsWanted,
+    TargetRun,
     TermEnded,
+    TookOver,
     TransferFailed,
     WindowDone,
 )
@@ -50,6 +52,8 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_TICKETS_OF_A_TERM = 1_000_000
+"""More than one has: the number of a term gives what no ticket of an earlier controller is over."""
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
 _ANSWER_S = 10.0
@@ -373,6 +377,12 @@ class Controller:
     def prefill_arrived(self) -> None:
         """See members.MemberEvents."""
         self._flights.prefill_arrived()
+
+    def took_over(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]]) -> None:
+        """See members.MemberEvents."""
+        logger.info("instances have kept the pages of %d requests", len(kept))
+        newest_ticket = _TICKETS_OF_A_TERM * self.members.terms.number
+        self._happened(TookOver(newest_ticket, tuple(kept)))
 
     def instance_lost(self, instance: int) -> None:
         """See members.MemberEvents."""

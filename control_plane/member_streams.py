@@ -110,7 +110,7 @@ class MemberListener(Protocol):
     leaving: str | None
     """Why every member is asked to leave; None until then."""
 
-    def attach(self, member: Member, where: pb.Peer | None) -> MemberStream:
+    def attach(self, member: Member, hello: pb.InstanceHello | None) -> MemberStream:
         """A member dialled and said which it is and, if it is an instance, where its peers find it.
 
         Raises ValueError if there is no place for it."""
@@ -179,8 +179,8 @@ class MemberServicer(rpc.ControllerServicer):
                 case "heartbeat":
                     continue  # The member was of another controller, and beats on.
                 case "hello":
-                    member, where = Member("instance", first.hello.instance), first.hello.where
-                    async for message in self._converse(member, requests, context, where):
+                    member = Member("instance", first.hello.instance)
+                    async for message in self._converse(member, requests, context, first.hello):
                         yield message
                 case "failure":
                     # A process that fails before its hello says why; a stream that just ends is no
@@ -200,14 +200,14 @@ class MemberServicer(rpc.ControllerServicer):
         member: Member,
         requests: AsyncIterator[Any],
         context: Any,
-        where: pb.Peer | None = None,
+        hello: pb.InstanceHello | None = None,
     ) -> AsyncIterator[ToMember]:
         """Read in a task of its own, so that neither direction waits for the other."""
         if caller(context) != str(member):
             sentence = f"{caller(context)} cannot attach as {member}"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
         try:
-            stream = self._listener.attach(member, where)
+            stream = self._listener.attach(member, hello)
         except ValueError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         reader = asyncio.create_task(self._read(stream, requests))
@@ -365,7 +365,7 @@ class _NodeStream:
                     self._end_early(number, f"{self._names[number]} cannot attach as {member}")
                     return
                 try:
-                    stream = self._listener.attach(member, message.hello.where)
+                    stream = self._listener.attach(member, message.hello)
                 except ValueError as error:
                     self._end_early(number, str(error))
                     return

@@ -177,6 +177,28 @@ class WindowDone:
     """Mean time of a step spent waiting for masks of structured output; 0 if no row has one."""
 
 
+class TargetRun(NamedTuple):
+    """Where a run of pages goes: first_page + i into frame + i of the instance."""
+
+    first_page: int
+    num_pages: int
+    instance: int
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """This controller takes the place of one that was lost; before any other event of it.
+
+    A later one, also before any other event, takes its place.
+    """
+
+    newest_ticket: int
+    """No ticket of an earlier controller is newer."""
+    kept: tuple[tuple[int, tuple[TargetRun, ...]], ...] = ()
+    """(request, its pages), as the instances still hold them. Empty if one of them was lost too."""
+
+
 Event = (
     Arrival
     | AbortRequested
@@ -190,6 +212,7 @@ Event = (
     | Resubmitted
     | SeatsWanted
     | ClusterLost
+    | TookOver
 )
 
 
@@ -247,15 +270,6 @@ class InstancePlan(NamedTuple):
     step."""
     two_lanes: bool = False
     """Whether the window's steps run in two lanes; equal in all plans of a window."""
-
-
-class TargetRun(NamedTuple):
-    """Where a run of pages goes: first_page + i into frame + i of the instance."""
-
-    first_page: int
-    num_pages: int
-    instance: int
-    frame: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,15 +65,19 @@ class RayLauncher:
         self._nodes = nodes
         self._group: Any = None
         """Ray's placement group."""
-        self._releases: list[tuple[Any, object]] = []
-        """For each node: where to run `release`, and a spec of a member there."""
+        self._where: list[Any] = []
+        """For each node: where to run `release`."""
+        self._node_specs: dict[int, object] = {}
+        """By node: a spec of a member there."""
         self._address = address
         self._environment = dict(environment)
         self._actors: dict[Member, Any] = {}
         """The latest of each member. Earlier ones were killed."""
         self._spares: list[_SpareActor] = []
         self._options: dict[Member, dict[str, Any]] = {}
-        """Where the actor of each member runs."""
+        """Where the actor of each member of a group runs."""
+        self._elsewhere: dict[str, Any] = {}
+        """Where the others run."""
         self._watchers: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -106,9 +110,9 @@ class RayLauncher:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # No CPU is asked for: instances share cores as the operator decides, and four of them fit
         # two cores.
-        unplaced = {"num_cpus": 0, "scheduling_strategy": here}
-        options = self._place(self._nodes, specs) if self._nodes is not None else {}
-        self._options = {member: options.get(member, unplaced) for member in specs}
+        self._elsewhere = {"num_cpus": 0, "scheduling_strategy": here}
+        if self._nodes is not None:
+            self._options = self._place(self._nodes)
         self._exited = exited
         for member, spec in specs.items():
             self.start_one(member, 0, spec)
@@ -121,11 +125,15 @@ class RayLauncher:
             spare = self._take_spare() if member.kind == "instance" else None
             actor = self._new_actor(member) if spare is None else spare.actor
             self._actors[member] = actor
+            for node, group in enumerate(self._nodes.groups if self._nodes else ()):
+                if member in group:
+                    self._node_specs[node] = spec
             self._watch_by(self._watch, str(member), member, number, actor, actor.run.remote(spec))
 
     def _new_actor(self, member: Member) -> Any:
         return self._actor.options(
-            **self._options[member], runtime_env={"env_vars": self._environment}
+            **self._options.get(member, self._elsewhere),
+            runtime_env={"env_vars": self._environment},
         ).remote()
 
     def _watch_by(self, watch: Callable[..., None], name: str, *arguments: object) -> None:
@@ -194,9 +202,7 @@ class RayLauncher:
             ray.kill(actor)
             self._exited(member, number, "its actor left")
 
-    def _place(
-        self, nodes: NodeGroups, specs: Mapping[Member, object]
-    ) -> dict[Member, dict[str, Any]]:
+    def _place(self, nodes: NodeGroups) -> dict[Member, dict[str, Any]]:
         """Wait until Ray has room for all members of a group; return each one's options.
 
         Resources are reserved as one bundle for each node.
@@ -235,7 +241,7 @@ class RayLauncher:
             strategy = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             )
-            self._releases.append((strategy, specs[group[0]]))
+            self._where.append(strategy)
             options[Member("node", index)] = {"num_cpus": 0, "scheduling_strategy": strategy}
             for member in group:
                 options[member] = {**taken, "resources": custom, "scheduling_strategy": strategy}
@@ -270,10 +276,10 @@ class RayLauncher:
             return
         release = self._nodes.release
         calls = [
-            release.options(scheduling_strategy=where).remote(spec)
-            for where, spec in self._releases
+            release.options(scheduling_strategy=self._where[node]).remote(spec)
+            for node, spec in self._node_specs.items()
         ]
-        self._releases.clear()
+        self._node_specs.clear()
         if calls:
             # A node that is gone has nothing left to release, and never answers.
             ray.wait(calls, num_returns=len(calls), timeout=_RELEASE_TIMEOUT_S)

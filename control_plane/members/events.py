@@ -5,9 +5,11 @@ Enters: nothing. Leaves: a protocol. Does not know: how members are watched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from control_plane.member_streams import FromMember, Member
+from nanocp.plan import TargetRun
 
 
 class MemberEvents(Protocol):
@@ -29,6 +31,12 @@ class MemberEvents(Protocol):
 
     def prefill_arrived(self) -> None:
         """A prefill has dialled and will join the term; it knows no ticket."""
+
+    def took_over(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]]) -> None:
+        """The first term of a controller is joined that takes the place of a lost one.
+
+        kept: (request, its pages), as the instances still hold them.
+        """
 
     def instance_lost(self, instance: int) -> None:
         """The instance's process is gone, with its frames. Another takes its seat."""

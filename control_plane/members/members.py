@@ -21,6 +21,7 @@ from control_plane.member_streams import PREFILL, FromMember, Member, MemberStre
 from control_plane.members.deadlines import Deadlines
 from control_plane.members.events import MemberEvents
 from control_plane.members.heartbeats import TICKS, Heartbeats
+from control_plane.members.kept_pages import KeptPages
 from control_plane.members.replacements import Processes, Replacements
 from control_plane.members.seat_changes import SeatChanges
 from control_plane.members.seats import Seats, SeatsNow
@@ -84,6 +85,7 @@ class Members:
         self._is_after_loss = False
         """Whether an instance was lost since a term last began."""
         self._short_terms = ShortTerms()
+        self._kept_pages = KeptPages()
         self._join = pb.Join()
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
@@ -94,11 +96,7 @@ class Members:
     def watch(
         self, progress: Callable[[str], None], loading: Callable[[Member, int], None]
     ) -> None:
-        """Set what is called as members start.
-
-        progress: for each member that becomes ready. loading: for each percent of its weights that
-        a member has loaded.
-        """
+        """Set what is called for each member that is ready, and for each percent of its weights."""
         self.start.progress = progress
         self._loading = loading
 
@@ -153,7 +151,8 @@ class Members:
         """The process of this number has ended, expected or not."""
         if self._replacements.is_latest(member, number):
             self.lose(member, f"{member}: {message}", "exit")
-        self._replacements.exited(member, number)
+            message = ""
+        self._replacements.exited(member, number, message)
 
     def lose(self, member: Member, message: str, cause: str) -> None:
         """Take note that the member's process is gone for good, and get another one.
@@ -166,6 +165,7 @@ class Members:
             return
         self._metrics.lost(member.kind, cause)
         self._heartbeats.forget(member)
+        self._kept_pages.lose(member)
         if stream := self._streams.pop(member, None):
             stream.close()
         if not self._goes_on:
@@ -308,6 +308,8 @@ class Members:
     def ask_to_join(self) -> None:
         """See terms.TermSteps."""
         self._deadlines.met("leave")
+        if self.takes_over and not self.start.has_succeeded:
+            self._events.took_over(self._kept_pages.of(self.terms.seats))
         table = self._seats.table(self.seats)
         self._join = pb.Join(
             peers=[
@@ -338,8 +340,8 @@ class Members:
             self._metrics.term_began(self.terms.number, cause)
             self._is_after_loss = False
             self._events.term_began(self.terms.number)
-            serving = ", ".join(map(str, self.terms.seats))
-            logger.info("term %d serves with %s", self.terms.number, serving)
+            term, seats = self.terms.number, self.terms.seats
+            logger.info("term %d serves with %s", term, ", ".join(map(str, seats)))
         self.changes.term_began()
 
     async def want(self, seats: Sequence[int] | None) -> SeatsNow:
@@ -361,7 +363,7 @@ class Members:
 
     # --- member_streams.MemberListener
 
-    def attach(self, member: Member, where: pb.Peer | None = None) -> MemberStream:
+    def attach(self, member: Member, hello: pb.InstanceHello | None = None) -> MemberStream:
         """See member_streams.MemberListener."""
         if member not in self.expected:
             expected = ", ".join(map(str, self.expected))
@@ -369,10 +371,15 @@ class Members:
         if member in self._streams:
             raise ValueError(f"{member} is attached already")
         self._replacements.dialled(member)
-        stream = self._streams[member] = MemberStream(member, where=where)
+        if member == PREFILL and self._goes_on:
+            # It dials before it loads, and beats after it.
+            self._replacements.expect(member)
+        self._kept_pages.say(member, hello)
+        stream = self._streams[member] = MemberStream(member, where=hello.where if hello else None)
         if self.leaving is not None:
             self._shut_down(stream, self.leaving)
         elif member != PREFILL:
+            self._heartbeats.heard(member)
             self.terms.arrived(member)
             self.changes.go_on()
         elif self.terms.may_be_joined:
@@ -391,6 +398,7 @@ class Members:
         match message.WhichOneof("message"):
             case "heartbeat":
                 beat = message.heartbeat
+                self._replacements.dialled(member)
                 self._heartbeats.heard(member, beat.awaited if beat.HasField("awaited") else None)
             case "loading_percent":
                 assert isinstance(message, pb.FromPrefill)
@@ -423,7 +431,8 @@ class Members:
         # From now on its silence counts, also if it is stopped before its first heartbeat.
         self._heartbeats.heard(member)
         if isinstance(message, pb.FromPrefill):
-            self._deadlines.met(PREFILL.kind)
+            if self._deadlines.met(PREFILL.kind):
+                logger.info("the prefill serves again")
             self.start.ready(member, (f"process {message.ready.pid}",))
             return
         self.terms.has_joined(member, message.term)

@@ -7,17 +7,21 @@ member, or the reason why there is none. Does not know: streams, terms, why a pr
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
 from control_plane.member_streams import Member
 from control_plane.members.deadlines import Deadlines
 
+logger = logging.getLogger(__name__)
+
 _FENCE_S = 1.0
 """Longest wait to see a killed process dead. A term never needs it: it shares nothing with the last
 one."""
+_LAST_WORD_S = 0.2
+"""Longest wait before a lost process is killed: how it ended says more than that its stream did."""
 _DIAL_S = 60.0
 """Longest time without a sign of life of a process that was started: it may be stopped. Imports
 and what its start reads first take less, also on a busy machine."""
@@ -55,18 +59,19 @@ class Replacements:
         self._silent = silent
         self._numbers = dict.fromkeys(members, 0)
         """The number of each member's process, counted from 0; a lost one is counted already."""
-        self._exits: dict[tuple[Member, int], asyncio.Event] = {}
-        """By member and number of a lost process: set once it was seen dead."""
+        self._exits: dict[tuple[Member, int], asyncio.Future[str]] = {}
+        """By member and number of a lost process: done once it was seen dead, with how it ended."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def is_latest(self, member: Member, number: int) -> bool:
         """Whether the process of this number is the member's, and was not lost."""
         return self._numbers[member] == number
 
-    def exited(self, member: Member, number: int) -> None:
-        """A process of this number was seen dead."""
-        if gone := self._exits.get((member, number)):
-            gone.set()
+    def exited(self, member: Member, number: int, how: str = "") -> None:
+        """A process of this number was seen dead. how: it ended, if nobody knows yet."""
+        gone = self._exits.get((member, number))
+        if gone is not None and not gone.done():
+            gone.set_result(how)
 
     def kill(self, member: Member) -> None:
         """End the process of a lost member, which no other follows."""
@@ -85,7 +90,7 @@ class Replacements:
             self.expect(member)
 
     def dialled(self, member: Member) -> None:
-        """The member's process has dialled: from now on its stream shows that it lives."""
+        """The member's process has dialled or beats: from now on its stream shows that it lives."""
         self._deadlines.met(f"{member} dials")
 
     def retire(self, member: Member) -> None:
@@ -107,16 +112,17 @@ class Replacements:
         """
         number = self._numbers[member]
         self.retire(member)
-        self._exits[member, number] = asyncio.Event()
+        gone = self._exits[member, number] = asyncio.get_running_loop().create_future()
 
         async def replace() -> None:
-            gone = self._exits[member, number]
             try:
+                await asyncio.wait({gone}, timeout=_LAST_WORD_S)
+                if gone.done() and gone.result():
+                    logger.warning("%s: %s", member, gone.result())
                 await asyncio.to_thread(self._processes.kill, member)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(gone.wait(), _FENCE_S)
+                await asyncio.wait({gone}, timeout=_FENCE_S)
                 del self._exits[member, number]
-                if not gone.is_set():
+                if not gone.done():
                     lives_on()
                 if self.is_latest(member, number + 1):
                     self.expect(member)

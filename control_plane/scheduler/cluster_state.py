@@ -122,11 +122,10 @@ class ClusterState:
 
     def can_reach(self, request: Request, instance: int) -> bool:
         """Whether the request has the link that pages there need, or could have it."""
-        moe_binding = request.moe_binding
         return (
-            instance == moe_binding
+            instance == request.moe_binding
             or instance in request.span
-            or self.committed.link_bound_reached(moe_binding, instance) is None
+            or self.committed.link_bound_reached(request.moe_binding, instance) is None
         )
 
     def is_told(self, request: Request) -> bool:
@@ -139,17 +138,11 @@ class ClusterState:
         They are full, written by steps that every instance has surely run, and announced in windows
         that every instance has surely begun: the sender finds them in its table.
         """
-        has_settled = (
-            self.is_told(request) and request.since_step + self._steps_in_flight <= self.step
-        )
-        num_full = (
-            (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE
-            if has_settled
-            else 0
-        )
-        return range(
-            run.first_page, max(min(run.first_page + run.num_pages, num_full), run.first_page)
-        )
+        num_full = 0
+        if self.is_told(request) and request.since_step + self._steps_in_flight <= self.step:
+            num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE
+        end = min(run.first_page + run.num_pages, num_full)
+        return range(run.first_page, max(end, run.first_page))
 
     def can_move(
         self, request: Request, pages: range, destination: int, is_stopped: bool = False
@@ -195,12 +188,15 @@ class ClusterState:
             taken = {i: self.frames[i].take(count) for i, count in counts.items()}
             for instance, count in layout.pages:
                 self._add_runs(request, instance, cut_runs(taken[instance], count))
-        moe_binding = request.moe_binding
-        self.committed.count_row(moe_binding, request.pages_on, +1)
-        self._count_row(moe_binding, +1)
-        request.tail = request.run_of(request.position)
-        self._count_kv(request, +1)
-        self.requests[request.request_id] = request
+        self._count_row(request.moe_binding, +1)
+        self._enter(request)
+
+    def adopt(self, request: Request, runs: Iterable[TargetRun]) -> None:
+        """Park a request over its pages; the caller has checked that bounds have room."""
+        for run in runs:
+            self._add_runs(request, run.instance, [FrameRun(run.frame, run.num_pages)])
+        request.state = PARKED
+        self._enter(request)
 
     def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
         """Commit the request's next `count` pages on the holder, and return the new runs.
@@ -391,6 +387,12 @@ class ClusterState:
             self.frames[instance].free(runs)
 
     # --- inside
+
+    def _enter(self, request: Request) -> None:
+        self.committed.count_row(request.moe_binding, request.pages_on, +1)
+        request.tail = request.run_of(request.position)
+        self._count_kv(request, +1)
+        self.requests[request.request_id] = request
 
     def _count_row(self, moe_binding: int, sign: int) -> None:
         self.num_rows[moe_binding] += sign

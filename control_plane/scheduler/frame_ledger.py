@@ -126,6 +126,23 @@ class FrameLedger:
             start = None
         return runs
 
+    def reserve(self, frame: int) -> None:
+        """Quarantine a frame that is free and has no cached page."""
+        start = max(each for each in self._len_at if each <= frame)
+        end = start + self._remove_run(start)
+        assert frame < end, f"frame {frame} is not free"
+        if start < frame:
+            self._add_run(start, frame - start)
+        if frame + 1 < end:
+            self._add_run(frame + 1, end - frame - 1)
+        self.num_free -= 1
+        self.num_quarantined += 1
+
+    def take_reserved(self) -> None:
+        """Commit a frame that was reserved."""
+        self.num_quarantined -= 1
+        self.num_committed += 1
+
     def quarantine(self, runs: list[FrameRun]) -> None:
         """Hold committed frames whose owner left, until nothing can write to them."""
         count = sum(run.num_pages for run in runs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.request import Request, State, holders_of
@@ -43,7 +44,7 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     the requests need. Raises AssertionError.
     """
     state = scheduler._state
-    check_frames(state, scheduler._quarantine.frames())
+    check_frames(state, chain(scheduler._quarantine.frames(), scheduler._held.reserved_frames()))
     _check_requests(scheduler)
     check_loads(state)
     check_commitments(state)

@@ -51,6 +51,12 @@ class PrefixSharing:
             self.num_queried_tokens += arrival.prompt_len
             self.num_hit_tokens += request.num_shared * PAGE_SIZE
 
+    def adopted(self, request: Request, arrival: Arrival) -> None:
+        """The request has frames with the KV of its prompt: others may read its full pages."""
+        if self._is_on and arrival.needs_prefill:
+            request.page_hashes = arrival.page_hashes
+            self.written(request)
+
     def written(self, request: Request, num_tokens: int | None = None) -> None:
         """Whoever reads them later finds the request's first num_tokens tokens; None: the prompt.
 

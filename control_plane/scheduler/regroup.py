@@ -10,11 +10,13 @@ knows how many tokens it has. A request that is not among those that its front e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 
+from control_plane.scheduler.adoption import Adoption
 from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.request import TRANSFERRING, Request
-from nanocp.plan import Arrival
+from control_plane.scheduler.prefix_sharing import PrefixSharing
+from control_plane.scheduler.request import HELD, TRANSFERRING, Request
+from nanocp.plan import Arrival, TargetRun
 
 MAX_FIRST_WINDOWS = 3
 """A request is ended that was in its first window at so many losses, one after the other."""
@@ -45,10 +47,14 @@ class FirstWindows:
 
 
 class HeldRequests:
-    """Placed requests without a row that wait for their next attempt."""
+    """Requests with pages and without a row that wait for their next attempt.
 
-    def __init__(self, state: ClusterState, timeout_us: int) -> None:
+    They are placed, or an earlier controller had placed them.
+    """
+
+    def __init__(self, state: ClusterState, sharing: PrefixSharing, timeout_us: int) -> None:
         self._state = state
+        self._adoption = Adoption(state, sharing, timeout_us)
         self._timeout_us = timeout_us
         self._held: dict[int, Request] = {}
         """By request id."""
@@ -56,7 +62,7 @@ class HeldRequests:
         """When front ends are waited for no longer; None if all have submitted."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) + len(self._adoption)
 
     @property
     def is_waiting(self) -> bool:
@@ -66,6 +72,15 @@ class HeldRequests:
     def wait(self, now_us: int) -> None:
         """A term begins: every front end is to submit its open requests again."""
         self._until_us = now_us + self._timeout_us
+        self._adoption.end()
+
+    def take_over(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]], now_us: int) -> None:
+        """Wait for requests of an earlier controller, whose pages are kept."""
+        self._adoption.begin(kept, now_us)
+
+    def reserved_frames(self) -> Iterator[tuple[int, int]]:
+        """Every (instance, frame) that is kept for a request of an earlier controller."""
+        return self._adoption.frames()
 
     def end_term(self, request: Request, lost: Set[int], absent: Set[int]) -> bool:
         """Hold the request. False: it has lost a page, or its KV was still on its way.
@@ -89,10 +104,19 @@ class HeldRequests:
         self._held[request.request_id] = request
         return True
 
-    def begin_attempt(self, request: Request, arrival: Arrival) -> None:
-        """Let a request's row start where its front end's new attempt says."""
+    def begin_attempt(self, request: Request | None, arrival: Arrival) -> Request | None:
+        """Let a request's row start where its front end's new attempt says.
+
+        request: None if it is not placed. Returns the parked request; None if no pages are held for
+        it, or the prompt is to be computed again.
+        """
+        if request is None:
+            return self._adoption.adopt(arrival)
+        if request.state is not HELD or arrival.is_recomputed:
+            return None
         del self._held[request.request_id]
         self._state.begin_attempt(request, arrival)
+        return request
 
     def drop(self, request: Request) -> None:
         """The request ends."""
@@ -101,7 +125,13 @@ class HeldRequests:
     @property
     def next_deadline_us(self) -> int | None:
         """When front ends are waited for no longer, in us; None if all have submitted."""
-        return self._until_us
+        deadlines = (self._until_us, self._adoption.next_deadline_us)
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def expire(self, now_us: int) -> bool:
+        """Wait no longer than was said; True: `end_wait` is due."""
+        self._adoption.expire(now_us)
+        return self._until_us is not None and now_us >= self._until_us
 
     def end_wait(self) -> list[Request]:
         """Every front end has submitted, or is waited for no longer.

@@ -26,7 +26,7 @@ from control_plane.scheduler.prefix_sharing import PrefixSharing
 from control_plane.scheduler.promise import Promise
 from control_plane.scheduler.quarantine import Quarantine
 from control_plane.scheduler.regroup import HeldRequests
-from control_plane.scheduler.request import HELD, TRANSFERRING, Request
+from control_plane.scheduler.request import TRANSFERRING, Request
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
 from control_plane.scheduler.seat_change import SeatChange
 from control_plane.scheduler.tickets import Tickets
@@ -48,6 +48,7 @@ from nanocp.plan import (
     Resubmitted,
     SeatsWanted,
     TermEnded,
+    TookOver,
     TransferDone,
     TransferFailed,
     TransferFenced,
@@ -90,7 +91,7 @@ class Scheduler:
         self._quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
-        self._held = HeldRequests(self._state, scheduler.held_timeout_us)
+        self._held = HeldRequests(self._state, self.prefix_sharing, scheduler.held_timeout_us)
         self._lost_seats: set[int] = set()
         """Instances that were lost in the term that ended."""
         self._is_between_terms = False
@@ -107,12 +108,13 @@ class Scheduler:
             AbortRequested: self._abort,
             TransferFenced: self._transfer_fenced,
             TransferFailed: self._transfer_failed,
-            InstanceLost: self._instance_lost,
+            InstanceLost: self._term_ended,
             TermEnded: self._term_ended,
             Regrouped: self._regrouped,
             SeatsWanted: self._seats_wanted,
             Resubmitted: self._resubmitted,
             ClusterLost: self._cluster_lost,
+            TookOver: self._took_over,
         }
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
@@ -229,14 +231,13 @@ class Scheduler:
         if arrival.request_id in admission.queue:
             admission.queue.replace(arrival)
             return
+        if request is not None and arrival.attempt <= request.attempt:
+            return
+        if again := self._held.begin_attempt(request, arrival):
+            self._rows.come_back(again)
+            self._answer.placed[again.request_id] = again
+            return
         if request is not None:
-            if arrival.attempt <= request.attempt:
-                return
-            if request.state is HELD and not arrival.is_recomputed:
-                self._held.begin_attempt(request, arrival)
-                self._rows.come_back(request)
-                self._answer.placed[request.request_id] = request
-                return
             self._release(request)
         admission.come_back(arrival, self._now_us)
 
@@ -275,11 +276,13 @@ class Scheduler:
             else:
                 self._moves.arrived.append(request)
 
-    def _instance_lost(self, event: InstanceLost) -> None:
-        self._lost_seats.add(event.instance)
-        self._is_between_terms = True
+    def _took_over(self, event: TookOver) -> None:
+        self._tickets.num_issued = event.newest_ticket
+        self._held.take_over(event.kept, self._now_us)
 
-    def _term_ended(self, event: TermEnded) -> None:
+    def _term_ended(self, event: TermEnded | InstanceLost) -> None:
+        if isinstance(event, InstanceLost):
+            self._lost_seats.add(event.instance)
         self._is_between_terms = True
 
     def _seats_wanted(self, event: SeatsWanted) -> None:
@@ -330,7 +333,7 @@ class Scheduler:
     # --- ends
 
     def _expire(self) -> None:
-        if self._held.is_waiting and self._now_us >= (self._held.next_deadline_us or 0):
+        if self._held.expire(self._now_us):
             self._resubmitted(Resubmitted())
         self._admission.expire(self._now_us)
 
@@ -377,9 +380,9 @@ class Scheduler:
             self._admission.walk(self._place, self._now_us, len(self._state.open))
 
     def _place(self, arrival: Arrival) -> bool:
-        if self._is_prefill_full(arrival):
-            limit = f"max_unfilled_tokens: {self._config.max_unfilled_tokens} prompt tokens"
-            sentence = f"{limit} of placed requests may wait for their KV"
+        if self._tickets.are_full(arrival, limit := self._config.max_unfilled_tokens):
+            may_wait = f"{limit} prompt tokens of placed requests may wait for their KV"
+            sentence = f"max_unfilled_tokens: {may_wait}"
             self._admission.note(arrival.request_id, self._now_us, lambda: sentence)
             return False
         state = self._state
@@ -412,11 +415,6 @@ class Scheduler:
         else:
             self._rows.add(request)
         return True
-
-    def _is_prefill_full(self, arrival: Arrival) -> bool:
-        """Whether frames of the request would stand empty beside too many others."""
-        limit, unfilled = self._config.max_unfilled_tokens, self._tickets.num_unfilled_tokens
-        return 0 < limit < unfilled + arrival.prompt_len and unfilled > 0 and arrival.needs_prefill
 
     # --- at a window's edge
 

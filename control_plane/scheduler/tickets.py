@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.request import Request
-from nanocp.plan import PAGE_SIZE, Fence, TargetRun, Transfer
+from nanocp.plan import PAGE_SIZE, Arrival, Fence, TargetRun, Transfer
 
 
 class Tickets:
@@ -24,9 +24,16 @@ class Tickets:
         self.num_unfilled_tokens = 0
         """The sum of these tokens: KV that frames are placed for and may not have yet."""
         self.num_issued = 0
+        """The number of the newest ticket: those of earlier controllers count too."""
 
     def __len__(self) -> int:
         return len(self._owners)
+
+    def are_full(self, arrival: Arrival, max_tokens: int) -> bool:
+        """Whether frames of the request would stand empty beside too many others; 0: no bound."""
+        unfilled = self.num_unfilled_tokens
+        is_over = 0 < max_tokens < unfilled + arrival.prompt_len and unfilled > 0
+        return is_over and arrival.needs_prefill
 
     def owner(self, ticket: int) -> Request | None:
         """The request whose pages the ticket lets be written; None if it is not in force."""

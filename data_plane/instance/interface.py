@@ -16,6 +16,7 @@ from data_plane.transport.exchange import Exchange
 from nanocp.experts import ExpertTable
 from nanocp.plan import Event, InstancePlan, Transfer
 from nanocp.sampling import Token as Token
+from nanocp.table_changes import PageRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,13 @@ class Instance(Protocol):
 
     def poll(self) -> Polled:
         """Take what happened since the last poll."""
+
+    def kept_pages(self) -> list[PageRun]:
+        """The pages of requests in the table of the term that was left.
+
+        Each holds KV of its request, up to a position that the request's front end knows. Requests
+        are left out whose frames may have been given to another since.
+        """
 
     def close(self) -> None:
         """Release everything, shared memory included. Idempotent."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,10 +28,14 @@ from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config import Config
 from nanocp.experts import ExpertTable
-from nanocp.plan import Finished, InstancePlan, WindowDone
+from nanocp.plan import Finished, InstancePlan, Transfer, WindowDone
 from nanocp.sampling import Token, TokenLogprobs
 from nanocp.table import InstanceTable
+from nanocp.table_changes import PageRun
 from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
+
+_PLANS_UNDER_WAY = 2
+"""Most plans that were made before a ticket and are applied after it."""
 
 Result = TypeVar("Result")
 Waiting = Generator[tuple[Awaited, ...], None, Result]
@@ -97,6 +102,11 @@ class WindowEdge(PageTransfers):
         self._rows: dict[int, Row] = {}
         self._window: Window | None = None
         self._tokens: list[Token] = []
+        self._given: deque[tuple[int, Transfer]] = deque()
+        """(newest window then, ticket): frames that were given to requests, the latest last."""
+        self._newest_window = -1
+        self._is_in_step = True
+        """Whether the latest plan fitted the table."""
         self._sent_bytes = sent_bytes
         self._reported_route_bytes = self._reported_expert_bytes = 0
 
@@ -139,6 +149,34 @@ class WindowEdge(PageTransfers):
         self._tokens.clear()
         self._window = None
 
+    def expect(self, transfer: Transfer) -> None:
+        """See interface.Instance.expect."""
+        super().expect(transfer)
+        self._given.append((self._newest_window, transfer))
+
+    def kept_pages(self) -> list[PageRun]:
+        """See interface.Instance.kept_pages.
+
+        The plan that takes a frame from its owner may come behind the ticket for the next one.
+        """
+        given = {
+            frame: (transfer.request_id, page)
+            for _, transfer in self._given
+            for page, frame in transfer.frames_at(self._instance).items()
+        }
+        return [
+            run
+            for request_id, runs in self._table.pages.items()
+            if self._is_in_step
+            and all(
+                given.get(run.frame + index, place) == place
+                for run in runs
+                for index in range(run.num_pages)
+                for place in [(request_id, run.first_page + index)]
+            )
+            for run in runs
+        ]
+
     def join(self, ends: TermEnds, start: TermStart) -> None:
         """See interface.Instance.join."""
         self._exchange, self.rings, self._moves = ends
@@ -146,6 +184,8 @@ class WindowEdge(PageTransfers):
         self._newest_ticket = start.newest_ticket
         if not start.keeps_rows:
             self._rows.clear()
+            self._given.clear()
+            self._newest_window = -1
             self._table = InstanceTable(self._instance, self._num_instances)
         self._peers = [seat for seat in start.seats if seat != self._instance]
         if start.experts is not None:
@@ -162,6 +202,7 @@ class WindowEdge(PageTransfers):
     def begin_steps(self, plan: InstancePlan) -> Waiting[ResyncNeeded | None]:
         """`begin` as a generator."""
         mismatch = self._apply(plan)
+        self._is_in_step = not mismatch
         if mismatch:
             return ResyncNeeded(plan.window, mismatch)
         for request_id in plan.ends:
@@ -194,6 +235,9 @@ class WindowEdge(PageTransfers):
                 f"the changed table's digest is {self._table.digest:#x}, "
                 f"the plan's is {plan.result_digest:#x}"
             )
+        self._newest_window = plan.window
+        while self._given and self._given[0][0] < plan.window - _PLANS_UNDER_WAY:
+            self._given.popleft()
         return ""
 
     def _post_hand_offs(self, plan: InstancePlan) -> None:

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from data_plane.member.controller_link import ControllerLink, ControllerLost
@@ -28,9 +28,11 @@ from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import (
     MemberSpec,
     ShutdownRequested,
+    run_under_controllers,
     running,
     segments_of,
 )
+from data_plane.member.term_loop import LOOK, wake
 from data_plane.prefill.completions import EngineAnswer, EngineCompletion, EngineOutcome
 from data_plane.prefill.engines import Engine, EnginePool, EngineState
 from data_plane.transport.exchange import Term
@@ -52,14 +54,14 @@ _START_SHARE = 0.75
 
 
 class _Answered(NamedTuple):
-    """A message in the inbox: an attempt's engine has answered."""
+    """An attempt's engine has answered."""
 
     attempt: _Attempt
     answer: EngineAnswer
 
 
 class _Probed(NamedTuple):
-    """A message in the inbox: an engine was probed."""
+    """An engine was probed."""
 
     engine: Engine
     answer: EngineAnswer
@@ -101,7 +103,7 @@ def run_external_prefill(spec: MemberSpec) -> None:
         held.callback(prober.close)
         loop = ExternalLoop(config, link, prober)
         held.callback(loop.close)
-        loop.run()
+        run_under_controllers(spec, link, loop)
 
 
 class ExternalLoop:
@@ -123,6 +125,8 @@ class ExternalLoop:
         self._start_deadline = clock() + _START_SHARE * limit_s
         self._pool = EnginePool(config.prefill.engines, config.prefill.max_tokens_in_flight)
         self._waiting: deque[_Prompt] = deque()
+        self._answers: SimpleQueue[_Answered | _Probed] = SimpleQueue()
+        """What engines answered. It outlives the inbox, which is that of one controller."""
         self._attempts: dict[int, _Attempt] = {}
         """By ticket."""
         self._unprobed = {engine.index for engine in self._pool.engines}
@@ -140,6 +144,8 @@ class ExternalLoop:
         Any other exception is a failure of the prefill, or ControllerLost.
         """
         while True:
+            while not self._answers.empty():
+                self._take(self._answers.get())
             now = self._clock()
             for engine in self._pool.due(now):
                 self._probe(engine)
@@ -176,6 +182,8 @@ class ExternalLoop:
 
     def _take(self, message: Any) -> None:
         now = self._clock()
+        if message is LOOK:
+            return
         if message is None:
             raise ControllerLost("the controller's stream ended")
         if isinstance(message, _Answered):
@@ -198,11 +206,15 @@ class ExternalLoop:
             case kind:
                 raise AssertionError(f"the controller sent {kind} to a running prefill")
 
-    def _join(self, message: pb.ToPrefill) -> None:
+    def forget_term(self) -> None:
         """Forget every ticket: those of an earlier term are void, and their rings are gone."""
         self._waiting.clear()
         for attempt in list(self._attempts.values()):
             self._end(attempt)
+        self._term, self._reported = 0, None
+
+    def _join(self, message: pb.ToPrefill) -> None:
+        self.forget_term()
         self._term = message.term
         places = [Peer(peer.node, peer.address) for peer in message.join.peers]
         self._prober.join(message.term, places)
@@ -377,10 +389,12 @@ class ExternalLoop:
         elif was_up and not is_up:
             logger.warning("%s is down: %s", engine.url, engine.problem)
 
-    def _start(self, name: str, work: Callable[[], Any]) -> None:
-        threading.Thread(
-            target=lambda: self._link.inbox.put(work()), name=name, daemon=True
-        ).start()
+    def _start(self, name: str, work: Callable[[], _Answered | _Probed]) -> None:
+        def run() -> None:
+            self._answers.put(work())
+            wake(self._link)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     # --- reports
 

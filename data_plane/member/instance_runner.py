@@ -108,8 +108,22 @@ def run_instance(
         hello = pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
         link.send(pb.FromInstance(hello=hello))
         held.callback(Heartbeat(lambda: _send_heartbeat(link, instance), limits).close)
-        greet = partial(link.send, pb.FromInstance(hello=hello))
+        greet = partial(_greet_again, link, hello, instance)
         run_under_controllers(spec, link, loop, greet)
+
+
+def _greet_again(link: ControllerLink, hello: pb.InstanceHello, instance: Instance) -> None:
+    """Say hello to another controller, with the pages that requests of the lost one have here."""
+    runs = instance.kept_pages()
+    kept = pb.KeptPages(
+        request_id=[run.request_id for run in runs],
+        first_page=[run.first_page for run in runs],
+        num_pages=[run.num_pages for run in runs],
+        frame=[run.frame for run in runs],
+    )
+    again = pb.InstanceHello(kept=kept)
+    again.MergeFrom(hello)
+    link.send(pb.FromInstance(hello=again))
 
 
 def _send_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:

@@ -150,10 +150,6 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     output = Output(config.service, console)
     served = open_checkpoint(config, checkpoint)
-    if config.service.controller_process:
-        if ray:
-            raise ValueError("service.controller_process is true; it needs --no-ray")
-        return _supervise(config, served)
     output.say(
         f"checkpoint {served.checkpoint}: accepted, at most {served.limits.max_model_len} tokens "
         "per request"
@@ -164,14 +160,16 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
             f"cluster.spares is {config.cluster.spares}, and instances are on {len(groups)} nodes "
             f"(--address, --host {config.service.host}); spares stand on one node: take 0"
         )
-    service = Service(config, served, _launcher(config, address, ray, groups))
+    launcher = _launcher(config, address, ray, groups)
     place = _place(config, address, ray, groups)
     num = config.cluster.num_instances
     what, policy = "instance", config.scheduler.policy
     if config.cluster.layout == "pipeline":
         what, policy = "stage", config.pipeline.layer_policy
     output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
-    return serve_until_end(service, served, output)
+    if config.service.controller_process:
+        return _supervise(config, served, launcher, output)
+    return serve_until_end(Service(config, served, launcher), served, output)
 
 
 def serve_until_end(
@@ -189,11 +187,21 @@ def serve_until_end(
         service.stop()
 
 
-def _supervise(config: Config, served: Served) -> int:
+def _supervise(config: Config, served: Served, launcher: Launcher, output: Output) -> int:
     """Serve with a controller in a process of its own, and another one when that is lost."""
     from nanocp.serve.supervisor import Supervisor
 
-    supervisor = Supervisor(config, served)
+    _on_signals(_interrupt)
+    try:
+        supervisor = Supervisor(config, served, launcher=launcher)
+    except (KeyboardInterrupt, SystemExit):
+        output.say("stopped before serving")
+        launcher.stop(0.0)
+        return 0
+    except RuntimeError as error:
+        output.fail(error)
+        launcher.stop(0.0)
+        return 2
     _on_signals(lambda number, frame: supervisor.signal(number))
     return supervisor.run()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from control_plane.launchers.launcher import Exited, SpareEnded
+from control_plane.launchers.launcher import Exited, Launcher, SpareEnded
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import Member
 
@@ -44,8 +44,11 @@ class _Process:
 class LauncherHost:
     """The processes of one launcher, for one controller after the other. In the supervisor."""
 
-    def __init__(self, name: str, launcher: ProcessLauncher) -> None:
-        """name: tells the launchers of one pipe apart."""
+    def __init__(self, name: str, launcher: Launcher) -> None:
+        """name: tells the launchers of one pipe apart.
+
+        From the main thread. Raises what Launcher.start raises.
+        """
         self.name = name
         self._launcher = launcher
         self._numbers = itertools.count()
@@ -71,7 +74,15 @@ class LauncherHost:
             case "kill":
                 return self._launcher.kill(*arguments)
             case "pid":
+                assert isinstance(self._launcher, ProcessLauncher)
                 return self._launcher.pid(*arguments)
+            case "start_spare":
+                name, spec = arguments
+                return self._launcher.start_spare(name, spec, self._spare_ended)
+            case "spares":
+                return tuple(self._launcher.spares)
+            case "end_spares":
+                return self._launcher.end_spares()
             case "stop":
                 return self._launcher.stop(*arguments)
         raise AssertionError(f"a launcher has no {method}")
@@ -83,8 +94,12 @@ class LauncherHost:
     def _start_one(self, member: Member, number: int, spec: Any) -> None:
         with self._lock:
             own = next(self._numbers)
-            self._processes[member] = _Process(own, spec, number)
-        self._launcher.start_one(member, own, spec)
+            process = self._processes[member] = _Process(own, spec, number)
+        try:
+            self._launcher.start_one(member, own, spec)
+        except (OSError, RuntimeError):
+            process.lives = False
+            raise
 
     def _exited(self, member: Member, number: int, how: str) -> None:
         with self._lock:
@@ -95,6 +110,12 @@ class LauncherHost:
             pipe, known_as = self._pipe, process.known_as
         if pipe is not None:
             pipe.send("exited", self.name, member, known_as, how)
+
+    def _spare_ended(self, how: str, was_ready: bool) -> None:
+        with self._lock:
+            pipe = self._pipe
+        if pipe is not None:
+            pipe.send("spare ended", self.name, how, was_ready)
 
 
 class PipedLauncher:
@@ -118,16 +139,19 @@ class PipedLauncher:
         self._pipe.ask(self._name, "start_one", member, number, spec)
 
     def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
-        """See Launcher.start_spare. The supervisor has none."""
-        raise RuntimeError("a controller that is a process of its own has no spares")
+        """See Launcher.start_spare. `ended` is called for every spare from now on."""
+        self._pipe.on_spare_end[self._name] = ended
+        self._pipe.ask(self._name, "start_spare", name, spec)
 
     @property
     def spares(self) -> Sequence[bool]:
-        """See Launcher.spares."""
-        return ()
+        """See Launcher.spares. An earlier controller may have started some."""
+        spares: Sequence[bool] = self._pipe.ask(self._name, "spares")
+        return spares
 
     def end_spares(self) -> None:
         """See Launcher.end_spares."""
+        self._pipe.ask(self._name, "end_spares")
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
         """See Launcher.stop."""
@@ -162,6 +186,8 @@ class Pipe:
         self._exits: list[tuple[str, Member, int, str]] = []
         """Processes that have ended before somebody listened."""
         self._listening = threading.Lock()
+        self.on_spare_end: dict[str, SpareEnded] = {}
+        """By the launcher's name: what is called when one of its spares has ended."""
 
     def listen(self, name: str, exited: Exited) -> None:
         """Call `exited` when a process of this launcher ends, or has ended already."""
@@ -210,6 +236,8 @@ class Pipe:
                 self._asked.pop(number).set_exception(error)
             case ("exited", *exit_):
                 self._has_exited(*exit_)
+            case ("spare ended", name, how, was_ready) if ended := self.on_spare_end.get(name):
+                ended(how, was_ready)
 
     def _has_exited(self, name: str, member: Member, known_as: int, how: str) -> None:
         with self._listening:

@@ -21,14 +21,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe as new_pipe
 from typing import Any
 
+from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import Member
+from nanocp.choices import require
 from nanocp.config import Config
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe
@@ -70,20 +72,15 @@ class Supervisor:
         config: Config,
         served: Served,
         environment: Mapping[str, str] | None = None,
-        member_command: Sequence[str] = MEMBER_COMMAND,
+        launcher: Launcher | None = None,
     ) -> None:
-        """environment: of all processes, beside the present one.
+        """Prepare a service whose processes have this environment, beside the present one.
 
-        Raises ValueError for a configuration whose members cannot wait for another controller.
+        launcher: of members; by default they are plain processes. From the main thread. Raises
+        ValueError, naming the key, for a configuration whose members cannot wait for another
+        controller, RuntimeError if the launcher does not start.
         """
-        service = config.service
-        others = (config.prefill.engines, service.node_streams, config.cluster.spares)
-        is_pipeline = config.cluster.layout == "pipeline"
-        if any(others) or is_pipeline or config.data_plane.device != "cpu":
-            raise ValueError(
-                "service.controller_process is true; it needs data_plane.device cpu, no pipeline, "
-                "and neither prefill.engines nor service.node_streams nor cluster.spares"
-            )
+        check_adoptable(config)
         more = dict(environment or {})
         self.config = replace(config, service=with_ports(config.service))
         self._spec = ControllerSpec(
@@ -94,7 +91,7 @@ class Supervisor:
             secrets.token_hex(4),
             {},
         )
-        members = ProcessLauncher(member_command, member_environment(config) | more)
+        members = launcher or ProcessLauncher(MEMBER_COMMAND, member_environment(config) | more)
         self.hosts = {
             MEMBERS: LauncherHost(MEMBERS, members),
             FRONT_ENDS: LauncherHost(FRONT_ENDS, ProcessLauncher(FRONT_END_COMMAND, more)),
@@ -189,6 +186,26 @@ class Supervisor:
                 logger.warning("the controller has said nothing for %.0f s; it is killed", HUNG_S)
                 process.kill()
                 return
+
+
+def check_adoptable(config: Config) -> None:
+    """Check that members can go on under another controller. Raises ValueError, naming the key."""
+    plane, service = config.data_plane, config.service
+    needed = (
+        ("cluster.layout", config.cluster.layout, "instances"),
+        ("data_plane.device", plane.device, "cpu"),
+        ("service.node_streams", service.node_streams, False),
+    )
+    for key, value, right in needed:
+        require(
+            value == right,
+            f"{key} is {value}, and service.controller_process is true; then it must be {right}",
+        )
+    require(
+        config.recovers,
+        "service.controller_process is true, and members that are lost are not replaced "
+        "(limits.recovery_timeout_ms: 0, or data_plane.page_backend: nixl)",
+    )
 
 
 def with_ports(service: ServiceConfig) -> ServiceConfig:

@@ -74,7 +74,7 @@ class Listener:
     def loading(self, member, percent):
         self.said.append((str(member), percent))
 
-    def attach(self, member, where):
+    def attach(self, member, hello):
         self.streams[member] = MemberStream(member)
         return self.streams[member]
 

@@ -1,8 +1,9 @@
 """A hash cluster that also loses its controller and its front ends, at any turn.
 
-The controller that follows adopts nothing: its scheduler knows no request, its terms are later, and
-every front end submits what is open. A lost front end takes its streams with it: each of its
-clients resumes its answer at any front end, with the tokens that it was given.
+The scheduler of the controller that follows knows no request, only what pages the instances have
+kept. Its terms are later, and every front end submits what is open. A lost front end takes its
+streams with it: each of its clients resumes its answer at any front end, with the tokens that it
+was given.
 
     PYTHONPATH=tests python -m harness.hash_recovery_seeds --failovers --seeds 1000
     PYTHONPATH=tests python -m harness.hash_recovery_seeds --failovers --seed N
@@ -12,124 +13,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.remote.attendance import Attendance
-from control_plane.observe.observer import EndedRequest, Unobserved
+from control_plane.member_streams import Member
+from control_plane.members.kept_pages import KeptPages
+from control_plane.scheduler.request import Request
 from control_plane.scheduler.scheduler import Scheduler
-from harness.hash_recovery import RecoveringCluster, ReseedingStreams
-from nanocp.plan import Ended, Event, FinishReason, Placement, Plan, Preempted, Resubmitted
-from nanocp.sampling import SamplingParams, Token
+from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
+from harness.hash_recovery import RecoveringCluster, Seat
+from nanocp.plan import (
+    Event,
+    FinishReason,
+    Plan,
+    Resubmitted,
+    TookOver,
+)
+from nanocp.sampling import Token
 from nanocp.table import InstanceTable
+from nanocp.table_changes import PageRun
 from nanocp.wire.convert import decode_row_input
+from nanocp.wire.v1 import cluster_pb2 as pb
 
-NUM_FRONT_ENDS = 2
 _TERMS_OF_A_CONTROLLER = 1000
+_TICKETS_OF_A_CONTROLLER = 1_000_000
 _SEEDS_OF_A_CALL = 1 << 20
 """More than the attempts of one call: each samples under a seed of its own."""
-
-
-@dataclass(eq=False)
-class Caller:
-    """A client with one request, and what it was given."""
-
-    client_id: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    given: list[int] = field(default_factory=list)
-    attempt: int = 0
-    process: FrontEndProcess | None = None
-    """Where it reads; None before its first call, and after a call that broke."""
-    stream: ClientStream | None = None
-    is_over: bool = False
-
-
-class FrontEndProcess(Unobserved):
-    """One process of a front end, and what is under way between it and the controller."""
-
-    def __init__(self, index: int, cluster: FailoverCluster) -> None:
-        self.index = index
-        self.up: deque[Callable[[], None]] = deque()
-        self.down: deque[Callable[[], None]] = deque()
-        self.is_open = False
-        """Whether it takes requests: some controller has opened it."""
-        self.is_attached = False
-        self.newest_id = 0
-        """The newest number that it has used; 0: none."""
-        self.num_owed = 0
-        """Terms for which the controller awaits its open requests."""
-        self._cluster = cluster
-        steps = cluster.config.scheduler.steps_per_window
-        self.streams = ReseedingStreams(
-            f"front-end:{index}",
-            1 << 30,
-            self,
-            id_step=NUM_FRONT_ENDS,
-            steps_per_window=steps,
-            is_remote=True,
-        )
-
-    def opened(self, first_id: int) -> None:
-        """A controller takes requests from it."""
-        self.streams.connect(self, first_id)
-        self.streams.interrupted()
-        self.is_open = True
-
-    def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
-        """See Observer."""
-        self.up.append(partial(self._cluster.attendance.ended, times.request_id))
-
-    # --- controller_interface.ControllerInterface
-
-    def submit(self, submission: Submission) -> None:
-        """See ControllerInterface."""
-        self.newest_id = max(self.newest_id, submission.request_id)
-        self._cluster.expect(submission)
-        self.up.append(partial(self._cluster.submitted, submission))
-
-    def resubmitted(self) -> None:
-        """See ControllerInterface."""
-        self.up.append(partial(self._cluster.answered, self))
-
-    def abort(self, request_id: int) -> None:
-        """See ControllerInterface."""
-        self.up.append(partial(self._cluster.abort, request_id))
-
-
-class PortOfAll:
-    """The front ends, as the controller knows them (ControllerEvents)."""
-
-    def __init__(self, cluster: FailoverCluster) -> None:
-        self._cluster = cluster
-
-    def placed(self, placement: Placement) -> None:
-        """See ControllerEvents."""
-        self._send(placement.request_id, "placed", placement)
-
-    def preempted(self, preempted: Preempted) -> None:
-        """See ControllerEvents."""
-        self._send(preempted.request_id, "preempted", preempted)
-
-    def ended(self, ended: Ended) -> None:
-        """See ControllerEvents."""
-        self._send(ended.request_id, "ended", ended)
-
-    def interrupted(self) -> None:
-        """See ControllerEvents."""
-        attached = [each for each in self._cluster.attached if each is not None]
-        for process in attached:
-            process.num_owed += 1
-            process.down.append(process.streams.interrupted)
-        self._cluster.owe(len(attached))
-
-    def _send(self, request_id: int, name: str, message: object) -> None:
-        process = self._cluster.attached[self._cluster.attendance.owner(request_id)]
-        if process is not None:
-            process.down.append(partial(getattr(process.streams, name), message))
 
 
 class FailoverCluster(RecoveringCluster):
@@ -159,6 +73,9 @@ class FailoverCluster(RecoveringCluster):
         self.num_owed = 0
         self.failovers_left, self.front_ends_left = max_failovers, max_front_ends_lost
         self.num_failovers = self.num_front_ends_lost = self.num_resumed = self.num_cut = 0
+        self.num_adopted = 0
+        self.kept: dict[int, list[PageRun]] = {}
+        """By instance: what it has told the controller that follows."""
 
     # --- the controller's port for front ends
 
@@ -389,6 +306,9 @@ class FailoverCluster(RecoveringCluster):
         self.failovers_left -= 1
         self.num_failovers += 1
         self.scheduler = Scheduler(self.config.cluster, self.config.scheduler)
+        self._count_adopted()
+        out = [index for index, seat in enumerate(self.seats) if seat is Seat.OUT]
+        self.kept = {index: self.processes[index].instance.kept_pages() for index in out}
         self.shadows = [InstanceTable(index, len(self.seats)) for index in range(len(self.seats))]
         self.attendance = Attendance(NUM_FRONT_ENDS, 1 + self.num_failovers)
         self.attached = [None] * NUM_FRONT_ENDS
@@ -405,6 +325,41 @@ class FailoverCluster(RecoveringCluster):
         self.term += _TERMS_OF_A_CONTROLLER
         self._end_term([])
 
+    def _count_adopted(self) -> None:
+        adoption = self.scheduler._held._adoption
+        adopt = adoption._adopted
+
+        def counted(*arguments: Any) -> Request | None:
+            adopted = adopt(*arguments)
+            self.num_adopted += adopted is not None
+            return adopted
+
+        adoption._adopted = counted
+
+    def _lose_some(self) -> None:
+        super()._lose_some()
+        self.kept = {i: kept for i, kept in self.kept.items() if self.seats[i] is not Seat.LOST}
+
+    def _leave(self, index: int) -> None:
+        super()._leave(index)
+        if not self.is_opened:
+            self.kept[index] = self.processes[index].instance.kept_pages()
+
+    def _take_over(self) -> None:
+        """Tell the new scheduler what the instances have kept."""
+        members = [Member("instance", index) for index in range(len(self.seats))]
+        kept_pages = KeptPages()
+        for index, runs in self.kept.items():
+            kept = pb.KeptPages(
+                request_id=[run.request_id for run in runs],
+                first_page=[run.first_page for run in runs],
+                num_pages=[run.num_pages for run in runs],
+                frame=[run.frame for run in runs],
+            )
+            kept_pages.say(members[index], pb.InstanceHello(kept=kept))
+        newest_ticket = self.num_failovers * _TICKETS_OF_A_CONTROLLER
+        self._call_scheduler([TookOver(newest_ticket, kept_pages.of(members))])
+
     def _end_term(self, events: list[Event]) -> None:
         # A controller that has had no term has no scheduler to tell.
         super()._end_term(events if self.is_opened else [])
@@ -414,6 +369,7 @@ class FailoverCluster(RecoveringCluster):
             super()._choose_seats()
         else:
             self._take_seats(list(range(len(self.seats))))
+            self._take_over()
 
     def _join(self, index: int) -> None:
         if not self.is_opened:

@@ -67,7 +67,7 @@ def main() -> None:
     )
     names += ("num_stale_events", "num_windows", "num_preemptions", "num_moves", "num_hand_offs")
     if arguments.failovers:
-        names += ("num_failovers", "num_front_ends_lost", "num_resumed", "num_cut")
+        names += ("num_failovers", "num_front_ends_lost", "num_resumed", "num_cut", "num_adopted")
     totals = dict.fromkeys(names, 0)
     num_tokens = 0
     for seed in seeds:

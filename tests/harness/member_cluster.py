@@ -41,6 +41,9 @@ class Events:
     def prefill_arrived(self):
         self.calls.append("prefill arrived")
 
+    def took_over(self, kept):
+        self.calls.append(("took over", kept))
+
     def instance_lost(self, instance):
         self.calls.append(("lost", instance))
 
@@ -93,9 +96,10 @@ class Cluster:
         )
         self.streams = {}
 
-    def attach(self, *members):
+    def attach(self, *members, **kept):
         for member in members:
-            self.streams[member] = self.members.attach(member, pb.Peer(node=str(member)))
+            hello = pb.InstanceHello(where=pb.Peer(node=str(member)), **kept)
+            self.streams[member] = self.members.attach(member, hello)
 
     def say(self, member, term, **message):
         kind = pb.FromPrefill if member == PREFILL else pb.FromInstance

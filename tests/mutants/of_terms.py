@@ -55,7 +55,7 @@ OF_TERMS = [
         name="two-prefills",
         why="a prefill that may live on shares its rings with its successor (terms)",
         path="control_plane/members/replacements.py",
-        text="if not gone.is_set():",
+        text="if not gone.done():",
         fault="if False:",
         tests=("tests/control_plane/members/test_members.py",),
     ),
@@ -64,8 +64,8 @@ OF_TERMS = [
         why="a lost process that is only stopped is not killed (terms)",
         path="control_plane/members/replacements.py",
         text="""await asyncio.to_thread(self._processes.kill, member)
-                with suppress""",
-        fault="with suppress",
+                await asyncio.wait({gone}, timeout=_FENCE_S)""",
+        fault="await asyncio.wait({gone}, timeout=_FENCE_S)",
         tests=("tests/control_plane/members/test_members.py",),
     ),
     Mutant(

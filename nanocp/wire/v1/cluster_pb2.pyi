@@ -117,14 +117,28 @@ class TokensLost(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class InstanceHello(_message.Message):
-    __slots__ = ("instance", "pid", "where")
+    __slots__ = ("instance", "pid", "where", "kept")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     instance: int
     pid: int
     where: Peer
-    def __init__(self, instance: _Optional[int] = ..., pid: _Optional[int] = ..., where: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    kept: KeptPages
+    def __init__(self, instance: _Optional[int] = ..., pid: _Optional[int] = ..., where: _Optional[_Union[Peer, _Mapping]] = ..., kept: _Optional[_Union[KeptPages, _Mapping]] = ...) -> None: ...
+
+class KeptPages(_message.Message):
+    __slots__ = ("request_id", "first_page", "num_pages", "frame")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    request_id: _containers.RepeatedScalarFieldContainer[int]
+    first_page: _containers.RepeatedScalarFieldContainer[int]
+    num_pages: _containers.RepeatedScalarFieldContainer[int]
+    frame: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[_Iterable[int]] = ..., first_page: _Optional[_Iterable[int]] = ..., num_pages: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("node", "address")

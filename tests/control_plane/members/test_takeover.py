@@ -8,6 +8,7 @@ from control_plane.member_streams import PREFILL
 from control_plane.members import replacements
 from control_plane.members.start import StartError
 from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop, running
+from nanocp.plan import TargetRun
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 TERM = 1_000_001
@@ -30,7 +31,39 @@ async def test_an_instance_that_is_lost_before_it_has_dialled_the_next_controlle
     cluster.attach(SECOND)
     cluster.ready(FIRST, SECOND, term=TERM)
     assert set(cluster.members.start.wait()) == {FIRST, SECOND}
-    assert cluster.events.calls == [], "the scheduler knows of no term, and so of no loss"
+    # The scheduler knows of no term, and so of no loss.
+    assert cluster.events.calls == [("took over", ())]
+
+
+def kept(**columns):
+    return pb.KeptPages(**columns)
+
+
+def test_the_first_term_begins_with_the_pages_that_all_instances_kept():
+    cluster = taking_over()
+    of_first = kept(request_id=[7, 7, 8], first_page=[2, 0, 0], num_pages=[1] * 3, frame=[3, 4, 9])
+    cluster.attach(FIRST, kept=of_first)
+    assert cluster.events.calls == []
+    cluster.attach(SECOND, kept=kept(request_id=[7], first_page=[1], num_pages=[1], frame=[5]))
+    pages = {
+        7: (TargetRun(0, 1, 0, 4), TargetRun(1, 1, 1, 5), TargetRun(2, 1, 0, 3)),
+        8: (TargetRun(0, 1, 0, 9),),
+    }
+    assert cluster.events.calls == [("took over", tuple(pages.items()))]
+    assert cluster.kinds(FIRST) == ["join"]
+
+
+@in_a_loop
+async def test_no_page_goes_on_if_an_instance_is_gone():
+    cluster = taking_over()
+    cluster.attach(FIRST, kept=kept(request_id=[7], first_page=[0], num_pages=[1], frame=[5]))
+    cluster.attach(SECOND, kept=kept())
+    assert len(cluster.events.calls.pop()[1]) == 1
+    cluster.members.exited(SECOND, 0, "its process was ended by SIGKILL")
+    cluster.say(FIRST, TERM, left=pb.Left())
+    await cluster.until_replaced(SECOND, 1, TERM + 1)
+    cluster.attach(SECOND)
+    assert cluster.events.calls == [("took over", ())], "what went before is void"
 
 
 @in_a_loop

@@ -6,15 +6,22 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from control_plane.member_streams import Member
+from control_plane.event_log import LogReader, digest, log_lines
+from control_plane.launchers.ray_actors import RayLauncher
+from control_plane.member_streams import PREFILL, Member
+from control_plane.scheduler.scheduler import Scheduler
+from data_plane.member.ray_actor import MemberActor
+from harness.engines import EngineProcess
 from harness.hash_service import CONFIG, ENVIRONMENT, expected, prompt, served
 from harness.paths import TESTS
 from harness.serve_process import descendants, is_running, segments_of
 from harness.service_recovery import LENGTHS, SLOW, WAIT_S, until
 from nanocp.client import Client
+from nanocp.config import PrefillConfig
 from nanocp.serve.process import free_port
 from nanocp.serve.supervisor import FRONT_ENDS, MEMBERS, Supervisor
 
@@ -24,7 +31,7 @@ FRONT_END = Member("front end", 0)
 
 
 @contextlib.contextmanager
-def supervised():
+def supervised(launcher=None, event_log="", **sections):
     service = replace(
         CONFIG.service,
         front_ends=2,
@@ -32,11 +39,12 @@ def supervised():
         controller_process=True,
         grpc_port=free_port(),
         metrics_port=free_port(),
+        event_log=event_log,
     )
     environment = ENVIRONMENT | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     limits = replace(CONFIG.limits, orphan_ms=120_000)
-    config = replace(CONFIG, service=service, limits=limits)
-    supervisor = Supervisor(config, served(SLOW), environment)
+    config = replace(CONFIG, service=service, limits=limits, **sections)
+    supervisor = Supervisor(config, served(SLOW), environment, launcher)
     status = []
     thread = threading.Thread(target=lambda: status.append(supervisor.run()))
     thread.start()
@@ -109,3 +117,80 @@ def test_a_member_and_a_front_end_are_lost_while_the_next_controller_starts():
             os.kill(hosts[name].call("pid", [member]), signal.SIGKILL)
         check(running)
         check(answers(pool, targets))
+
+
+def transfers_of_the_second_controller(event_log):
+    """Play its event log again; returns how many tickets its prefill got."""
+    num_tickets, reader = 0, LogReader(log_lines(Path(f"{event_log}.2")), "log")
+    scheduler = Scheduler(reader.header.cluster, reader.header.scheduler)
+    for call in reader:
+        plan = scheduler.plan_window([event for _, event in call.events], call.now_us)
+        assert digest(plan) == call.plan
+        num_tickets += sum(transfer.source is None for transfer in plan.transfers)
+    return num_tickets
+
+
+def test_requests_go_on_over_the_pages_that_instances_kept(tmp_path):
+    event_log = str(tmp_path / "events.jsonl")
+    with supervised(event_log=event_log) as (supervisor, targets), ThreadPoolExecutor(8) as pool:
+        running = answers(pool, targets)
+        os.kill(supervisor.process.pid, signal.SIGKILL)
+        check(running)
+    assert transfers_of_the_second_controller(event_log) == 0
+
+
+def instance_is_replaced(supervisor, member):
+    """Kill an instance; returns once another process has its seat."""
+    host = supervisor.hosts[MEMBERS]
+    lost = host.call("pid", [member])
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: host.call("pid", [member]) != lost)
+
+
+def test_the_controller_is_lost_while_a_spare_takes_a_seat():
+    cluster = replace(CONFIG.cluster, spares=1)
+    with (
+        supervised(cluster=cluster) as (supervisor, targets),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        host = supervisor.hosts[MEMBERS]
+        until(lambda: host.call("spares", []) == (True,))
+        (spare,) = [each.process.pid for each in host._launcher._spares]
+        running = answers(pool, targets)
+        instance_is_replaced(supervisor, Member("instance", 1))
+        os.kill(supervisor.process.pid, signal.SIGKILL)
+        check(running)
+        assert host.call("pid", [Member("instance", 1)]) == spare
+        until(lambda: host.call("spares", []) == (True,))
+        check(answers(pool, targets))
+
+
+def test_prompts_of_engines_go_on_under_the_next_controller():
+    with EngineProcess() as engine:
+        prefill = PrefillConfig(engines=(engine.url,), ring_pages=2)
+        with (
+            supervised(prefill=prefill) as (supervisor, targets),
+            ThreadPoolExecutor(8) as pool,
+        ):
+            prefill_pid = supervisor.hosts[MEMBERS].call("pid", [PREFILL])
+            for _ in range(2):
+                running = answers(pool, targets)
+                os.kill(supervisor.process.pid, signal.SIGKILL)
+                check(running)
+            assert supervisor.hosts[MEMBERS].call("pid", [PREFILL]) == prefill_pid
+
+
+def test_actors_of_ray_outlive_the_controller():
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    launcher = RayLauncher(MemberActor, None, environment)
+    with (
+        supervised(launcher) as (supervisor, targets),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        running = answers(pool, targets)
+        os.kill(supervisor.process.pid, signal.SIGKILL)
+        check(running)
+        running = answers(pool, targets)
+        launcher.kill(Member("instance", 2))
+        os.kill(supervisor.process.pid, signal.SIGKILL)
+        check(running)

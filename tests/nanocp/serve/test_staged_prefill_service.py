@@ -23,6 +23,7 @@ from nanocp.config import (
     SchedulerConfig,
     ServiceConfig,
 )
+from nanocp.serve.process import serving as serve
 from nanocp.serve.service import Service, open_checkpoint
 
 CONFIG = Config(
@@ -57,7 +58,11 @@ def prompt(length, seed):
 
 
 def generate(service, ids, max_tokens, **options):
-    with Client(service.address) as client:
+    return generate_at(service.address, ids, max_tokens, **options)
+
+
+def generate_at(target, ids, max_tokens, **options):
+    with Client(target) as client:
         options = {"temperature": 0.0, "ignore_eos": True, "timeout_s": WAIT_S} | options
         chunks = client.generate(ids, max_tokens=max_tokens, **options)
         return [token for chunk in chunks for token in chunk.token_ids]
@@ -125,3 +130,47 @@ def until(condition):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+@pytest.mark.system
+def test_the_controller_is_lost_while_stages_compute(tiny_checkpoint, tiny_oracle):
+    """Stages may still run passes of prompts that the next controller knows by other tickets."""
+    settings = {
+        "service.front_end_processes": True,
+        "service.controller_process": True,
+        "limits.orphan_ms": 120_000,
+        "prefill.stages": 2,
+        "prefill.chunk_tokens": 64,
+        "cluster.num_frames": 64,
+        "cluster.max_model_len": 1024,
+    }
+    with (
+        serve(tiny_checkpoint, 2, settings, ray=False, synthetic_kv=False) as service,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        for also_lost in (None, "prefill stage 1"):
+            prompts = [prompt(900, seed) for seed in range(6)]
+            before = num_tokens(service)
+            running = [pool.submit(generate_at, service.target, each, 20) for each in prompts]
+            until(lambda before=before: num_tokens(service) > before)
+            processes = descendants_of(service)
+            os.kill(processes["controller"], signal.SIGKILL)
+            if also_lost:
+                os.kill(processes[also_lost], signal.SIGKILL)
+            for each, output in zip(prompts, running, strict=True):
+                assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+            stages = [f"prefill stage {stage}" for stage in range(2)]
+            now = descendants_of(service)
+            goes_on = [processes[stage] == now[stage] for stage in stages]
+            assert goes_on == [also_lost is None] * 2
+        assert service.frames_not_back() == 0
+
+
+def num_tokens(service):
+    return service.metrics()["nanocp:generation_tokens_total", ""]
+
+
+def descendants_of(service):
+    """Processes by the last word of their command line."""
+    found = psutil.Process(service.pid).children(recursive=True)
+    return {process.cmdline()[-1]: process.pid for process in found}

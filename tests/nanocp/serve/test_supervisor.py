@@ -70,11 +70,54 @@ def test_processes_outlive_a_controller_and_are_counted_anew(host):
     assert later == [(ONE, 0, "its process was ended by SIGKILL")] and len(exits) == 1
     third = connected(host)
     assert third.living == {TWO: "spec 2"}
-    with pytest.raises(RuntimeError, match="no spares"):
-        third.start_spare("spare 0", "spec", lambda how, was_ready: None)
     assert third.stop(0.1) == [TWO]
     with pytest.raises(RuntimeError, match="stopping"):
         third.start_one(ONE, 0, "spec 6")
+
+
+def test_a_process_that_was_never_started_does_not_live(host, monkeypatch):
+    def fail(*arguments):
+        raise OSError("no memory")
+
+    first = connected(host)
+    first.start({}, lambda *exit: None)
+    monkeypatch.setattr(host._launcher, "start_one", fail)
+    with pytest.raises(OSError, match="no memory"):
+        first.start_one(ONE, 0, "spec 1")
+    assert connected(host).living == {}
+
+
+def test_spares_outlive_a_controller_and_take_seats_under_the_next():
+    program = (
+        "import pickle, sys, time; pickle.load(sys.stdin.buffer); print(1, flush=True); "
+        "pickle.load(sys.stdin.buffer); time.sleep(600)"
+    )
+    host = LauncherHost("members", ProcessLauncher([sys.executable, "-c", program], {}))
+    try:
+        first, ends = connected(host), []
+        first.start({}, lambda *exit: None)
+        for name in ("spare 0", "spare 1"):
+            first.start_spare(name, "spec", lambda *end: ends.append(end))
+        until(lambda: first.spares == (True, True))
+        second = connected(host)
+        assert second.spares == (True, True) and second.living == {}
+        spares = [each.process for each in host._launcher._spares]
+        second.start({}, lambda *exit: None)
+        second.start_one(ONE, 0, "seat")
+        assert second.pid(ONE) in [process.pid for process in spares] and second.spares == (True,)
+        first.start_spare("spare 2", "spec", lambda *end: ends.append(end))
+        os.kill(host._launcher._spares[0].process.pid, signal.SIGKILL)
+        until(lambda: len(second.spares) == 1)
+        assert ends == [], "the first controller is gone"
+        second.start_spare("spare 3", "spec", lambda *end: ends.append(end))
+        until(lambda: second.spares == (True, True))
+        os.kill(host._launcher._spares[0].process.pid, signal.SIGKILL)
+        until(lambda: ends)
+        assert ends == [("its process was ended by SIGKILL", True)]
+        second.end_spares()
+        assert second.spares == ()
+    finally:
+        host.stop(0.0)
 
 
 def test_a_process_that_ends_before_its_next_controller_listens_is_reported(host):
@@ -136,9 +179,22 @@ def test_every_port_is_known_before_the_first_controller_starts():
     assert service.members_port > 0 and service.metrics_port > 0
 
 
-def test_members_that_cannot_wait_for_another_controller_are_refused():
-    cluster = replace(SUPERVISED.cluster, spares=1)
-    with pytest.raises(ValueError, match=r"neither prefill.engines nor .* nor cluster.spares"):
-        Supervisor(replace(SUPERVISED, cluster=cluster), served())
+@pytest.mark.parametrize(
+    ("section", "fields", "sentence"),
+    [
+        ("cluster", {"layout": "pipeline"}, "cluster.layout is pipeline, .* must be instances"),
+        ("data_plane", {"device": "cuda"}, "data_plane.device is cuda, .* must be cpu"),
+        ("service", {"node_streams": True}, "service.node_streams is True, .* must be False"),
+        ("limits", {"recovery_timeout_ms": 0}, "not replaced .limits.recovery_timeout_ms: 0"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_members_that_cannot_wait_for_another_controller_are_refused(section, fields, sentence):
+    of_section = replace(getattr(SUPERVISED, section), **fields)
+    with pytest.raises(ValueError, match=sentence):
+        Supervisor(replace(SUPERVISED, **{section: of_section}), served())
+
+
+def test_a_controller_that_is_a_process_needs_front_ends_that_are():
     with pytest.raises(ValueError, match="controller_process is true; it needs front_end_proc"):
         replace(CONFIG.service, controller_process=True)
