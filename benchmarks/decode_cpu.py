@@ -1,11 +1,11 @@
 """Decode on the CPU, in tokens a second: the whole service beside `transformers` and vLLM.
 
     python benchmarks/decode_cpu.py [--quick] [--vllm] [--kernels NAME] [--beside-torch]
-        [--preset NAME] [--dtype NAME] [--threads N] [--json PATH]
+        [--preset NAME] [--dtype NAME] [--stored NAME] [--threads N] [--json PATH]
 
 Enters: a preset's checkpoint. Leaves: a table, the ratios, and a list of {engine, instances,
-threads, dtype, batch, tokens_per_s}; exit status 1 if a claim does not hold. Does not know: how any
-engine decodes.
+threads, dtype, stored, batch, tokens_per_s}; exit status 1 if a claim does not hold. Does not know:
+how any engine decodes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class MeasuredPoint(NamedTuple):
     threads: int
     """Threads of one instance."""
     dtype: str
+    """What is computed in."""
+    stored: str
+    """The dtype of the checkpoint's weights: every engine has the same folder."""
     batch: int
 
 
@@ -72,6 +75,8 @@ class DecodeShape:
     """Measurements of each point of our service; their median counts."""
     peer_rounds: int
     """Rounds of the peers, which take longer and are further from what is claimed."""
+    stored: str = "bfloat16"
+    """Dtype of the checkpoint's weights, by default that of nearly all published ones."""
 
 
 FULL = DecodeShape(
@@ -105,6 +110,9 @@ def main(
     dtype: Annotated[
         str | None, typer.Option(help="Measure only this one: float32 or bfloat16.")
     ] = None,
+    stored: Annotated[
+        str, typer.Option(help="Dtype of the checkpoint's weights: bfloat16 or float32.")
+    ] = FULL.stored,
     preset: Annotated[
         str | None, typer.Option(help="Measure a checkpoint of this preset, as small-llama.")
     ] = None,
@@ -127,7 +135,7 @@ def main(
             param_hint="--vllm",
         )
     console, load_before = Console(), os.getloadavg()[0]
-    shape = QUICK if quick else FULL
+    shape = replace(QUICK if quick else FULL, stored=stored)
     if preset is not None:
         shape = replace(shape, preset=preset)
     if dtype is not None:
@@ -188,7 +196,7 @@ def measure(
 
     Where no terminal shows how far it is, a line says so for each measurement.
     """
-    checkpoint = checkpoint_of(shape.preset)
+    checkpoint = checkpoint_of(shape.preset, shape.stored)
     rates: Rates = {}
     versions: dict[str, str] = {}
     num_peers = len(shape.peer_threads) * (2 if vllm else 1)
@@ -261,7 +269,8 @@ def _in_turn(
         for round_ in range(shape.rounds):
             for (engine, instances, threads), service in services.items():
                 rate = _ours(service, prompts, shape.num_tokens, warm=round_ == 0)
-                yield MeasuredPoint(engine, instances, threads, dtype, batch), rate
+                point = MeasuredPoint(engine, instances, threads, dtype, shape.stored, batch)
+                yield point, rate
             if round_ * shape.peer_rounds % shape.rounds >= shape.peer_rounds:
                 continue
             for one in list(peers):
@@ -271,10 +280,8 @@ def _in_turn(
                     console.print(f"going on without {one.engine}: {error}")
                     peers.remove(one)
                     continue
-                yield (
-                    MeasuredPoint(one.engine, 1, one.threads, dtype, batch),
-                    float(answer["tokens_per_s"]),
-                )
+                point = MeasuredPoint(one.engine, 1, one.threads, dtype, shape.stored, batch)
+                yield point, float(answer["tokens_per_s"])
 
 
 def _ours(service: Serving, prompts: list[list[int]], num_tokens: int, warm: bool) -> float:
@@ -289,45 +296,50 @@ def _ours(service: Serving, prompts: list[list[int]], num_tokens: int, warm: boo
 
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """One line for each engine and dtype, one column for each batch."""
+    """One line for each engine, dtype and stored dtype, one column for each batch."""
     batches = sorted({result["batch"] for result in results})
     table = Table(title="decode, tokens/s (median)")
-    for column in ("engine", "instances", "threads each", "dtype"):
-        table.add_column(column, justify="left" if column in ("engine", "dtype") else "right")
+    words = ("engine", "dtype", "stored")
+    for column in ("engine", "instances", "threads each", "dtype", "stored"):
+        table.add_column(column, justify="left" if column in words else "right")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
     for name in dict.fromkeys(
-        (r["dtype"], r["engine"], r["instances"], r["threads"]) for r in results
+        (r["dtype"], r["stored"], r["engine"], r["instances"], r["threads"]) for r in results
     ):
-        dtype, engine, instances, threads = name
+        dtype, stored, engine, instances, threads = name
         rates = [
-            rate_of(results, MeasuredPoint(engine, instances, threads, dtype, batch))
+            rate_of(results, MeasuredPoint(engine, instances, threads, dtype, stored, batch))
             for batch in batches
         ]
         cells = ["" if rate is None else f"{rate:.1f}" for rate in rates]
-        table.add_row(engine, str(instances), str(threads), dtype, *cells)
+        table.add_row(engine, str(instances), str(threads), dtype, stored, *cells)
     console.print(table)
 
 
 def show_ratios(results: Sequence[dict[str, Any]], console: Console) -> bool:
     """The ratios; returns whether every claim holds."""
     table = Table(title="ratios")
-    for column in ("dtype", "ratio", "threads", "batch", "measured", "claimed", "holds"):
-        table.add_column(column, justify="left" if column in ("dtype", "ratio") else "right")
+    words = ("dtype", "stored", "ratio")
+    for column in (*words, "threads", "batch", "measured", "claimed", "holds"):
+        table.add_column(column, justify="left" if column in words else "right")
     all_hold = True
-    for dtype, name, threads, batch, ratio, claimed in ratios(results):
+    for dtype, stored, name, threads, batch, ratio, claimed in ratios(results):
         holds = claimed is None or ratio >= claimed
         all_hold &= holds
         claim = ("", "") if claimed is None else (f">= {claimed}", "yes" if holds else "NO")
-        table.add_row(dtype, name, threads, str(batch), f"{ratio:.2f}", *claim)
+        table.add_row(dtype, stored, name, threads, str(batch), f"{ratio:.2f}", *claim)
     console.print(table)
     return all_hold
 
 
 def ratios(
     results: Sequence[dict[str, Any]],
-) -> Iterator[tuple[str, str, str, int, float, float | None]]:
-    """List (dtype, name, threads, batch, ratio, least that is claimed) of every measured pair."""
+) -> Iterator[tuple[str, str, str, str, int, float, float | None]]:
+    """List (dtype, stored, name, threads, batch, ratio, least that is claimed) of measured pairs.
+
+    Both of a pair had the same folder.
+    """
     pairs = [
         (
             "one instance / transformers",
@@ -355,18 +367,18 @@ def ratios(
             MIN_OVER_TORCH,
         ),
     ]
-    for dtype in dict.fromkeys(result["dtype"] for result in results):
+    for dtype, stored in dict.fromkeys((result["dtype"], result["stored"]) for result in results):
         for name, threads, ours, other, claimed in pairs:
             for batch in sorted({result["batch"] for result in results}):
                 rates = [
-                    rate_of(results, MeasuredPoint(*engine, dtype, batch))
+                    rate_of(results, MeasuredPoint(*engine, dtype, stored, batch))
                     for engine in (ours, other)
                 ]
                 is_asked = batch == CLAIMED_BATCH or "vLLM" in name
                 if other[0] == TORCH:
                     is_asked = batch in BATCHES_OVER_TORCH
                 if is_asked and rates[0] is not None and rates[1] is not None:
-                    yield dtype, name, threads, batch, rates[0] / rates[1], claimed
+                    yield dtype, stored, name, threads, batch, rates[0] / rates[1], claimed
 
 
 def rate_of(results: Sequence[dict[str, Any]], point: MeasuredPoint) -> float | None:

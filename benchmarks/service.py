@@ -25,9 +25,9 @@ NUM_WARM_TOKENS = 4
 """The steady state begins when every stream has this many tokens."""
 
 
-def checkpoint_of(preset: str) -> Path:
-    """The checkpoint of a preset, made if absent."""
-    path = ROOT / "checkpoints" / preset
+def checkpoint_of(preset: str, stored: str = "float32") -> Path:
+    """The checkpoint of a preset, made if absent. stored: the dtype of its weights."""
+    path = ROOT / "checkpoints" / (preset if stored == "float32" else f"{preset}-{stored}")
     if not (path / "config.json").exists():
         subprocess.run(
             [
@@ -38,6 +38,8 @@ def checkpoint_of(preset: str) -> Path:
                 str(path),
                 "--preset",
                 preset,
+                "--dtype",
+                stored,
             ],
             check=True,
         )

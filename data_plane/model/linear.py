@@ -38,6 +38,13 @@ class Packing(Protocol):
     def keeps_fp8_experts(self) -> bool:
         """Whether experts that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
 
+    @property
+    def keeps_bf16(self) -> bool:
+        """Whether matrices but gates' are kept in bf16 where rows are fp32.
+
+        The checkpoint has them in bf16 (weights.stores_bf16), so nothing is rounded.
+        """
+
     def linear(self, weight: Tensor) -> LinearLayer:
         """Lay out the weight [out, in] of a linear layer."""
 
@@ -95,6 +102,8 @@ class PlainLinear:
 class PlainPacking:
     """The Packing for weights that go to a GPU: nothing is laid out."""
 
+    keeps_bf16 = False
+
     def __init__(self, keeps_fp8_experts: bool = False) -> None:
         self.keeps_fp8_experts = keeps_fp8_experts
         """Whether experts that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
@@ -116,6 +125,7 @@ class TorchPacking:
     """The Packing for torch's operators on the CPU: it packs linear layers, not heads or gates."""
 
     keeps_fp8_experts = False
+    keeps_bf16 = False
 
     def linear(self, weight: Tensor) -> LinearLayer:
         """Make a Linear of the weight [out, in]."""

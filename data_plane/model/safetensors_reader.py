@@ -109,6 +109,10 @@ class SafetensorsReader:
         """Whether the tensor is FP8 with scales; raises ValueError if it is missing."""
         return self._fp8_block is not None and self._entry(name).dtype == _FP8
 
+    def is_bf16(self, name: str) -> bool:
+        """Whether the tensor is bf16; raises ValueError if it is missing."""
+        return self._entry(name).dtype == "BF16"
+
     def read_fp8_into(self, name: str, values: Tensor, scale: Tensor) -> None:
         """Fill `values` [N, X] and `scale` [rows of blocks, columns of blocks] as they are stored.
 

@@ -91,7 +91,7 @@ class ModelWeights:
     """A decoder, with the experts of one instance."""
 
     embedding: Tensor
-    """[vocabulary, X]."""
+    """[vocabulary, X]; bf16 if the packing keeps it."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: LinearLayer
@@ -171,6 +171,22 @@ def layer_shapes(
     return shapes
 
 
+def is_packed(name: str, shape: Sequence[int]) -> bool:
+    """Whether a stored tensor is a matrix in the dtype of the weights; a gate's is fp32."""
+    return len(shape) == 2 and not name.endswith(".gate.weight")
+
+
+def stores_bf16(path: str | Path, config: ModelConfig) -> bool:
+    """Whether the checkpoint in folder `path` has every matrix but those of gates in bf16.
+
+    Raises ValueError naming the tensors that are missing.
+    """
+    reader = SafetensorsReader(Path(path), config.fp8_block)
+    shapes = stored_shapes(config, range(config.num_experts))
+    reader.check(shapes)
+    return all(reader.is_bf16(name) for name, shape in shapes.items() if is_packed(name, shape))
+
+
 Progress = Callable[[int, int], None]
 """Called after every tensor that was read, with (elements done, elements in all)."""
 
@@ -189,11 +205,11 @@ def load_weights(
 ) -> ModelWeights:
     """Read a checkpoint's weights and prepare them.
 
-    path: the folder. dtype: of all weights but a gate's, which are fp32, and FP8 experts that
-    `packing` keeps. packing: by default torch's, for the CPU. It never holds more than the result
-    and one tensor as stored (at most a layer's fused projection). Raises ValueError naming the
-    tensors that are missing, before any is read, or the file and tensor that is truncated or has
-    another shape.
+    path: the folder. dtype: of all weights but a gate's, which are fp32, and FP8 experts and bf16
+    matrices that `packing` keeps. packing: by default torch's, for the CPU. It never holds more
+    than the result and one tensor as stored (at most a layer's fused projection). Raises ValueError
+    naming the tensors that are missing, before any is read, or the file and tensor that is
+    truncated or has another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
     shapes = stored_shapes(config, experts)
@@ -257,6 +273,7 @@ class WeightLoader:
         self._reader = reader
         self._config = config
         self._dtype = dtype
+        self._matrix_dtype = torch.bfloat16 if packing.keeps_bf16 else dtype
         self._experts = experts
         self._shapes = shapes
         self._progress = progress
@@ -278,7 +295,7 @@ class WeightLoader:
 
     def embedding(self) -> Tensor:
         """[vocabulary, X]."""
-        return self.tensor("model.embed_tokens.weight")
+        return self.tensor("model.embed_tokens.weight", self._matrix_dtype)
 
     def head(self, embedding: Tensor | None) -> HeadWeights:
         """What makes logits. embedding: if it has been read."""
@@ -342,7 +359,8 @@ class WeightLoader:
     def linear(self, *names: str) -> LinearLayer:
         """Make one linear layer of these weights, one under the other."""
         shapes = [self._shapes[name] for name in names]
-        weight = staging_tensor((sum(rows for rows, _ in shapes), shapes[0][1]), self._dtype)
+        num_rows = sum(rows for rows, _ in shapes)
+        weight = staging_tensor((num_rows, shapes[0][1]), self._matrix_dtype)
         for name, part in zip(
             names, torch.split(weight, [rows for rows, _ in shapes]), strict=True
         ):
@@ -366,13 +384,13 @@ class WeightLoader:
         return Fp8Linear(Fp8Weight(values, scale, self._config.fp8_block))
 
     def staged(self, name: str) -> Tensor:
-        """Read a tensor that will be laid out anew, into memory that is given back after that."""
-        tensor = staging_tensor(self._shapes[name], self._dtype)
+        """Read a matrix that will be laid out anew, into memory that is given back after that."""
+        tensor = staging_tensor(self._shapes[name], self._matrix_dtype)
         self._read_into(name, tensor)
         return tensor
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a tensor that is kept as it is, in the dtype of the weights unless one is given."""
+        """Read a tensor that is kept as it is, in the dtype of the rows unless one is given."""
         tensor = torch.empty(self._shapes[name], dtype=dtype or self._dtype)
         self._read_into(name, tensor)
         return tensor

@@ -1,5 +1,4 @@
-// Vectors of eight lanes of fp32: AVX2 and FMA. Weights of bf16 are widened as they are read, and
-// multiplied in fp32.
+// Vectors of eight lanes of fp32: AVX2 and FMA. All products are of fp32.
 #pragma once
 
 #include "bf16.h"
@@ -102,38 +101,18 @@ static inline Vector scaled(Vector value, Vector power, Vector x, float least) {
     return _mm256_and_ps(is_kept, value * _mm256_castsi256_ps(exponent));
 }
 
-// How weights of each type are multiplied (linear.h): a step is one k of fp32, two k of bf16, of
-// which one part takes the lower halves of the words and the other the upper.
+// One bf16 of each of eight pairs, widened: the first ones, or the second.
+static inline Vector widened(const bf16* pairs, bool is_second) {
+    const __m256i words = _mm256_loadu_si256((const __m256i*)pairs);
+    return _mm256_castsi256_ps(
+        is_second ? _mm256_and_si256(words, _mm256_set1_epi32(int(0xFFFF0000)))
+                  : _mm256_slli_epi32(words, 16));
+}
+
 // Six rows by 16 columns fill the 16 registers.
 constexpr long COLUMNS = 16, ROWS = 6;
 constexpr int MOST_TOGETHER = 4;
 
+// What rows of any type are multiplied as.
 template <class T>
-struct Products;
-
-template <>
-struct Products<float> {
-    using Factor = float;
-    static constexpr int K = 1, PARTS = 1;
-    static Vector weight(const float* w, int) { return _mm256_loadu_ps(w); }
-    static Vector value(const float* x, long step, int) { return splat(x[step]); }
-    static Vector add(Vector sum, Vector value, Vector weight) {
-        return multiply_add(value, weight, sum);
-    }
-};
-
-template <>
-struct Products<bf16> {
-    using Factor = float;
-    static constexpr int K = 2, PARTS = 2;
-    static Vector weight(const bf16* w, int part) {
-        const __m256i pairs = _mm256_loadu_si256((const __m256i*)w);
-        return _mm256_castsi256_ps(
-            part ? _mm256_and_si256(pairs, _mm256_set1_epi32(int(0xFFFF0000)))
-                 : _mm256_slli_epi32(pairs, 16));
-    }
-    static Vector value(const float* x, long step, int part) { return splat(x[step * 2 + part]); }
-    static Vector add(Vector sum, Vector value, Vector weight) {
-        return multiply_add(value, weight, sum);
-    }
-};
+using FactorOf = float;

@@ -13,7 +13,10 @@ static inline Mask first_lanes(long count) {
 
 static inline Vector splat(float value) { return _mm512_set1_ps(value); }
 
-static inline Vector load(const float* from, Mask mask = 0xFFFF) {
+// GCC keeps a mask of all lanes, and products of fp32 would run at 0.4 of their speed.
+static inline Vector load(const float* from) { return _mm512_loadu_ps(from); }
+
+static inline Vector load(const float* from, Mask mask) {
     return _mm512_maskz_loadu_ps(mask, from);
 }
 
@@ -73,29 +76,25 @@ static inline Vector scaled(Vector value, Vector power, Vector x, float least) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(least), _CMP_GE_OQ), value, power);
 }
 
-// How weights of each type are multiplied (linear.h): a step is one k of fp32, two k of bf16.
+// One bf16 of each of sixteen pairs, widened: the first ones, or the second.
+static inline Vector widened(const bf16* pairs, bool is_second) {
+    const __m512i words = _mm512_loadu_si512(pairs);
+    return _mm512_castsi512_ps(
+        is_second ? _mm512_and_si512(words, _mm512_set1_epi32(int(0xFFFF0000)))
+                  : _mm512_slli_epi32(words, 16));
+}
+
 // Twelve rows by 32 columns fill the 32 registers.
 constexpr long COLUMNS = 32, ROWS = 12;
 constexpr int MOST_TOGETHER = 2;
 
+// What rows of T are multiplied as.
 template <class T>
-struct Products;
+using FactorOf = T;
 
 template <>
-struct Products<float> {
-    using Factor = float;
-    static constexpr int K = 1, PARTS = 1;
-    static Vector weight(const float* w, int) { return _mm512_loadu_ps(w); }
-    static Vector value(const float* x, long step, int) { return splat(x[step]); }
-    static Vector add(Vector sum, Vector value, Vector weight) {
-        return multiply_add(value, weight, sum);
-    }
-};
-
-template <>
-struct Products<bf16> {
-    using Factor = bf16;
-    static constexpr int K = 2, PARTS = 1;
+struct Products<bf16, bf16> {
+    static constexpr int PARTS = 1;
     static __m512i weight(const bf16* w, int) { return _mm512_loadu_si512(w); }
     static __m512i value(const bf16* x, long step, int) {
         int32_t pair;

@@ -15,6 +15,10 @@ struct bf16 {
     uint16_t bits;
 };
 
+// How weights of type W are multiplied with fp32 or bf16 factors (linear.h).
+template <class Factor, class W>
+struct Products;
+
 static inline float to_float(float value) { return value; }
 
 static inline float to_float(bf16 value) {

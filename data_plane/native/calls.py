@@ -63,7 +63,7 @@ class LayerFields(ctypes.Structure):
     _fields_ = [
         *(
             (name, POINTER)
-            for name in ("input_norm", "down", "q_norm", "kv_norm", "q", "k_up", "o", "post_norm")
+            for name in ("input_norm", "q_norm", "kv_norm", "post_norm", "down", "q", "k_up", "o")
         ),
         *(
             (name, LONG)
@@ -79,7 +79,7 @@ class HeadsFields(ctypes.Structure):
     _fields_ = [
         *(
             (name, POINTER)
-            for name in ("input_norm", "q", "kv", "q_bias", "kv_bias", "q_norm", "k_norm")
+            for name in ("input_norm", "q_bias", "kv_bias", "q_norm", "k_norm", "q", "kv")
         ),
         *((name, LONG) for name in ("hidden", "heads", "kv_heads", "head_dim", "rope")),
         *(("norm_eps", FLOAT), ("head_eps", FLOAT), ("is_interleaved", _INT)),
@@ -135,14 +135,24 @@ _ON_PROCESSORS = (
 """Functions whose first argument, before their signature, is what they run on."""
 
 
-def calls_of(library: ctypes.CDLL, dtype: torch.dtype, processors: int) -> SimpleNamespace:
-    """The library's functions for float32 or bfloat16, by the names of kernels.cpp.
+_FORMS = {
+    (torch.float32, torch.float32): "f32",
+    (torch.bfloat16, torch.bfloat16): "bf16",
+    (torch.float32, torch.bfloat16): "f32_bf16",
+}
 
-    processors: the address of those that the functions run on.
+
+def calls_of(
+    library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype, processors: int
+) -> SimpleNamespace:
+    """The library's functions for rows and packed weights, by the names of kernels.cpp.
+
+    dtype, weight_dtype: float32 or bfloat16; weights are no wider than rows, and for AMX no
+    narrower. processors: the address of those that the functions run on.
     """
-    calls = SimpleNamespace()
+    calls, form = SimpleNamespace(), _FORMS[dtype, weight_dtype]
     for name, arguments in _SIGNATURES.items():
-        function = library[f"nanocp_{name}_{'bf16' if dtype == torch.bfloat16 else 'f32'}"]
+        function = library[f"nanocp_{name}_{form}"]
         is_shared = name in _ON_PROCESSORS
         function.argtypes = (POINTER, *arguments) if is_shared else arguments
         function.restype = _RESULTS.get(name)

@@ -22,8 +22,8 @@ static void gated(const From* gate_up, long M, long I, T* out, long stride) {
 }
 
 // down(silu(gate) * up) of M rows; the sums in between stay fp32.
-template <class T, class Out>
-static void mlp(const T* x, long x_stride, const T* gate_up, const T* down, long M, long X, long I,
+template <class T, class W, class Out>
+static void mlp(const T* x, long x_stride, const W* gate_up, const W* down, long M, long X, long I,
                 Out* out) {
     float* wide = scratch<float, 8>(M * 2 * I);
     T* inner = scratch<T, 9>(M * I);
@@ -43,8 +43,8 @@ struct Visitor {
 
 // For every visitor: the weighted sum over those of its K experts that are here. slot: the place of
 // each expert among the `count` places here, -1 if it is elsewhere.
-template <class T>
-static void experts(const Visitor<T>* visitors, const T* const* gate_up, const T* const* down,
+template <class T, class W>
+static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W* const* down,
                     long rows, long K, const int64_t* slot, long count, long X, long I) {
     float* sums = scratch<float, 10>(rows * X);
     T* gathered = scratch<T, 11>(rows * X);
@@ -85,11 +85,11 @@ static void experts(const Visitor<T>* visitors, const T* const* gate_up, const T
 
 // The rows `own` of the batch and those that arrived visit the experts here. Sums of own rows go to
 // own_sum, those of the others into the answers. counts [num_regions]: rows that came from each.
-template <class T>
+template <class T, class W>
 static void visit_experts(const T* x, const int64_t* expert, const float* weight,
                           const int64_t* own, long num_own, long K, long num_regions,
                           const Region<T>* arrived, const Region<T>* answers,
-                          const T* const* gate_up, const T* const* down, const int64_t* slot,
+                          const W* const* gate_up, const W* const* down, const int64_t* slot,
                           long count, long X, long I, T* own_sum, int64_t* counts) {
     long rows = num_own;
     for (long n = 0; n < num_regions; ++n) rows += counts[n] = *arrived[n].count;

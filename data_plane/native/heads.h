@@ -6,9 +6,10 @@
 
 // A layer's packed projections with biases and norms, each null if it has none, and the model's
 // widths. HeadsFields of data_plane/native/calls.py has the same fields.
-template <class T>
+template <class T, class W>
 struct Heads {
-    const T *input_norm, *q, *kv, *q_bias, *kv_bias, *q_norm, *k_norm;
+    const T *input_norm, *q_bias, *kv_bias, *q_norm, *k_norm;
+    const W *q, *kv;
     long X, H, G, E, P;
     float norm_eps, head_eps;
     int is_interleaved;
@@ -23,9 +24,9 @@ static void add_bias(T* row, const T* bias, long width) {
 }
 
 // Norm each head of a row, and rotate the first P of its E elements, in place.
-template <class T>
-static void turn_heads(const Heads<T>& of, T* row, long heads, const T* norm, const float* cos,
-                       const float* sin) {
+template <class T, class W>
+static void turn_heads(const Heads<T, W>& of, T* row, long heads, const T* norm,
+                       const float* cos, const float* sin) {
     for (long h = 0; h < heads; ++h) {
         T* head = row + h * of.E;
         if (norm) rms_norm_row(head, norm, head, of.E, of.head_eps);
@@ -34,8 +35,8 @@ static void turn_heads(const Heads<T>& of, T* row, long heads, const T* norm, co
 }
 
 // normed [B, X] -> the queries [B, H, E].
-template <class T>
-static void heads_queries(Processors& on, const Heads<T>& of, const T* normed,
+template <class T, class W>
+static void heads_queries(Processors& on, const Heads<T, W>& of, const T* normed,
                           const int64_t* position, const float* cos, const float* sin, long B,
                           T* q) {
     const long wide = of.H * of.E;
@@ -48,8 +49,8 @@ static void heads_queries(Processors& on, const Heads<T>& of, const T* normed,
 }
 
 // x [B, X] -> the normed rows [B, X], the new KV [B, 2GE] (keys, then values), the queries [B, H, E].
-template <class T>
-static void heads_rows(Processors& on, const Heads<T>& of, const T* x, const int64_t* position,
+template <class T, class W>
+static void heads_rows(Processors& on, const Heads<T, W>& of, const T* x, const int64_t* position,
                        const float* cos, const float* sin, long B, T* normed, T* kv, T* q) {
     const long X = of.X, wide = 2 * of.G * of.E;
     for (long b = 0; b < B; ++b)

@@ -9,8 +9,8 @@
 #include "shared_out.h"
 
 // q [B, H, N + P] -> [B, H, R + P]: W_UK absorbed, then the rotated part.
-template <class T>
-static void absorb(Processors& on, const T* q, const T* k_up, const int64_t* position,
+template <class T, class W>
+static void absorb(Processors& on, const T* q, const W* k_up, const int64_t* position,
                    const float* cos, const float* sin, long B, long H, long N, long P, long R,
                    bool is_interleaved, T* out) {
     const long stride = packed_elements(R, N, k_up);
@@ -26,11 +26,12 @@ static void absorb(Processors& on, const T* q, const T* k_up, const int64_t* pos
         }
 }
 
-// A layer's packed weights, without its MLPs, and the model's widths. LayerFields of
+// A layer's norms and packed weights, without its MLPs, and the model's widths. LayerFields of
 // data_plane/native/calls.py has the same fields.
-template <class T>
+template <class T, class W>
 struct Layer {
-    const T *input_norm, *down, *q_norm, *kv_norm, *q, *k_up, *o, *post_norm;
+    const T *input_norm, *q_norm, *kv_norm, *post_norm;
+    const W *down, *q, *k_up, *o;
     long X, C, R, P, H, N, V;
     float norm_eps, latent_eps;
     int is_interleaved;
@@ -38,9 +39,10 @@ struct Layer {
 
 // x [B, X] -> the normed q latent [B, C], the new latent KV [B, R + P], and the absorbed queries
 // [B, H, R + P]. Without q LoRA, C is 0 and the q latent is the normed x.
-template <class T>
-static void attention_rows(Processors& on, const Layer<T>& of, const T* x, const int64_t* position,
-                           const float* cos, const float* sin, long B, T* latent, T* kv, T* q) {
+template <class T, class W>
+static void attention_rows(Processors& on, const Layer<T, W>& of, const T* x,
+                           const int64_t* position, const float* cos, const float* sin, long B,
+                           T* latent, T* kv, T* q) {
     const long X = of.X, C = of.C, R = of.R, P = of.P, wide = of.H * (of.N + P);
     T* normed = C ? scratch<T, 21>(B * X) : latent;
     T* down = scratch<T, 22>(B * (C + R + P));
@@ -61,9 +63,9 @@ static void attention_rows(Processors& on, const Layer<T>& of, const T* x, const
 }
 
 // latent [B, C] (without q LoRA the normed x) -> the absorbed queries [B, H, R + P].
-template <class T>
-static void absorbed_q(Processors& on, const Layer<T>& of, const T* latent, const int64_t* position,
-                       const float* cos, const float* sin, long B, T* q) {
+template <class T, class W>
+static void absorbed_q(Processors& on, const Layer<T, W>& of, const T* latent,
+                       const int64_t* position, const float* cos, const float* sin, long B, T* q) {
     const long wide = of.H * (of.N + of.P), size = of.C ? of.C : of.X;
     T* plain = scratch<T, 23>(B * wide);
     linear_on(on, latent, size, of.q, B, wide, size, plain, wide);
@@ -72,8 +74,8 @@ static void absorbed_q(Processors& on, const Layer<T>& of, const T* latent, cons
 
 // summed [B, X]: x [B, X] plus the output projection of o [B, H, V]. normed [B, X]: summed, normed for
 // the MLP.
-template <class T>
-static void after_attention(Processors& on, const Layer<T>& of, const T* x, const T* o, long B,
+template <class T, class W>
+static void after_attention(Processors& on, const Layer<T, W>& of, const T* x, const T* o, long B,
                             T* summed, T* normed) {
     const long X = of.X, width = of.H * of.V;
     linear_on(on, o, width, of.o, B, X, width, summed, X);
@@ -88,8 +90,8 @@ static void after_attention(Processors& on, const Layer<T>& of, const T* x, cons
 }
 
 // [B, H, K] -> [B, H, N], each head with its own packed weight.
-template <class T>
-static void heads_linear(Processors& on, const T* x, const T* w, long B, long H, long N, long K,
+template <class T, class W>
+static void heads_linear(Processors& on, const T* x, const W* w, long B, long H, long N, long K,
                          T* out) {
     const long stride = packed_elements(N, K, w);
     on.for_each(H, [&](long h) {
@@ -98,8 +100,8 @@ static void heads_linear(Processors& on, const T* x, const T* w, long B, long H,
 }
 
 // x [M, K], normed, times the packed vocabulary head [N, K]: [M, N] fp32.
-template <class T>
-static void logits(Processors& on, const T* x, const T* norm, float eps, const T* w, long M,
+template <class T, class W>
+static void logits(Processors& on, const T* x, const T* norm, float eps, const W* w, long M,
                    long N, long K, float* out) {
     T* normed = scratch<T, 21>(M * K);
     for (long m = 0; m < M; ++m) rms_norm_row(x + m * K, norm, normed + m * K, K, eps);
@@ -118,60 +120,60 @@ int nanocp_allow_amx() {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-#define EXPORT(name, T)                                                                            \
+#define EXPORT(name, T, W)                                                                         \
     long nanocp_packed_elements_##name(long N, long K) {                                           \
-        return packed_elements(N, K, (const T*)nullptr);                                           \
+        return packed_elements(N, K, (const W*)nullptr);                                           \
     }                                                                                              \
-    void nanocp_pack_##name(const T* weight, long N, long K, T* packed) {                          \
+    void nanocp_pack_##name(const W* weight, long N, long K, W* packed) {                          \
         pack(weight, N, K, packed);                                                                \
     }                                                                                              \
-    void nanocp_linear_##name(Processors* on, const T* x, long x_stride, const T* w, long M,       \
+    void nanocp_linear_##name(Processors* on, const T* x, long x_stride, const W* w, long M,       \
                               long N, long K, T* out) {                                            \
         linear_on(*on, x, x_stride, w, M, N, K, out, N);                                           \
     }                                                                                              \
-    void nanocp_logits_##name(Processors* on, const T* x, const T* norm, float eps, const T* w,    \
+    void nanocp_logits_##name(Processors* on, const T* x, const T* norm, float eps, const W* w,    \
                               long M, long N, long K, float* out) {                                \
         logits(*on, x, norm, eps, w, M, N, K, out);                                                \
     }                                                                                              \
-    void nanocp_attention_rows_##name(Processors* on, const Layer<T>* of, const T* x,              \
+    void nanocp_attention_rows_##name(Processors* on, const Layer<T, W>* of, const T* x,           \
                                       const int64_t* position, const float* cos, const float* sin, \
                                       long B, T* latent, T* kv, T* q) {                            \
         attention_rows(*on, *of, x, position, cos, sin, B, latent, kv, q);                         \
     }                                                                                              \
-    void nanocp_absorbed_q_##name(Processors* on, const Layer<T>* of, const T* latent,             \
+    void nanocp_absorbed_q_##name(Processors* on, const Layer<T, W>* of, const T* latent,          \
                                   const int64_t* position, const float* cos, const float* sin,     \
                                   long B, T* q) {                                                  \
         absorbed_q(*on, *of, latent, position, cos, sin, B, q);                                    \
     }                                                                                              \
-    void nanocp_heads_rows_##name(Processors* on, const Heads<T>* of, const T* x,                  \
+    void nanocp_heads_rows_##name(Processors* on, const Heads<T, W>* of, const T* x,               \
                                   const int64_t* position, const float* cos, const float* sin,     \
                                   long B, T* normed, T* kv, T* q) {                                \
         heads_rows(*on, *of, x, position, cos, sin, B, normed, kv, q);                             \
     }                                                                                              \
-    void nanocp_heads_queries_##name(Processors* on, const Heads<T>* of, const T* normed,          \
+    void nanocp_heads_queries_##name(Processors* on, const Heads<T, W>* of, const T* normed,       \
                                      const int64_t* position, const float* cos, const float* sin,  \
                                      long B, T* q) {                                               \
         heads_queries(*on, *of, normed, position, cos, sin, B, q);                                 \
     }                                                                                              \
-    void nanocp_after_attention_##name(Processors* on, const Layer<T>* of, const T* x, const T* o, \
-                                       long B, T* summed, T* normed) {                             \
+    void nanocp_after_attention_##name(Processors* on, const Layer<T, W>* of, const T* x,          \
+                                       const T* o, long B, T* summed, T* normed) {                 \
         after_attention(*on, *of, x, o, B, summed, normed);                                        \
     }                                                                                              \
     void nanocp_append_##name(T* slots, const int64_t* slot, const T* kv, long B, long D) {        \
         for (long b = 0; b < B; ++b) memcpy(slots + slot[b] * D, kv + b * D, D * sizeof(T));       \
     }                                                                                              \
-    void nanocp_heads_linear_##name(Processors* on, const T* x, const T* w, long B, long H,        \
+    void nanocp_heads_linear_##name(Processors* on, const T* x, const W* w, long B, long H,        \
                                     long N, long K, T* out) {                                      \
         heads_linear(*on, x, w, B, H, N, K, out);                                                  \
     }                                                                                              \
-    void nanocp_mlp_##name(Processors* on, const T* x, const T* gate_up, const T* down, long M,    \
+    void nanocp_mlp_##name(Processors* on, const T* x, const W* gate_up, const W* down, long M,    \
                            long X, long I, T* out) {                                               \
         mlp_on(*on, x, gate_up, down, M, X, I, out);                                               \
     }                                                                                              \
     void nanocp_visit_experts_##name(const T* x, const int64_t* expert, const float* weight,       \
                                      const int64_t* own, long num_own, long K, long num_regions,   \
                                      const Region<T>* arrived, const Region<T>* answers,           \
-                                     const T* const* gate_up, const T* const* down,                \
+                                     const W* const* gate_up, const W* const* down,                \
                                      const int64_t* slot, long count, long X, long I, T* own_sum,  \
                                      int64_t* counts) {                                            \
         visit_experts(x, expert, weight, own, num_own, K, num_regions, arrived, answers, gate_up,  \
@@ -193,22 +195,22 @@ int nanocp_allow_amx() {
                                     const int64_t* counts, long N, long B, long X, T* out) {       \
         combine_sums(x, shared, own_sum, regions, rows, counts, N, B, X, out);                     \
     }                                                                                              \
-    Mixture<T>* nanocp_new_mixture_##name(Processors* processors, long N, long own,                \
-                                          long max_rows) {                                         \
-        return new Mixture<T>(processors, N, own, max_rows);                                       \
+    Mixture<T, W>* nanocp_new_mixture_##name(Processors* processors, long N, long own,             \
+                                             long max_rows) {                                      \
+        return new Mixture<T, W>(processors, N, own, max_rows);                                    \
     }                                                                                              \
-    void nanocp_delete_mixture_##name(Mixture<T>* mixture) { delete mixture; }                     \
-    long nanocp_run_mixture_##name(Mixture<T>* mixture, const MixtureLayer<T>* layer, const T* x,  \
-                                   const T* normed, const bool* live, long B,                      \
+    void nanocp_delete_mixture_##name(Mixture<T, W>* mixture) { delete mixture; }                  \
+    long nanocp_run_mixture_##name(Mixture<T, W>* mixture, const MixtureLayer<T, W>* layer,        \
+                                   const T* x, const T* normed, const bool* live, long B,          \
                                    const Peer<T>* peers, uint64_t epoch, long early_rows, T* out,  \
                                    long* awaited, long* counts) {                                  \
         return mixture->run(layer, x, normed, live, B, peers, epoch, early_rows, out, awaited,     \
                             counts);                                                               \
     }                                                                                              \
-    long nanocp_resume_mixture_##name(Mixture<T>* mixture, long* awaited, long* counts) {          \
+    long nanocp_resume_mixture_##name(Mixture<T, W>* mixture, long* awaited, long* counts) {       \
         return mixture->resume(awaited, counts);                                                   \
     }                                                                                              \
-    void nanocp_finish_mixture_##name(Mixture<T>* mixture) { mixture->finish(); }                  \
+    void nanocp_finish_mixture_##name(Mixture<T, W>* mixture) { mixture->finish(); }               \
     void nanocp_attention_##name(Processors* on, const T* q, const T* pool, const int32_t* frames, \
                                  long pages, const int32_t* lengths, long A, long H, long D,       \
                                  long R, long G, long width, long value_at, float scale, T* out,   \
@@ -217,6 +219,10 @@ int nanocp_allow_amx() {
                      out, lse);                                                                    \
     }
 
-EXPORT(f32, float)
-EXPORT(bf16, bf16)
+EXPORT(f32, float, float)
+EXPORT(bf16, bf16, bf16)
+#ifndef __AMX_TILE__
+// fp32 rows on weights of bf16. AMX has another layout of these, and no products of fp32.
+EXPORT(f32_bf16, float, bf16)
+#endif
 }

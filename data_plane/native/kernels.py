@@ -39,10 +39,20 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
     Raises NativeUnavailable if this machine has none for the dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, instructions: str = "", num_processors: int = 1) -> None:
-        """Load the kernels. instructions: amx, avx512 or avx2; if empty, the fastest here."""
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        instructions: str = "",
+        num_processors: int = 1,
+        keeps_bf16: bool = False,
+    ) -> None:
+        """Load the kernels. instructions: amx, avx512 or avx2; if empty, the fastest here.
+
+        keeps_bf16: weights are bf16 also where rows are fp32; see model.linear.Packing.
+        """
         library, self.instructions = native_library(dtype == torch.bfloat16, instructions)
-        NativePacking.__init__(self, library, dtype, Processors(library, num_processors))
+        processors = Processors(library, num_processors)
+        NativePacking.__init__(self, library, dtype, processors, keeps_bf16)
         NativeExpertKernels.__init__(self, self._calls)
         NativeHeads.__init__(self, self._calls)
         # By the id of a layer. The layer is kept too, so that no other object can get its id.

@@ -46,7 +46,7 @@ static inline void raise_flag(uint64_t* flag, uint64_t value) {
     syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-template <class T>
+template <class T, class W>
 class Mixture {
    public:
     Mixture(Processors* processors, long num_instances, long own, long max_rows)
@@ -68,7 +68,7 @@ class Mixture {
 
     // Begin a layer, and go on as far as possible. x, normed [B, X]; out [B, X]. early_rows: see
     // take_rows; 0 if all rows are awaited.
-    long run(const MixtureLayer<T>* layer, const T* x, const T* normed, const bool* live,
+    long run(const MixtureLayer<T, W>* layer, const T* x, const T* normed, const bool* live,
              long num_rows, const Peer<T>* peers, uint64_t epoch, long early_rows, T* out,
              long* awaited, long* counts) {
         of = *layer;
@@ -83,10 +83,11 @@ class Mixture {
         wrong = -1;
         num_summed.store(0, std::memory_order_relaxed);
         own_sum.resize(B * of.X);
-        for (Source<T>& source : sources) {
+        for (Source<T, W>& source : sources) {
             source.count = 0;
-            source.state.store(is_absent(source.number) ? Source<T>::ANSWERED : Source<T>::AWAY,
-                               std::memory_order_relaxed);
+            source.state.store(
+                is_absent(source.number) ? Source<T, W>::ANSWERED : Source<T, W>::AWAY,
+                std::memory_order_relaxed);
         }
         if (of.shared_gate_up && B) begin_shared();
         choose_and_send(live);
@@ -120,7 +121,7 @@ class Mixture {
     static constexpr long SUMMED_ROWS = 8;
 
     void begin_shared() {
-        ExpertRows<T>& rows = shared.experts[0];
+        ExpertRows<T, W>& rows = shared.experts[0];
         rows.wave = &shared;
         rows.gate_up = of.shared_gate_up;
         rows.down = of.shared_down;
@@ -164,9 +165,9 @@ class Mixture {
 
     long must_put_sums(long* awaited, long* counts) {
         long found = 0;
-        for (Source<T>& source : sources)
-            if (source.state.load(std::memory_order_acquire) == Source<T>::SUMMED) {
-                source.state.store(Source<T>::ANSWERED, std::memory_order_relaxed);
+        for (Source<T, W>& source : sources)
+            if (source.state.load(std::memory_order_acquire) == Source<T, W>::SUMMED) {
+                source.state.store(Source<T, W>::ANSWERED, std::memory_order_relaxed);
                 awaited[found] = source.number;
                 counts[found++] = source.count;
             }
@@ -190,15 +191,15 @@ class Mixture {
         if (wrong >= 0 || (early_rows && processors->has_ready())) return;
         taken.clear();
         bool is_complete = true;
-        for (Source<T>& source : sources) {
-            if (source.state.load(std::memory_order_relaxed) != Source<T>::AWAY) continue;
+        for (Source<T, W>& source : sources) {
+            if (source.state.load(std::memory_order_relaxed) != Source<T, W>::AWAY) continue;
             if (is_here(source.number))
                 taken.push_back(&source);
             else
                 is_complete = false;
         }
         if (taken.empty() || !(is_complete || early_rows)) return;
-        for (Source<T>* source : taken) {
+        for (Source<T, W>* source : taken) {
             const Region<T>& from = peers[source->number].arrived;
             const bool is_own = source->number == own;
             source->count = is_own ? counts_of[own] : *from.count;
@@ -214,7 +215,7 @@ class Mixture {
     bool is_worth_a_wave() {
         is_visited.assign(of.num_slots, 0);
         long pairs = 0, visited = 0;
-        for (const Source<T>* source : taken)
+        for (const Source<T, W>* source : taken)
             for (long i = 0; i < source->count * of.K; ++i) {
                 const long at = source->at(i / of.K) * of.K + i % of.K;
                 const long slot = of.slot[source->expert[at]];
@@ -227,14 +228,14 @@ class Mixture {
     }
 
     void begin_wave() {
-        if (long(waves.size()) == num_waves) waves.emplace_back(new Wave<T>());
-        Wave<T>& wave = *waves[num_waves++];
+        if (long(waves.size()) == num_waves) waves.emplace_back(new Wave<T, W>());
+        Wave<T, W>& wave = *waves[num_waves++];
         wave.mixture = this;
         wave.fill(of, taken);
-        for (Source<T>* source : taken)
-            source->state.store(Source<T>::TAKEN, std::memory_order_relaxed);
+        for (Source<T, W>* source : taken)
+            source->state.store(Source<T, W>::TAKEN, std::memory_order_relaxed);
         // Sources none of whose rows has an expert here wait for nobody.
-        for (Source<T>* source : taken)
+        for (Source<T, W>* source : taken)
             if (!source->experts_left.load(std::memory_order_relaxed)) publish_sums(*source);
         order.resize(wave.num_experts);
         for (long i = 0; i < wave.num_experts; ++i) order[i] = &wave.experts[i];
@@ -243,8 +244,8 @@ class Mixture {
         if (processors->count() > 1)
             std::stable_sort(
                 order.begin(), order.end(),
-                [](const ExpertRows<T>* a, const ExpertRows<T>* b) { return a->M > b->M; });
-        for (ExpertRows<T>* rows : order) publish_expert(*rows, wanted_blocks(wave.num_experts));
+                [](const ExpertRows<T, W>* a, const ExpertRows<T, W>* b) { return a->M > b->M; });
+        for (ExpertRows<T, W>* rows : order) publish_expert(*rows, wanted_blocks(wave.num_experts));
     }
 
     long wanted_blocks(long num_experts) const {
@@ -252,7 +253,7 @@ class Mixture {
         return P > 1 ? blocks(TASKS_EACH * P, num_experts) : 1;
     }
 
-    void publish_expert(ExpertRows<T>& rows, long num_blocks) {
+    void publish_expert(ExpertRows<T, W>& rows, long num_blocks) {
         // The columns of gate and of up are cut alike, where a block of both can begin there.
         rows.inner_blocks = rows.I % GROUP ? 1 : std::min(num_blocks, rows.I / GROUP);
         rows.out_blocks = std::min(num_blocks, blocks(of.X, GROUP));
@@ -276,8 +277,8 @@ class Mixture {
 
     // silu(gate) * up of an expert's rows, for a block of its inner columns.
     static void run_inner(void* on, long number) {
-        ExpertRows<T>& rows = *static_cast<ExpertRows<T>*>(on);
-        Wave<T>& wave = *rows.wave;
+        ExpertRows<T, W>& rows = *static_cast<ExpertRows<T, W>*>(on);
+        Wave<T, W>& wave = *rows.wave;
         Mixture& mixture = *wave.mixture;
         const long X = mixture.of.X, I = rows.I, M = rows.M;
         const T* from = mixture.normed;
@@ -311,15 +312,15 @@ class Mixture {
 
     // An expert's outputs, for a block of their columns.
     static void run_outs(void* on, long number) {
-        ExpertRows<T>& rows = *static_cast<ExpertRows<T>*>(on);
-        Wave<T>& wave = *rows.wave;
+        ExpertRows<T, W>& rows = *static_cast<ExpertRows<T, W>*>(on);
+        Wave<T, W>& wave = *rows.wave;
         Mixture& mixture = *wave.mixture;
         const bool is_shared = &wave == &mixture.shared;
         const long X = mixture.of.X, I = rows.I;
         const long begin = cut(X, number, rows.out_blocks);
         const long width = cut(X, number + 1, rows.out_blocks) - begin;
         const T* inner = wave.inner.data() + rows.first * apart<T>(I);
-        const T* down = rows.down + packed_elements(begin, I, rows.down);
+        const W* down = rows.down + packed_elements(begin, I, rows.down);
         if (is_shared)
             linear(inner, apart<T>(I), down, rows.M, width, I, mixture.shared_out.data() + begin,
                    X);
@@ -327,7 +328,7 @@ class Mixture {
             linear(inner, apart<T>(I), down, rows.M, width, I,
                    wave.out.data() + rows.first * X + begin, X);
         if (rows.outs_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !is_shared)
-            wave.each_source(rows, [&](Source<T>& source) {
+            wave.each_source(rows, [&](Source<T, W>& source) {
                 if (source.experts_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
                     mixture.publish_sums(source);
             });
@@ -335,20 +336,20 @@ class Mixture {
     }
 
     // All pairs of the source are done.
-    void publish_sums(Source<T>& source) {
+    void publish_sums(Source<T, W>& source) {
         const long num_blocks = blocks(source.count, SUMMED_ROWS);
         source.blocks_left.store(num_blocks, std::memory_order_relaxed);
         if (num_blocks)
             publish(run_sums, &source, num_blocks, true);
         else
-            source.state.store(Source<T>::ANSWERED, std::memory_order_release);
+            source.state.store(Source<T, W>::ANSWERED, std::memory_order_release);
     }
 
     // The weighted sums of a block of a source's rows; with the last block, their way back.
     static void run_sums(void* on, long number) {
-        Source<T>& source = *static_cast<Source<T>*>(on);
+        Source<T, W>& source = *static_cast<Source<T, W>*>(on);
         Mixture& mixture = *source.mixture;
-        const Wave<T>& wave = *source.wave;
+        const Wave<T, W>& wave = *source.wave;
         const long X = mixture.of.X;
         const bool is_own = source.number == mixture.own;
         const Peer<T>& peer = mixture.peers[source.number];
@@ -374,7 +375,7 @@ class Mixture {
         if (source.blocks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
             const bool is_put = is_own || peer.answered_flag;
             if (!is_own && is_put) raise_flag(peer.answered_flag, mixture.flag);
-            source.state.store(is_put ? Source<T>::ANSWERED : Source<T>::SUMMED,
+            source.state.store(is_put ? Source<T, W>::ANSWERED : Source<T, W>::SUMMED,
                                std::memory_order_release);
             if (!is_put) mixture.num_summed.fetch_add(1, std::memory_order_release);
         }
@@ -390,8 +391,8 @@ class Mixture {
         }
         long found = 0;
         bool is_away = false;
-        for (Source<T>& source : sources) {
-            if (source.state.load(std::memory_order_relaxed) != Source<T>::AWAY) continue;
+        for (Source<T, W>& source : sources) {
+            if (source.state.load(std::memory_order_relaxed) != Source<T, W>::AWAY) continue;
             is_away = true;
             if (!is_here(source.number)) awaited[found++] = source.number;
         }
@@ -416,7 +417,7 @@ class Mixture {
 
     Processors* processors;
     const long N, own, max_rows;
-    MixtureLayer<T> of;
+    MixtureLayer<T, W> of;
     const T *x, *normed;
     const Peer<T>* peers;
     T* out;
@@ -426,12 +427,12 @@ class Mixture {
     long early_rows = 0;
     // Tasks that were published and have not ended; sources whose sums the caller must put.
     std::atomic<long> tasks_left{0}, num_summed{0};
-    std::vector<Source<T>> sources;
-    std::vector<Source<T>*> taken;
+    std::vector<Source<T, W>> sources;
+    std::vector<Source<T, W>*> taken;
     std::vector<char> is_visited;  // by slot
-    std::vector<std::unique_ptr<Wave<T>>> waves;
-    Wave<T> shared;
-    std::vector<ExpertRows<T>*> order;
+    std::vector<std::unique_ptr<Wave<T, W>>> waves;
+    Wave<T, W> shared;
+    std::vector<ExpertRows<T, W>*> order;
     std::vector<T> shared_out, own_sum;
     std::vector<int64_t> expert, rows, counts_of;
     std::vector<float> weight;

@@ -63,23 +63,29 @@ class NativePacking:
     keeps_fp8_experts = False
     """FP8 experts are converted: the kernels have no FP8 arithmetic."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, processors: Processors) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, processors: Processors, keeps_bf16: bool
+    ) -> None:
+        """dtype: of rows. keeps_bf16: pack weights of bf16 where rows are fp32."""
         self._dtype = dtype
+        self.keeps_bf16 = keeps_bf16 and dtype == torch.float32
+        """See model.linear.Packing."""
+        self._weight_dtype = torch.bfloat16 if keeps_bf16 else dtype
         self.processors = processors
         """The threads that the kernels run on, the caller's among them."""
-        self._calls = calls_of(library, dtype, processors.address)
-        self._fp32_calls = calls_of(library, torch.float32, processors.address)
+        self._calls = calls_of(library, dtype, self._weight_dtype, processors.address)
+        self._fp32_calls = calls_of(library, torch.float32, torch.float32, processors.address)
         self._arenas = _Arenas()
 
     def linear(self, weight: Tensor) -> NativeLinear:
         """Pack a weight [out, in] of a linear layer."""
         size_out, size_in = weight.shape
-        packed = self._packed(weight[None], self._dtype, self._calls)
+        packed = self._packed(weight[None], self._weight_dtype, self._calls)
         return NativeLinear(self._calls.linear, packed, (size_out, size_in))
 
     def head_weight(self, weight_HKN: Tensor) -> Tensor:
         """Pack a weight [heads, in, out] of every head: [bytes] uint8."""
-        return self._packed(weight_HKN.transpose(1, 2), self._dtype, self._calls)
+        return self._packed(weight_HKN.transpose(1, 2), self._weight_dtype, self._calls)
 
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
         """Pack a gate's weight [experts, hidden] in fp32, the gate's dtype: [bytes] uint8."""

@@ -10,8 +10,8 @@
 constexpr long LEAST_SHARED = 1 << 15;
 
 // See linear.h; a processor takes whole groups of columns.
-template <class T, class Out>
-static void linear_on(Processors& on, const T* x, long x_stride, const T* w, long M, long N, long K,
+template <class T, class W, class Out>
+static void linear_on(Processors& on, const T* x, long x_stride, const W* w, long M, long N, long K,
                       Out* out, long out_stride) {
     const long groups = blocks(N, GROUP);
     const long parts = N * K < LEAST_SHARED ? 1 : std::min(2 * on.count(), groups);
@@ -25,8 +25,8 @@ static void linear_on(Processors& on, const T* x, long x_stride, const T* w, lon
 }
 
 // See experts.h.
-template <class T>
-static void mlp_on(Processors& on, const T* x, const T* gate_up, const T* down, long M, long X,
+template <class T, class W>
+static void mlp_on(Processors& on, const T* x, const W* gate_up, const W* down, long M, long X,
                    long I, T* out) {
     float* wide = scratch<float, 28>(M * 2 * I);
     T* inner = scratch<T, 29>(M * I);

@@ -193,7 +193,7 @@ class _Instance:
         cluster, bounds = config.cluster, config.cluster.bounds
         model = ModelConfig.from_folder(checkpoint)
         dtype = torch_dtype(config)
-        kernels, attention, _ = cpu_parts(config, model)
+        kernels, attention, _ = cpu_parts(config, model, checkpoint)
         experts = expert_range(model, instance, cluster.num_instances)
         moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)

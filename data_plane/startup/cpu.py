@@ -23,7 +23,7 @@ from data_plane.model.weights import (
     load_experts,
     load_weights,
 )
-from data_plane.startup.cpu_parts import cpu_parts
+from data_plane.startup.cpu_parts import cpu_parts, kernels_for
 from data_plane.startup.shared_parts import (
     bucket_table,
     moe_backends,
@@ -32,7 +32,7 @@ from data_plane.startup.shared_parts import (
     torch_dtype,
 )
 from data_plane.step.cpu import CpuStep
-from data_plane.step.cpu_kernels import cpu_kernels, cpu_mixtures, fused_obstacle
+from data_plane.step.cpu_kernels import cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -43,8 +43,7 @@ from nanocp.config import Config
 def load_shared_weights(config: Config, checkpoint: Path) -> ModelWeights:
     """Load all weights but experts: the same on every instance."""
     dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint)
-    data_plane = config.data_plane
-    kernels, _ = cpu_kernels(data_plane.cpu_kernels, dtype, data_plane.threads_per_instance)
+    kernels, _ = kernels_for(config, model, checkpoint)
     return load_weights(checkpoint, model, dtype, range(0), packing=kernels)
 
 
@@ -65,7 +64,7 @@ def build_cpu_instance(
     cluster = config.cluster
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
-    kernels, attention, sentences = cpu_parts(config, model)
+    kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
     if shared is None:

@@ -1,17 +1,19 @@
 """What computes on a CPU, for an instance, a stage and a profile alike.
 
-Enters: Config, the model. Leaves: kernels and attention, and a sentence for each choice. Does not
-know: weights, frames, what they compute for.
+Enters: Config, the model, its folder. Leaves: kernels and attention, and a sentence for each
+choice. Does not know: frames, what they compute for.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from data_plane.attention.backend import Attention, AttentionSite, attention_backend
 from data_plane.model.config import ModelConfig
+from data_plane.model.weights import stores_bf16
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.step.cpu_kernels import Kernels, cpu_kernels
 from nanocp.config import Config
@@ -23,16 +25,24 @@ class CpuParts(NamedTuple):
     kernels: Kernels
     attention: Attention
     sentences: list[str]
-    """For an operator: both choices, each with its reason."""
+    """For an operator: each choice with its reason."""
 
 
-def cpu_parts(config: Config, model: ModelConfig) -> CpuParts:
+def cpu_parts(config: Config, model: ModelConfig, checkpoint: Path) -> CpuParts:
     """Choose them. Raises ValueError naming what is configured and cannot run here."""
     data_plane, dtype = config.data_plane, torch_dtype(config)
-    kernels, kernels_choice = cpu_kernels(
-        data_plane.cpu_kernels, dtype, data_plane.threads_per_instance
-    )
+    kernels, kernels_choice = kernels_for(config, model, checkpoint)
     site = AttentionSite.of(model, torch.device("cpu"), dtype, kv_dtype=dtype)
     own = kernels.own_attention(model)
     attention, choice = attention_backend(data_plane.attention_backend, site, own)
-    return CpuParts(kernels, attention, [f"kernels: {kernels_choice}", f"attention: {choice}"])
+    sentences = [f"kernels: {kernels_choice}", f"attention: {choice}"]
+    if kernels.keeps_bf16:
+        sentences.append("weights: bf16, as the checkpoint has them; arithmetic in float32")
+    return CpuParts(kernels, attention, sentences)
+
+
+def kernels_for(config: Config, model: ModelConfig, checkpoint: Path) -> tuple[Kernels, str]:
+    """Choose the kernels for a checkpoint's weights; see step.cpu_kernels.cpu_kernels."""
+    data_plane, dtype = config.data_plane, torch_dtype(config)
+    keeps_bf16 = dtype == torch.float32 and stores_bf16(checkpoint, model)
+    return cpu_kernels(data_plane.cpu_kernels, dtype, data_plane.threads_per_instance, keeps_bf16)

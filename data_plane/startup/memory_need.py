@@ -13,7 +13,7 @@ import numpy as np
 
 from data_plane.attention.fp8_latent import token_bytes
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import stored_shapes
+from data_plane.model.weights import is_packed, stored_shapes
 from data_plane.transport.regions import step_layout
 from nanocp.config import Config
 from nanocp.experts import num_slots
@@ -39,21 +39,23 @@ class MemoryNeed:
         return self.experts + self.other_weights + self.exchange
 
 
-def memory_need(model: ModelConfig, config: Config) -> MemoryNeed:
+def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> MemoryNeed:
     """Compute what each instance of the cluster that `config` describes needs.
 
-    Experts that a checkpoint has in FP8 stay so on a GPU. Raises ValueError if the model's KV
-    cannot be kept in FP8.
+    Experts that a checkpoint has in FP8 stay so on a GPU. stores_bf16: whether the checkpoint has
+    its matrices in bf16, where native kernels keep them. Raises ValueError if the model's KV cannot
+    be kept in FP8.
     """
     num_instances, data_plane = config.cluster.num_instances, config.data_plane
     redundant = config.cluster.redundant_experts
     item_bytes = 2 if data_plane.dtype == "bfloat16" else 4
+    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else item_bytes
     experts = range(model.num_experts and num_slots(model.num_experts, num_instances, redundant))
-    everything = _elements(model, experts)
-    other = _elements(model, range(0))
+    other = _bytes(model, range(0), item_bytes, matrix_bytes)
+    of_experts = _bytes(model, experts, item_bytes, matrix_bytes) - other
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
-        other += model.vocab_size * model.hidden_size
+        other += model.vocab_size * model.hidden_size * matrix_bytes
     keeps_fp8 = model.fp8_block is not None and data_plane.device == "cuda"
     layout = step_layout(config.cluster.bounds, data_plane, model)
     region = sum(
@@ -62,32 +64,42 @@ def memory_need(model: ModelConfig, config: Config) -> MemoryNeed:
         for field in fields
     )
     return MemoryNeed(
-        experts=(everything - _elements(model, range(0))) * (1 if keeps_fp8 else item_bytes),
-        other_weights=other * item_bytes,
+        experts=of_experts // matrix_bytes if keeps_fp8 else of_experts,
+        other_weights=other,
         exchange=2 * region * (num_instances - 1),
         page=PAGE_SIZE * model.num_layers * _kv_bytes(model, config, item_bytes),
     )
 
 
+def keeps_bf16(config: Config, stores_bf16: bool) -> bool:
+    """Whether instances keep a checkpoint's bf16 matrices, though they compute in fp32."""
+    data_plane = config.data_plane
+    is_native = data_plane.device == "cpu" and data_plane.cpu_kernels != "torch"
+    return stores_bf16 and is_native and data_plane.dtype == "float32"
+
+
 def smallest_cluster(
-    model: ModelConfig, config: Config, usable: float, reserve: float
+    model: ModelConfig, config: Config, stores_bf16: bool, usable: float, reserve: float
 ) -> int | None:
     """Find the fewest instances, from those of `config` on, that leave room for some frames.
 
-    usable, reserve: bytes of an instance's memory, and of what frames and weights may not take.
-    Returns None if more instances do not help.
+    stores_bf16: see memory_need. usable, reserve: bytes of an instance's memory, and of what frames
+    and weights may not take. Returns None if more instances do not help.
     """
     most = max(model.num_experts, config.cluster.num_instances)
     for number in range(config.cluster.num_instances, most + 1):
         sized = replace(config, cluster=replace(config.cluster, num_instances=number))
-        need = memory_need(model, sized)
+        need = memory_need(model, sized, stores_bf16)
         if need.fixed + need.page <= usable - reserve:
             return number
     return None
 
 
-def _elements(model: ModelConfig, experts: range) -> int:
-    return sum(math.prod(shape) for shape in stored_shapes(model, experts).values())
+def _bytes(model: ModelConfig, experts: range, item_bytes: int, matrix_bytes: int) -> int:
+    return sum(
+        math.prod(shape) * (matrix_bytes if is_packed(name, shape) else item_bytes)
+        for name, shape in stored_shapes(model, experts).items()
+    )
 
 
 def _kv_bytes(model: ModelConfig, config: Config, item_bytes: int) -> int:

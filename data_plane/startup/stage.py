@@ -41,7 +41,7 @@ def build_stage(
     torch.set_num_threads(config.data_plane.threads_per_instance)
     dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint)
     pipeline = PipelineConfig.of(config, model.num_layers)
-    kernels, attention, sentences = cpu_parts(config, model)
+    kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     is_last, layers = stage == pipeline.num_stages - 1, layers_of(pipeline.first_split, stage)
     weights = StageWeights(
         checkpoint, model, dtype, kernels, layers, stage == 0, is_last and samples, progress

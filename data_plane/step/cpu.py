@@ -107,7 +107,7 @@ class CpuStep:
         live_B = torch.from_numpy(rows.live)
         own_plan = self._attention.plan(own.frames, own.lengths)
         self._weights.rope.reach(int(rows.position.max(initial=0)))
-        x_BX = self._weights.embedding[torch.from_numpy(rows.token)]
+        x_BX = self._weights.embedding[torch.from_numpy(rows.token)].to(self._frames.layers.dtype)
         for index, layer in enumerate(self._weights.layers):
             self._exchange.attention_epoch += 1
             probe("other")

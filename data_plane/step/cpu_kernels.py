@@ -119,11 +119,14 @@ class TorchKernels(TorchPacking):
         """Do nothing: torch keeps nothing."""
 
 
-def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernels, str]:
+def cpu_kernels(
+    name: str, dtype: torch.dtype, num_threads: int, keeps_bf16: bool = False
+) -> tuple[Kernels, str]:
     """The kernels, and a sentence why. name: one of CPU_KERNELS, as config.py has checked.
 
-    num_threads: of the instance. Raises ValueError if native kernels are asked for and unavailable,
-    or if this process may not run on as many cores as it has threads.
+    num_threads: of the instance. keeps_bf16: whether native kernels keep bf16 weights; torch's
+    widen them. Raises ValueError if native kernels are asked for and unavailable, or if this
+    process may not run on as many cores as it has threads.
     """
     assert name in CPU_KERNELS, name
     if name == "torch":
@@ -135,7 +138,8 @@ def cpu_kernels(name: str, dtype: torch.dtype, num_threads: int) -> tuple[Kernel
             "native kernels take at most one thread a core, so that no task waits for its thread"
         )
     try:
-        kernels = NativeKernels(dtype, "avx2" if name == "avx2" else "", num_threads)
+        instructions = "avx2" if name == "avx2" else ""
+        kernels = NativeKernels(dtype, instructions, num_threads, keeps_bf16)
         why = "which this CPU can run" if name == "auto" else "as configured"
         return kernels, f"native ({kernels.instructions}), {why}"
     except NativeUnavailable as reason:

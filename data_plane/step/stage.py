@@ -85,7 +85,7 @@ class ModelStage(StageEdge):
     def _embed(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> Tensor:
         assert self._weights.embedding is not None, "only the first stage embeds"
         ids = [token_id for _, token_ids in spans for token_id in token_ids]
-        return self._weights.embedding[torch.tensor(ids)]
+        return self._weights.embedding[torch.tensor(ids)].to(self._frames.layers.dtype)
 
     @torch.inference_mode()
     def _run_layer(

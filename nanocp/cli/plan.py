@@ -103,13 +103,14 @@ def _report(
     folder: Path, model: ModelConfig, config: Config, name: str, memory_gb: float | None
 ) -> bool:
     """Print the table; return whether the model fits."""
-    from data_plane.startup.memory_need import memory_need
+    from data_plane.startup.memory_need import keeps_bf16, memory_need
     from nanocp.experts import num_slots
 
+    stores_bf16 = _stores_bf16(folder, model)
     device, num_instances = DEVICES[name], config.cluster.num_instances
     memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_instances))
     need, usable, reserve = (
-        memory_need(model, config),
+        memory_need(model, config, stores_bf16),
         device.usable_share * memory,
         _GB * device.reserve_gb,
     )
@@ -117,7 +118,9 @@ def _report(
     typer.echo(f"{folder}: {_describe(model)}")
     typer.echo(
         f"on {num_instances} x {name} of {memory / _GB:.1f} GB, {usable / _GB:.1f} of them usable; "
-        f"{config.data_plane.dtype}; each instance:"
+        f"{config.data_plane.dtype}"
+        f"{', matrices bfloat16 as stored' if keeps_bf16(config, stores_bf16) else ''}; "
+        "each instance:"
     )
     rows = [("other weights", need.other_weights, "the same on every instance")]
     if model.num_experts:
@@ -136,7 +139,7 @@ def _report(
         typer.echo(f"  {what:<14}{num_bytes / _GB:8.2f} GB   {about}")
     if num_frames < 1:
         typer.echo(f"It does not fit: {(need.page - left) / _GB:.1f} GB too many on each instance.")
-        typer.echo(_advice(model, config, usable, reserve, memory_gb is None))
+        typer.echo(_advice(model, config, stores_bf16, usable, reserve, memory_gb is None))
         return False
     typer.echo(
         f"It fits. KV: {tokens:,} tokens on one instance, {tokens * num_instances:,} on all. The "
@@ -157,26 +160,47 @@ def _describe(model: ModelConfig) -> str:
 
 
 def _advice(
-    model: ModelConfig, config: Config, usable: float, reserve: float, has_device: bool
+    model: ModelConfig,
+    config: Config,
+    stores_bf16: bool,
+    usable: float,
+    reserve: float,
+    has_device: bool,
 ) -> str:
     from data_plane.startup.memory_need import memory_need, smallest_cluster
 
     ways = []
-    fewest = smallest_cluster(model, config, usable, reserve)
+    fewest = smallest_cluster(model, config, stores_bf16, usable, reserve)
     if fewest is not None:
         ways.append(f"{fewest} instances of this device")
-    need = memory_need(model, config)
+    need = memory_need(model, config, stores_bf16)
     for name, device in DEVICES.items():
         room = _GB * (device.usable_share * device.memory_gb - device.reserve_gb)
         if has_device and config.data_plane.device == "cuda" and room >= need.fixed + need.page:
             ways.append(f"{config.cluster.num_instances} x {name}")
     halved = replace(config, data_plane=replace(config.data_plane, dtype="bfloat16"))
-    smaller = memory_need(model, halved)
+    smaller = memory_need(model, halved, stores_bf16)
     if config.data_plane.dtype == "float32" and smaller.fixed + smaller.page <= usable - reserve:
         ways.append("--dtype bfloat16")
     if not ways:
         return "Every instance holds all weights but its experts: a larger device is needed."
     return f"What would make it fit: {', or '.join(ways)}."
+
+
+def _has_weights(folder: Path) -> bool:
+    return bool(list(folder.glob("*.safetensors*")))
+
+
+def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
+    """Whether matrices are stored in bf16; without weights, whether config.json says so."""
+    from data_plane.model.config_fields import read_json
+    from data_plane.model.weights import stores_bf16
+
+    if _has_weights(folder):
+        return stores_bf16(folder, model)
+    fields = read_json(folder / "config.json")
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    return model.fp8_block is None and dtype == "bfloat16"
 
 
 def _weights(folder: Path, model: ModelConfig) -> str:
@@ -185,7 +209,7 @@ def _weights(folder: Path, model: ModelConfig) -> str:
     from data_plane.model.weights import stored_shapes
 
     shapes: Any = stored_shapes(model, range(model.num_experts))
-    if not list(folder.glob("*.safetensors*")):
+    if not _has_weights(folder):
         return f"The folder has no weights yet; {len(shapes):,} tensors will be read."
     SafetensorsReader(folder, model.fp8_block).check(shapes)
     return f"The folder has all {len(shapes):,} tensors."

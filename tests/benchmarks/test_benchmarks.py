@@ -28,19 +28,18 @@ from nanocp.simulator.cost import CostModel
 QUIET = Console(quiet=True)
 
 
-def result(engine, instances, threads, rate, batch=32):
-    return MeasuredPoint(engine, instances, threads, "float32", batch)._asdict() | {
-        "tokens_per_s": rate
-    }
+def result(engine, instances, threads, rate, batch=32, stored="bfloat16"):
+    point = MeasuredPoint(engine, instances, threads, "float32", stored, batch)
+    return point._asdict() | {"tokens_per_s": rate}
 
 
 @pytest.mark.system
 def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
+    monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda *of: tiny_checkpoint)
     shape = decode_cpu.DecodeShape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 2, 1)
     rates, versions = decode_cpu.measure(shape, "torch", None, QUIET)
     assert set(rates) == {
-        MeasuredPoint(engine, instances, 1, "float32", batch)
+        MeasuredPoint(engine, instances, 1, "float32", "bfloat16", batch)
         for engine, instances in (("nanocp", 2), ("transformers", 1))
         for batch in (1, 3)
     }
@@ -53,7 +52,7 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
 
 def test_a_peer_that_does_not_answer_is_left_out_and_the_rest_is_measured(monkeypatch, capsys):
     """Without a terminal, each measurement is a line."""
-    monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda preset: None)
+    monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda *of: None)
     monkeypatch.setattr(decode_cpu, "random_prompts", lambda *shape, seed: [[1]])
     monkeypatch.setattr(decode_cpu, "_service", lambda *of: contextlib.nullcontext())
     monkeypatch.setattr(decode_cpu, "_ours", lambda *of, warm: 12.0)
@@ -88,7 +87,8 @@ def test_native_kernels_are_held_against_those_of_torch_at_8_and_32_rows():
         for batch in (1, 8, 32)
     ]
     assert list(decode_cpu.ratios(rates)) == [
-        ("float32", "native / torch's kernels", "1 / 1", batch, 1.3, 1.4) for batch in (8, 32)
+        ("float32", "bfloat16", "native / torch's kernels", "1 / 1", batch, 1.3, 1.4)
+        for batch in (8, 32)
     ]
 
 
@@ -227,7 +227,9 @@ def test_ratios_say_which_claim_does_not_hold():
         result("nanocp", 4, 1, 79.0),
         result("transformers", 1, 1, 50.0),
     ]
-    found = {name: (ratio, claimed) for _, name, _, _, ratio, claimed in decode_cpu.ratios(results)}
+    found = {
+        name: (ratio, claimed) for *_, name, _, _, ratio, claimed in decode_cpu.ratios(results)
+    }
     assert found == {
         "one instance / transformers": (2.0, 2.0),
         "four instances / one": (0.79, 0.85),
@@ -243,9 +245,20 @@ def test_ratios_look_at_the_claimed_batch_but_at_every_batch_of_vllm():
         result("vllm", 1, 1, 125.0, 8),
     ]
     assert list(decode_cpu.ratios(rates)) == [
-        ("float32", "one instance / vLLM", "1 / 1", 8, 0.8, 0.9)
+        ("float32", "bfloat16", "one instance / vLLM", "1 / 1", 8, 0.8, 0.9)
     ]
     assert not decode_cpu.show_ratios(rates, QUIET)
+
+
+def test_ratios_compare_engines_on_one_folder_only():
+    results = [
+        result("nanocp", 1, 1, 100.0),
+        result("transformers", 1, 1, 25.0, stored="float32"),
+        result("nanocp", 1, 1, 60.0, stored="float32"),
+    ]
+    assert list(decode_cpu.ratios(results)) == [
+        ("float32", "float32", "one instance / transformers", "1 / 1", 32, 2.4, 2.0)
+    ]
 
 
 def test_rate_counts_whole_steps_inside_the_steady_state():
@@ -334,7 +347,8 @@ def test_results_are_the_list_and_the_machine_lies_beside(tmp_path):
     path = tmp_path / "results" / "decode.json"
     write_results(path, [result("nanocp", 1, 1, 1.5)], describe(0.1))
     (entry,) = json.loads(path.read_text())
-    assert set(entry) == {"engine", "instances", "threads", "dtype", "batch", "tokens_per_s"}
+    fields = {"engine", "instances", "threads", "dtype", "stored", "batch", "tokens_per_s"}
+    assert set(entry) == fields
     machine = json.loads((tmp_path / "results" / "decode.machine.json").read_text())
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True

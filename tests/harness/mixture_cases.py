@@ -56,12 +56,17 @@ def exchanges(kind, num_instances, layout, limits=PATIENT):
 class MixtureCase:
     """Weights of two mixtures, and what each instance is given, from a seed."""
 
-    def __init__(self, config, form, num_instances, seed, num_epochs=6, **shape):
-        """config: a ModelConfig, changed by `shape`. form: see native_cases."""
+    def __init__(self, config, form, num_instances, seed, num_epochs=6, keeps_bf16=None, **shape):
+        """config: a ModelConfig, changed by `shape`. form: see native_cases.
+
+        keeps_bf16: experts have values of bf16, and whether the kernels keep them so.
+        """
         self.model, self.dtype = replace(config, **shape), form[0]
         self.form, self.num_instances, self.num_epochs = form, num_instances, num_epochs
         self.generator = torch.Generator().manual_seed(seed)
-        self.packing = NativeKernels(*form)
+        self.value_dtype = self.dtype if keeps_bf16 is None else torch.bfloat16
+        self.keeps_bf16 = bool(keeps_bf16)
+        self.packing = NativeKernels(*form, keeps_bf16=self.keeps_bf16)
         experts, hidden = self.model.num_experts, self.model.hidden_size
         self.layers = []
         for _ in range(2):
@@ -82,8 +87,8 @@ class MixtureCase:
 
     def _mlp(self):
         inner, hidden = self.model.expert_size, self.model.hidden_size
-        gate_up = (self._randn(2 * inner, hidden) * hidden**-0.5).to(self.dtype)
-        down = (self._randn(hidden, inner) * inner**-0.5).to(self.dtype)
+        gate_up = (self._randn(2 * inner, hidden) * hidden**-0.5).to(self.value_dtype)
+        down = (self._randn(hidden, inner) * inner**-0.5).to(self.value_dtype)
         return MlpWeights(self.packing.linear(gate_up), self.packing.linear(down))
 
     def _rows(self):
@@ -118,7 +123,10 @@ class MixtureCase:
 
     def in_one_call(self, num_processors, early_rows):
         """A maker of mixtures in one native call."""
-        kernels = [NativeKernels(*self.form, num_processors) for _ in range(self.num_instances)]
+        kernels = [
+            NativeKernels(*self.form, num_processors, self.keeps_bf16)
+            for _ in range(self.num_instances)
+        ]
 
         def make(end, instance):
             return NativeMixtures(

@@ -3,6 +3,7 @@
 import connector
 import heads
 import of_fused
+import of_kernels
 import of_mixture
 import overlap
 from mutant import Mutant as Mutant
@@ -383,22 +384,6 @@ MUTANTS = [
         tests=("tests/data_plane/prefill/test_probe.py",),
     ),
     Mutant(
-        name="bf16-pairs",
-        why="with AVX2, the second k of a pair of bf16 weights is multiplied by the first value",
-        path="data_plane/native/avx2.h",
-        text="return splat(x[step * 2 + part]);",
-        fault="return splat(x[step * 2]);",
-        tests=("tests/data_plane/native/test_kernels.py", "-k", "test_linear and bfloat16"),
-    ),
-    Mutant(
-        name="instruction-set",
-        why="cpu_kernels: avx2 runs AVX-512, so nothing measures or tests the other form",
-        path="data_plane/native/build.py",
-        text="for name in [wanted] if wanted else _SETS:",
-        fault="for name in _SETS:",
-        tests=("tests/data_plane/native/test_kernels.py", "-k", "gets_avx2"),
-    ),
-    Mutant(
         name="mask-of-another",
         why="a row that is asked about earlier ids keeps its matcher, and gets a later mask",
         path="data_plane/instance/grammar.py",
@@ -438,6 +423,7 @@ MUTANTS = [
     *OF_SCHEDULING,
     *OF_TERMS,
     *overlap.MUTANTS,
+    *of_kernels.MUTANTS,
     *of_mixture.MUTANTS,
     *of_fused.MUTANTS,
     *connector.MUTANTS,

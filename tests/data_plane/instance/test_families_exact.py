@@ -7,6 +7,7 @@ and stories takes several minutes: `make test-system`.
 from dataclasses import replace
 
 import pytest
+import torch
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
@@ -22,7 +23,9 @@ FAMILIES = (
     "tiny-qwen3",
     "tiny-glm4-moe",
     "tiny-mixtral",
+    "tiny-qwen3-moe in bfloat16",
 )
+"""Presets; one is stored in bf16, which the kernels keep, and computed in fp32 like the others."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,9 @@ def checkpoints(tmp_path_factory):
     def of(preset):
         if preset not in made:
             path = tmp_path_factory.mktemp("family") / preset
-            make_checkpoint(path, preset, published_spelling=True)
+            name, _, stored = preset.partition(" in ")
+            dtype = getattr(torch, stored or "float32")
+            make_checkpoint(path, name, dtype=dtype, published_spelling=True)
             made[preset] = path, Oracle(path)
         return made[preset]
 
@@ -152,6 +157,7 @@ SAMPLE = (
     ("tiny-qwen3", "mixed degrees, absorbed"),
     ("tiny-glm4-moe", "chaos, absorbed"),
     ("tiny-mixtral", "preempted, windows of four steps"),
+    ("tiny-qwen3-moe in bfloat16", "chaos"),
 )
 
 

@@ -18,7 +18,8 @@ from data_plane.model import safetensors_reader
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.safetensors_reader import SafetensorsReader
-from data_plane.model.weights import expert_range, load_weights, stored_shapes
+from data_plane.model.weights import expert_range, is_packed, load_weights, stored_shapes
+from harness.native_cases import native
 
 
 def bytes_read():
@@ -213,7 +214,7 @@ config = ModelConfig.from_folder(sys.argv[1])
 if sys.argv[2] == "kept":
     packing = PlainPacking(keeps_fp8_experts=True)
 else:
-    packing, _ = cpu_kernels(sys.argv[2], torch.float32, 1)
+    packing, _ = cpu_kernels(sys.argv[2], torch.float32, 1, keeps_bf16=True)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 weights = load_weights(sys.argv[1], config, torch.float32, range(8), packing=packing)
@@ -224,16 +225,24 @@ print(status("VmHWM") - before)
 @pytest.mark.parametrize(
     ("dtype", "packing"),
     [
-        *((torch.bfloat16, kernels) for kernels in ("torch", "auto")),
+        *((torch.bfloat16, kernels) for kernels in ("torch", "native")),
         *((torch.float8_e4m3fn, packing) for packing in ("torch", "kept")),
     ],
     ids=str,
 )
 def test_loading_never_holds_more_than_the_share_and_one_tensor(tmp_path, dtype, packing):
-    """Weights are packed by the kernels of that name, or stay in FP8, at a byte an element."""
+    """Weights are packed by the kernels of that name, or stay in FP8; native kernels keep bf16."""
+    if packing == "native":
+        native((torch.float32, ""))
     make_checkpoint(tmp_path, "tiny", dtype=dtype, overrides=LARGE)
+
+    def element_bytes(name, shape):
+        if packing == "kept" and ".experts." in name:
+            return 1
+        return 2 if packing == "native" and is_packed(name, shape) else 4
+
     sizes = [
-        (1 if packing == "kept" and ".experts." in name else 4) * math.prod(shape)
+        element_bytes(name, shape) * math.prod(shape)
         for name, shape in stored_shapes(ModelConfig.from_folder(tmp_path), range(8)).items()
     ]
     run = subprocess.run(

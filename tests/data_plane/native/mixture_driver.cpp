@@ -67,7 +67,7 @@ struct Rows {
 struct Layer {
     std::vector<int64_t> seat, slot;
     std::vector<const float*> gate_up, down;
-    MixtureLayer<float> of;
+    MixtureLayer<float, float> of;
 
     Layer(const Weights& weights, long instance, long N) : seat(E), slot(E, -1) {
         for (long e = 0; e < E; ++e) {
@@ -122,7 +122,7 @@ static void run_instance(Cluster& cluster, const Weights& weights, std::vector<R
                          std::vector<Values>& outs, long own, long num_processors, long early_rows,
                          uint64_t seed) {
     Processors processors(num_processors);
-    Mixture<float> mixture(&processors, cluster.N, own, MAX_ROWS);
+    Mixture<float, float> mixture(&processors, cluster.N, own, MAX_ROWS);
     const Layer layer(weights, own, cluster.N);
     const std::vector<Peer<float>> peers[] = {cluster.peers(own, 0), cluster.peers(own, 1)};
     std::vector<long> awaited(cluster.N + 1), counts(cluster.N);

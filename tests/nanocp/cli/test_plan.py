@@ -56,8 +56,21 @@ def test_a_dense_model_does_not_shrink_with_more_instances(published):
     small = plan(folder, "--instances", 2, "--device", "h100", "--memory-gb", 20)
     assert small.exit_code == 1 and "a larger device is needed" in small.output
     assert plan(folder, "--instances", 2, "--device", "h100").exit_code == 0
-    halved = plan(folder, "--instances", 2, "--memory-gb", 30)
-    assert halved.exit_code == 1 and "would make it fit: --dtype bfloat16." in halved.output
+
+
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+def test_what_is_stored_in_bf16_stays_so_on_a_cpu(published, field):
+    folder = published("llama-3.1-8b")
+    fits = plan(folder, "--instances", 2, "--memory-gb", 30)
+    assert fits.exit_code == 0, fits.output
+    assert "float32, matrices bfloat16 as stored; each instance:" in fits.output
+    assert "other weights    16.06 GB" in fits.output
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(fields | {field: "float32"}))
+    widened = plan(folder, "--instances", 2, "--memory-gb", 30)
+    assert widened.exit_code == 1 and "float32; each instance" in widened.output
+    assert "would make it fit: --dtype bfloat16." in widened.output
 
 
 def test_experts_need_not_divide_and_redundant_slots_are_counted(published):
@@ -90,6 +103,9 @@ def test_the_weights_take_what_was_said(tmp_path, preset):
     elements = []
     experts = expert_range(model, 0, 4)
     load_weights(tmp_path, model, torch.float32, experts, lambda _, total: elements.append(total))
-    need = memory_need(model, Config(cluster=ClusterConfig(num_instances=4)))
+    config = Config(cluster=ClusterConfig(num_instances=4))
+    need, kept = (memory_need(model, config, stores_bf16) for stores_bf16 in (False, True))
     head = model.vocab_size * model.hidden_size if model.tied_embeddings else 0
     assert need.experts + need.other_weights == 4 * (elements[-1] + head)
+    assert 2 * kept.experts == need.experts
+    assert 0.5 < kept.other_weights / need.other_weights < 0.52  # norms, biases, gates

@@ -1,0 +1,40 @@
+"""Faults in the compiled kernels, and in what they are built from."""
+
+from mutant import Mutant
+
+STORED = "tests/data_plane/native/test_stored_bf16.py"
+
+MUTANTS = [
+    Mutant(
+        name="bf16-pairs",
+        why="with AVX2, the second k of a pair of bf16 weights is multiplied by the first value",
+        path="data_plane/native/linear.h",
+        text="return splat(x[step * 2 + part]);",
+        fault="return splat(x[step * 2]);",
+        tests=("tests/data_plane/native/test_kernels.py", "-k", "test_linear and bfloat16"),
+    ),
+    Mutant(
+        name="instruction-set",
+        why="cpu_kernels: avx2 runs AVX-512, so nothing measures or tests the other form",
+        path="data_plane/native/build.py",
+        text="for name in [wanted] if wanted else _SETS:",
+        fault="for name in _SETS:",
+        tests=("tests/data_plane/native/test_kernels.py", "-k", "gets_avx2"),
+    ),
+    Mutant(
+        name="pairs-not-parted",
+        why="a bf16 weight widened in a register keeps the bits of its neighbour below it",
+        path="data_plane/native/avx512.h",
+        text="is_second ? _mm512_and_si512(words, _mm512_set1_epi32(int(0xFFFF0000)))",
+        fault="is_second ? words",
+        tests=(STORED, "-k", "test_linear"),
+    ),
+    Mutant(
+        name="one-matrix-in-fp32",
+        why="a checkpoint of which some matrices are fp32 has those rounded to bf16",
+        path="data_plane/model/weights.py",
+        text="return all(reader.is_bf16(name)",
+        fault="return any(reader.is_bf16(name)",
+        tests=(STORED, "-k", "one_matrix"),
+    ),
+]
