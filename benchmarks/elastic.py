@@ -8,8 +8,9 @@ an instance is emptied, how a spare takes a seat.
 
 In the phase `changing`, with redundant experts, instance 3 is drained and taken back again and
 again; between the changes the service runs with four, and then with three. The last change is a
-kill: the survivors go on alone. In the phase `replacing` nothing is redundant, and instances are
-killed in turn while a spare stands by, and while none does.
+kill: the survivors go on alone. In the phase `replacing` nothing is redundant. Minutes in which an
+instance is killed while a spare stands by take turns with minutes in which none is. Then instances
+are killed one after the other, while a spare stands by, and while none does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from machine import describe, write_results
@@ -39,12 +40,17 @@ from nanocp.chaos.run import ChaosRun
 from nanocp.cli.console import output, print_claims
 from nanocp.config import ClusterConfig, Config, ServiceConfig
 
+Kind = TypeVar("Kind", int, str)
+
 NUM_INSTANCES = 4
 ALL, FEWER = [0, 1, 2, 3], [0, 1, 2]
 MAX_PAUSE_S = 1.0
 MAX_SPARE_S = 2.0
 """Goal: longest time by a spare, besides the loading of its experts."""
 MAX_SPARE_RATIO = 0.6
+MIN_KILL_RATIO = 0.7
+"""Goal: tokens in a minute with a kill, of those in one without."""
+_MINUTE_S, _QUICK_MINUTE_S = 60.0, 5.0
 _JUDGED_S = 120.0
 """Tokens a second are compared in runs of this length or more."""
 _LOADED_S = 5.0
@@ -130,11 +136,25 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
     seconds: of kills; at least one of each kind.
     """
     took_s: dict[str, list[float]] = {"with a spare": [], "without": []}
+    minute_s, num_pairs = (_MINUTE_S, 3) if seconds else (_QUICK_MINUTE_S, 1)
+    minutes: list[tuple[float, str]] = []
 
     async def has_spare(disturbed: Disturbed) -> None:
+        minutes.append((time.monotonic(), ""))
         await _until(lambda: disturbed.service.num_ready_spares > 0)
 
+    async def kill_each_minute(disturbed: Disturbed) -> None:
+        for number in range(num_pairs):
+            await has_spare(disturbed)
+            minutes.append((time.monotonic(), "undisturbed"))
+            await asyncio.sleep(minute_s)
+            minutes.append((time.monotonic(), "a kill"))
+            disturbed.note("kill, with a spare")
+            disturbed.launcher.kill(Member("instance", number))
+            await asyncio.sleep(minute_s)
+
     async def kill(disturbed: Disturbed, until_s: float) -> None:
+        await kill_each_minute(disturbed)
         service, begins_s = disturbed.service, time.monotonic()
         while not took_s["without"] or time.monotonic() < begins_s + seconds:
             await has_spare(disturbed)
@@ -149,10 +169,12 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
                 await _until(lambda term=term: service.term > term and service.is_whole)
                 times.append(round(time.monotonic() - killed_s, 2))
 
-    run = ChaosRun(checkpoint, seconds=max(seconds, 25.0), seed=seed)
-    result, _ = play_in_process(
+    num_minutes_s = 2 * num_pairs * minute_s
+    run = ChaosRun(checkpoint, seconds=max(seconds, 25.0) + num_minutes_s, seed=seed)
+    result, disturbed = play_in_process(
         WITH_SPARE, run, judge, kill, lambda disturbed: asyncio.run(has_spare(disturbed))
     )
+    by_minute = tokens_per_s(disturbed.asked, minutes)
     spare_s, process_s = (statistics.median(times) for times in took_s.values())
     return {
         "phase": "replacing",
@@ -162,6 +184,9 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
         "spare_s": spare_s,
         "new_process_s": process_s,
         "spare_ratio": round(spare_s / process_s, 2),
+        "minute_s": minute_s,
+        "tokens_per_s_by_minute": by_minute,
+        "kill_ratio": round(by_minute["a kill"] / max(by_minute["undisturbed"], 1e-9), 2),
     }
 
 
@@ -183,16 +208,17 @@ def _experts_load_s(checkpoint: Path) -> float:
     return round(time.monotonic() - began_s, 3)
 
 
-def tokens_per_s(asked: list[Asked], serving: list[tuple[float, int]]) -> dict[int, float]:
-    """Tokens a second by the number of instances, from the moment that so many served."""
+def tokens_per_s(asked: list[Asked], phases: list[tuple[float, Kind]]) -> dict[Kind, float]:
+    """Tokens a second by kind of phase, which begins at its time; 0 and "" are of no kind."""
     times = sorted(at_s for each in asked for arrivals in each.arrivals_s for at_s in arrivals)
-    tokens, seconds = {3: 0, 4: 0}, {3: 1e-9, 4: 1e-9}
-    ends = [at_s for at_s, _ in serving[1:]]
-    for (begin_s, number), end_s in zip(serving, ends, strict=False):
-        if number:
-            tokens[number] += sum(begin_s <= at_s < end_s for at_s in times)
-            seconds[number] += end_s - begin_s
-    return {number: round(tokens[number] / seconds[number], 1) for number in tokens}
+    kinds = {kind for _, kind in phases if kind}
+    tokens, seconds = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 1e-9)
+    ends = [at_s for at_s, _ in phases[1:]]
+    for (begin_s, kind), end_s in zip(phases, ends, strict=False):
+        if kind:
+            tokens[kind] += sum(begin_s <= at_s < end_s for at_s in times)
+            seconds[kind] += end_s - begin_s
+    return {kind: round(tokens[kind] / seconds[kind], 1) for kind in kinds}
 
 
 def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -213,6 +239,7 @@ def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
 def claims_of_spares(result: dict[str, Any]) -> list[tuple[str, bool]]:
     """What is claimed of spares, and whether it holds."""
     limit_s = MAX_SPARE_S + result["experts_load_s"]
+    is_short = result["minute_s"] < _MINUTE_S
     return [
         *_nothing_failed(result),
         (
@@ -223,6 +250,11 @@ def claims_of_spares(result: dict[str, Any]) -> list[tuple[str, bool]]:
         (
             f"that is {result['spare_ratio']} of the time with a new process, at most 0.6",
             result["spare_ratio"] <= MAX_SPARE_RATIO,
+        ),
+        (
+            f"minutes with a kill give {result['kill_ratio']} of the tokens of others, at least "
+            f"{MIN_KILL_RATIO}" + "; too short to judge" * is_short,
+            result["kill_ratio"] >= MIN_KILL_RATIO or is_short,
         ),
     ]
 

@@ -83,11 +83,6 @@ class Adoption:
         self._sharing.adopted(request, arrival)
         return request
 
-    def expire(self, now_us: int) -> None:
-        """Wait no longer than was said."""
-        if self.next_deadline_us is not None and now_us >= self.next_deadline_us:
-            self.end()
-
     def end(self) -> None:
         """Nobody is waited for any more: what no request has is free."""
         for instance, frame in self._reserved:

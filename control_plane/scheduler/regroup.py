@@ -128,10 +128,10 @@ class HeldRequests:
         deadlines = (self._until_us, self._adoption.next_deadline_us)
         return min((each for each in deadlines if each is not None), default=None)
 
-    def expire(self, now_us: int) -> bool:
-        """Wait no longer than was said; True: `end_wait` is due."""
-        self._adoption.expire(now_us)
-        return self._until_us is not None and now_us >= self._until_us
+    def is_overdue(self, now_us: int) -> bool:
+        """Whether front ends have been waited for long enough: `end_wait` is due."""
+        deadline_us = self.next_deadline_us
+        return deadline_us is not None and now_us >= deadline_us
 
     def end_wait(self) -> list[Request]:
         """Every front end has submitted, or is waited for no longer.
@@ -139,4 +139,5 @@ class HeldRequests:
         Returns the requests that are over: each is held until it is dropped.
         """
         self._until_us = None
+        self._adoption.end()
         return list(self._held.values())

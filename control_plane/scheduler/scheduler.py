@@ -333,7 +333,7 @@ class Scheduler:
     # --- ends
 
     def _expire(self) -> None:
-        if self._held.expire(self._now_us):
+        if self._held.is_overdue(self._now_us):
             self._resubmitted(Resubmitted())
         self._admission.expire(self._now_us)
 

@@ -6,6 +6,7 @@ what `nanocp serve` prints, and its exit status. Does not know: how often there 
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import sys
@@ -22,6 +23,8 @@ from nanocp.serve.launcher_pipe import Pipe, PipedLauncher
 from nanocp.serve.service import Service
 from nanocp.serve.supervisor import FRONT_ENDS, HUNG_S, MEMBERS, ControllerSpec
 
+logger = logging.getLogger(__name__)
+
 
 def run_controller(spec: ControllerSpec, pipe: Pipe) -> int:
     """Serve until a signal or a failure; returns the exit status."""
@@ -37,7 +40,22 @@ def run_controller(spec: ControllerSpec, pipe: Pipe) -> int:
         spec.cluster_id,
         spec.number,
     )
-    return serve_until_end(service, served, output, lambda: pipe.send("serving"))
+    service.seats_changed = lambda seats: pipe.send("seats", seats)
+
+    def opened() -> None:
+        pipe.send("serving")
+        if spec.seats is not None:
+            threading.Thread(target=_want_again, args=(service, spec.seats), daemon=True).start()
+
+    return serve_until_end(service, served, output, opened)
+
+
+def _want_again(service: Service, seats: tuple[int, ...]) -> None:
+    """Let the seats serve that were wanted of the lost controller: the others have come back."""
+    try:
+        service.want_seats(seats)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        logger.warning("seats %s, which were wanted, do not serve alone: %s", list(seats), error)
 
 
 def _listen(pipe: Pipe) -> None:

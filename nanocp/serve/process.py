@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from nanocp.serve.free_ports import free_ports
 
 START_TIMEOUT_S = 300
 """Longer than the service's own limits, so that the service reports what is wrong."""
@@ -145,7 +146,9 @@ def serving(
 
     Raises RuntimeError with the end of the service's log if it does not start.
     """
-    port, metrics_port, http_port = free_port(), free_port(), free_port() if http else 0
+    num_front_ends = int(str(settings.get("service.front_ends", 1)))
+    port, metrics_port = free_ports(num_front_ends), free_port()
+    http_port = free_ports(num_front_ends) if http else 0
     command = [*program, "serve", str(checkpoint), *flags]
     command += ["--synthetic-kv"] if synthetic_kv else []
     command += ["--instances", str(instances), "--grpc-port", str(port)]
@@ -181,9 +184,7 @@ def _environment(settings: Mapping[str, object]) -> dict[str, str]:
 
 def free_port() -> int:
     """A port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports()
 
 
 def wait_until_serving(server: subprocess.Popen[bytes], port: int) -> None:

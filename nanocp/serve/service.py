@@ -173,6 +173,8 @@ class Service:
         """host:port for gRPC clients, of each front end."""
         self.http_addresses: tuple[str, ...] = ()
         """host:port for HTTP clients, of each front end."""
+        self.seats_changed: Callable[[tuple[int, ...]], None] = lambda seats: None
+        """Called with seats that were wanted, and serve now."""
         self.metrics_address = ""
         """host:port of /metrics and /cluster."""
 
@@ -262,7 +264,10 @@ class Service:
         limits, timeout_s = self._config.limits, _ANSWER_S
         if seats is not None:
             timeout_s = (limits.start_timeout_ms + limits.drain_timeout_ms) / 1000
-        return self._controller.want_seats(seats).result(timeout_s)
+        now = self._controller.want_seats(seats).result(timeout_s)
+        if seats is not None:
+            self.seats_changed(tuple(seats))
+        return now
 
     @property
     def num_ready_spares(self) -> int:

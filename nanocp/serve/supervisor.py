@@ -15,7 +15,6 @@ import os
 import pickle
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import Member
 from nanocp.choices import require
 from nanocp.config import Config
+from nanocp.serve.free_ports import free_ports
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe
 from nanocp.serve.service import Served, member_environment
@@ -62,6 +62,8 @@ class ControllerSpec:
     cluster_id: str
     living: Mapping[str, Mapping[Member, Any]]
     """Specs of processes that an earlier controller has started, by their launcher's name."""
+    seats: tuple[int, ...] | None = None
+    """Seats that an operator wanted of an earlier controller; None: all."""
 
 
 class Supervisor:
@@ -173,6 +175,8 @@ class Supervisor:
                 match message:
                     case ("serving",):
                         self.has_served.set()
+                    case ("seats", seats):
+                        self._spec = replace(self._spec, seats=seats)
                     case ("call", number, name, method, arguments):
                         # Stopping takes long, and the controller beats meanwhile.
                         threading.Thread(
@@ -213,22 +217,6 @@ def with_ports(service: ServiceConfig) -> ServiceConfig:
     num = service.front_ends
     return replace(
         service,
-        members_port=service.members_port or _free_ports(service.host, 2 + num),
-        metrics_port=service.metrics_port or _free_ports(service.host, 1),
+        members_port=service.members_port or free_ports(2 + num, service.host),
+        metrics_port=service.metrics_port or free_ports(1, service.host),
     )
-
-
-def _free_ports(host: str, number: int) -> int:
-    """The first of so many free ports in a row."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    while True:
-        with ExitStack() as stack:
-            first = 0
-            try:
-                for offset in range(number):
-                    probe = stack.enter_context(socket.socket(family))
-                    probe.bind((host, first + offset if first else 0))
-                    first = first or int(probe.getsockname()[1])
-            except (OSError, OverflowError):
-                continue
-            return first

@@ -88,6 +88,13 @@ def test_frames_of_requests_that_do_not_come_back_are_free_after_a_while():
     assert story.back(8, 60).transfers, "its frame may have been another's meanwhile"
 
 
+def test_a_request_that_waits_for_kept_frames_is_placed_when_nobody_came_back_for_them():
+    story = Story(*[(number, (TargetRun(0, NUM_FRAMES, number, 0),)) for number in (0, 1)])
+    assert not story.plan(Arrival(9, 100, 5)).transfers
+    story.now_us = HELD_US
+    assert story.plan().transfers
+
+
 @pytest.mark.parametrize("order", [(7, 8), (8, 7)])
 def test_a_page_that_two_requests_read_is_shared_again(order):
     pages = {7: PAGES, 8: (*PAGES[:1], TargetRun(1, 1, 1, 7), TargetRun(2, 1, 0, 9))}

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,15 +15,16 @@ from control_plane.event_log import LogReader, digest, log_lines
 from control_plane.launchers.ray_actors import RayLauncher
 from control_plane.member_streams import PREFILL, Member
 from control_plane.scheduler.scheduler import Scheduler
+from data_plane.fake.model import NUM_EXPERTS
 from data_plane.member.ray_actor import MemberActor
 from harness.engines import EngineProcess
 from harness.hash_service import CONFIG, ENVIRONMENT, expected, prompt, served
 from harness.paths import TESTS
-from harness.serve_process import descendants, is_running, segments_of
+from harness.serve_process import NANOCP, descendants, is_running, seats, segments_of
 from harness.service_recovery import LENGTHS, SLOW, WAIT_S, until
 from nanocp.client import Client
 from nanocp.config import PrefillConfig
-from nanocp.serve.process import free_port
+from nanocp.serve.free_ports import free_ports
 from nanocp.serve.supervisor import FRONT_ENDS, MEMBERS, Supervisor
 
 pytestmark = pytest.mark.system
@@ -37,14 +39,15 @@ def supervised(launcher=None, event_log="", **sections):
         front_ends=2,
         front_end_processes=True,
         controller_process=True,
-        grpc_port=free_port(),
-        metrics_port=free_port(),
+        grpc_port=free_ports(2),
+        metrics_port=free_ports(),
         event_log=event_log,
     )
     environment = ENVIRONMENT | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     limits = replace(CONFIG.limits, orphan_ms=120_000)
     config = replace(CONFIG, service=service, limits=limits, **sections)
-    supervisor = Supervisor(config, served(SLOW), environment, launcher)
+    with_experts = replace(served(SLOW), num_experts=NUM_EXPERTS)
+    supervisor = Supervisor(config, with_experts, environment, launcher)
     status = []
     thread = threading.Thread(target=lambda: status.append(supervisor.run()))
     thread.start()
@@ -194,3 +197,22 @@ def test_actors_of_ray_outlive_the_controller():
         launcher.kill(Member("instance", 2))
         os.kill(supervisor.process.pid, signal.SIGKILL)
         check(running)
+
+
+def test_a_seat_that_was_drained_is_drained_again_by_the_next_controller():
+    cluster = replace(CONFIG.cluster, redundant_experts=NUM_EXPERTS)
+    with supervised(cluster=cluster) as (supervisor, targets), ThreadPoolExecutor(8) as pool:
+        status = f"127.0.0.1:{supervisor.config.service.metrics_port}"
+        subprocess.run([*NANOCP, "drain", "3", "--target", status], check=True, timeout=WAIT_S)
+        running = answers(pool, targets)
+        os.kill(supervisor.process.pid, signal.SIGKILL)
+        check(running)
+        until(lambda: is_answering(status) and seats(status)["serving"] == [0, 1, 2])
+        assert seats(status)["empty"] == [3]
+        check(answers(pool, targets))
+
+
+def is_answering(status):
+    with contextlib.suppress(OSError):
+        seats(status)
+        return True
