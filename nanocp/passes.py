@@ -199,6 +199,12 @@ def layers_of(split: Sequence[int], stage: int) -> range:
     return range(first, first + split[stage])
 
 
+WAIT_CAUSES = ("fill", "tail", "kv", "work")
+"""Why a stage idles while a pass is in flight: the stage before still computes; the first stage has
+no tokens to go on with, which the last one samples; KV or weights of a layer that it got are still
+to come; no pass was planned."""
+
+
 class Span(NamedTuple):
     """Tokens of one request in one pass."""
 

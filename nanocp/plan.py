@@ -175,6 +175,9 @@ class WindowDone:
     """Bytes that dispatch and combine put into other instances' memory."""
     mask_us: int = 0
     """Mean time of a step spent waiting for masks of structured output; 0 if no row has one."""
+    waits_us: tuple[int, ...] = ()
+    """Time that a stage waited since the pass before, for each of passes.WAIT_CAUSES; empty for an
+    instance."""
 
 
 class TargetRun(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import Member
 from control_plane.members.members import Members
+from control_plane.observe.stage_metrics import StageMetrics
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
 from nanocp.config import Config
@@ -43,13 +44,15 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 class PipelineFlights:
     """The passes of a pipeline; see flights.Flights for every method."""
 
-    def __init__(self, config: Config, members: Members, num_layers: int) -> None:
+    def __init__(
+        self, config: Config, members: Members, num_layers: int, metrics: StageMetrics
+    ) -> None:
         """Raises ValueError if the configuration and the model do not fit."""
         self._pipeline = PipelineConfig.of(config, num_layers)
         self._last = self._pipeline.num_stages - 1
         cluster = replace(config.cluster, num_instances=1)
         self.scheduler = PipelineScheduler(cluster, config.scheduler, self._pipeline)
-        self._members = members
+        self._members, self._metrics = members, metrics
         self._table = InstanceTable(0, 1)
         """The stages' table after all passes that were sent."""
         self._planned = PipelinePlan(None)
@@ -58,6 +61,8 @@ class PipelineFlights:
         self._next_reports = [0] * self._pipeline.num_stages
         """For each stage, the oldest pass that it has not reported."""
         self._reports: list[WindowDone | None] = [None] * self._pipeline.num_stages
+        self._after_rest: set[int] = set()
+        """Passes that were sent when none was in flight, until every stage has reported them."""
         self._asked: tuple[tuple[int, ...], Future[None]] | None = None
         """The layout that an operator waits for."""
 
@@ -136,6 +141,10 @@ class PipelineFlights:
         pass_plan = self._planned.pass_plan
         assert pass_plan is not None and pass_plan.number == plan.window
         self._table.apply(pass_plan.table.changes)
+        if len(self) == 1:
+            oldest = min(self._next_reports)
+            self._after_rest = {number for number in self._after_rest if number >= oldest}
+            self._after_rest.add(pass_plan.number)
         self._to_all(pb.ToInstance(pass_plan=passes.pass_plan_to_wire(pass_plan)))
 
     def _to_all(self, message: pb.ToInstance) -> None:
@@ -149,6 +158,7 @@ class PipelineFlights:
             raise ValueError(f"stage {stage} reported pass {done.window}, which it was not running")
         self._next_reports[stage] += 1
         self._reports[stage] = done
+        self._metrics.ran(done, done.window in self._after_rest)
         return stage == self._last
 
     def reported(self, instance: int, message: pb.FromInstance) -> Event | None:
@@ -194,7 +204,7 @@ class PipelineFlights:
                     "num_layers": len(layers),
                     "max_layers": self._pipeline.num_places,
                     "pass_ms": report.step_us / 1e3 if report else None,
-                    "wait_ms": report.exchange_us / 1e3 if report else None,
+                    "waits": self._metrics.shares(stage),
                     "layout": layouts.layout,
                     "layout_changes": layouts.num_changes,
                     "is_moving": layouts.is_moving,

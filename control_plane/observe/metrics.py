@@ -13,6 +13,7 @@ from control_plane.observe.instance_metrics import InstanceMetrics
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from control_plane.observe.request_metrics import RequestMetrics
 from control_plane.observe.scheduling_metrics import SchedulingMetrics
+from control_plane.observe.stage_metrics import StageMetrics
 from nanocp.config import Config
 
 
@@ -29,6 +30,8 @@ class Metrics:
         self.instances = InstanceMetrics(
             self.registry, cluster.num_instances, config.scheduler.steps_per_window
         )
+        num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0
+        self.stages = StageMetrics(self.registry, num_stages)
         self.engines = EngineMetrics(self.registry, config.prefill.engines)
         self.recovery = RecoveryMetrics(self.registry)
         self.requests = RequestMetrics(self.registry, cluster.max_model_len)

@@ -93,6 +93,8 @@ class StageEdge(ABC):
         self._tokens: list[Token] = []
         self.awaited: int | None = None
         """The stage that `run` waits for now; None if none. Any thread may read it."""
+        self.waits_for = ""
+        """The cause of the latest wait: one of passes.WAIT_CAUSES."""
 
     # --- the arithmetic
 
@@ -202,6 +204,7 @@ class StageEdge(ABC):
                 lambda: self._take_tokens(plan.after),
                 f"tokens of pass {plan.after}",
                 self._num_stages - 1,
+                "tail",
             )
             rows = self._embed([(span, self._inputs(span)) for span in plan.spans])
         else:
@@ -210,7 +213,7 @@ class StageEdge(ABC):
         for layer in self._layers:
             source = self._source_of.get(layer, self._stage)
             yield from self._until(
-                partial(self._is_complete, layer), f"KV of layer {layer}", source
+                partial(self._is_complete, layer), f"KV of layer {layer}", source, "kv"
             )
             place = self._place_of[layer]
             self._fill(layer, place, spans)
@@ -220,13 +223,14 @@ class StageEdge(ABC):
         else:
             self._links.send_hidden(HiddenRows(plan.number, plan.layout, self._layers.stop, rows))
 
-    def _until(self, is_here: Callable[[], bool], what: str, stage: int) -> Waits:
+    def _until(self, is_here: Callable[[], bool], what: str, stage: int, cause: str) -> Waits:
         """Wait for a stage. KV must flow meanwhile, or two stages could wait for each other."""
         while not is_here():
             self.progress()
             if is_here():
                 break
             self.awaited = None if stage == self._stage else stage
+            self.waits_for = cause
             yield f"stage {self._stage} waits for {what}"
         self.awaited = None
 
@@ -286,7 +290,7 @@ class StageEdge(ABC):
             return bool(received)
 
         what = f"hidden rows of pass {plan.number}"
-        yield from self._until(is_here, what, self._stage - 1)
+        yield from self._until(is_here, what, self._stage - 1, "fill")
         expected = plan.number, plan.layout, self._layers.start
         if received[0][:3] != expected:
             raise RuntimeError(

@@ -19,7 +19,7 @@ from data_plane.member.term_loop import TermLoop
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
-from nanocp.passes import LayerMoves, PassDone, PassPlan
+from nanocp.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
 from nanocp.plan import WindowDone
 from nanocp.wire import convert, passes
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -32,6 +32,7 @@ class Stage(Protocol):
     """A stage whose neighbours are other processes: all of instance.stage_edge.StageEdge."""
 
     selected: list[str]
+    waits_for: str
 
     @property
     def is_moving(self) -> bool:
@@ -72,6 +73,8 @@ class StageLoop(TermLoop):
         self._stage = stage
         self._items: deque[PassPlan | LayerMoves] = deque()
         """What is to run, in its order: at most the passes that are in flight."""
+        self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
+        """What it waited for since its last report, by cause."""
 
     def _join(self, join: pb.Join) -> pb.InstanceReady:
         meet(self._segments, join)
@@ -92,7 +95,9 @@ class StageLoop(TermLoop):
             while not self._items:
                 # Unbounded on purpose: an idle stage waits as long as its stream is open, which
                 # keepalive proves. KV that moves sends no message, so it looks again each tick.
+                began_ns = time.perf_counter_ns()
                 self._await_message(_WAIT_MS / 1000 if self._stage.is_moving else None)
+                self._waits_ns["work"] += time.perf_counter_ns() - began_ns
                 self._stage.progress()
                 self._deliver()
             self._run(self._items.popleft())
@@ -105,7 +110,9 @@ class StageLoop(TermLoop):
             wait_ns = time.perf_counter_ns()
             self._stage.wait(_WAIT_MS)
             self._take_all()
-            waited_ns += time.perf_counter_ns() - wait_ns
+            wait_ns = time.perf_counter_ns() - wait_ns
+            self._waits_ns[self._stage.waits_for] += wait_ns
+            waited_ns += wait_ns
         polled = self._deliver()
         if isinstance(item, PassPlan):
             done = next((each for each in polled.events if isinstance(each, PassDone)), None)
@@ -117,7 +124,9 @@ class StageLoop(TermLoop):
                 exchange_us=waited_ns // 1000,
                 num_tokens=len(polled.tokens),
                 num_rows=len(item.spans),
+                waits_us=tuple(ns // 1000 for ns in self._waits_ns.values()),
             )
+            self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
             self._send(window_done=convert.window_done_to_wire(report))
 
     def _take_work(self, kind: str, message: pb.ToInstance) -> None:

@@ -35,6 +35,8 @@ _LEGEND = (
     "a letter: a request on several instances\n"
     f"▓ on one   {_PROMISED} promised, no KV yet   ░ quarantined   · free"
 )
+_AWAITED = {"fill": "rows", "tail": "tokens", "kv": "moved layers", "work": "a pass"}
+"""What a stage of a pipeline waits for, by cause (nanocp.passes.WAIT_CAUSES)."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _COLOURS = (
@@ -202,7 +204,8 @@ def _stages(stages: list[dict[str, Any]]) -> list[Text]:
         last = one["first_layer"] + one["num_layers"] - 1
         times = ""
         if one["pass_ms"] is not None:
-            times = f": a pass {one['pass_ms']:.1f} ms, of which it waits {one['wait_ms']:.1f} ms"
+            shares = [f"{share:.0%} for {_AWAITED[cause]}" for cause, share in one["waits"].items()]
+            times = f": a pass {one['pass_ms']:.1f} ms; it waits {', '.join(shares)}"
         lines.append(Text(f"stage {one['stage']} has layers {one['first_layer']}-{last}{times}"))
     moving = ", layers are moving" if stages[0]["is_moving"] else ""
     return [*lines, Text(f"layout changes {stages[0]['layout_changes']}{moving}")]

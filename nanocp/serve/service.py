@@ -391,7 +391,8 @@ class Service:
 
     def _make_flights(self, members: Members) -> Flights:
         if self._config.cluster.layout == "pipeline":
-            return PipelineFlights(self._config, members, self._served.num_layers)
+            num_layers = self._served.num_layers
+            return PipelineFlights(self._config, members, num_layers, self.metrics.stages)
         return DecodeFlights(self._config, members, self.metrics)
 
     def _factory(self, member: Member) -> str:

@@ -146,6 +146,7 @@ def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
         route_bytes=done.route_bytes,
         expert_bytes=done.expert_bytes,
         mask_us=done.mask_us,
+        wait_us=done.waits_us,
     )
 
 
@@ -171,6 +172,7 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
         route_bytes=message.route_bytes,
         expert_bytes=message.expert_bytes,
         mask_us=message.mask_us,
+        waits_us=tuple(message.wait_us),
     )
 
 

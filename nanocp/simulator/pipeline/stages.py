@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nanocp.passes import LayerMoves
+from nanocp.passes import WAIT_CAUSES, LayerMoves
 
-CAUSES = ("fill", "tail", "kv")
-"""Why a stage idles while a pass is in flight: the stage before still computes; the first stage has
-no tokens to go on with; KV of a layer that it got is still to come."""
+CAUSES = tuple(cause for cause in WAIT_CAUSES if cause != "work")
+"""Why a stage idles while a pass is in flight. Here plans take no time."""
 
 
 class TimedPass(NamedTuple):

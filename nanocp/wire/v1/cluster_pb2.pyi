@@ -157,7 +157,7 @@ class InstanceReady(_message.Message):
     def __init__(self, num_graphs: _Optional[int] = ..., selected: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WindowDone(_message.Message):
-    __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes", "mask_us")
+    __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes", "mask_us", "wait_us")
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class WindowDone(_message.Message):
     ROUTE_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MASK_US_FIELD_NUMBER: _ClassVar[int]
+    WAIT_US_FIELD_NUMBER: _ClassVar[int]
     window: int
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     step_us: int
@@ -182,7 +183,8 @@ class WindowDone(_message.Message):
     route_bytes: int
     expert_bytes: int
     mask_us: int
-    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., bucket_rows: _Optional[int] = ..., bucket_received: _Optional[int] = ..., route_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., mask_us: _Optional[int] = ...) -> None: ...
+    wait_us: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., bucket_rows: _Optional[int] = ..., bucket_received: _Optional[int] = ..., route_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., mask_us: _Optional[int] = ..., wait_us: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("request_id", "num_tokens", "reason")

@@ -55,8 +55,19 @@ def run(stage, item) -> None:
 
 def test_a_stage_that_has_nothing_to_run_says_what_it_waits_for(stages, first_pass):
     assert next(stages[1].run(first_pass)) == "stage 1 waits for hidden rows of pass 0"
+    assert stages[1].waits_for == "fill"
     run(stages[0], first_pass)
     assert next(stages[0].run(again(first_pass, after=0))) == "stage 0 waits for tokens of pass 0"
+    assert stages[0].waits_for == "tail"
+
+
+def test_a_stage_waits_for_kv_of_a_layer_that_it_got(stages, first_pass):
+    """The layer comes with the mark, and its KV after it."""
+    mark = LayerMoves(1, (1, 3), (LayerMove(1, 0, 1, 2, ((5, 1),)),))
+    run(stages[1], mark)
+    stages[0]._links.send_hidden(HiddenRows(0, 1, 1, [[1] * 64]))
+    assert next(stages[1].run(first_pass._replace(layout=1))) == "stage 1 waits for KV of layer 1"
+    assert stages[1].waits_for == "kv"
 
 
 def test_a_pass_for_another_page_table_is_refused(stages, first_pass):

@@ -72,9 +72,13 @@ def pids(service):
     return [service.launcher.pid(Member("instance", stage)) for stage in range(number)]
 
 
-def layout(service, *words):
+def command(service, *words):
     runner = typer.testing.CliRunner()
-    return runner.invoke(app, ["layout", *words, "--target", service.metrics_address])
+    return runner.invoke(app, [*words, "--target", service.metrics_address])
+
+
+def layout(service, *words):
+    return command(service, "layout", *words)
 
 
 def until_free(service):
@@ -121,6 +125,12 @@ def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle):
                     model=model.id, prompt=ids[1], max_tokens=1, extra_body={"prompt_logprobs": 1}
                 )
         until_free(service)
+        value = service.metrics.registry.get_sample_value
+        for stage, cause in (("0", "tail"), ("1", "fill")):
+            labels = {"engine": stage, "cause": cause}
+            assert value("nanocp:stage_wait_seconds_total", labels) > 0
+        picture = command(service, "top", "--once").output
+        assert "for rows" in picture and "for tokens" in picture
         assert "numbers of layers, each at least 1, which sum to 4" in layout(service, "9,9").output
         lost = pool.submit(generate, service, ids[0], 900)
         while not service.num_open:

@@ -81,6 +81,7 @@ WINDOWS_DONE = st.builds(
     route_bytes=U64,
     expert_bytes=U64,
     mask_us=U32,
+    waits_us=tuples_of(U64),
 )
 PARAMS = st.builds(
     SamplingParams,
