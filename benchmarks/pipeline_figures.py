@@ -165,7 +165,7 @@ class PipelineClaims:
 
     def _windows(self) -> None:
         best = min(self._near("32B", policy).e2el_ms_mean for policy in STATICS["32B"])
-        found = {window: self._near("32B", "level", window=window) for window in WINDOWS}
+        found = {window: self._near("32B", "delta", window=window) for window in WINDOWS}
         cost = {window: one.e2el_ms_mean / best - 1 for window, one in found.items()}
         here = f"{cost[1]:+.1%}; waits for KV {found[1].stall_ms:.0f} ms"
         self._claim("window 1 costs", here, cost[1] >= 0.15)

@@ -112,7 +112,8 @@ class PlannedRuns:
         yield from (self.at(*self.near("14B"), policy) for policy in SPREAD)
         for tokens in OUTPUTS:
             yield from (self.output(tokens, policy) for policy in (*STATICS["14B"], "level"))
-        yield from (self.at(*self.near("32B"), "level", window=window) for window in WINDOWS)
+        # The window is the paper's rule: `level` sums what a layout saves.
+        yield from (self.at(*self.near("32B"), "delta", window=window) for window in WINDOWS)
         yield self.at(*self.near("14B"), "even", passes="gllm", links="tcp")
         yield self.at(*self.near("14B"), "level", links="tcp")
         yield self.long("even", "gllm")

@@ -413,7 +413,8 @@ class Config:
     def of_prefill_stages(self) -> Config:
         """What the stages of the prefill are configured with: a pipeline that serves nobody.
 
-        A stage has frames for two prompts of the greatest length.
+        A stage has frames for two prompts of the greatest length. Its kernels are torch's: of their
+        weights long chunks can make the keys and values of all heads.
         """
         num_frames = 2 * -(-self.cluster.max_model_len // PAGE_SIZE)
         mine = self.data_plane
@@ -431,7 +432,7 @@ class Config:
             ),
             data_plane=DataPlaneConfig(
                 dtype=mine.dtype,
-                cpu_kernels=mine.cpu_kernels,
+                cpu_kernels="torch",
                 threads_per_instance=mine.threads_per_instance,
             ),
             pipeline=PassesConfig(max_pass_tokens=self.prefill.chunk_tokens),

@@ -70,20 +70,19 @@ class PassesConfig:
     """Which layers each stage gets: a name of control_plane.scheduler.pipeline.layer_policies, such
     as even, static:17,17,17,13, delta or level."""
     layout_window: int = 25
-    """Passes in a row that must want the same layout before layers move."""
+    """Passes in a row that must want the same layout before layers move (delta); passes after a
+    change before layers move again (level)."""
     copy_ahead: bool = True
     """Full pages of moving layers travel before the layout changes."""
     frame_move_us: float = 50.0
     """Time to move one layer's KV of one frame, in us (policy level)."""
-    layout_passes: int = 1000
-    """Passes that a layout is expected to last (policy level)."""
     chaos_seed: int = 0
     """Seed of policy chaos_layers."""
     costs: PassCosts = field(default_factory=PassCosts)
 
     def __post_init__(self) -> None:
         check_at_least(1, max_pass_tokens=self.max_pass_tokens)
-        check_at_least(1, layout_window=self.layout_window, layout_passes=self.layout_passes)
+        check_at_least(1, layout_window=self.layout_window)
         check_at_least(0, max_layers=self.max_layers, chaos_seed=self.chaos_seed)
         require(
             self.frame_move_us >= 0,

@@ -120,14 +120,24 @@ class PipelineFlights:
         return []  # of terms, of which there is one
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
-        """See Flights. Layers move before the pass; the first stage gets the prompts."""
+        """See Flights. Layers move before the pass; the first stage gets the prompts.
+
+        The last one gets those whose log probabilities it reports.
+        """
         if self._planned.layer_moves is not None:
             moves = passes.layer_moves_to_wire(self._planned.layer_moves)
             self._to_all(pb.ToInstance(layer_moves=moves))
         for placement in plan.placements:
-            ids = submitted[placement.request_id].prompt_ids
-            prompt = pb.Prompt(request_id=placement.request_id, token_ids=ids)
-            self._members.send(Member("instance", 0), pb.ToInstance(prompt=prompt))
+            submission = submitted[placement.request_id]
+            prompt = pb.Prompt(
+                request_id=submission.request_id,
+                token_ids=submission.prompt_ids,
+                prompt_logprobs=submission.prompt_logprobs,
+                front_end=submission.front_end,
+            )
+            is_asked = submission.prompt_logprobs is not None
+            for stage in {0, self._last} if is_asked else {0}:
+                self._members.send(Member("instance", stage), pb.ToInstance(prompt=prompt))
         return ()
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:

@@ -227,7 +227,7 @@ class FrontEnd:
         )
         await self._add_services(server)
         cluster_pb2_grpc.add_TokenSinkServicer_to_server(
-            TokenSinkServicer(self._streams, self.members_address), members
+            TokenSinkServicer(self._streams, self.members_address, self._config.cluster), members
         )
         await server.start()
         await members.start()

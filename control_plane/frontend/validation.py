@@ -272,8 +272,8 @@ def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLi
         )
     if not limits.has_prompt_logprobs:
         raise ValueError(
-            "prompt_logprobs cannot be used: prompts are computed by engines (prefill.engines) or "
-            "by stages of a pipeline (cluster.layout, prefill.stages), which do not report them"
+            "prompt_logprobs cannot be used: prompts are computed by engines (prefill.engines), "
+            "which do not report them"
         )
     if (1 + num_top) * prompt_len > MAX_PROMPT_LOGPROBS:
         raise ValueError(

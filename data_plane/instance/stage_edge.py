@@ -35,7 +35,7 @@ from nanocp.passes import (
     layers_of,
 )
 from nanocp.plan import PAGE_SIZE, Finished, InstancePlan
-from nanocp.sampling import Token, TokenLogprobs
+from nanocp.sampling import PromptLogprobs, Token, TokenLogprobs
 from nanocp.table import InstanceTable
 
 Waits = Generator[str, None, None]
@@ -77,6 +77,8 @@ class StageEdge(ABC):
         """At the first stage: request -> the tokens that are known."""
         self._rows: dict[int, Row] = {}
         """At the last stage, which samples."""
+        self._asked: dict[int, tuple[Sequence[int], PromptLogprobs]] = {}
+        """At the last stage: request -> (known tokens, who gets their log probabilities)."""
         self._tokens_until = -1
         """The last pass whose tokens are here."""
         self._newest_moves = 0
@@ -116,7 +118,10 @@ class StageEdge(ABC):
     def _sample(
         self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Any
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """The token after each span that has a sampler, in the order of the spans."""
+        """The token after each span that has a sampler, in the order of the spans.
+
+        Before that it reports what is asked of tokens in the spans (`ask_logprobs`).
+        """
 
     @abstractmethod
     def _read_frame(self, place: int, frame: int) -> Any:
@@ -125,6 +130,10 @@ class StageEdge(ABC):
     @abstractmethod
     def _write_frame(self, place: int, frame: int, payload: Any) -> None:
         """Put KV that arrived into a layer's frame."""
+
+    def _has_layers(self) -> bool:
+        """Whether all layers that have a place are here, but for KV: the mark comes after that."""
+        return True
 
     @abstractmethod
     def _new_layer(self, layer: int, place: int) -> None:
@@ -149,6 +158,16 @@ class StageEdge(ABC):
     def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
         """For the first stage, before the pass in which the request starts: its known tokens."""
         self._ids[request_id] = list(token_ids)
+
+    def ask_logprobs(
+        self, request_id: int, token_ids: Sequence[int], wanted: PromptLogprobs
+    ) -> None:
+        """For the last stage, before the pass in which the request starts: report those of tokens.
+
+        token_ids: all that are known; each but the first has one. They come in order, before the
+        pass is reported in which they were computed.
+        """
+        self._asked[request_id] = token_ids, wanted
 
     def run(self, item: PassPlan | LayerMoves) -> Waits:
         """Run what comes next; yields what it waits for. Raises RuntimeError if it cannot be."""
@@ -175,7 +194,8 @@ class StageEdge(ABC):
                 num_tokens=int(self._filled[place, frame]),
                 payload=self._read_frame(place, frame),
             )
-        if self._unreported_moves is not None and not self._to_send and not self._coming:
+        has_all = not self._to_send and not self._coming
+        if self._unreported_moves is not None and has_all and self._has_layers():
             self._events.append(LayersMoved(self._stage, self._unreported_moves))
             self._unreported_moves = None
 
@@ -241,9 +261,12 @@ class StageEdge(ABC):
         self._table.apply(table.changes)
         if self._table.digest != table.result_digest:
             raise RuntimeError(f"pass {plan.number} makes another page table than was planned")
+        started = {start.request_id for start in table.starts}
         for request_id in table.ends:
-            self._ids.pop(request_id, None)
             self._rows.pop(request_id, None)
+            if request_id not in started:
+                self._ids.pop(request_id, None)
+                self._asked.pop(request_id, None)
         if self._is_last:
             for start in table.starts:
                 if start.row_start:  # else no span of it samples

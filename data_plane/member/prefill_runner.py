@@ -35,7 +35,7 @@ from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLo
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.plan import PAGE_SIZE, Transfer
-from nanocp.sampling import PromptLogprobs, TokenLogprobs
+from nanocp.sampling import PromptLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -269,18 +269,13 @@ class PrefillLoop(TicketLoop):
     def _asked(self, request: pb.PrefillRequest) -> PromptLogprobs | None:
         if not request.HasField("prompt_logprobs"):
             return None
-        first = 1
 
-        def report(logprobs: Sequence[TokenLogprobs]) -> None:
-            nonlocal first
-            message = convert.prompt_logprobs_to_wire(request.transfer.request_id, first, logprobs)
-            if not self._streams.send_prompt_logprobs(request.front_end, message):
-                raise RuntimeError(
-                    f"{request.front_end} does not take the prompt's log probabilities"
-                )
-            first += len(logprobs)
+        def lost(reason: str) -> None:
+            raise RuntimeError(reason)
 
-        return PromptLogprobs(request.prompt_logprobs, report)
+        return self._streams.prompt_logprobs(
+            request.transfer.request_id, request.prompt_logprobs, request.front_end, lost
+        )
 
     def _is_cancelled(self) -> bool:
         """Take the messages that came meanwhile; whether the running ticket was cancelled."""

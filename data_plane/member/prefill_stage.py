@@ -1,8 +1,8 @@
 """A stage of the prefill: `python -m data_plane.member.prefill_stage`, started by the prefill.
 
 Enters: a StageSpec, then passes, prompts and terms, through a pipe. Leaves: KV of its layers, page
-by page into the instances' rings; reports, through the pipe. Does not know: the controller, who
-plans passes. It ends when the pipe does.
+by page into the instances' rings; to front ends, log probabilities of prompts; reports, through the
+pipe. Does not know: the controller, who plans passes. It ends when the pipe does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from data_plane.member.stage_messages import (
     CancelPrompt,
     JoinTerm,
     StageEnded,
+    StageGaveUp,
     StageJoined,
     StageLoading,
     StageRan,
     StageSpec,
     StageSuspects,
 )
+from data_plane.member.token_streams import TokenStreams
 from data_plane.startup.prefill import PrefillStage, build_prefill_stage
 from data_plane.transport.exchange import ExchangeError, PeerLost, Term, TermOver
 from data_plane.transport.segments import Segments
@@ -45,12 +47,18 @@ class PrefillStageLoop:
     """Drives one stage, in one thread. It takes messages between passes and while it waits."""
 
     def __init__(
-        self, built: PrefillStage, spec: StageSpec, pipe: Connection, segments: Segments
+        self,
+        built: PrefillStage,
+        spec: StageSpec,
+        pipe: Connection,
+        segments: Segments,
+        streams: TokenStreams,
     ) -> None:
         """segments: the way to the instances' rings, whose term this loop sets."""
         self._built = built
         self._pipe = pipe
         self._segments = segments
+        self._streams = streams
         self._limits = spec.member.config.limits
         self._num_instances = spec.member.config.cluster.num_instances
         self._ring = prefill_ring(spec.stage)
@@ -167,10 +175,19 @@ class PrefillStageLoop:
         match message:
             case PassPlan():
                 self._plans.append(message)
-            case BeginPrompt(transfer, token_ids):
+            case BeginPrompt(transfer, token_ids, num_top, front_end):
+                ticket, stage = transfer.ticket, self._built.stage
                 if token_ids:
-                    self._built.stage.take_prompt(transfer.ticket, token_ids)
-                self._tickets[transfer.ticket] = transfer, transfer.instances()
+                    stage.take_prompt(ticket, token_ids)
+                if num_top is not None:
+                    wanted = self._streams.prompt_logprobs(
+                        transfer.request_id,
+                        num_top,
+                        front_end,
+                        lambda reason: self._pipe.send(StageGaveUp(ticket, reason)),
+                    )
+                    stage.ask_logprobs(ticket, token_ids, wanted)
+                self._tickets[ticket] = transfer, transfer.instances()
             case CancelPrompt(ticket):
                 self._tickets.pop(ticket, None)
             case JoinTerm():
@@ -196,7 +213,10 @@ def main() -> int:
             held.callback(built.stage.close)
             built.stage.connect()
             term = Term(member.term)
-            loop = PrefillStageLoop(built, spec, pipe, segments_of(member, term))
+            streams = TokenStreams(0, member.config.limits, member.metadata)
+            held.callback(streams.close)
+            segments = segments_of(member, term)
+            loop = PrefillStageLoop(built, spec, pipe, segments, streams)
             held.callback(loop.close)
             loop.run()
     except Exception as error:

@@ -28,7 +28,12 @@ class BeginPrompt(NamedTuple):
 
     transfer: Transfer
     token_ids: tuple[int, ...]
-    """The prompt, for the first stage; empty for others."""
+    """The prompt, for the first stage and, if num_top is given, for the last; empty for others."""
+    num_top: int | None = None
+    """For the last stage: most likely tokens beside each token of the prompt. None: nothing of it
+    is asked."""
+    front_end: str = ""
+    """host:port that gets the log probabilities."""
 
 
 class CancelPrompt(NamedTuple):
@@ -60,6 +65,13 @@ class StageRan(NamedTuple):
     """A stage has run a pass, and its pages are on their way."""
 
     number: int
+
+
+class StageGaveUp(NamedTuple):
+    """A ticket fails: nobody takes what was asked of its prompt."""
+
+    ticket: int
+    message: str
 
 
 class StageSuspects(NamedTuple):

@@ -21,6 +21,7 @@ from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
 from nanocp.plan import WindowDone
+from nanocp.sampling import PromptLogprobs
 from nanocp.wire import convert, passes
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -42,6 +43,11 @@ class Stage(Protocol):
         """See StageEdge."""
 
     def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """See StageEdge."""
+
+    def ask_logprobs(
+        self, request_id: int, token_ids: Sequence[int], wanted: PromptLogprobs
+    ) -> None:
         """See StageEdge."""
 
     def run(self, item: PassPlan | LayerMoves) -> Waits:
@@ -71,7 +77,7 @@ class StageLoop(TermLoop):
         """See TermLoop."""
         super().__init__(link, tokens, segments, limits)
         self._stage = stage
-        self._items: deque[PassPlan | LayerMoves] = deque()
+        self._items: deque[PassPlan | LayerMoves | pb.Prompt] = deque()
         """What is to run, in its order: at most the passes that are in flight."""
         self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
         """What it waited for since its last report, by cause."""
@@ -100,7 +106,23 @@ class StageLoop(TermLoop):
                 self._waits_ns["work"] += time.perf_counter_ns() - began_ns
                 self._stage.progress()
                 self._deliver()
-            self._run(self._items.popleft())
+            item = self._items.popleft()
+            if isinstance(item, pb.Prompt):
+                self._take_prompt(item)
+            else:
+                self._run(item)
+
+    def _take_prompt(self, prompt: pb.Prompt) -> None:
+        request_id, token_ids = prompt.request_id, prompt.token_ids
+        self._stage.take_prompt(request_id, token_ids)
+        if prompt.HasField("prompt_logprobs"):
+
+            def lost(reason: str) -> None:
+                self._send(tokens_lost=pb.TokensLost(request_ids=[request_id], reason=reason))
+
+            num_top, front_end = prompt.prompt_logprobs, prompt.front_end
+            wanted = self._tokens.prompt_logprobs(request_id, num_top, front_end, lost)
+            self._stage.ask_logprobs(request_id, token_ids, wanted)
 
     def _run(self, item: PassPlan | LayerMoves) -> None:
         began_ns, waited_ns = time.perf_counter_ns(), 0
@@ -136,7 +158,7 @@ class StageLoop(TermLoop):
             case "layer_moves":
                 self._items.append(passes.layer_moves_from_wire(message.layer_moves))
             case "prompt":
-                self._stage.take_prompt(message.prompt.request_id, message.prompt.token_ids)
+                self._items.append(message.prompt)
             case _:
                 raise AssertionError(f"the controller sent {kind} to a running stage")
 

@@ -32,6 +32,7 @@ from data_plane.member.stage_messages import (
     CancelPrompt,
     JoinTerm,
     StageEnded,
+    StageGaveUp,
     StageJoined,
     StageLoading,
     StageRan,
@@ -104,8 +105,8 @@ class StagedPrefillLoop(TicketLoop):
         self._reports: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._number = 0
         """The number of the present term."""
-        self._waiting: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
-        """Ticket -> (transfer, prompt), until its first pass is planned."""
+        self._waiting: dict[int, tuple[Transfer, pb.PrefillRequest]] = {}
+        """Ticket -> (transfer, request), until its first pass is planned."""
         self._open: set[int] = set()
         """Tickets that were not cancelled, of the present term."""
         self._events: list[Arrival | AbortRequested | PassDone] = []
@@ -165,8 +166,7 @@ class StagedPrefillLoop(TicketLoop):
         self.stages.send(JoinTerm(message.term, tuple(places_in(message.join))))
 
     def _queue(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
-        ids = tuple(request.token_ids[: transfer.num_tokens])
-        self._waiting[transfer.ticket] = transfer, ids
+        self._waiting[transfer.ticket] = transfer, request
         self._open.add(transfer.ticket)
         self._events.append(Arrival(transfer.ticket, transfer.num_tokens, max_tokens=1))
 
@@ -201,10 +201,15 @@ class StagedPrefillLoop(TicketLoop):
             self._restart_clock()
         self._num_planned += 1
         for start in plan.table.starts:
-            transfer, ids = self._waiting.pop(start.request_id)
-            self.stages.send(BeginPrompt(transfer, ids), 0)
-            for stage in range(1, self._num_stages):
-                self.stages.send(BeginPrompt(transfer, ()), stage)
+            transfer, request = self._waiting.pop(start.request_id)
+            ids = tuple(request.token_ids)
+            others = [BeginPrompt(transfer, ())] * (self._num_stages - 1)
+            begins = [BeginPrompt(transfer, ids), *others]
+            if request.HasField("prompt_logprobs"):
+                num_top, front_end = request.prompt_logprobs, request.front_end
+                begins[-1] = BeginPrompt(transfer, ids, num_top, front_end)
+            for stage, begin in enumerate(begins):
+                self.stages.send(begin, stage)
         self.stages.send(plan)
 
     def _restart_clock(self) -> None:
@@ -228,6 +233,9 @@ class StagedPrefillLoop(TicketLoop):
                 self._restart_clock()
                 if stage == self._num_stages - 1:
                     self._events.append(PassDone(number))
+            case StageGaveUp(ticket, reason) if ticket in self._open:
+                self._cancel(ticket)
+                self._give_up(ticket, f"prefill failed: {reason}")
             case StageSuspects(term, instance, is_gone, reason) if term == self._number:
                 logger.info("stage %d: %s", stage, reason)
                 suspect = pb.Suspect(instance=instance, is_gone=is_gone, message=reason)

@@ -18,7 +18,7 @@ from queue import Empty, Full, Queue
 import grpc
 
 from nanocp.config import LimitsConfig
-from nanocp.sampling import Token
+from nanocp.sampling import PromptLogprobs, Token, TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -75,12 +75,23 @@ class TokenStreams:
                 lost |= stream.take_unsure() | {token.request_id for token in batch}
         return lost
 
-    def send_prompt_logprobs(self, front_end: str, prompt: pb.PromptLogprobs) -> bool:
-        """Queue a prompt's log probabilities for a front end; never blocks.
+    def prompt_logprobs(
+        self, request_id: int, num_top: int, front_end: str, lost: Callable[[str], None]
+    ) -> PromptLogprobs:
+        """Where a prompt's log probabilities are reported: they go to the front end; never blocks.
 
-        Returns False if the front end is gone or too slow.
+        lost: called with the reason if the front end is gone or too slow.
         """
-        return self._stream(front_end).put(pb.TokenBatch(prompts=[prompt]))
+        first = 1
+
+        def report(logprobs: Sequence[TokenLogprobs]) -> None:
+            nonlocal first
+            prompt = convert.prompt_logprobs_to_wire(request_id, first, logprobs)
+            first += len(logprobs)
+            if not self._stream(front_end).put(pb.TokenBatch(prompts=[prompt])):
+                lost(f"{front_end} does not take the prompt's log probabilities")
+
+        return PromptLogprobs(num_top, report)
 
     def close(self) -> None:
         """Send what is queued, for a bounded time, and end the streams. Idempotent."""

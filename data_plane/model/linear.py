@@ -45,6 +45,10 @@ class Packing(Protocol):
         The checkpoint has them in bf16 (weights.stores_bf16), so nothing is rounded.
         """
 
+    @property
+    def keeps_heads(self) -> bool:
+        """Whether `head_weight` gives [H, in, out], which torch's functions can read."""
+
     def linear(self, weight: Tensor) -> LinearLayer:
         """Lay out the weight [out, in] of a linear layer."""
 
@@ -103,6 +107,7 @@ class PlainPacking:
     """The Packing for weights that go to a GPU: nothing is laid out."""
 
     keeps_bf16 = False
+    keeps_heads = True
 
     def __init__(self, keeps_fp8_experts: bool = False) -> None:
         self.keeps_fp8_experts = keeps_fp8_experts
@@ -126,6 +131,7 @@ class TorchPacking:
 
     keeps_fp8_experts = False
     keeps_bf16 = False
+    keeps_heads = True
 
     def linear(self, weight: Tensor) -> LinearLayer:
         """Make a Linear of the weight [out, in]."""

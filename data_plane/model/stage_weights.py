@@ -41,10 +41,10 @@ class StageWeights:
         packing: Packing,
         layers: Iterable[int],
         is_first: bool,
-        samples: bool,
+        is_last: bool,
         progress: Progress = say_nothing,
     ) -> None:
-        """Read these layers, and what the first stage and the one that samples have besides.
+        """Read these layers, and what the first and the last stage have besides.
 
         packing, progress and errors: see weights.load_weights. The whole checkpoint is checked,
         because any layer may come.
@@ -57,14 +57,14 @@ class StageWeights:
         shapes = self._shapes(layers)
         if is_first:
             shapes |= embedding_shapes(config)
-        if samples:
+        if is_last:
             shapes |= head_shapes(config)
         loader = self._loader(shapes, progress)
         self.rope = RopeTable(config.rope, config.attention.rope_dim)
         self.embedding: Tensor | None = loader.embedding() if is_first else None
         """[vocabulary, X]; None but at the first stage."""
-        self.head: HeadWeights | None = loader.head(self.embedding) if samples else None
-        """None at a stage that does not sample."""
+        self.head: HeadWeights | None = loader.head(self.embedding) if is_last else None
+        """None but at the last stage."""
         self._layers: dict[int, Future[LayerWeights]] = {}
         for layer in layers:
             self._layers[layer] = Future()

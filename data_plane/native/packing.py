@@ -62,6 +62,7 @@ class NativePacking:
 
     keeps_fp8_experts = False
     """FP8 experts are converted: the kernels have no FP8 arithmetic."""
+    keeps_heads = False
 
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, processors: Processors, keeps_bf16: bool

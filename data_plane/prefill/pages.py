@@ -4,8 +4,8 @@ Enters: all weights, a prompt. Leaves: pages of KV, and the prompt's log probabi
 they are asked for. Does not know: frames, rings, tickets. It never samples: decode's first step
 takes the last prompt token. (The paper's section 3.)
 
-Legend: T tokens of a chunk, X hidden, V vocabulary in logits, else a head's values, H heads, E
-width of a head's keys, W width of KV, L layers, S = 64.
+Legend: T tokens of a chunk, X hidden, V a head's values, H heads, E width of a head's keys, W width
+of KV, L layers, S = 64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.torch_paged import causal_attention
-from data_plane.instance.sampler import token_logprobs
+from data_plane.instance.row_sampling import report_prompt
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
@@ -26,9 +26,6 @@ from data_plane.moe.experts import experts_forward
 from data_plane.moe.gate import gate
 from nanocp.plan import PAGE_SIZE
 from nanocp.sampling import PromptLogprobs
-
-_LOGITS_TOKENS = 64
-"""Tokens whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""
 
 
 def prefill_pages(
@@ -58,9 +55,10 @@ def prefill_pages(
             weights, config, token_ids[begin:end], begin, kv_LTW, prompt_logprobs is not None
         )
         if prompt_logprobs is not None:
-            _append_logprobs(
-                weights, config, hidden_TX, token_ids[begin + 1 : end + 1], prompt_logprobs
-            )
+            next_ids = token_ids[begin + 1 : end + 1]
+            logits = partial(ops.logits, weights=weights, config=config)
+            with torch.inference_mode():
+                report_prompt(prompt_logprobs, next_ids, hidden_TX, logits)
         ready_pages = num_pages if end == num_tokens else end // PAGE_SIZE
         for page in range(done_pages, ready_pages):
             yield page, kv_LTW[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
@@ -102,21 +100,6 @@ def _run_chunk(
             rms_norm(x_TX, layer.post_attention_norm, config.norm_eps), layer, config
         )
     return x_TX
-
-
-@torch.inference_mode()
-def _append_logprobs(
-    weights: ModelWeights,
-    config: ModelConfig,
-    hidden_TX: Tensor,
-    next_ids: Sequence[int],
-    wanted: PromptLogprobs,
-) -> None:
-    for begin in range(0, len(hidden_TX), _LOGITS_TOKENS):
-        logits_TV = ops.logits(hidden_TX[begin : begin + _LOGITS_TOKENS], weights, config)
-        wanted.report(
-            token_logprobs(logits_TV, next_ids[begin : begin + _LOGITS_TOKENS], wanted.num_top)
-        )
 
 
 def _mlp(x_TX: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:

@@ -77,7 +77,7 @@ def build_prefill_stage(
         _refuse_too_large(config, model, torch_dtype(config))
     most = even_split(model.num_layers, config.prefill.stages)[0]
     own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
-    built = build_stage(own, stage, segments, checkpoint, progress, samples=False)
+    built = build_stage(own, stage, segments, checkpoint, progress)
     fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
     return PrefillStage(built, fp8_rank)
 

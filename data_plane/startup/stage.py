@@ -30,11 +30,10 @@ def build_stage(
     segments: Segments,
     checkpoint: Path,
     progress: Progress = say_nothing,
-    samples: bool = True,
 ) -> ModelStage:
     """Load this stage's first layers, and allocate its frames and its ends of the links.
 
-    progress: see model.weights.Progress. samples: whether the last stage samples.
+    progress: see model.weights.Progress.
     Raises ValueError naming what is wrong with the checkpoint, what does not fit it, or what this
     machine does not have.
     """
@@ -43,9 +42,7 @@ def build_stage(
     pipeline = PipelineConfig.of(config, model.num_layers)
     kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     is_last, layers = stage == pipeline.num_stages - 1, layers_of(pipeline.first_split, stage)
-    weights = StageWeights(
-        checkpoint, model, dtype, kernels, layers, stage == 0, is_last and samples, progress
-    )
+    weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
     width, num_frames = model.attention.kv_width, config.cluster.num_frames
     frames = FramePool(pipeline.num_places, num_frames, width, dtype)
     links = RingStageLinks(

@@ -4,7 +4,8 @@ Enters: passes, through stage_edge.py. Leaves: hidden rows, tokens. Does not kno
 carries hidden rows and KV, why layers move.
 
 A span of one token is a row of paged attention, as in a decode step. A longer one attends to its
-own tokens and to all before them; the slow reference of both is prefill/pages.py.
+own tokens and to all before them; the slow reference of both is prefill/pages.py. In latent
+attention a long chunk computes keys and values of every head anew, and a short one does not.
 
 Legend: T tokens of a pass, D spans of one token, X hidden, H heads, O width of a partial output, P
 pages of the longest row.
@@ -12,7 +13,9 @@ pages of the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +26,12 @@ from data_plane.attention.backend import Attention, kv_layout
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.page_transfers import PageMover
-from data_plane.instance.row_sampling import begin_masks, sample
+from data_plane.instance.row_sampling import begin_masks, report_prompt, sample
 from data_plane.instance.rows import Row
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
+from data_plane.model.norm import rms_norm
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import LayerWeights
 from data_plane.step.cpu_kernels import Kernels
@@ -66,6 +70,8 @@ class ModelStage(StageEdge):
         self._attention = attention
         self._grammar_masks = grammar_masks
         self._layout_of_kv = kv_layout(model.attention)
+        kind = model.attention
+        self._least_plain_chunk = kind.least_plain_chunk if kernels.keeps_heads else sys.maxsize
         self._batch: _Batch | None = None
         self.selected: list[str] = []
         """What was selected at start-up and why, one sentence each."""
@@ -94,26 +100,49 @@ class ModelStage(StageEdge):
         batch = self._batch_of(spans)
         weights, rope, model = self._weights.layer(layer), self._weights.rope, self._model
         kernels, pool_FSW = self._kernels, self._frames.layers[place]
-        _, kv_TW, q_THD = kernels.attention_rows(rows, batch.position_T, weights, rope, model)
+        kind, position_T = model.attention, batch.position_T
+        q_THD: Tensor | None = None
+        if self._least_plain_chunk < sys.maxsize:
+            normed_TX = rms_norm(rows, weights.input_norm, model.norm_eps)
+            wire_q_TC, kv_TW = kind.inputs(normed_TX, position_T, weights.attention, rope)
+        else:
+            wire_q_TC, kv_TW, q_THD = kernels.attention_rows(rows, position_T, weights, rope, model)
         kernels.append(self._frames.slots[place], batch.slot_T, kv_TW)
-        if layer == model.num_layers - 1 and not batch.samples:
+        if layer == model.num_layers - 1 and not batch.has_output:
             return rows  # nobody reads what comes after the last layer's KV
-        partial_THO = rows.new_empty(*q_THD.shape[:2], self._layout_of_kv.out_width)
-        scale = model.attention.softmax_scale
-        if len(batch.single_D):
-            partial_THO[batch.single_D], _ = self._attention.run(
-                q_THD[batch.single_D], pool_FSW, batch.plan, scale
+
+        def queries(part: slice | Tensor) -> Tensor:
+            if q_THD is not None:
+                return q_THD[part]
+            return kernels.attention_queries(
+                wire_q_TC[part], position_T[part], weights, rope, model
             )
+
+        o_THV = rows.new_empty(len(rows), kind.num_heads, kind.value_dim)
+        if len(batch.single_D):
+            partial_DHO, _ = self._attention.run(
+                queries(batch.single_D), pool_FSW, batch.plan, kind.softmax_scale
+            )
+            o_THV[batch.single_D] = kernels.finish_attention(partial_DHO, weights, model)
         for part, frames, num_tokens in batch.chunks:
             kv_UW = pool_FSW.index_select(0, frames).flatten(0, 1)[:num_tokens]
-            chunk_THD = causal_attention(q_THD[part], kv_UW, scale, self._heads)
-            partial_THO[part] = chunk_THD[..., : partial_THO.shape[2]]
-        o_THV = kernels.finish_attention(partial_THO, weights, model)
+            if part.stop - part.start < self._least_plain_chunk:
+                o_THV[part] = self._absorbed(queries(part), kv_UW, weights)
+            else:
+                heads = weights.attention
+                q_THE = kind.prefill_queries(wire_q_TC[part], position_T[part], heads, rope)
+                heads_of = functools.partial(kind.keys_and_values, weights=heads)
+                o_THV[part] = causal_attention(q_THE, kv_UW, kind.softmax_scale, heads_of)
         x_TX, normed_TX = kernels.after_attention(rows, o_THV, weights, rope, model)
         return x_TX + self._mlp(normed_TX, weights)
 
-    def _heads(self, kv_UW: Tensor) -> tuple[Tensor, Tensor]:
-        return self._layout_of_kv.chunk_heads(kv_UW, self._model.attention.num_heads)
+    def _absorbed(self, q_THD: Tensor, kv_UW: Tensor, weights: LayerWeights) -> Tensor:
+        """Attend as rows that decode do: to KV as it is stored, which costs nothing to read."""
+        layout, kind = self._layout_of_kv, self._model.attention
+        heads_of = functools.partial(layout.chunk_heads, num_heads=kind.num_heads)
+        out_THD = causal_attention(q_THD, kv_UW, kind.softmax_scale, heads_of)
+        partial_THO = out_THD[..., : layout.out_width].contiguous()
+        return self._kernels.finish_attention(partial_THO, weights, self._model)
 
     def _mlp(self, normed_TX: Tensor, weights: LayerWeights) -> Tensor:
         kernels, moe = self._kernels, weights.moe
@@ -130,6 +159,7 @@ class ModelStage(StageEdge):
         self, spans: Sequence[Span], samplers: Sequence[Row | None], rows: Tensor
     ) -> list[tuple[int, TokenLogprobs | None]]:
         ends = np.cumsum([span.num_tokens for span in spans])
+        self._report_prompts(spans, ends, rows)
         sampling = [
             (row, end - 1) for row, end in zip(samplers, ends, strict=True) if row is not None
         ]
@@ -142,10 +172,23 @@ class ModelStage(StageEdge):
         logits_BV = self._kernels.logits(x_BX, self._weights.head, self._model)
         return sample(sampled_rows, logits_BV, None if pending is None else pending.result())
 
+    def _report_prompts(self, spans: Sequence[Span], ends: np.ndarray, rows: Tensor) -> None:
+        """Report log probabilities of the tokens after those of spans, where they are asked for."""
+        for span, end in zip(spans, ends.tolist(), strict=True):
+            if span.request_id not in self._asked:
+                continue
+            token_ids, wanted = self._asked[span.request_id]
+            assert self._weights.head is not None, "only the last stage has the head"
+            logits = functools.partial(
+                self._kernels.logits, weights=self._weights.head, config=self._model
+            )
+            next_ids = token_ids[span.first + 1 : span.first + 1 + span.num_tokens]
+            report_prompt(wanted, next_ids, rows[end - span.num_tokens : end], logits)
+
     def _batch_of(self, spans: Sequence[tuple[Span, Sequence[int]]]) -> _Batch:
         """What all layers of a pass have alike; they come with the very same spans."""
         if self._batch is None or self._batch.spans is not spans:
-            self._batch = _Batch(spans, self._attention)
+            self._batch = _Batch(spans, self._attention, self._asked)
             self._weights.rope.reach(int(self._batch.position_T.max()))
         return self._batch
 
@@ -153,6 +196,9 @@ class ModelStage(StageEdge):
 
     def _is_complete(self, layer: int) -> bool:
         return super()._is_complete(layer) and self._weights.has(layer)
+
+    def _has_layers(self) -> bool:
+        return all(map(self._weights.has, self._place_of))
 
     def _new_layer(self, layer: int, place: int) -> None:
         # Nothing is wiped: of each frame it is known how many tokens are filled.
@@ -169,9 +215,16 @@ class ModelStage(StageEdge):
 class _Batch:
     """Where the tokens of a pass are, the same in every layer."""
 
-    def __init__(self, spans: Sequence[tuple[Span, Sequence[int]]], attention: Attention) -> None:
+    def __init__(
+        self,
+        spans: Sequence[tuple[Span, Sequence[int]]],
+        attention: Attention,
+        asked: Collection[int],
+    ) -> None:
+        """asked: requests whose rows after the last layer are wanted, sampled or not."""
         self.spans = spans
-        self.samples = any(span.samples for span, _ in spans)
+        self.has_output = any(span.samples or span.request_id in asked for span, _ in spans)
+        """Whether rows are wanted after the last layer."""
         positions, slots = [], []
         single: list[int] = []
         self.chunks: list[tuple[slice, Tensor, int]] = []

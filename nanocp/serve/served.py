@@ -74,7 +74,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         has_prefill,
         name,
         config.cluster.bounds.max_grammar_bytes,
-        has_prompt_logprobs=not (config.prefill.engines or is_pipeline or num_stages > 1),
+        has_prompt_logprobs=not config.prefill.engines,
     )
     return Served(
         limits,

@@ -109,9 +109,9 @@ OF_PIPELINE = [
     Mutant(
         name="window-kept",
         why="another wish in between does not begin the window again",
-        path="control_plane/scheduler/pipeline/layout_changes.py",
-        text="self._wish, self._num_wished = wish, 0",
-        fault="self._wish = wish",
+        path="control_plane/scheduler/pipeline/layer_policies.py",
+        text="self._wish, self._num_wished = (split, wish), 0",
+        fault="self._wish = split, wish",
         tests=("tests/control_plane/scheduler/pipeline/test_layout_changes.py",),
     ),
     Mutant(

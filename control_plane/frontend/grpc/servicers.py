@@ -35,7 +35,7 @@ from control_plane.frontend.open_requests import (
 from control_plane.frontend.streams import ClientStreams
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import caller
-from nanocp.config import Config
+from nanocp.config import ClusterConfig, Config
 from nanocp.plan import PAGE_SIZE, ClusterLoad, FinishReason
 from nanocp.sampling import TokenLogprobs
 from nanocp.wire import convert
@@ -300,9 +300,12 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
 class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):
     """Takes tokens from instances and never makes one wait for a client."""
 
-    def __init__(self, streams: ClientStreams, front_end: str) -> None:
+    def __init__(self, streams: ClientStreams, front_end: str, cluster: ClusterConfig) -> None:
         self._streams = streams
         self._front_end = front_end
+        is_pipeline, last = cluster.layout == "pipeline", cluster.num_instances - 1
+        self._prompt_sender = str(Member("instance", last) if is_pipeline else PREFILL)
+        """The member that computes the log probabilities of prompts."""
 
     async def Deliver(
         self, batches: AsyncIterator[cluster_pb2.TokenBatch], context: grpc.aio.ServicerContext
@@ -326,7 +329,7 @@ class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):
                 raise PermissionError(f"{sender} delivered tokens of instance {batch.instance}")
             tokens = convert.tokens_from_wire(self._front_end, batch)
             self._streams.deliver(batch.instance, tokens)
-        if batch.prompts and sender != str(PREFILL):
+        if batch.prompts and sender != self._prompt_sender:
             raise PermissionError(f"{sender} delivered log probabilities of a prompt")
         for prompt in batch.prompts:
             self._streams.add_prompt_logprobs(*convert.prompt_logprobs_from_wire(prompt))

@@ -53,6 +53,10 @@ class LayerPlaces:
             for layer, _, target in self._moving(split)
         )
 
+    def num_new(self, split: Split) -> int:
+        """Layers that would go to a stage at which they have no place."""
+        return sum(layer not in self.places[target] for layer, _, target in self._moving(split))
+
     def copy(self, split: Split, full: int) -> tuple[LayerMove, ...]:
         """Send full frames ahead of a change to this layout."""
         return tuple(

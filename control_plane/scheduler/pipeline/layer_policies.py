@@ -13,9 +13,11 @@ from __future__ import annotations
 import difflib
 import struct
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from statistics import fmean
 from typing import Protocol
 
 from control_plane.scheduler.pipeline.predictor import PassTimes
@@ -31,10 +33,10 @@ class LayerPolicy(Protocol):
     """Which layout a pass asks for."""
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """The layout that would be best for passes like this one.
+        """The layout to change to, after a pass that was planned; the present one: no change.
 
         split: the layout that is. number: the pass. num_frames: frames with KV that would move with
-        each layer.
+        each layer. It is asked once for each pass.
         """
 
 
@@ -98,23 +100,70 @@ class DeltaLayout:
         return abs(times.sample_us - k * times.layer_us - (k / m if k else 0) * times.layer_us)
 
 
-class LevelLayout:
-    """Policy `level`: the longest stage is as short as whole layers allow, if that is worth moving.
+class LastingWish:
+    """A policy that is heard once it has wanted the same layout for a window of passes in a row."""
 
-    Exact. Of equal layouts, one with the fewest moved layers.
+    def __init__(self, policy: LayerPolicy, window: int) -> None:
+        self._policy, self._window = policy, window
+        self._wish: tuple[Split, Split] | None = None
+        """The layout that is, and the one that is wanted."""
+        self._num_wished = 0
+        """Passes in a row that wanted it."""
+
+    def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
+        """See LayerPolicy."""
+        wish = self._policy.wish(split, times, number, num_frames)
+        if (split, wish) != self._wish:
+            self._wish, self._num_wished = (split, wish), 0
+        self._num_wished += 1
+        return wish if self._num_wished >= self._window else split
+
+
+class LevelLayout:
+    """Policy `level`: layers move once what another layout would have saved pays for the move.
+
+    A layout that is best for a pass is noted, and from then on what it would have saved or lost in
+    each pass is summed; at a sum below 0 it is forgotten. So a pass counts by its time: few long
+    passes change what many short ones wanted, and layouts that take turns do not change at all if
+    each stay saves less than a move costs.
     """
 
     def __init__(self, pipeline: PipelineConfig) -> None:
         self._num_places = pipeline.num_places
         self._frame_move_us = pipeline.frame_move_us
-        self._layout_passes = pipeline.layout_passes
+        self._window = pipeline.layout_window
+        self._split: Split | None = None
+        self._num_passes = 0
+        """Passes since the layout was another one."""
+        self._saved_us: dict[Split, float] = {}
+        """Layout -> what it would have saved since it was noted."""
+        self._latest: deque[PassTimes] = deque(maxlen=pipeline.num_stages)
+        """Passes that may be in flight together: a stage that is idle in one is busy in another."""
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """See LayerPolicy. The present layout is wanted if moving costs more than it gains."""
-        best = self._best(split, times)
-        gain_us = longest_us(split, times) - longest_us(best, times)
-        move_us = num_moved(split, best) * num_frames * self._frame_move_us
-        return best if gain_us * self._layout_passes > move_us else split
+        """See LayerPolicy. The present layout is wanted for a window of passes at least."""
+        if split != self._split:
+            self._split, self._num_passes = split, 0
+            self._saved_us.clear()
+        self._num_passes += 1
+        self._latest.append(times)
+        mean = PassTimes(*(fmean(us) for us in zip(*self._latest, strict=True)))
+        self._saved_us.setdefault(self._best(split, mean), 0.0)
+        present_us = longest_us(split, mean)
+        summed = {
+            layout: saved_us + present_us - longest_us(layout, mean)
+            for layout, saved_us in self._saved_us.items()
+        }
+        self._saved_us = {layout: us for layout, us in summed.items() if us > 0}
+        if self._num_passes < self._window or not self._saved_us:
+            return split
+
+        def gain_us(layout: Split) -> float:
+            move_us = num_moved(split, layout) * num_frames * self._frame_move_us
+            return self._saved_us[layout] - move_us
+
+        best = max(self._saved_us, key=gain_us)
+        return best if gain_us(best) > 0 else split
 
     def _best(self, split: Split, times: PassTimes) -> Split:
         """A layout with the least longest stage; of these, one with the fewest moved layers."""
@@ -196,11 +245,11 @@ def make_layer_policy(pipeline: PipelineConfig) -> LayerPolicy:
         case "even" | "static":
             return FixedLayout(pipeline.first_split)
         case "delta":
-            return DeltaLayout(pipeline)
+            return LastingWish(DeltaLayout(pipeline), pipeline.layout_window)
         case "level":
             return LevelLayout(pipeline)
         case "chaos_layers":
-            return ChaosLayers(pipeline)
+            return LastingWish(ChaosLayers(pipeline), pipeline.layout_window)
     nearest = difflib.get_close_matches(pipeline.layer_policy, LAYER_POLICY_NAMES, 1, 0.0)[0]
     raise ValueError(
         f"layer_policy is {pipeline.layer_policy!r}; it must be one of "

@@ -1,4 +1,4 @@
-"""When the layout changes: a wish that lasts, full pages that go ahead, and the mark.
+"""How the layout changes: full pages that go ahead, and the mark.
 
 Enters: what is predicted of each pass, frames with KV, reports of stages. Leaves: LayerMoves, in
 their order with the passes. Does not know: how a policy comes to its wish.
@@ -32,9 +32,6 @@ class LayoutChanges:
         self._newest = 0
         self._num_unreported = 0
         """Stages that have not reported the newest LayerMoves."""
-        self._wish: Split = self.places.split
-        self._num_wished = 0
-        """Passes in a row that wanted it."""
         self._target: Split | None = None
         """The layout to change to, while a change is under way."""
         self._num_rounds = 0
@@ -69,23 +66,12 @@ class LayoutChanges:
         self._asked = split
 
     def consider(self, times: PassTimes, number: int, num_frames: int) -> None:
-        """A pass was planned. num_frames: frames with KV.
-
-        A change begins when as many passes in a row as the window has wanted the same layout.
-        """
+        """A pass was planned: a change may begin. num_frames: frames with KV."""
         if self._asked is not None:
             return
         split = self.places.split
         wish = self._policy.wish(split, times, number, num_frames)
-        if wish != self._wish:
-            self._wish, self._num_wished = wish, 0
-        self._num_wished += 1
-        if (
-            not self.is_moving
-            and wish != split
-            and self._num_wished >= self._pipeline.layout_window
-            and self.places.is_legal(wish)
-        ):
+        if not self.is_moving and wish != split and self.places.is_legal(wish):
             self._target, self._num_rounds = wish, 0
 
     def reported(self, number: int) -> None:
@@ -112,15 +98,16 @@ class LayoutChanges:
         self._newest += 1
         self._num_unreported = self._pipeline.num_stages
         # Each row has an open page that only the mark can send. So few full ones may go with it.
+        # But weights that are not at their new stage are read before the mark.
+        is_far = self._num_rounds == 0 and places.num_new(target) > 0
         if (
             self._pipeline.copy_ahead
             and self._num_rounds < _MAX_ROUNDS
-            and places.num_missing(target, full) > num_rows
+            and (is_far or places.num_missing(target, full) > num_rows)
         ):
             self._num_rounds += 1
             return LayerMoves(self._newest, None, places.copy(target, full))
         moves = places.change(target, full, live)
         self.layout, self._target = self._newest, None
-        self._num_wished = 0
         self.num_changes += 1
         return LayerMoves(self._newest, target, moves)

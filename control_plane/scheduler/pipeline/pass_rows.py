@@ -105,6 +105,21 @@ class PassRows:
 class PromptRows(PassRows):
     """Prompts of which KV alone is wanted."""
 
+    def chunks(self, num_decoding: int) -> list[tuple[PassRow, int]]:
+        """See PassRows. No pass takes less than an equal chunk of a prompt, one for each stage.
+
+        A short chunk reads all weights too, and nobody waits for a pass to be short.
+        """
+        lengths = [row.request.prompt_len for row in self.by_id.values() if row.num_prompt_left]
+        equal = max((self._equal_chunk(length) for length in lengths), default=0)
+        share = max(-(-self.num_prompt_left // self._num_stages), equal)
+        return self._taken(min(share, self._max_tokens))
+
+    def _equal_chunk(self, prompt_len: int) -> int:
+        """Tokens of a chunk if the prompt has as few equal ones as may be, in whole pages."""
+        num_chunks = max(-(-prompt_len // self._max_tokens), self._num_stages)
+        return -(-prompt_len // num_chunks // PAGE_SIZE) * PAGE_SIZE
+
     def plan(self, row: PassRow, number: int, count: int) -> Span:
         """The prompt's next `count` tokens are in the pass of this number; none is sampled."""
         return super().plan(row, number, count)._replace(samples=False)

@@ -12,6 +12,7 @@ so far.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -182,6 +183,11 @@ class GqaConfig:
     ) -> Tensor:
         """Make the queries of normed hidden rows, [T, H, E]."""
         return self.queries(wire_q_TC, position_T, weights, rope)
+
+    @property
+    def least_plain_chunk(self) -> int:
+        """See kind.AttentionKind: never, because both are the same here."""
+        return sys.maxsize
 
     def keys_and_values(self, kv_UW: Tensor, weights: GqaWeights) -> tuple[Tensor, Tensor]:
         """Repeat each K/V head for its group of query heads: keys and values [H, U, E]."""

@@ -97,5 +97,9 @@ class AttentionKind(Protocol):
     ) -> Tensor:
         """Make queries [T, H, E] for the keys of `keys_and_values`."""
 
+    @property
+    def least_plain_chunk(self) -> int:
+        """Tokens of a chunk from which `keys_and_values` costs less than what `queries` needs."""
+
     def keys_and_values(self, kv_UW: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
         """Compute every head's keys [H, U, E] and values [H, U, V] of KV."""

@@ -9,6 +9,7 @@ N nope, V value width, T tokens, U tokens so far.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -188,6 +189,17 @@ class MlaConfig:
     ) -> Tensor:
         """Make queries [T, H, N + P] of q latents, nothing absorbed."""
         return torch.cat(self._plain_queries(wire_q_TC, position_T, weights, rope), dim=-1)
+
+    @property
+    def least_plain_chunk(self) -> int:
+        """See kind.AttentionKind. A key and its value are made once for all queries of a chunk.
+
+        For each head and key that is R * (N + V) products. Then a query takes no R + P products
+        for the key and as many for the value, but the wider of N + P and V.
+        """
+        saved = 2 * (self.kv_width - max(self.nope_dim + self.rope_dim, self.value_dim))
+        made = self.kv_lora_rank * (self.nope_dim + self.value_dim)
+        return made // saved + 1 if saved > 0 else sys.maxsize
 
     def keys_and_values(self, kv_UW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
         """Compute every head's keys [H, U, N + P] and values [H, U, V] from latent KV.

@@ -415,12 +415,16 @@ class LayerMove(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., source: _Optional[int] = ..., target: _Optional[int] = ..., place: _Optional[int] = ..., first_frame: _Optional[_Iterable[int]] = ..., num_frames: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("request_id", "token_ids")
+    __slots__ = ("request_id", "token_ids", "prompt_logprobs", "front_end")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FRONT_END_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_logprobs: int
+    front_end: str
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., front_end: _Optional[str] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("ticket", "request_id", "num_tokens", "first_page", "num_pages", "instance", "frame", "source")

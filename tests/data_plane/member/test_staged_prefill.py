@@ -30,6 +30,7 @@ from data_plane.member.stage_messages import (
     StageSuspects,
 )
 from data_plane.member.staged_prefill import StagedPrefillLoop
+from data_plane.member.token_streams import TokenStreams
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import prefill_pages
@@ -103,7 +104,8 @@ class Threads:
             own, theirs = Pipe()
             spec = StageSpec(member, stage, f"{CLUSTER_ID}.links")
             built = build_prefill_stage(CONFIG, stage, Segments(spec.links_id), checkpoint)
-            self.loops.append(PrefillStageLoop(built, spec, theirs, Segments(CLUSTER_ID)))
+            streams = TokenStreams(0, CONFIG.limits)
+            self.loops.append(PrefillStageLoop(built, spec, theirs, Segments(CLUSTER_ID), streams))
             self.pipes.append(own)
             reader = threading.Thread(target=self._read, args=(stage, own, loop), daemon=True)
             reader.start()
@@ -122,6 +124,7 @@ class Threads:
             thread.join(30)
             loop.close()
             loop._built.stage.close()
+            loop._streams.close()
 
     def _read(self, stage, pipe, loop):
         with contextlib.suppress(EOFError, OSError):
@@ -255,7 +258,7 @@ def test_two_passes_are_in_flight_and_one_waits_and_prompts_go_before_their_pass
     assert [span[:3] for plan in passes for span in plan.spans] == [
         (3, 0, 100),
         (3, 100, 100),
-        (3, 200, 64),
+        (3, 200, 100),
     ]
     assert not any(span.samples for plan in passes for span in plan.spans)
 

@@ -4,6 +4,7 @@ What a stage does not have is NaN in all of them (harness/model_pipeline.py), so
 depends on it cannot be right by chance.
 """
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from random import Random
@@ -18,8 +19,9 @@ from data_plane.prefill.pages import prefill_pages
 from data_plane.reference.oracle import Oracle
 from data_plane.step import stage as model_stage
 from harness.model_pipeline import ModelPipeline, play_chaos, still_setup
+from harness.prompt_logprobs import assert_logprobs
 from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import SamplingParams
+from nanocp.sampling import PromptLogprobs, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 LENGTHS = (1, 64, 150)
@@ -135,11 +137,14 @@ def test_stop_tokens_end_a_row(tiny_checkpoint):
     assert stopped.run(prompts((80,)), stop) == [free[: free.index(free[6]) + 1]]
 
 
-@pytest.mark.parametrize("max_pass_tokens", [pytest.param(7, marks=pytest.mark.system), 70, 400])
+@pytest.mark.parametrize(
+    ("max_pass_tokens", "least_plain_chunk"),
+    [pytest.param(7, 1, marks=pytest.mark.system), (70, 50), (400, 1000)],
+)
 def test_kv_of_chunks_is_that_of_the_reference_prefill(
-    tiny_checkpoint, max_pass_tokens, monkeypatch
+    tiny_checkpoint, max_pass_tokens, least_plain_chunk, monkeypatch
 ):
-    """Chunks of any length, over pages of the cached prefix in any frames."""
+    """Chunks of any length, with queries absorbed or not, over pages in any frames."""
     setup = still_setup((1, 3), max_pass_tokens=max_pass_tokens)
     pipeline = ModelPipeline(tiny_checkpoint, 0, setup, kernels="torch")
     seen: dict[int, list[int]] = {}
@@ -151,6 +156,8 @@ def test_kv_of_chunks_is_that_of_the_reference_prefill(
         return run_layer(self, layer, place, spans, rows)
 
     monkeypatch.setattr(model_stage.ModelStage, "_run_layer", note)
+    for process in pipeline.processes:
+        process.stage._least_plain_chunk = least_plain_chunk
     (ids,) = prompts((300,))
     pipeline.run([ids], SamplingParams(temperature=0, max_tokens=1))
     model = ModelConfig.from_folder(tiny_checkpoint)
@@ -161,6 +168,17 @@ def test_kv_of_chunks_is_that_of_the_reference_prefill(
             stage = pipeline.processes[int(layer > 0)].stage
             own = pipeline._kv_of(stage, layer)[seen[1][page], :count]
             torch.testing.assert_close(own, kv_LSW[layer, :count], atol=1e-4, rtol=0)
+
+
+def test_logprobs_of_a_prompt_are_those_of_the_reference_prefill(tiny_checkpoint):
+    """Chunks end anywhere; the last layer runs for them though nothing is sampled."""
+    setup = still_setup((1, 3), max_pass_tokens=70)
+    pipeline, reported = ModelPipeline(tiny_checkpoint, 0, setup), []
+    (ids,) = prompts((150,))
+    last = pipeline.processes[-1].stage
+    last.ask_logprobs(1, ids, PromptLogprobs(2, reported.extend))
+    pipeline.run([ids], SamplingParams(temperature=0, max_tokens=3))
+    assert_logprobs(tiny_checkpoint, ids, reported, 2)
 
 
 @pytest.mark.system
@@ -178,11 +196,11 @@ def test_weights_of_a_layer_that_lost_its_place_are_given_up(tiny_checkpoint):
 @pytest.mark.system
 def test_a_stage_waits_for_weights_that_are_still_read(tiny_checkpoint, tiny_oracle, monkeypatch):
     """A layer that it got runs once it is here, however long that takes."""
-    has, asked = model_stage.StageWeights.has, []
+    has, asked = model_stage.StageWeights.has, Counter()
 
     def late(self, layer):
-        asked.append(layer)
-        return len(asked) % 7 == 0 and has(self, layer)
+        asked[id(self), layer] += 1
+        return asked[id(self), layer] % 40 > 20 and has(self, layer)
 
     monkeypatch.setattr(model_stage.StageWeights, "has", late)
     pipeline = ModelPipeline(tiny_checkpoint, 0, still_setup((1, 3)))

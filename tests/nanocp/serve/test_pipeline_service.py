@@ -14,6 +14,7 @@ import typer.testing
 
 from control_plane.member_streams import Member
 from harness.hash_service import process_launcher, shared_memory_of
+from harness.prompt_logprobs import assert_logprobs
 from nanocp.cli.main import app
 from nanocp.client import Client, Unavailable
 from nanocp.config import (
@@ -120,10 +121,10 @@ def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle):
             ).choices[0]
             assert answer.token_ids == running[2].result()[:12]
             assert len(answer.logprobs.token_logprobs) == 12
-            with pytest.raises(openai.BadRequestError, match="stages of a pipeline"):
-                http.completions.create(
-                    model=model.id, prompt=ids[1], max_tokens=1, extra_body={"prompt_logprobs": 1}
-                )
+        with Client(service.address) as client:
+            chunks = client.generate(ids[2], max_tokens=1, temperature=0.0, prompt_logprobs=1)
+            reported = [one for chunk in chunks for one in chunk.prompt_logprobs]
+        assert_logprobs(tiny_checkpoint, ids[2], reported, 1)
         until_free(service)
         value = service.metrics.registry.get_sample_value
         for stage, cause in (("0", "tail"), ("1", "fill")):

@@ -12,7 +12,8 @@ import pytest
 
 from control_plane.member_streams import PREFILL
 from harness.hash_service import process_launcher, shared_memory_of
-from nanocp.client import Client, InvalidArgument
+from harness.prompt_logprobs import assert_logprobs
+from nanocp.client import Client
 from nanocp.config import (
     BoundsConfig,
     ClusterConfig,
@@ -84,8 +85,10 @@ def test_prompts_through_two_stages_are_exact_also_after_a_stage_is_lost(
         running = [pool.submit(generate, service, each, 12) for each in ids]
         for each, output in zip(ids, running, strict=True):
             assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
-        with pytest.raises(InvalidArgument, match=r"prompt_logprobs .* stages"):
-            generate(service, ids[0], 1, prompt_logprobs=1)
+        with Client(service.address) as client:
+            chunks = client.generate(ids[4], max_tokens=1, temperature=0.0, prompt_logprobs=1)
+            reported = [one for chunk in chunks for one in chunk.prompt_logprobs]
+        assert_logprobs(tiny_checkpoint, ids[4], reported, 1)
         lost = stages_of(service)
         assert [each.cmdline()[-1] for each in lost] == ["prefill stage 0", "prefill stage 1"]
         running = [pool.submit(generate, service, prompt(900, seed), 8) for seed in range(4)]

@@ -53,7 +53,7 @@ def test_delta_wants_the_k_of_least_misalignment(r, k):
 def test_delta_punishes_a_short_last_stage_where_level_does_not():
     split, times = (16, 16, 16, 16), PassTimes(1.0, 3.09)
     by_rule = DeltaLayout(config(4, 64)).wish(split, times, 0, 0)
-    levelled = LevelLayout(config(4, 64)).wish(split, times, 0, 0)
+    levelled = LevelLayout(config(4, 64, layout_window=1)).wish(split, times, 0, 0)
     assert longest_us(by_rule, times) == pytest.approx(17.09)
     assert longest_us(levelled, times) == pytest.approx(17.0)
 
@@ -73,7 +73,8 @@ def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
     split = data.draw(st.sampled_from(splits))
     layer_us = data.draw(st.sampled_from([0.1, 1.0, 7.3]))
     times = PassTimes(layer_us, data.draw(st.floats(0, 60)))
-    policy = LevelLayout(config(num_stages, num_layers, max_layers=num_places))
+    pipeline = config(num_stages, num_layers, max_layers=num_places, layout_window=1)
+    policy = LevelLayout(pipeline)
     wished = policy.wish(split, times, 0, 0)
     least = min(longest_us(each, times) for each in splits)
     assert longest_us(wished, times) == pytest.approx(least)
@@ -86,16 +87,28 @@ def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
         assert wished == split
 
 
-def test_level_moves_no_layer_whose_kv_costs_more_than_the_change_gains():
-    policy = LevelLayout(config(2, 8, frame_move_us=10, layout_passes=100))
-    # (4, 4) takes 4 + 3, and (5, 3) takes 6: one layer moves for a gain of 1 us in each of 100.
-    assert wish(policy, (4, 4), 1.0, 3.0, num_frames=9) == (5, 3)
-    assert wish(policy, (4, 4), 1.0, 3.0, num_frames=10) == (4, 4)
+def test_level_moves_a_layer_once_what_that_would_have_saved_pays_for_its_kv():
+    policy = LevelLayout(config(2, 8, frame_move_us=10, layout_window=1))
+    # (4, 4) takes 4 + 3, and (5, 3) takes 6: one layer saves 1 us in each pass, and costs 50.
+    wished = [wish(policy, (4, 4), 1.0, 3.0, num_frames=5) for _ in range(51)]
+    assert wished == [(4, 4)] * 50 + [(5, 3)]
+    # Few long passes weigh as much as many short ones.
+    assert wish(policy, (5, 3), 20.0, 0.0, num_frames=5) == (5, 3), "beside a short one in flight"
+    assert wish(policy, (5, 3), 80.0, 0.0, num_frames=5) == (4, 4)
+
+
+def test_level_does_not_follow_passes_that_take_turns_for_less_than_a_move_costs():
+    policy = LevelLayout(config(2, 8, frame_move_us=10, layout_window=1))
+    for _ in range(40):
+        for sample_us in (3.0,) * 6 + (0.0,) * 20:
+            assert wish(policy, (4, 4), 1.0, sample_us, num_frames=1) == (4, 4)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_chaos_draws_layouts_that_fit_and_replay(seed):
-    pipeline = config(3, 9, max_layers=5, layer_policy="chaos_layers", chaos_seed=seed)
+    pipeline = config(
+        3, 9, max_layers=5, layer_policy="chaos_layers", chaos_seed=seed, layout_window=1
+    )
     drawn = [
         [
             make_layer_policy(pipeline).wish((3, 3, 3), PassTimes(1, 1), number, 0)

@@ -16,9 +16,8 @@ def changes(window: int = 3, **fields) -> LayoutChanges:
         PipelineConfig(
             num_stages=2,
             num_layers=4,
-            layer_policy="level",
+            layer_policy="delta",
             layout_window=window,
-            frame_move_us=0,
             **fields,
         )
     )
@@ -98,15 +97,21 @@ def test_pages_that_fill_faster_than_they_travel_do_not_keep_the_mark_away_for_e
     assert sent == [None] * 4 + [(3, 1)]
 
 
-def test_few_full_pages_go_with_the_mark():
+def test_few_full_pages_go_with_the_mark_once_the_layer_is_there():
     layouts = changes(window=1)
     layouts.consider(LONG_TAIL, 0, 0)
-    mark = moves(layouts, 0b111, 0b1111, num_rows=3)
-    assert mark is not None and mark.split == (3, 1)
+    splits = []
+    for times in (LONG_TAIL, LEVEL, LONG_TAIL):
+        while (item := moves(layouts, 0b111, 0b1111, num_rows=3)) is not None:
+            splits.append(item.split)
+            for _ in range(2):
+                layouts.reported(item.number)
+        layouts.consider(times, 0, 0)
+    assert splits == [None, (3, 1), (2, 2)], "stage 1 has kept what it gave away"
 
 
 def test_an_operators_layout_stands_though_the_policy_wants_another():
-    layouts = changes(window=1)
+    layouts = changes(window=1, copy_ahead=False)
     assert layouts.obstacle((1, 3)) == ""
     layouts.ask((1, 3))
     mark = moves(layouts, 0, 0)

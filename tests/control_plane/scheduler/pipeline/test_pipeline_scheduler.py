@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.scheduler.pipeline.invariants import check_pipeline
+from control_plane.scheduler.pipeline.pass_rows import PassRow, PromptRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
+from control_plane.scheduler.request import Request
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.passes import PassDone, PassPlan, PipelineConfig, PipelinePlan, Span, even_split
 from nanocp.plan import AbortRequested, Arrival, ClusterLost, Finished, FinishReason
@@ -199,6 +201,18 @@ def test_prompts_are_spread_over_the_passes_and_their_chunks_follow_each_other()
     assert spans[1] == (Span(1, 100, 75, False),)
     assert spans[2] == (Span(1, 175, 64, False),), "not less than a page"
     assert [plan.after for plan in world.passes] == [-1, -1, -1, -1, 0], "none waits for a token"
+
+
+def test_prompts_that_sample_nothing_go_in_equal_chunks_of_whole_pages():
+    rows = PromptRows(4, 128)
+    rows.by_id[1] = PassRow(Request.from_arrival(Arrival(1, 600, 1), 0), 0)
+    counts = []
+    while rows.num_prompt_left:
+        ((row, count),) = rows.chunks(0)
+        counts.append(rows.plan(row, 0, count).num_tokens)
+    assert counts == [128, 128, 128, 128, 88]
+    rows.by_id[1] = PassRow(Request.from_arrival(Arrival(1, 250, 1), 0), 0)
+    assert [count for _, count in rows.chunks(0)] == [64], "one for each stage"
 
 
 def test_a_prompt_in_a_full_pass_waits_for_the_next():

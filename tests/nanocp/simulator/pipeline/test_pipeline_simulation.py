@@ -33,7 +33,7 @@ def test_levelling_is_between_even_and_the_bound():
     assert level.split == (13, 13, 13, 9)
     # Passes differ a little, so the bound of a pass is none to the last percent of a run.
     assert fluid.e2el_ms_mean < 1.02 * level.e2el_ms_mean < 0.95 * even.e2el_ms_mean
-    assert (level.num_changes, level.num_moved_layers) == (1, 6)
+    assert 0 < level.num_changes <= level.num_moved_layers == 6, "no layer moves twice"
     assert even.bubbles[0]["tail"] > 0.1, "stages wait for the last one"
     assert even.num_judged == level.num_judged == 60
     assert level.num_frames < even.num_frames, "room for layers that might come is no KV"
@@ -47,7 +47,7 @@ def test_nothing_moves_where_sampling_costs_nothing():
 
 
 def test_window_1_moves_more_often():
-    once, often = play(rate=30), play(rate=30, layout_window=1, moves_are_free=True)
+    once, often = play("delta", rate=30), play("delta", rate=30, layout_window=1)
     assert often.num_changes > 3 * once.num_changes > 0
     assert often.moved_mb > once.moved_mb > 0
 

@@ -1,0 +1,101 @@
+"""Two stages of a pipeline against two instances with expert parallelism, over 1 Gbit/s.
+
+Enters: a checkpoint. Leaves: tokens a second of both. Does not know: what is asked of them.
+
+Each member is in a network namespace of its own, behind a link that lets 1 Gbit/s through in each
+direction (`tc`). Controller, prefill and client are outside. It needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from control_plane.launchers.processes import ProcessLauncher
+from nanocp.client import Client
+from nanocp.config import ClusterConfig, Config, DataPlaneConfig, LimitsConfig, ServiceConfig
+from nanocp.serve.service import Service, member_environment, open_checkpoint
+
+_BRIDGE, _HOST, _NODE = "nanocp-gb", "10.87.41.1", "nanocp-gb{}"
+_RATE = ("tbf", "rate", "1gbit", "burst", "128kb", "latency", "50ms")
+_IN_NAMESPACE = (
+    'case "$0" in instance*) set -- ip netns exec "nanocp-gb${0#instance }";; esac; '
+    f'exec "$@" {sys.executable} -m data_plane.member.process "$0"'
+)
+"""Starts a member; its name is $0."""
+
+
+def why_not() -> str:
+    """What keeps this machine from having such links; empty if nothing."""
+    return "" if os.geteuid() == 0 else "it needs root, for network namespaces"
+
+
+@contextmanager
+def gigabit_nodes(num_nodes: int = 2) -> Iterator[None]:
+    """Make namespaces with such links. Raises CalledProcessError if that fails."""
+    try:
+        _run("ip", "link", "add", _BRIDGE, "type", "bridge")
+        _run("ip", "address", "add", f"{_HOST}/24", "dev", _BRIDGE)
+        _run("ip", "link", "set", _BRIDGE, "up")
+        for node in range(num_nodes):
+            name, link = _NODE.format(node), f"{_BRIDGE}-v{node}"
+            inside = ("ip", "-n", name)
+            _run("ip", "netns", "add", name)
+            _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "link", "set", link, "master", _BRIDGE, "up")
+            _run(*inside, "address", "add", f"10.87.41.{node + 2}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _run(*inside, "link", "set", device, "up")
+            _run("tc", "qdisc", "add", "dev", link, "root", *_RATE)
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *_RATE)
+        yield
+    finally:
+        for node in range(num_nodes):  # its link goes with it
+            subprocess.run(["ip", "netns", "delete", _NODE.format(node)], check=False)
+        subprocess.run(["ip", "link", "delete", _BRIDGE], check=False)
+
+
+def tokens_per_s(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> float:
+    """Tokens a second of so many requests of so many tokens, over two nodes; the best of two.
+
+    layout: pipeline or instances.
+    """
+    config = Config(
+        cluster=ClusterConfig(num_instances=2, layout=layout, max_model_len=1024),
+        data_plane=DataPlaneConfig(exchange_backend="tcp"),
+        limits=LimitsConfig(start_timeout_ms=300_000),
+        service=ServiceConfig(host=_HOST, grpc_port=0, metrics_port=0, http_port=0),
+    )
+    launcher = ProcessLauncher(["sh", "-c", _IN_NAMESPACE], member_environment(config))
+    service = Service(config, open_checkpoint(config, checkpoint), launcher)
+    random, best = Random(5), 0.0
+
+    def run(number: int) -> int:
+        ids = [random.randrange(2, 4000) for _ in range(60)]
+        options = {"temperature": 0.0, "ignore_eos": True, "timeout_s": 600.0}
+        with Client(service.address) as client:
+            chunks = client.generate(ids, max_tokens=num_tokens, **options)
+            return sum(len(chunk.token_ids) for chunk in chunks)
+
+    try:
+        service.start(lambda step: None)
+        with ThreadPoolExecutor(num_rows) as pool:
+            run(0)
+            for _ in range(2):
+                begin = time.perf_counter()
+                generated = sum(pool.map(run, range(num_rows)))
+                best = max(best, generated / (time.perf_counter() - begin))
+    finally:
+        service.stop()
+    return best
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True)
