@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.choices import check_at_least, check_one_of, require
+from nanocp.offload import KvOffloadConfig as KvOffloadConfig
+from nanocp.offload import offload_obstacle
 from nanocp.passes import PassesConfig as PassesConfig
 from nanocp.passes import pipeline_obstacle
 from nanocp.plan import PAGE_SIZE
@@ -173,6 +175,10 @@ class SchedulerConfig:
     max_tokens. `tokens:64`: 64."""
     prefix_sharing: bool = True
     """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
+    offload_host_pages: int = 0
+    """Pages that each instance's memory holds outside frames. 0: what kv_offload.host_gib says."""
+    offload_file_pages: int = 0
+    """Pages that each instance's file holds. 0: what kv_offload.file_gib says."""
     max_moving_pages: int = 1024
     """Most pages on their way between instances at a time (policies cost_aware and chaos)."""
     max_unfilled_tokens: int = 0
@@ -226,6 +232,8 @@ class SchedulerConfig:
         check_at_least(1, chaos_period_windows=self.chaos_period_windows)
         check_at_least(0, max_moving_pages=self.max_moving_pages)
         check_at_least(0, max_unfilled_tokens=self.max_unfilled_tokens)
+        host, file = self.offload_host_pages, self.offload_file_pages
+        check_at_least(0, offload_host_pages=host, offload_file_pages=file)
         check_at_least(
             0,
             max_overtake_us=self.max_overtake_us,
@@ -375,6 +383,7 @@ class Config:
     pipeline: PassesConfig = field(default_factory=PassesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    kv_offload: KvOffloadConfig = field(default_factory=KvOffloadConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -395,6 +404,8 @@ class Config:
         )
         obstacle = pipeline_obstacle(self) if self.cluster.layout == "pipeline" else ""
         require(not obstacle, f"cluster.layout is pipeline, and {obstacle}")
+        obstacle = offload_obstacle(self)
+        require(not obstacle, f"kv_offload is on, and {obstacle}")
 
     @property
     def recovers(self) -> bool:

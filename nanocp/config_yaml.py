@@ -21,6 +21,7 @@ _UNITS = {
     "us": "microseconds",
     "mb": "MB",
     "gb": "GB",
+    "gib": "GiB",
     "tokens": "tokens",
     "pages": "pages",
     "windows": "windows",

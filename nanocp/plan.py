@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from nanocp.offload import Fetch as Fetch
+from nanocp.offload import Stow as Stow
+from nanocp.offload import TransferMissed as TransferMissed
+from nanocp.offload import WrittenPage as WrittenPage
 from nanocp.table_changes import TableChanges
 from nanocp.terms import ClusterLost as ClusterLost
 from nanocp.terms import InstanceLost as InstanceLost
@@ -178,6 +182,8 @@ class WindowDone:
     waits_us: tuple[int, ...] = ()
     """Time that a stage waited since the pass before, for each of passes.WAIT_CAUSES; empty for an
     instance."""
+    written: tuple[WrittenPage, ...] = ()
+    """Pages that rows of this instance have filled in this window; none without kv_offload."""
 
 
 class TargetRun(NamedTuple):
@@ -208,6 +214,7 @@ Event = (
     | TransferDone
     | TransferFenced
     | TransferFailed
+    | TransferMissed
     | WindowDone
     | InstanceLost
     | TermEnded
@@ -415,6 +422,9 @@ class Plan:
     placements: tuple[Placement, ...] = ()
     ended: tuple[Ended, ...] = ()
     preempted: tuple[Preempted, ...] = ()
+    stows: tuple[Stow, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+    """Pages of `transfers` that come from slots; nobody else writes them."""
     is_settled: bool = False
     """The change of SeatsWanted may be carried out: no window and no ticket is open, and none will
     be until Regrouped."""

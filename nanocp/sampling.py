@@ -101,6 +101,10 @@ class RowInput:
     """The prompt's `penalized_prompt_ids`."""
     attempt: int = 0
     """`Arrival.attempt`: every token of the row carries it."""
+    page_hash: bytes = b""
+    """Hash of the pages before that of `last_token` (see `Arrival.page_hashes`)."""
+    page_ids: tuple[int, ...] = ()
+    """Token ids in the page of `last_token`, up to it. Empty: nobody asks for hashes of pages."""
 
 
 def penalized_prompt_ids(prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from control_plane.flights.transfers import Transfers, num_cached
+from control_plane.flights.transfers import Transfers, fetched_pages, num_cached
 from control_plane.flights.windows import WindowsInFlight
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import Member
@@ -21,8 +21,17 @@ from control_plane.scheduler.invariants import check
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import Config
-from nanocp.plan import Event, InstancePlan, Plan, TransferDone, TransferFenced, WindowDone
+from nanocp.plan import (
+    Event,
+    InstancePlan,
+    Plan,
+    TransferDone,
+    TransferFenced,
+    TransferMissed,
+    WindowDone,
+)
 from nanocp.wire import convert
+from nanocp.wire.offload import fetch_to_wire, stow_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -58,21 +67,34 @@ class DecodeFlights:
 
     def plan(self, events: Sequence[Event], now_us: int) -> Plan:
         """See Flights."""
-        return self.scheduler.plan_window(events, now_us)
+        plan = self.scheduler.plan_window(events, now_us)
+        if self.scheduler.offload.is_on:
+            self._metrics.offload.planned(self.scheduler.offload.reading)
+        return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterator[Event]:
         """See Flights. Tickets and fences go out."""
+        num_fetched = fetched_pages(plan.fetches)
         for transfer in plan.transfers:
             if transfer.source is not None:
                 self._metrics.scheduling.moving(len(transfer.instances()))
-            if failed := self._transfers.start(transfer, submitted.get(transfer.request_id)):
+            submission = submitted.get(transfer.request_id)
+            number = num_fetched.get(transfer.ticket, 0)
+            if failed := self._transfers.start(transfer, submission, number):
                 yield failed
+        for fetch in plan.fetches:
+            message = pb.ToInstance(fetch=fetch_to_wire(fetch))
+            self._members.send(Member("instance", fetch.instance), message)
+        # After the fetches: a slot may be given to another page once its ticket is over.
+        for stow in plan.stows:
+            message = pb.ToInstance(stow=stow_to_wire(stow))
+            self._members.send(Member("instance", stow.instance), message)
         for fence in plan.fences:
             self._transfers.fence(fence)
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:
         """See Flights."""
-        return num_cached(submission, plan.transfers)
+        return num_cached(submission, plan)
 
     def send(self, plan: Plan) -> None:
         """See Flights."""
@@ -95,6 +117,8 @@ class DecodeFlights:
                 return self._answered(TransferDone(message.transfer_done.ticket, instance))
             case "transfer_fenced":
                 return self._answered(TransferFenced(message.transfer_fenced.ticket, instance))
+            case "transfer_missed":
+                return TransferMissed(message.transfer_missed.ticket, instance)
             case "resync":
                 self._resync(instance, message.resync)
                 return None

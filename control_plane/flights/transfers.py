@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members.members import Members
-from nanocp.plan import PAGE_SIZE, Fence, Transfer, TransferFailed
+from nanocp.plan import PAGE_SIZE, Fence, Fetch, Plan, TargetRun, Transfer, TransferFailed
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -43,12 +43,14 @@ class Transfers:
         self._has_prefill = PREFILL in members.expected
         self._is_prefill_lost = False
 
-    def start(self, transfer: Transfer, submission: Submission | None) -> TransferFailed | None:
+    def start(
+        self, transfer: Transfer, submission: Submission | None, num_fetched: int = 0
+    ) -> TransferFailed | None:
         """Send each receiver its own pages of the ticket, and all of them to what writes them.
 
-        submission: the request, for a transfer without a source. Returns an event if the ticket
-        fails at once. The two ways are not ordered: a receiver keeps a page in its ring until the
-        ticket's `expect` has come.
+        submission: the request, for a transfer without a source. num_fetched: the first so many
+        pages come from slots. Returns an event if the ticket fails at once. The two ways are not
+        ordered: a receiver keeps a page in its ring until the ticket's `expect` has come.
         """
         for instance in transfer.receivers:
             own = tuple(target for target in transfer.targets if target.instance == instance)
@@ -57,6 +59,9 @@ class Transfers:
         if transfer.source is not None:
             send = convert.transfer_to_wire(transfer)
             self._to_instance(transfer.source, pb.ToInstance(send=send))
+            return None
+        transfer = replace(transfer, targets=_after(transfer.targets, num_fetched))
+        if not transfer.targets:
             return None
         if not self._has_prefill:
             # Each receiver makes the KV itself, and answers for it.
@@ -128,9 +133,30 @@ class Transfers:
         self._members.send(Member("instance", instance), message)
 
 
-def num_cached(submission: Submission, transfers: Sequence[Transfer]) -> int:
-    """Tokens of the prompt whose pages need no transfer: other requests have written them."""
-    for transfer in transfers:
+def fetched_pages(fetches: Sequence[Fetch]) -> dict[int, int]:
+    """Ticket -> how many of its pages come from slots."""
+    numbers: dict[int, int] = {}
+    for fetch in fetches:
+        numbers[fetch.ticket] = numbers.get(fetch.ticket, 0) + len(fetch.pages)
+    return numbers
+
+
+def num_cached(submission: Submission, plan: Plan) -> int:
+    """Tokens of the prompt that nobody computes: other requests have written their pages."""
+    for transfer in plan.transfers:
         if transfer.request_id == submission.request_id and transfer.source is None:
-            return transfer.targets[0].first_page * PAGE_SIZE
+            num_pages = transfer.targets[0].first_page
+            num_pages += fetched_pages(plan.fetches).get(transfer.ticket, 0)
+            return min(num_pages * PAGE_SIZE, submission.prompt_len - 1)
     return submission.prompt_len - 1
+
+
+def _after(targets: Sequence[TargetRun], num_pages: int) -> tuple[TargetRun, ...]:
+    """The targets without their first pages."""
+    left = []
+    for first_page, count, instance, frame in targets:
+        gone = min(num_pages, count)
+        num_pages -= gone
+        if gone < count:
+            left.append(TargetRun(first_page + gone, count - gone, instance, frame + gone))
+    return tuple(left)

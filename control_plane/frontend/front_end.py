@@ -37,6 +37,7 @@ from control_plane.frontend.validation import ModelLimits
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer, Unobserved
 from nanocp.config import Config
+from nanocp.offload import has_slots
 from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -260,6 +261,7 @@ class FrontEnd:
             id_step=num_front_ends,
             steps_per_window=self._config.scheduler.steps_per_window,
             is_remote=self._is_remote,
+            hashes_output=has_slots(self._config),
         )
         # A request that is not queued holds at least one frame, so no more than this can be open.
         max_open = (

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
 
+from nanocp.offload import next_page_hash
 from nanocp.plan import PAGE_SIZE
-
-_HASH_BYTES = 16
-"""Long enough that no prompt with the hash of another's page can be found: that takes 2^128
-tries."""
 
 
 def page_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
@@ -22,13 +18,21 @@ def page_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
     All requests have the same weights, so equal tokens have equal KV. The page of the last token is
     left out: the first decode step writes its KV.
     """
-    tokens = memoryview(array("I", token_ids)).cast("B")
-    page_bytes = PAGE_SIZE * tokens.nbytes // len(token_ids)
+    tokens = array("I", token_ids)
     hashes: list[bytes] = []
     page_hash = b""
-    for page in range((len(token_ids) - 1) // PAGE_SIZE):
-        page_hash = blake2b(
-            page_hash + tokens[page * page_bytes : (page + 1) * page_bytes], digest_size=_HASH_BYTES
-        ).digest()
+    for first in range(0, (len(token_ids) - 1) // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE):
+        page_hash = next_page_hash(page_hash, tokens[first : first + PAGE_SIZE])
         hashes.append(page_hash)
     return tuple(hashes)
+
+
+def page_state(token_ids: Sequence[int], hashes: Sequence[bytes]) -> tuple[bytes, tuple[int, ...]]:
+    """What a row needs to go on with these hashes: `RowInput.page_hash` and `page_ids`.
+
+    Without the hashes it gets nothing: who brings none shares nothing.
+    """
+    num_full = (len(token_ids) - 1) // PAGE_SIZE
+    if len(hashes) < num_full:
+        return b"", ()
+    return (hashes[-1] if hashes else b""), tuple(token_ids[num_full * PAGE_SIZE :])

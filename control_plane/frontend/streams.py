@@ -19,7 +19,7 @@ from dataclasses import replace
 from control_plane.frontend.client_request import NOWHERE, Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import ControllerInterface, Submission
-from control_plane.frontend.page_hashes import page_hashes
+from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.observe.observer import Observer
 from control_plane.observe.request_log import log_ended
 from nanocp.plan import Ended, FinishReason, Placement, Preempted
@@ -44,13 +44,16 @@ class ClientStreams:
         id_step: int = 1,
         steps_per_window: int = 1,
         is_remote: bool = False,
+        hashes_output: bool = False,
     ) -> None:
         """Requests are numbered first_id, first_id + id_step, and so on.
 
         front_end: host:port at which instances deliver tokens. is_remote: the controller is another
-        process, so a token may be here before the placement that allows it.
+        process, so a token may be here before the placement that allows it. hashes_output: whether
+        rows hash the pages that they write (kv_offload).
         """
         self._is_remote = is_remote
+        self._hashes_output = hashes_output
         self._front_end = front_end
         self._max_undelivered_tokens = max_undelivered_tokens
         self._observer = observer
@@ -279,6 +282,9 @@ class ClientStreams:
         is_asking = received is not None and len(received) < stream.prompt_len - 1
         known_ids = (*stream.prompt_ids, *stream.output_ids)
         penalized_ids = penalized_prompt_ids(stream.prompt_ids, stream.params)
+        if hashes is None:
+            # Log probabilities of the prompt come from its prefill, so nothing may be shared.
+            hashes = () if is_asking else page_hashes(known_ids)
         row = RowInput(
             known_ids[-1],
             stream.params,
@@ -286,6 +292,7 @@ class ClientStreams:
             tuple(stream.output_ids),
             penalized_ids,
             stream.attempt,
+            *(page_state(known_ids, hashes) if self._hashes_output else ()),
         )
         num_left = stream.params.max_tokens - len(stream.output_ids)
         submission = Submission(
@@ -299,8 +306,7 @@ class ClientStreams:
             resumes=stream.was_preempted,
             front_end=self._front_end,
             prompt_logprobs=stream.num_top if is_asking else None,
-            # Log probabilities of the prompt come from its prefill, so nothing may be shared.
-            page_hashes=() if is_asking else page_hashes(known_ids) if hashes is None else hashes,
+            page_hashes=() if is_asking else hashes,
             attempt=stream.attempt,
             client_id=stream.client_id,
             tenant=stream.origin.tenant,

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from control_plane.observe.engine_metrics import EngineMetrics
 from control_plane.observe.instance_metrics import InstanceMetrics
+from control_plane.observe.offload_metrics import OffloadMetrics
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from control_plane.observe.request_metrics import RequestMetrics
 from control_plane.observe.scheduling_metrics import SchedulingMetrics
@@ -27,6 +28,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.scheduling = SchedulingMetrics(self.registry, cluster)
+        self.offload = OffloadMetrics(self.registry)
         self.instances = InstanceMetrics(
             self.registry, cluster.num_instances, config.scheduler.steps_per_window
         )

@@ -7,13 +7,23 @@ reasons of a decision.
 from __future__ import annotations
 
 from control_plane.scheduler.request import Request
-from nanocp.plan import Ended, Fence, FinishReason, InstancePlan, Plan, Preempted, Transfer
+from nanocp.plan import (
+    Ended,
+    Fence,
+    Fetch,
+    FinishReason,
+    InstancePlan,
+    Plan,
+    Preempted,
+    Stow,
+    Transfer,
+)
 
 
 class Answer:
     """The fields of the next plan but for its window; `take` makes the plan and empties them."""
 
-    __slots__ = ("ended", "fences", "placed", "preempted", "transfers")
+    __slots__ = ("ended", "fences", "fetches", "placed", "preempted", "stows", "transfers")
 
     def __init__(self) -> None:
         self._clear()
@@ -25,6 +35,8 @@ class Answer:
         """By request id: requests that were placed, or whose bindings changed."""
         self.ended: list[Ended] = []
         self.preempted: list[Preempted] = []
+        self.stows: list[Stow] = []
+        self.fetches: list[Fetch] = []
 
     def end(self, request_id: int, reason: FinishReason, message: str) -> None:
         """The request has ended, and the front end does not know it yet."""
@@ -44,6 +56,8 @@ class Answer:
             tuple(request.placement(step) for request in self.placed.values()),
             tuple(self.ended),
             tuple(self.preempted),
+            tuple(self.stows),
+            tuple(self.fetches),
         )
         self._clear()
         return plan

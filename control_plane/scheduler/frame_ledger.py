@@ -175,14 +175,16 @@ class FrameLedger:
 
     # --- pages that others may read too
 
-    def cache(self, frame: int, page_hash: bytes) -> None:
-        """The committed frame will not be written again: others may read it.
+    def cache(self, frame: int, page_hash: bytes, is_quarantined: bool = False) -> bool:
+        """The frame, which is committed or quarantined, will not be written again: others read it.
 
-        Nothing if the page is in another frame too.
+        Returns whether it is found from now on: not if the page is in another frame too.
         """
-        if page_hash not in self._frame_of:
-            self._frame_of[page_hash] = frame
-            self._cached[frame] = _CachedPage(page_hash)
+        if page_hash in self._frame_of:
+            return False
+        self._frame_of[page_hash] = frame
+        self._cached[frame] = _CachedPage(page_hash, int(not is_quarantined), int(is_quarantined))
+        return True
 
     def find(self, page_hash: bytes) -> int | None:
         """The frame with this page."""

@@ -48,6 +48,7 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     _check_requests(scheduler)
     check_loads(state)
     check_commitments(state)
+    scheduler.offload.check()
     _check_routes(scheduler)
     if tables is not None:
         _check_tables(scheduler, tables)

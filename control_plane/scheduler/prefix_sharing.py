@@ -26,6 +26,11 @@ class PrefixSharing:
         """Prompt tokens of placed requests that brought page hashes."""
         self.num_hit_tokens = 0
         """Prompt tokens of placed requests that were in the cluster already."""
+        self.new_pages: list[tuple[int, int, bytes]] | None = None
+        """(instance, frame, hash) of pages that can be found since the last `take_new_pages`.
+
+        None: nobody asks.
+        """
 
     @property
     def hit_rate(self) -> float:
@@ -62,13 +67,34 @@ class PrefixSharing:
 
         From now on others may read the full pages of them.
         """
-        frames, hashes = self._state.frames, request.page_hashes
+        hashes = request.page_hashes
         end_page = len(hashes) if num_tokens is None else min(num_tokens // PAGE_SIZE, len(hashes))
         for run in request.runs:
             first_page = max(run.first_page, request.num_shared)
             end = min(run.first_page + run.num_pages, end_page)
             for page in range(first_page, end):
-                frames[run.instance].cache(run.frame + page - run.first_page, hashes[page])
+                self._cache(run.instance, run.frame + page - run.first_page, hashes[page])
+
+    def written_page(self, request: Request, page: int, is_over: bool) -> None:
+        """A row has filled a page of its own, whose hash the request has now.
+
+        is_over: the request has ended, and its frames are quarantined still.
+        """
+        run = request.runs[request.run_of(page * PAGE_SIZE)]
+        frame = run.frame + page - run.first_page
+        self._cache(run.instance, frame, request.page_hashes[page], is_over)
+
+    def _cache(
+        self, instance: int, frame: int, page_hash: bytes, is_quarantined: bool = False
+    ) -> None:
+        is_new = self._state.frames[instance].cache(frame, page_hash, is_quarantined)
+        if is_new and self.new_pages is not None:
+            self.new_pages.append((instance, frame, page_hash))
+
+    def take_new_pages(self) -> list[tuple[int, int, bytes]]:
+        """See `new_pages`."""
+        taken, self.new_pages = self.new_pages or [], []
+        return taken
 
     def _find(self, page_hashes: tuple[bytes, ...], proposal: Proposal) -> SharedPrefix:
         """The pages that are there, on no more instances than the proposal has and all of one node.

@@ -16,7 +16,7 @@ from control_plane.scheduler.adoption import Adoption
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.prefix_sharing import PrefixSharing
 from control_plane.scheduler.request import HELD, TRANSFERRING, Request
-from nanocp.plan import Arrival, TargetRun
+from nanocp.plan import PAGE_SIZE, Arrival, TargetRun
 
 MAX_FIRST_WINDOWS = 3
 """A request is ended that was in its first window at so many losses, one after the other."""
@@ -108,11 +108,13 @@ class HeldRequests:
         """Let a request's row start where its front end's new attempt says.
 
         request: None if it is not placed. Returns the parked request; None if no pages are held for
-        it, or the prompt is to be computed again.
+        it, the prompt is to be computed again, or it would write to a page that others may find.
         """
         if request is None:
             return self._adoption.adopt(arrival)
-        if request.state is not HELD or arrival.is_recomputed:
+        # A row must not write to a page that others may find.
+        rewrites = arrival.prompt_len - 1 < len(request.page_hashes) * PAGE_SIZE
+        if request.state is not HELD or arrival.is_recomputed or rewrites:
             return None
         del self._held[request.request_id]
         self._state.begin_attempt(request, arrival)

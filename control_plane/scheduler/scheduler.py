@@ -7,7 +7,7 @@ what it holds in `_release` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -20,17 +20,18 @@ from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.lanes import Lanes
 from control_plane.scheduler.layout import num_growth_pages, obstacle
 from control_plane.scheduler.lowering import Lowering
+from control_plane.scheduler.offload import Offload
 from control_plane.scheduler.page_moves import PageMoves
 from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.prefix_sharing import PrefixSharing
 from control_plane.scheduler.promise import Promise
 from control_plane.scheduler.quarantine import Quarantine
+from control_plane.scheduler.readings import Readings
 from control_plane.scheduler.regroup import HeldRequests
 from control_plane.scheduler.request import TRANSFERRING, Request
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
 from control_plane.scheduler.seat_change import SeatChange
 from control_plane.scheduler.tickets import Tickets
-from control_plane.scheduler.waiting_queue import WaitingQueue
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import (
     PAGE_SIZE,
@@ -39,9 +40,7 @@ from nanocp.plan import (
     ClusterLost,
     Event,
     FinishReason,
-    InstanceLoad,
     InstanceLost,
-    Placement,
     Plan,
     Preempted,
     Regrouped,
@@ -52,11 +51,12 @@ from nanocp.plan import (
     TransferDone,
     TransferFailed,
     TransferFenced,
+    TransferMissed,
     WindowDone,
 )
 
 
-class Scheduler:
+class Scheduler(Readings):
     """The one centralized scheduler of a cluster (4.1, 4.2)."""
 
     def __init__(
@@ -68,28 +68,21 @@ class Scheduler:
         self._policy = make_policy(scheduler)
         self._promise = Promise(scheduler)
         num_steps = scheduler.steps_per_window
-        self._state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
+        self._state = state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
         self._explainer = explainer
         if explainer is not None:
-            self._policy = explainer.watch(self._policy, self._state, scheduler)
-        self._answer = Answer()
-        self._admission = Admission(cluster, scheduler, self._answer)
-        self.fair_share = self._admission.fair_share
+            self._policy = explainer.watch(self._policy, state, scheduler)
+        self._answer = answer = Answer()
+        self._admission = Admission(cluster, scheduler, answer)
+        self.fair_share = share = self._admission.fair_share
         lanes = Lanes(cluster.num_instances, scheduler)
-        self._lowering = Lowering(cluster.num_instances, lanes)
-        self._rows = RowWindows(
-            self._state,
-            self._lowering,
-            self._policy,
-            self._promise,
-            self._answer,
-            num_steps,
-            lanes,
-            self.fair_share,
-        )
-        self._tickets = Tickets(self._answer, self._state.arriving_tokens)
-        self._quarantine = Quarantine(cluster.num_instances)
-        self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
+        self._lowering = lowering = Lowering(cluster.num_instances, lanes)
+        policy, promise = self._policy, self._promise
+        self._rows = RowWindows(state, lowering, policy, promise, answer, num_steps, lanes, share)
+        self._tickets = tickets = Tickets(answer, state.arriving_tokens)
+        self._quarantine = quarantine = Quarantine(cluster.num_instances)
+        self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
+        self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
         self._held = HeldRequests(self._state, self.prefix_sharing, scheduler.held_timeout_us)
         self._lost_seats: set[int] = set()
@@ -108,6 +101,7 @@ class Scheduler:
             AbortRequested: self._abort,
             TransferFenced: self._transfer_fenced,
             TransferFailed: self._transfer_failed,
+            TransferMissed: self._transfer_missed,
             InstanceLost: self._term_ended,
             TermEnded: self._term_ended,
             Regrouped: self._regrouped,
@@ -153,6 +147,7 @@ class Scheduler:
             self._break_deadlock()
             if not is_ending:
                 self._start_moves()
+                self.offload.plan()
             # The last window of a term brings all tables up to date.
             if rows.num_running or is_last:
                 window, plans = rows.issue()
@@ -164,54 +159,6 @@ class Scheduler:
         self._is_settled = not self._rows.num_unreported and not self._quarantine
         plan = self._answer.take(None, (), self._state.step)
         return replace(plan, is_settled=self._is_settled)
-
-    @property
-    def decided(self) -> tuple[ClusterState, WaitingQueue]:
-        """The placed requests with their loads, and the waiting ones: to look at only."""
-        return self._state, self._admission.queue
-
-    def loads(self) -> tuple[InstanceLoad, ...]:
-        """What is decided for each instance, in the order of instances."""
-        return tuple(self._state.load(instance) for instance in range(self._cluster.num_instances))
-
-    @property
-    def noted(self) -> Mapping[int, str]:
-        """Why waiting requests were not placed in the latest call: the bound and a sentence.
-
-        By request id; each request is noted once a second at most.
-        """
-        return self._admission.noted
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the waiting queue, and preempted ones on their way back to it."""
-        return len(self._admission)
-
-    @property
-    def num_held(self) -> int:
-        """Placed requests without a row that wait for their next attempt."""
-        return len(self._held)
-
-    @property
-    def next_deadline_us(self) -> int | None:
-        """When the next waiting or held request expires, in us: call again by then."""
-        deadlines = (self._admission.next_deadline_us, self._held.next_deadline_us)
-        return min((each for each in deadlines if each is not None), default=None)
-
-    @property
-    def newest_ticket(self) -> int:
-        """The last ticket that was issued, 0 before the first: tickets only grow."""
-        return self._tickets.num_issued
-
-    @property
-    def num_running(self) -> int:
-        """Requests that are placed and have not ended: in transfer, runnable, running or parked."""
-        return len(self._state.requests)
-
-    def placement(self, request_id: int) -> Placement | None:
-        """Where a placed request is; None if it waits, has ended or is unknown."""
-        request = self._state.requests.get(request_id)
-        return request.placement(self._state.step) if request else None
 
     # --- events
 
@@ -244,6 +191,7 @@ class Scheduler:
     def _window_done(self, event: WindowDone) -> None:
         if self._admission.failure is not None:
             return
+        self.offload.written(event.written)
         for request_id, num_tokens, _ in event.finished:
             self._promise.ended(num_tokens)
             request = self._state.requests.get(request_id)
@@ -251,6 +199,7 @@ class Scheduler:
                 self._release(request)
         for held in self._quarantine.window_reported(event.instance, event.window):
             self._free(held)
+        self.offload.window_reported()
         self._rows.reported(event.window)
 
     def _abort(self, event: AbortRequested) -> None:
@@ -260,7 +209,14 @@ class Scheduler:
         if request := self._tickets.owner(event.ticket):
             self._end(request, FinishReason.FAILED, event.message)
 
+    def _transfer_missed(self, event: TransferMissed) -> None:
+        request = self._tickets.owner(event.ticket)
+        self.offload.missed(event)
+        if request is not None:
+            self._preempt(request, request.prompt_len)
+
     def _transfer_fenced(self, event: TransferFenced | TransferDone) -> None:
+        self.offload.answered(event)
         for held in self._quarantine.receiver_answered(event.ticket, event.instance):
             self._free(held)
 
@@ -269,6 +225,7 @@ class Scheduler:
         if request is None:  # it ended meanwhile
             self._transfer_fenced(event)
         elif self._tickets.confirmed(request, event.instance):
+            self.offload.over(event.ticket)
             self._admission.should_walk |= self._config.max_unfilled_tokens > 0
             if request.move is None:
                 self.prefix_sharing.written(request)
@@ -294,7 +251,8 @@ class Scheduler:
         if not event.keeps_rows:
             self._end_term(seats)
             self._held.wait(self._now_us)
-        self._change.serve(seats, self._lost_seats)
+        for instance in self._change.serve(seats, self._lost_seats):
+            self.offload.lose(instance)
         self._lost_seats.clear()
         self._is_between_terms = self._is_settled = False
         self._admission.should_walk = True
@@ -310,6 +268,7 @@ class Scheduler:
             if not self._held.end_term(request, self._lost_seats, absent):
                 self._state.free(self._state.remove(request))
         self._tickets.end_term()
+        self.offload.end_term()
         self._rows.end_term()
         self._lowering.end_term()
 
@@ -348,22 +307,30 @@ class Scheduler:
         self._release(request)
         self._answer.end(request.request_id, reason, message)
 
-    def _release(self, request: Request) -> None:
+    def _preempt(self, request: Request, num_tokens: int) -> None:
+        """Let the request come back with the tokens that it has."""
+        self._answer.preempted.append(Preempted(request.request_id, num_tokens))
+        is_written = request.state is not TRANSFERRING
+        self._release(request, self.offload.stow_all(request) if is_written else None)
+        self._admission.away[request.request_id] = self._now_us
+
+    def _release(self, request: Request, stowed: tuple[int, Sequence[int]] | None = None) -> None:
         """Give up the request's row, ticket and frames.
 
-        The frames are free when quarantine ends (docs/protocol.md, quarantine).
+        The frames are free when quarantine ends (docs/protocol.md, quarantine). stowed: the ticket
+        under which they are copied, and who answers for it.
         """
         last_window = self._rows.remove(request)
         if request.is_started:
             self._lowering.end(request)
         self._tickets.fence(request)
+        self.offload.released(request)
         self._moves.drop(request)
         self._held.drop(request)
         frames = self._state.remove(request)
-        held = self._quarantine.hold(
-            frames, last_window, request.ever_bound, request.ticket, request.receivers
-        )
-        self._free(held)
+        ticket, receivers = stowed or (request.ticket, request.receivers)
+        bound = request.ever_bound
+        self._free(self._quarantine.hold(frames, last_window, bound, ticket, receivers))
         self._admission.should_walk = True
 
     def _free(self, held: dict[int, list[FrameRun]]) -> None:
@@ -414,6 +381,7 @@ class Scheduler:
             self._tickets.issue(request, num_tokens, request.targets(num_tokens))
         else:
             self._rows.add(request)
+        self.offload.placed(request, arrival.is_recomputed)
         return True
 
     # --- at a window's edge
@@ -426,9 +394,7 @@ class Scheduler:
         """
         while self._rows.is_stopped and not (self._quarantine or self._tickets or self._held):
             newest = self._state.requests[self._rows.parked[-1][1]]
-            self._answer.preempted.append(Preempted(newest.request_id, newest.position + 1))
-            self._release(newest)
-            self._admission.away[newest.request_id] = self._now_us
+            self._preempt(newest, newest.position + 1)
             self._rows.unpark()
 
     # --- page moves (4: re-levelling without a pause)

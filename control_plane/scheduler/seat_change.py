@@ -52,17 +52,18 @@ class SeatChange:
         self.seats = () if tuple(seats) == tuple(self._quarantine.seats) else tuple(seats)
         self._open(i for i in self._quarantine.seats if i in seats)
 
-    def serve(self, seats: Sequence[int], lost: Collection[int]) -> None:
+    def serve(self, seats: Sequence[int], lost: Collection[int]) -> list[int]:
         """The next term begins: the others have nothing, and get nothing.
 
-        lost: instances of the last term whose frames are gone.
+        lost: instances of the last term whose frames are gone. Returns all that have nothing now.
         """
+        instances = range(len(self._state.frames))
+        gone = [each for each in instances if each in lost or each not in seats]
         self.seats = ()
         self._rows.stopped.clear()
         self._released.clear()
-        for instance in range(len(self._state.frames)):
-            if instance in lost or instance not in seats:
-                self._state.lose(instance)
+        for instance in gone:
+            self._state.lose(instance)
         for request in self._state.requests.values():
             for instance in request.ever_bound.keys() - set(seats):
                 del request.ever_bound[instance]
@@ -70,6 +71,7 @@ class SeatChange:
         self._lowering.serve(seats)
         self._quarantine.end_term(self._rows.next_window - 1)
         self._quarantine.seats = seats
+        return gone
 
     def _open(self, seats: Iterable[int]) -> None:
         seats = set(seats)

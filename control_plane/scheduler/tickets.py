@@ -39,6 +39,11 @@ class Tickets:
         """The request whose pages the ticket lets be written; None if it is not in force."""
         return self._owners.get(ticket)
 
+    def next_number(self) -> int:
+        """Count one more ticket, of whatever kind."""
+        self.num_issued += 1
+        return self.num_issued
+
     def issue(
         self,
         request: Request,
@@ -50,8 +55,7 @@ class Tickets:
 
         targets: where they go. source: the instance that sends them; None: the prefill.
         """
-        self.num_issued += 1
-        request.ticket = self.num_issued
+        request.ticket = self.next_number()
         request.receivers = {}
         for target in targets:
             before = target.first_page * PAGE_SIZE

@@ -23,6 +23,8 @@ from data_plane.instance.lanes import WindowLane, in_turns
 from data_plane.instance.page_transfers import PageMover, PageSource
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Waiting, Window, WindowEdge
+from data_plane.kv.page_copier import PageCopier
+from data_plane.kv.slots import Slots
 from data_plane.transport.exchange import (
     Awaited,
     Channel,
@@ -78,6 +80,9 @@ class HashInstance(WindowEdge):
         super().__init__(config, ends, dict.fromkeys(Channel, 0), new_ends)
         self.selected = ["hash model: no weights, no attention backend"]
         self._model = model
+        page_bytes = 8 * PAGE_SIZE * model.num_layers
+        if (slots := Slots.of(config, page_bytes)) is not None:
+            self.copier = PageCopier(self._instance, slots, self._read_page, self._write_page)
         self._scratch = config.cluster.num_frames
         self._kv = np.zeros((model.num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
         self._row_bytes = row_bytes(region_layout(config))
@@ -268,7 +273,7 @@ class HashInstance(WindowEdge):
                 self._commit(window, row, token_id, logprobs)
 
     def _read_page(self, frame: int) -> np.ndarray:
-        return self._kv[:, frame].reshape(-1).copy()
+        return self._kv[:, frame].reshape(-1).copy().view(np.uint8)
 
     def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray, layers: slice) -> None:
         self._kv[layers, frame] = payload.view(np.uint64).reshape(-1, PAGE_SIZE)

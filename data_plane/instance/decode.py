@@ -24,8 +24,10 @@ from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import PageRing
 from data_plane.kv.peer_rings import PeerRings
+from data_plane.kv.slots import Slots
 from data_plane.transport.regions import TensorExchange
 from nanocp.config import Config
 from nanocp.experts import ExpertTable
@@ -93,6 +95,9 @@ class DecodeInstance(WindowEdge):
         super().__init__(config, ends, exchange.sent_bytes, new_ends)
         self.selected = selected
         """What was selected at start-up and why, one sentence each."""
+        if (slots := Slots.of(config, frames.page_bytes)) is not None:
+            self.copier = PageCopier(self._instance, slots, self._read_page, self._write_page)
+            self.copier.start()
         self._frames = frames
         self._meet, self._graphs_report = meet, graphs_report
         self._lanes = [StepLane(engine, step, exchange)]

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from data_plane.instance.page_transfers import PageMover, PageSource
 from data_plane.transport.exchange import Exchange
 from nanocp.experts import ExpertTable
-from nanocp.plan import Event, InstancePlan, Transfer
+from nanocp.plan import Event, Fetch, InstancePlan, Stow, Transfer
 from nanocp.sampling import Token as Token
 from nanocp.table_changes import PageRun
 
@@ -35,7 +35,7 @@ class Polled:
     """What happened since the last poll."""
 
     events: tuple[Event, ...] = ()
-    """WindowDone, TransferDone, TransferFenced: for the controller."""
+    """WindowDone, TransferDone, TransferFenced, TransferMissed: for the controller."""
     tokens: tuple[Token, ...] = ()
     """Sampled tokens, for the front ends."""
 
@@ -110,6 +110,18 @@ class Instance(Protocol):
 
         The pages are full and will not be written again. A page that is not here any more is left
         out: its request has ended, and its ticket is fenced there.
+        """
+
+    def stow(self, stow: Stow) -> None:
+        """Copy pages into slots, beside the steps and in the order of these calls.
+
+        Answered by TransferDone, or by TransferFenced if a page could not be written.
+        """
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Send pages from slots to the instances that expect them, this one too.
+
+        A page that cannot be read is answered by TransferMissed; the others arrive.
         """
 
     def fence(self, ticket: int) -> None:

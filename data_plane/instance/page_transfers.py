@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
-from nanocp.plan import PAGE_SIZE, Event, Transfer, TransferDone, TransferFenced
+from nanocp.plan import PAGE_SIZE, Event, Fetch, Stow, Transfer, TransferDone, TransferFenced
 from nanocp.table import InstanceTable
 
 
@@ -89,6 +90,8 @@ class PageTransfers(ABC):
         """By ticket."""
         self._num_parts = num_parts
         self._newest_ticket = -1
+        self.copier: PageCopier | None = None
+        """Copies pages to slots and back; None without kv_offload."""
 
     @abstractmethod
     def _read_page(self, frame: int) -> Any:
@@ -100,6 +103,8 @@ class PageTransfers(ABC):
 
     def leave(self) -> None:
         """See interface.Instance.leave."""
+        if self.copier is not None:
+            self.copier.abandon()
         self._moves.close()
         for ring in self.rings:
             ring.close()
@@ -121,8 +126,20 @@ class PageTransfers(ABC):
             if page in frames:
                 self._to_send.append(_Outgoing(receiver, transfer.ticket, page, frames[page]))
 
+    def stow(self, stow: Stow) -> None:
+        """See interface.Instance.stow."""
+        assert self.copier is not None, "the controller knows which instances have slots"
+        self.copier.stow(stow)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """See interface.Instance.fetch."""
+        assert self.copier is not None, "the controller knows which instances have slots"
+        expected = self._expected.get(fetch.ticket)
+        self.copier.fetch(fetch, expected.frames if expected is not None else {})
+
     def send_pages(self) -> None:
         """See interface.Instance.send_pages; a page is read only once there is a place for it."""
+        self._send_loaded()
         while self._to_send:
             receiver, ticket, page, frame = self._to_send[0]
             if not self._moves.has_place(receiver):
@@ -136,12 +153,16 @@ class PageTransfers(ABC):
     @property
     def is_moving_pages(self) -> bool:
         """See interface.Instance.is_moving_pages."""
+        if self.copier is not None:
+            return bool(self._to_send or self._expected) or not self.copier.is_idle
         return bool(self._to_send) or any(
             expected.transfer.source is not None for expected in self._expected.values()
         )
 
     def fence(self, ticket: int) -> None:
         """See interface.Instance.fence."""
+        if self.copier is not None:
+            self.copier.cancel(ticket)
         self._expected.pop(ticket, None)
         self._events.append(TransferFenced(ticket, self._instance))
 
@@ -158,6 +179,22 @@ class PageTransfers(ABC):
             self._copy(ring.arrived())
         for arrived in self._moves.arrived():
             self._copy(arrived)
+        if self.copier is not None:
+            events, filled = self.copier.take()
+            self._events += events
+            for ticket, page in filled:
+                if ticket in self._expected:
+                    self._is_there(ticket, page)
+
+    def _send_loaded(self) -> None:
+        while self.copier is not None and (loaded := self.copier.loaded()) is not None:
+            ticket, page, receiver, payload = loaded
+            if not self._moves.has_place(receiver):
+                return
+            self._moves.send(
+                receiver, ticket=ticket, page=page, num_tokens=PAGE_SIZE, payload=payload
+            )
+            self.copier.sent()
 
     def _copy(self, arrived: Iterator[ArrivedPage]) -> None:
         for ticket, page, num_tokens, payload, layers in arrived:
@@ -165,15 +202,22 @@ class PageTransfers(ABC):
                 break
             if ticket not in self._expected:
                 continue
-            transfer, frames, parts_of = self._expected[ticket]
+            _, frames, parts_of = self._expected[ticket]
             parts = parts_of.setdefault(page, set())
             if page not in frames or layers.start in parts:
                 continue
             self._write_page(frames[page], num_tokens, payload, layers)
             parts.add(layers.start)
-            if transfer.source is None and len(parts) < self._num_parts:
-                continue
-            del frames[page]
-            if not frames:
-                del self._expected[ticket]
-                self._events.append(TransferDone(ticket, self._instance))
+            is_whole = layers.start is None  # from another instance
+            if is_whole or len(parts) == self._num_parts:
+                self._is_there(ticket, page)
+
+    def _is_there(self, ticket: int, page: int) -> None:
+        """A page is in its frame, with all layers."""
+        frames = self._expected[ticket].frames
+        del frames[page]
+        if not frames:
+            if self.copier is not None:
+                self.copier.cancel(ticket)
+            del self._expected[ticket]
+            self._events.append(TransferDone(ticket, self._instance))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from nanocp.plan import FinishReason, RowStart
+from nanocp.offload import next_page_hash
+from nanocp.plan import PAGE_SIZE, FinishReason, RowStart, WrittenPage
 from nanocp.sampling import HandOffState, RowInput, SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
@@ -34,6 +35,12 @@ class Row:
     """`RowInput.prompt_ids` as an array, because the sampler reads it at every step."""
     finished: bool = False
     attempt: int = 0
+    page_hash: bytes = b""
+    """`RowInput.page_hash`."""
+    page_ids: list[int] = field(default_factory=list)
+    """Token ids in the page of `position`, up to it; empty if nobody asks for hashes."""
+    written: WrittenPage | None = None
+    """The page that the last step filled, if it did and somebody asks."""
 
     @classmethod
     def start(cls, start: RowStart) -> Row:
@@ -61,6 +68,8 @@ class Row:
             array("q", row.prompt_ids),
             finished,
             row.attempt,
+            row.page_hash,
+            list(row.page_ids),
         )
 
     def handed_over(self) -> HandOffState:
@@ -72,8 +81,19 @@ class Row:
             tuple(self.output_ids),
             tuple(self.prompt_ids),
             self.attempt,
+            self.page_hash,
+            tuple(self.page_ids),
         )
         return HandOffState(self.request_id, self.finished, self.position, row)
+
+    def _turn_page(self) -> None:
+        """The next token belongs to the same page, or the page before it is full."""
+        page, offset = divmod(self.position, PAGE_SIZE)
+        if offset == 0:
+            self.page_hash = next_page_hash(self.page_hash, self.page_ids)
+            self.page_ids.clear()
+            self.written = WrittenPage(self.request_id, self.attempt, page - 1, self.page_hash)
+        self.page_ids.append(self.token)
 
     def commit(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token:
         """Commit one sampled token at the end of a step; the row stops if it was the last.
@@ -82,6 +102,7 @@ class Row:
         """
         self.output_ids.append(token_id)
         reason = None
+        self.written = None
         if token_id in self.stop_token_ids:  # the sampler masks them before min_tokens
             reason = FinishReason.STOP
         elif len(self.output_ids) >= self.params.max_tokens:
@@ -89,6 +110,8 @@ class Row:
         if reason is None:
             self.token = token_id
             self.position += 1
+            if self.page_ids:
+                self._turn_page()
         else:
             self.finished = True
         return Token(

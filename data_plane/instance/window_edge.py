@@ -28,7 +28,7 @@ from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config import Config
 from nanocp.experts import ExpertTable
-from nanocp.plan import Finished, InstancePlan, Transfer, WindowDone
+from nanocp.plan import Finished, InstancePlan, Transfer, WindowDone, WrittenPage
 from nanocp.sampling import Token, TokenLogprobs
 from nanocp.table import InstanceTable
 from nanocp.table_changes import PageRun
@@ -56,6 +56,7 @@ class Window:
     """Time that the steps waited for masks of structured output; 0: no row has a grammar."""
     num_tokens: int = 0
     finished: list[Finished] = field(default_factory=list)
+    written: list[WrittenPage] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -293,6 +294,8 @@ class WindowEdge(PageTransfers):
         token = row.commit(token_id, logprobs)
         self._tokens.append(token)
         window.num_tokens += 1
+        if row.written is not None:
+            window.written.append(row.written)
         if token.finish_reason is not None:
             finished = Finished(token.request_id, token.index + 1, token.finish_reason)
             window.finished.append(finished)
@@ -306,6 +309,7 @@ class WindowEdge(PageTransfers):
             self._instance,
             window.plan.window,
             tuple(window.finished),
+            written=tuple(window.written),
             step_us=window.step_ns // window.steps_done // 1000,
             exchange_us=window.waited_ns // window.steps_done // 1000,
             mask_us=-(-window.mask_ns // (window.steps_done * 1000)),
@@ -329,6 +333,8 @@ class WindowEdge(PageTransfers):
 
     def close(self) -> None:
         """See interface.Instance.close."""
+        if self.copier is not None:
+            self.copier.close()
         self._exchange.close()
         self._moves.close()
         for ring in self.rings:

@@ -20,6 +20,7 @@ from queue import Empty
 from typing import Any, Protocol
 
 from data_plane.instance.interface import Instance, TermStart
+from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.heartbeat import Heartbeat
@@ -37,8 +38,16 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 from nanocp.experts import ExpertTable
-from nanocp.plan import Event, InstancePlan, TransferDone, TransferFenced, WindowDone
+from nanocp.plan import (
+    Event,
+    InstancePlan,
+    TransferDone,
+    TransferFenced,
+    TransferMissed,
+    WindowDone,
+)
 from nanocp.wire import convert
+from nanocp.wire.offload import fetch_from_wire, stow_from_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -57,6 +66,10 @@ class ClusterInstance(Instance, Protocol):
     @property
     def rings(self) -> Sequence[PageRing]:
         """The rings that writers of the prefill write in this term, one each."""
+
+    @property
+    def copier(self) -> PageCopier | None:
+        """What copies pages to slots and back; None without kv_offload."""
 
     @property
     def awaited(self) -> int | None:
@@ -153,6 +166,8 @@ class DecodeLoop(TermLoop):
         self._full_plan: InstancePlan | None = None
         self._pages_reported = threading.Event()
         self._watchers: list[threading.Thread] = []
+        if instance.copier is not None:
+            instance.copier.wake = self._pages_came
 
     def _renew(self) -> None:
         self._instance.leave()
@@ -249,6 +264,10 @@ class DecodeLoop(TermLoop):
                 self._instance.expect(convert.transfer_from_wire(message.expect))
             case "send":
                 self._instance.send(convert.transfer_from_wire(message.send))
+            case "stow":
+                self._instance.stow(stow_from_wire(message.stow))
+            case "fetch":
+                self._instance.fetch(fetch_from_wire(message.fetch))
             case "fence":
                 self._instance.fence(message.fence)
             case _:
@@ -263,9 +282,13 @@ class DecodeLoop(TermLoop):
     def _watch_ring(self, ring: PageRing) -> None:
         """Wake the decode thread, which may be idle, by one message for all pages that arrive."""
         while ring.is_open:
-            if ring.wait(_RING_WAIT_MS) and not self._pages_reported.is_set():
-                self._pages_reported.set()
-                wake(self._link)
+            if ring.wait(_RING_WAIT_MS):
+                self._pages_came()
+
+    def _pages_came(self) -> None:
+        if not self._pages_reported.is_set():
+            self._pages_reported.set()
+            wake(self._link)
 
 
 def _term_start(join: pb.Join) -> TermStart:
@@ -281,6 +304,8 @@ def _to_wire(event: Event) -> dict[str, Any]:
             return {"window_done": convert.window_done_to_wire(event)}
         case TransferDone(ticket, _):
             return {"transfer_done": pb.TransferAnswer(ticket=ticket)}
+        case TransferMissed(ticket, _):
+            return {"transfer_missed": pb.TransferAnswer(ticket=ticket)}
         case TransferFenced(ticket, _):
             return {"transfer_fenced": pb.TransferAnswer(ticket=ticket)}
     raise AssertionError(f"an instance does not report {event}")

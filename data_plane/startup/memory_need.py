@@ -67,7 +67,7 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
         experts=of_experts // matrix_bytes if keeps_fp8 else of_experts,
         other_weights=other,
         exchange=2 * region * (num_instances - 1),
-        page=PAGE_SIZE * model.num_layers * _kv_bytes(model, config, item_bytes),
+        page=page_bytes(model, config),
     )
 
 
@@ -102,9 +102,10 @@ def _bytes(model: ModelConfig, experts: range, item_bytes: int, matrix_bytes: in
     )
 
 
-def _kv_bytes(model: ModelConfig, config: Config, item_bytes: int) -> int:
-    kind = model.attention
+def page_bytes(model: ModelConfig, config: Config) -> int:
+    """Compute the bytes of a page of all layers. Raises ValueError if KV cannot be kept in FP8."""
+    kind, num_tokens = model.attention, PAGE_SIZE * model.num_layers
     if config.data_plane.kv_dtype == "fp8":
         rank = kind.fp8_rank()
-        return token_bytes(rank, kind.kv_width - rank)
-    return kind.kv_width * item_bytes
+        return num_tokens * token_bytes(rank, kind.kv_width - rank)
+    return num_tokens * kind.kv_width * (2 if config.data_plane.dtype == "bfloat16" else 4)

@@ -38,6 +38,8 @@ class Served:
     """Experts of a layer, 0 for a dense model; None if every instance must always serve."""
     num_layers: int = 0
     """Layers of the model, for a pipeline."""
+    page_bytes: int = 0
+    """Bytes of a page, for pages outside the frames; 0: nobody knows."""
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Served:
@@ -47,6 +49,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
     """
     # A model's configuration is read with torch, and takes longer to import than all the rest.
     from data_plane.model.config import ModelConfig
+    from data_plane.startup.memory_need import page_bytes
 
     model = ModelConfig.from_folder(checkpoint)
     num_instances = config.cluster.num_instances
@@ -84,4 +87,5 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         STAGED_PREFILL_FACTORY if num_stages > 1 else PREFILL_FACTORY,
         num_experts=model.num_experts,
         num_layers=model.num_layers,
+        page_bytes=page_bytes(model, config),
     )

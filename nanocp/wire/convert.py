@@ -11,7 +11,9 @@ from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError, Message
 
+from nanocp.offload import HASH_BYTES
 from nanocp.plan import (
+    PAGE_SIZE,
     Finished,
     FinishReason,
     HandOff,
@@ -20,6 +22,7 @@ from nanocp.plan import (
     TargetRun,
     Transfer,
     WindowDone,
+    WrittenPage,
 )
 from nanocp.sampling import (
     MAX_BAD_WORD_TOKENS,
@@ -147,6 +150,7 @@ def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
         expert_bytes=done.expert_bytes,
         mask_us=done.mask_us,
         wait_us=done.waits_us,
+        written=[pb.WrittenPage(**page._asdict()) for page in done.written],
     )
 
 
@@ -173,6 +177,10 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
         expert_bytes=message.expert_bytes,
         mask_us=message.mask_us,
         waits_us=tuple(message.wait_us),
+        written=tuple(
+            WrittenPage(page.request_id, page.attempt, page.page, page.page_hash)
+            for page in message.written
+        ),
     )
 
 
@@ -218,13 +226,14 @@ def decode_hand_off_state(data: bytes) -> HandOffState:
 def max_hand_off_bytes(max_model_len: int) -> int:
     """Most bytes of an encoded HandOffState: what a place in the mailbox must hold."""
     varint_32, varint_64, double = 5, 10, 8
-    tags_and_lengths = 96
+    tags_and_lengths = 104
     scalars = 7 * varint_32 + 3 * varint_64 + 6 * double
     biases = MAX_LOGIT_BIASES * (varint_32 + double)
     bad_words = MAX_BAD_WORD_TOKENS * (varint_32 + 4)  # Tags and lengths of a word of one token.
     # Prompt and output together have at most max_model_len tokens.
-    ids = varint_32 * (MAX_STOP_TOKEN_IDS + max_model_len)
-    return tags_and_lengths + scalars + MAX_FRONT_END_BYTES + biases + bad_words + ids
+    ids = varint_32 * (MAX_STOP_TOKEN_IDS + max_model_len + PAGE_SIZE)
+    texts = MAX_FRONT_END_BYTES + HASH_BYTES
+    return tags_and_lengths + scalars + texts + biases + bad_words + ids
 
 
 def _row_input_to_wire(row: RowInput) -> pb.RowInput:
@@ -253,6 +262,8 @@ def _row_input_to_wire(row: RowInput) -> pb.RowInput:
         output_ids=row.output_ids,
         prompt_ids=row.prompt_ids,
         attempt=row.attempt,
+        page_hash=row.page_hash,
+        page_ids=row.page_ids,
     )
 
 
@@ -276,6 +287,8 @@ def _row_input_from_wire(message: pb.RowInput) -> RowInput:
         output_ids=tuple(message.output_ids),
         prompt_ids=tuple(message.prompt_ids),
         attempt=message.attempt,
+        page_hash=message.page_hash,
+        page_ids=tuple(message.page_ids),
     )
 
 

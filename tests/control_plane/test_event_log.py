@@ -35,11 +35,14 @@ from nanocp.plan import (
     Resubmitted,
     RowStart,
     SeatsWanted,
+    TargetRun,
     TermEnded,
+    TookOver,
     Transfer,
     TransferDone,
     TransferFailed,
     TransferFenced,
+    TransferMissed,
     WindowDone,
 )
 from nanocp.simulator.replay import replay
@@ -130,6 +133,8 @@ EVENTS = [
     TransferDone(1, 0),
     TransferFenced(9, 1),
     TransferFailed(9, "it says \u201cno\u201d\n"),
+    TransferMissed(10, 2),
+    TookOver(11, ((1, (TargetRun(0, 2, 1, 3),)),)),
     WindowDone(0, 0, (Finished(2, 1, FinishReason.LENGTH),), 1234, 56),
     InstanceLost(1),
     TermEnded(),

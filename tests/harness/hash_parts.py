@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from tempfile import gettempdir
 
 import numpy as np
 
+from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.frontend.token_owners import TokenOwners
 from data_plane.fake.instance import HashInstance
 from data_plane.fake.local_pages import LocalPageRing
-from nanocp.config import BoundsConfig, ClusterConfig, Config, CostConfig, SchedulerConfig
+from nanocp.config import (
+    BoundsConfig,
+    ClusterConfig,
+    Config,
+    CostConfig,
+    KvOffloadConfig,
+    SchedulerConfig,
+)
 from nanocp.plan import (
     Event,
     FinishReason,
     InstancePlan,
     Transfer,
 )
-from nanocp.sampling import SamplingParams
+from nanocp.sampling import RowInput, SamplingParams
+from nanocp.wire.convert import encode_row_input
 
 
 @dataclass
@@ -60,10 +71,20 @@ class Process:
         self.instance = instance
         self.ring = ring
         self.plans: deque[InstancePlan] = deque()
-        self.posts: deque[Transfer | int] = deque()
-        """Transfers to expect or to send, and tickets to fence, in order."""
+        self.posts: deque[Callable[[], None]] = deque()
+        """Calls of the instance about tickets, in order."""
         self.events: deque[Event] = deque()
         """To the controller, in order."""
+
+
+def row_start(
+    config: Config, known_ids: list[int], params: SamplingParams, output_ids: tuple[int, ...] = ()
+) -> bytes:
+    """What the row of a request starts from, as the front end makes it."""
+    is_hashed = config.scheduler.offload_host_pages > 0
+    state = page_state(known_ids, page_hashes(known_ids)) if is_hashed else ()
+    row = RowInput(known_ids[-1], params, "front-end:1", output_ids, (), 0, *state)
+    return encode_row_input(row)
 
 
 def draw_config(random: Random) -> Config:
@@ -102,6 +123,23 @@ def draw_config(random: Random) -> Config:
         lanes=Random(chaos_seed).choice(["off", "off", "always", "random", "random"]),
     )
     return Config(cluster=cluster, scheduler=scheduler)
+
+
+def offloading_config(seed: int) -> Config:
+    """Few frames, and slots in memory, and in half of the clusters in a file."""
+    config = draw_config(random := Random(seed))
+    cluster = replace(config.cluster, num_frames=random.choice([6, 10, 20]))
+    scheduler = replace(
+        config.scheduler,
+        policy=random.choice(["chaos", "chaos", "dual_balanced", "fixed_degree:4"]),
+        prefix_sharing=True,
+        offload_host_pages=random.choice([2, 8, 30]),
+        offload_file_pages=(num_file_pages := random.choice([0, 0, 2, 40])),
+        max_queued_requests=1024,
+    )
+    in_file = KvOffloadConfig(1.0, 1.0, gettempdir())
+    kv_offload = in_file if num_file_pages else KvOffloadConfig()
+    return replace(config, cluster=cluster, scheduler=scheduler, kv_offload=kv_offload)
 
 
 def levelling_config(seed: int) -> Config:

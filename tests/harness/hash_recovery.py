@@ -87,7 +87,11 @@ class RecoveringCluster(HashCluster):
         super().__init__(seed, num_requests, config)
         steps = self.config.scheduler.steps_per_window
         self.front_end = ReseedingStreams(
-            "front-end:1", 1 << 30, Unobserved(), steps_per_window=steps
+            "front-end:1",
+            1 << 30,
+            Unobserved(),
+            steps_per_window=steps,
+            hashes_output=self.config.scheduler.offload_host_pages > 0,
         )
         self.front_end.connect(self)
         self.streams: dict[int, ClientStream] = {}

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromInstance(_message.Message):
-    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost", "loading", "left", "suspect", "heartbeat", "layers_moved", "term")
+    __slots__ = ("hello", "ready", "window_done", "transfer_done", "transfer_fenced", "resync", "failure", "tokens_lost", "loading", "left", "suspect", "heartbeat", "layers_moved", "transfer_missed", "term")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WINDOW_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class FromInstance(_message.Message):
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MISSED_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     hello: InstanceHello
     ready: InstanceReady
@@ -35,8 +36,9 @@ class FromInstance(_message.Message):
     suspect: Suspect
     heartbeat: Heartbeat
     layers_moved: int
+    transfer_missed: TransferAnswer
     term: int
-    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., layers_moved: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[InstanceHello, _Mapping]] = ..., ready: _Optional[_Union[InstanceReady, _Mapping]] = ..., window_done: _Optional[_Union[WindowDone, _Mapping]] = ..., transfer_done: _Optional[_Union[TransferAnswer, _Mapping]] = ..., transfer_fenced: _Optional[_Union[TransferAnswer, _Mapping]] = ..., resync: _Optional[_Union[ResyncRequest, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., tokens_lost: _Optional[_Union[TokensLost, _Mapping]] = ..., loading: _Optional[_Union[InstanceLoading, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., layers_moved: _Optional[int] = ..., transfer_missed: _Optional[_Union[TransferAnswer, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class FromNode(_message.Message):
     __slots__ = ("items",)
@@ -157,7 +159,7 @@ class InstanceReady(_message.Message):
     def __init__(self, num_graphs: _Optional[int] = ..., selected: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WindowDone(_message.Message):
-    __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes", "mask_us", "wait_us")
+    __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes", "mask_us", "wait_us", "written")
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +173,7 @@ class WindowDone(_message.Message):
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MASK_US_FIELD_NUMBER: _ClassVar[int]
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     window: int
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     step_us: int
@@ -184,7 +187,20 @@ class WindowDone(_message.Message):
     expert_bytes: int
     mask_us: int
     wait_us: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., bucket_rows: _Optional[int] = ..., bucket_received: _Optional[int] = ..., route_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., mask_us: _Optional[int] = ..., wait_us: _Optional[_Iterable[int]] = ...) -> None: ...
+    written: _containers.RepeatedCompositeFieldContainer[WrittenPage]
+    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., bucket_rows: _Optional[int] = ..., bucket_received: _Optional[int] = ..., route_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., mask_us: _Optional[int] = ..., wait_us: _Optional[_Iterable[int]] = ..., written: _Optional[_Iterable[_Union[WrittenPage, _Mapping]]] = ...) -> None: ...
+
+class WrittenPage(_message.Message):
+    __slots__ = ("request_id", "attempt", "page", "page_hash")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_HASH_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    attempt: int
+    page: int
+    page_hash: bytes
+    def __init__(self, request_id: _Optional[int] = ..., attempt: _Optional[int] = ..., page: _Optional[int] = ..., page_hash: _Optional[bytes] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("request_id", "num_tokens", "reason")
@@ -217,7 +233,7 @@ class Failure(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class ToInstance(_message.Message):
-    __slots__ = ("join", "plan", "expect", "fence", "shutdown", "send", "leave", "pass_plan", "layer_moves", "prompt", "term")
+    __slots__ = ("join", "plan", "expect", "fence", "shutdown", "send", "leave", "pass_plan", "layer_moves", "prompt", "stow", "fetch", "term")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +244,8 @@ class ToInstance(_message.Message):
     PASS_PLAN_FIELD_NUMBER: _ClassVar[int]
     LAYER_MOVES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    STOW_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     join: Join
     plan: InstancePlan
@@ -239,8 +257,10 @@ class ToInstance(_message.Message):
     pass_plan: PassPlan
     layer_moves: LayerMoves
     prompt: Prompt
+    stow: Stow
+    fetch: Fetch
     term: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., pass_plan: _Optional[_Union[PassPlan, _Mapping]] = ..., layer_moves: _Optional[_Union[LayerMoves, _Mapping]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., plan: _Optional[_Union[InstancePlan, _Mapping]] = ..., expect: _Optional[_Union[Transfer, _Mapping]] = ..., fence: _Optional[int] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., send: _Optional[_Union[Transfer, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., pass_plan: _Optional[_Union[PassPlan, _Mapping]] = ..., layer_moves: _Optional[_Union[LayerMoves, _Mapping]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., stow: _Optional[_Union[Stow, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("peers", "newest_ticket", "seats", "expert_seats", "expert_slots", "keeps_rows")
@@ -446,21 +466,53 @@ class Transfer(_message.Message):
     source: int
     def __init__(self, ticket: _Optional[int] = ..., request_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[_Iterable[int]] = ..., num_pages: _Optional[_Iterable[int]] = ..., instance: _Optional[_Iterable[int]] = ..., frame: _Optional[_Iterable[int]] = ..., source: _Optional[int] = ...) -> None: ...
 
+class Stow(_message.Message):
+    __slots__ = ("ticket", "source", "slot", "is_demotion", "instance")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    IS_DEMOTION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    source: _containers.RepeatedScalarFieldContainer[int]
+    slot: _containers.RepeatedScalarFieldContainer[int]
+    is_demotion: bool
+    instance: int
+    def __init__(self, ticket: _Optional[int] = ..., source: _Optional[_Iterable[int]] = ..., slot: _Optional[_Iterable[int]] = ..., is_demotion: _Optional[bool] = ..., instance: _Optional[int] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("ticket", "page", "slot", "receiver", "instance")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    page: _containers.RepeatedScalarFieldContainer[int]
+    slot: _containers.RepeatedScalarFieldContainer[int]
+    receiver: _containers.RepeatedScalarFieldContainer[int]
+    instance: int
+    def __init__(self, ticket: _Optional[int] = ..., page: _Optional[_Iterable[int]] = ..., slot: _Optional[_Iterable[int]] = ..., receiver: _Optional[_Iterable[int]] = ..., instance: _Optional[int] = ...) -> None: ...
+
 class RowInput(_message.Message):
-    __slots__ = ("last_token", "params", "front_end", "output_ids", "prompt_ids", "attempt")
+    __slots__ = ("last_token", "params", "front_end", "output_ids", "prompt_ids", "attempt", "page_hash", "page_ids")
     LAST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     FRONT_END_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_HASH_FIELD_NUMBER: _ClassVar[int]
+    PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
     last_token: int
     params: SamplingParams
     front_end: str
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     attempt: int
-    def __init__(self, last_token: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., front_end: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    page_hash: bytes
+    page_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, last_token: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., front_end: _Optional[str] = ..., output_ids: _Optional[_Iterable[int]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., page_hash: _Optional[bytes] = ..., page_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_token_id", "bias", "bad_words", "logprobs", "constraint")

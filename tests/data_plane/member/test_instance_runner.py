@@ -31,6 +31,7 @@ class Instance:
 
     rings = ()
     selected = ()
+    copier = None
 
     def __init__(self, mismatches=0):
         self.calls = []

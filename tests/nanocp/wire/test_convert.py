@@ -82,6 +82,7 @@ WINDOWS_DONE = st.builds(
     expert_bytes=U64,
     mask_us=U32,
     waits_us=tuples_of(U64),
+    written=tuples_of(st.builds(p.WrittenPage, REQUEST, U32, U32, st.binary(max_size=16))),
 )
 PARAMS = st.builds(
     SamplingParams,
@@ -102,7 +103,14 @@ PARAMS = st.builds(
     bad_words=tuples_of(st.lists(U32, min_size=1, max_size=3).map(tuple)),
 )
 ROW_INPUTS = st.builds(
-    RowInput, U32, PARAMS, st.text(max_size=30), tuples_of(U32, 40), tuples_of(U32, 40)
+    RowInput,
+    U32,
+    PARAMS,
+    st.text(max_size=30),
+    tuples_of(U32, 40),
+    tuples_of(U32, 40),
+    page_hash=st.binary(max_size=16),
+    page_ids=tuples_of(U32, 64),
 )
 HAND_OFF_STATES = st.builds(HandOffState, REQUEST, st.booleans(), U32, ROW_INPUTS)
 F32 = st.floats(width=32, allow_nan=False)
@@ -194,7 +202,13 @@ def test_the_largest_hand_off_fits_its_bound_closely() -> None:
         logprobs=20,
     )
     row = RowInput(
-        largest, params, "h" * convert.MAX_FRONT_END_BYTES, (largest,) * 8000, (largest,) * 192
+        largest,
+        params,
+        "h" * convert.MAX_FRONT_END_BYTES,
+        (largest,) * 8000,
+        (largest,) * 192,
+        page_hash=b"h" * 16,
+        page_ids=(largest,) * 64,
     )
     num_bytes = len(convert.encode_hand_off_state(HandOffState(2**64 - 1, True, largest, row)))
     bound = convert.max_hand_off_bytes(8192)

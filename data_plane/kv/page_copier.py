@@ -1,0 +1,209 @@
+"""Copies full pages between an instance's frames and its slots, beside its steps.
+
+Enters: commands to stow and to fetch. Leaves: events for the controller, pages for other instances,
+and the pages that are in their frames now. Does not know: which page is where, why it is copied.
+
+A page that is stowed is full, so no step writes it meanwhile. A frame that is filled belongs to a
+ticket, so no step reads it before the ticket is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from data_plane.kv.slots import Slots
+from nanocp.offload import Fetch, Stow, TransferMissed
+from nanocp.plan import PAGE_SIZE, TransferDone, TransferFenced
+
+_MAX_LOADED = 4
+"""Pages that wait for a place in another instance's ring; no further one is read meanwhile."""
+_CLOSE_S = 10.0
+
+CopyEvent = TransferDone | TransferFenced | TransferMissed
+
+
+class LoadedPage(NamedTuple):
+    """A page that was read from a slot, for another instance."""
+
+    ticket: int
+    page: int
+    receiver: int
+    payload: Any
+
+
+class _Load(NamedTuple):
+    ticket: int
+    page: int
+    slot: int
+    receiver: int
+    frame: int | None
+    """Where it goes; None: to another instance."""
+
+
+class PageCopier:
+    """Does one copy after the other, in the order of the commands.
+
+    The instance's thread calls everything but `run_one`, which a thread of its own runs after
+    `start`.
+    """
+
+    def __init__(
+        self,
+        instance: int,
+        slots: Slots,
+        read_page: Callable[[int], Any],
+        write_page: Callable[[int, int, Any, slice], None],
+    ) -> None:
+        """read_page, write_page: see PageTransfers."""
+        self._instance = instance
+        self.slots = slots
+        self._read_page, self._write_page = read_page, write_page
+        self.wake: Callable[[], None] = lambda: None
+        """Called from the copying thread when there is something to take."""
+        self._changed = threading.Condition()
+        self._jobs: deque[Stow | _Load] = deque()
+        self._is_busy = self._is_abandoned = self._is_closed = False
+        self._loaded: deque[LoadedPage] = deque()
+        self._events: list[CopyEvent] = []
+        self._filled: list[tuple[int, int]] = []
+        self._writing = threading.Lock()
+        """Held while a frame is written, so that a fenced ticket's frame is not."""
+        self._live: set[int] = set()
+        """Tickets whose pages may be written into frames."""
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Run in a thread from now on."""
+        self._thread = threading.Thread(target=self._run_for_ever, name="page copier", daemon=True)
+        self._thread.start()
+
+    def stow(self, stow: Stow) -> None:
+        """Copy pages into slots; see interface.Instance.stow."""
+        self._add([stow])
+
+    def fetch(self, fetch: Fetch, frames: dict[int, int]) -> None:
+        """Read pages from slots, and write those that are for this instance.
+
+        frames: page -> frame of the latter; those that are not there are left out.
+        """
+        jobs: list[Stow | _Load] = []
+        for page, slot, receiver in fetch.pages:
+            is_here = receiver == self._instance
+            if not is_here or page in frames:
+                jobs.append(_Load(fetch.ticket, page, slot, receiver, frames.get(page)))
+        with self._writing:
+            self._live.add(fetch.ticket)
+        self._add(jobs)
+
+    def _add(self, jobs: list[Stow | _Load]) -> None:
+        with self._changed:
+            self._jobs += jobs
+            self._changed.notify_all()
+
+    def cancel(self, ticket: int) -> None:
+        """No page of the ticket is written into a frame after this returns."""
+        with self._writing:
+            self._live.discard(ticket)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is copied, and nothing waits to be taken or sent."""
+        with self._changed:
+            return not (self._jobs or self._is_busy or self._loaded or self._events or self._filled)
+
+    def take(self) -> tuple[list[CopyEvent], list[tuple[int, int]]]:
+        """Events, and (ticket, page) of pages that are in their frames, since the last call."""
+        with self._changed:
+            taken = self._events, self._filled
+            self._events, self._filled = [], []
+        return taken
+
+    def loaded(self) -> LoadedPage | None:
+        """The next page for another instance; it stays until `sent`."""
+        with self._changed:
+            return self._loaded[0] if self._loaded else None
+
+    def sent(self) -> None:
+        """The page that `loaded` returned has left."""
+        with self._changed:
+            self._loaded.popleft()
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Forget every command; when this returns, nothing is copied any more.
+
+        It waits for one page at most.
+        """
+        with self._changed:
+            self._jobs.clear()
+            self._is_abandoned = True
+            self._changed.wait_for(lambda: not self._is_busy)
+            self._is_abandoned = False
+            self._loaded.clear()
+            self._events, self._filled = [], []
+        with self._writing:
+            self._live.clear()
+
+    def close(self) -> None:
+        """End the thread, and give the slots back. Idempotent."""
+        with self._changed:
+            self._jobs.clear()
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        self.slots.close()
+
+    def run_one(self) -> bool:
+        """Copy the next page; False if there is none, or if too many wait to be sent."""
+        with self._changed:
+            if not self._may_run():
+                return False
+            job = self._jobs.popleft()
+            self._is_busy = True
+        done = self._stow(job) if isinstance(job, Stow) else self._load(job)
+        with self._changed:
+            self._is_busy = False
+            match done:
+                case LoadedPage():
+                    self._loaded.append(done)
+                case (ticket, page):
+                    self._filled.append((ticket, page))
+                case TransferDone() | TransferFenced() | TransferMissed():
+                    self._events.append(done)
+            self._changed.notify_all()
+        self.wake()
+        return True
+
+    def _stow(self, stow: Stow) -> CopyEvent:
+        for source, slot in stow.pages:
+            payload = self.slots.read(source) if stow.is_demotion else self._read_page(source)
+            if self._is_abandoned or payload is None or not self.slots.write(slot, payload):
+                return TransferFenced(stow.ticket, self._instance)
+        return TransferDone(stow.ticket, self._instance)
+
+    def _load(self, load: _Load) -> LoadedPage | TransferMissed | tuple[int, int] | None:
+        payload = self.slots.read(load.slot)
+        if payload is None:
+            return TransferMissed(load.ticket, self._instance)
+        if load.frame is None:
+            return LoadedPage(load.ticket, load.page, load.receiver, payload)
+        with self._writing:
+            if load.ticket not in self._live:
+                return None
+            self._write_page(load.frame, PAGE_SIZE, payload, slice(None))
+        return load.ticket, load.page
+
+    def _may_run(self) -> bool:
+        return bool(self._jobs) and len(self._loaded) < _MAX_LOADED
+
+    def _run_for_ever(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._may_run())
+                if self._is_closed:
+                    return
+            self.run_one()

@@ -1,0 +1,108 @@
+"""Memory and a file for pages outside the frames: the slots of one instance.
+
+Enters: pages as bytes, each for a slot. Leaves: the same bytes, or nothing where they cannot be
+read. Does not know: which page a slot has, frames, when a slot is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from hashlib import blake2b
+from typing import IO
+
+import numpy as np
+
+from nanocp.config import Config
+
+logger = logging.getLogger(__name__)
+
+_CHECKSUM_BYTES = 8
+
+
+class Slots:
+    """Slots 0 to num_host - 1 are in memory, the others in a file.
+
+    One thread writes and reads them. Memory is taken from the system as slots are first written.
+    """
+
+    def __init__(self, num_host: int, num_file: int, page_bytes: int, file_dir: str) -> None:
+        """Raises ValueError if no file can be made in the directory."""
+        self._num_host = num_host
+        self._page_bytes = page_bytes
+        self._host = np.empty((num_host, page_bytes), np.uint8)
+        self._checksums: dict[int, bytes] = {}
+        """By slot: checksums of the pages in the file."""
+        self._file: IO[bytes] | None = None
+        self._has_warned = False
+        if num_file:
+            try:
+                # It has no name: nothing is left of it when the process ends, however it does.
+                self._file = tempfile.TemporaryFile(dir=file_dir, prefix="nanocp-kv-")  # noqa: SIM115
+                os.ftruncate(self._file.fileno(), num_file * page_bytes)
+            except OSError as error:
+                raise ValueError(
+                    f"kv_offload.file_dir is {file_dir!r}: no file of {num_file * page_bytes:,} "
+                    f"bytes can be made there ({error.strerror})"
+                ) from error
+
+    @classmethod
+    def of(cls, config: Config, page_bytes: int) -> Slots | None:
+        """Make an instance's slots; None without kv_offload. Raises what the constructor raises."""
+        scheduler = config.scheduler
+        num_host, num_file = scheduler.offload_host_pages, scheduler.offload_file_pages
+        if not num_host:
+            return None
+        return cls(num_host, num_file, page_bytes, config.kv_offload.file_dir)
+
+    def write(self, slot: int, payload: np.ndarray) -> bool:
+        """Put a page into a slot. False if the file cannot take it, such as on a full disk.
+
+        payload: uint8 [page_bytes].
+        """
+        if slot < self._num_host:
+            self._host[slot] = payload
+            return True
+        assert self._file is not None
+        try:
+            num_bytes = os.pwrite(self._file.fileno(), payload.data, self._offset(slot))
+        except OSError as error:
+            self._warn(f"a page could not be written: {error.strerror}")
+            return False
+        self._checksums[slot] = _checksum(payload)
+        return num_bytes == self._page_bytes
+
+    def read(self, slot: int) -> np.ndarray | None:
+        """The page in a slot: uint8 [page_bytes], in memory the slot itself. None if it is gone."""
+        if slot < self._num_host:
+            page: np.ndarray = self._host[slot]
+            return page
+        assert self._file is not None
+        payload = np.empty(self._page_bytes, np.uint8)
+        try:
+            num_bytes = os.preadv(self._file.fileno(), [payload.data], self._offset(slot))
+        except OSError as error:
+            self._warn(f"a page could not be read: {error.strerror}")
+            return None
+        if num_bytes < self._page_bytes or _checksum(payload) != self._checksums.get(slot):
+            self._warn("a page is not what was written; it is computed again")
+            return None
+        return payload
+
+    def close(self) -> None:
+        """Give the file's space back. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+    def _offset(self, slot: int) -> int:
+        return (slot - self._num_host) * self._page_bytes
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            logger.warning("the file of kv_offload: %s; later failures are not logged", what)
+            self._has_warned = True
+
+
+def _checksum(payload: np.ndarray) -> bytes:
+    return blake2b(payload.data, digest_size=_CHECKSUM_BYTES).digest()
