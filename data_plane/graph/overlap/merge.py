@@ -38,6 +38,20 @@ def add_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
     return torch.add(one, other, out=place(shape, one))
 
 
+def mul_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
+    """`one * other` that writes to `place`; both are of the same type."""
+    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+    return torch.mul(one, other, out=place(shape, one))
+
+
+_INTO: dict[Any, Callable[..., Tensor]] = {
+    operator.add: add_into,
+    torch.add: add_into,
+    operator.mul: mul_into,
+    torch.mul: mul_into,
+}
+
+
 def writer(module: GraphModule, place: int | None) -> GraphModule | None:
     """The module with one more input, the `Place` that output number `place` is written to.
 
@@ -56,8 +70,8 @@ def writer(module: GraphModule, place: int | None) -> GraphModule | None:
         if made_by.target is torch.nn.functional.linear:
             arguments = [*made_by.args, *made_by.kwargs.values(), None][:3]
             written = module.graph.call_function(linear_into, (*arguments, out))
-        elif made_by.target in (operator.add, torch.add) and _are_alike(made_by.args):
-            written = module.graph.call_function(add_into, (*made_by.args, out))
+        elif made_by.target in _INTO and not made_by.kwargs and _are_alike(made_by.args):
+            written = module.graph.call_function(_INTO[made_by.target], (*made_by.args, out))
         else:
             return None
     made_by.replace_all_uses_with(written, propagate_meta=True)
