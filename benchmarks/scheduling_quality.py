@@ -18,11 +18,13 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from machine import describe
@@ -30,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
 from nanocp.simulator.outcome import LEAST_ALLOWED_MISSES
 from nanocp.simulator.sweep import NUM_SEEDS, Sweep, sweep
 from nanocp.simulator.trial import Trial
@@ -49,7 +51,7 @@ FIRST_RATES = {
     "mooncake": 35.0,
     "mooncake-x8": 3.0,
 }
-"""Where a search begins."""
+"""Where a search begins if nothing is known of its neighbours."""
 PRECISION, QUICK_PRECISION = 1.02, 1.1
 """A rate is found to this factor."""
 MEASURES = (
@@ -101,9 +103,69 @@ class SearchTask:
     @property
     def key(self) -> str:
         """Key of the workload with its constants and wire form."""
-        constants, form = self.trial.constants, self.trial.wire_form
+        return self._key(self.trial.wire_form)
+
+    def _key(self, form: str) -> str:
+        constants = self.trial.constants
         key = self.name if constants == "fitted" else f"{self.name}@{constants}"
         return key if form == FORMS[0] else f"{key}/{form}"
+
+    def near(self, rates: Mapping[str, Mapping[str, float]]) -> SearchTask:
+        """The task, beginning at a rate that is known of a neighbour.
+
+        That is the same policy in another wire form, or else the last policy of the same row.
+        """
+        policy = self.trial.policy
+        known = [row[policy] for form in FORMS if policy in (row := rates.get(self._key(form), {}))]
+        known += reversed(rates.get(self.key, {}).values())
+        rate = next((rate for rate in known if rate), self.trial.workload.rate_per_s)
+        return replace(self, trial=self.trial.at_rate(rate))
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which searches, and how long their runs are."""
+
+    file: ClusterFile
+    names: Sequence[str]
+    constants: Sequence[str]
+    forms: Sequence[str]
+    policies: Sequence[str]
+    mooncake: Path | None
+    warm_up_s: float
+    measure_s: float | None
+    seed: int
+    num_seeds: int
+    is_quick: bool
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What stands beside the results."""
+        names = ("is_quick", "warm_up_s", "measure_s", "seed", "num_seeds")
+        mooncake = self.mooncake and self.mooncake.name
+        return {name: getattr(self, name) for name in names} | {"mooncake": mooncake}
+
+    def tasks(self) -> list[SearchTask]:
+        """A search for each row and policy, row after row."""
+        precision = QUICK_PRECISION if self.is_quick else PRECISION
+        return [
+            SearchTask(name, self._trial(name, policy, constants, form), self.num_seeds, precision)
+            for form in self.forms
+            for constants in self.constants
+            for name in self.names
+            for policy in self.policies
+        ]
+
+    def _trial(self, name: str, policy: str, constants: str, form: str) -> Trial:
+        return Trial(
+            self.file,
+            policy,
+            _workload(name, self.mooncake, self.seed),
+            constants=constants,
+            wire_form=form,
+            warm_up_us=round(self.warm_up_s * 1e6),
+            measure_us=None if self.measure_s is None else round(self.measure_s * 1e6),
+        )
 
 
 def search(task: SearchTask) -> tuple[SearchTask, Sweep, float]:
@@ -156,59 +218,43 @@ def main(
 ) -> None:
     """Search, policy by policy, for the highest rate at which 99% of requests meet the SLO."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    load_before = os.getloadavg()[0]
-    known = [name for name in FIRST_RATES if mooncake or name in MIXES]
-    names = workload or (["issue-1"] if quick else known)
-    sets = constants or (["fitted"] if quick else ["fitted", "peak"])
-    forms = wire_form or (FORMS[:1] if quick else FORMS)
-    policies = policy or (QUICK_POLICIES if quick else POLICIES)
-    warm_up_s, measure_s = (15.0, 15.0) if quick else (warm_up, seconds)
-    file = load_cluster_file(cluster)
-    results = (
-        json_format.loads(json.read_text()) if resume and json is not None and json.exists() else {}
+    all_names = [name for name in FIRST_RATES if mooncake or name in MIXES]
+    question = Question(
+        file=load_cluster_file(cluster),
+        names=workload or (["issue-1"] if quick else all_names),
+        constants=constants or (["fitted"] if quick else ["fitted", "peak"]),
+        forms=wire_form or (FORMS[:1] if quick else FORMS),
+        policies=policy or (QUICK_POLICIES if quick else POLICIES),
+        mooncake=mooncake,
+        warm_up_s=15.0 if quick else warm_up,
+        measure_s=15.0 if quick else seconds,
+        seed=seed,
+        num_seeds=1 if quick else seeds,
+        is_quick=quick,
     )
-    tasks = [
-        SearchTask(
-            name,
-            Trial(
-                file,
-                one_policy,
-                _workload(name, mooncake, seed),
-                constants=one_set,
-                wire_form=form,
-                warm_up_us=round(warm_up_s * 1e6),
-                measure_us=None if measure_s is None else round(measure_s * 1e6),
-            ),
-            1 if quick else seeds,
-            QUICK_PRECISION if quick else PRECISION,
-        )
-        for form in forms
-        for one_set in sets
-        for name in names
-        for one_policy in policies
-    ]
-
-    def keep(results: Results) -> None:
-        if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)
-            json.write_text(json_format.dumps(results, indent=1) + "\n")
-
-    results = collect(tasks, results, processes, console, keep)
+    tasks = question.tasks()
+    machine = describe(os.getloadavg()[0]) | question.about | {"cluster": cluster}
+    known = _known(json) if resume else {}
+    results = collect(tasks, known, processes, console, partial(_keep, json, machine))
     show(results, console)
-    broken = 0 if quick else judge(results, console)
-    if json is not None:
-        about = {
-            "cluster": cluster,
-            "warm_up_s": warm_up_s,
-            "is_quick": quick,
-            "seconds": measure_s,
-            "seed": seed,
-            "seeds": seeds,
-        }
-        machine = describe(load_before) | about | {"mooncake": mooncake and mooncake.name}
-        json.with_suffix(".machine.json").write_text(json_format.dumps(machine, indent=1) + "\n")
-    if broken:
+    if not quick and judge(results, console):
         raise typer.Exit(1)
+
+
+def _known(path: Path | None) -> Results:
+    """What an interrupted search has found."""
+    if path is None or not path.exists():
+        return {}
+    known: Results = json_format.loads(path.read_text())
+    return known
+
+
+def _keep(path: Path | None, machine: dict[str, Any], results: Results) -> None:
+    """Write what is known, and beside it on what machine it was found."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file, content in ((path, results), (path.with_suffix(".machine.json"), machine)):
+            file.write_text(json_format.dumps(content, indent=1) + "\n")
 
 
 def _workload(name: str, mooncake: Path | None, seed: int) -> Workload:
@@ -246,29 +292,39 @@ def collect(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
+    running: set[Future[tuple[SearchTask, Sweep, float]]] = set()
     with (
-        multiprocessing.get_context("spawn").Pool(processes) as pool,
+        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
         Progress(*columns, console=console) as progress,
     ):
         bar = progress.add_task("searching", total=len(missing))
-        for task, found, cpu_s in pool.imap_unordered(search, missing):
-            policy = task.trial.policy
-            rates = ", ".join(f"{one.rate_per_s:.2f}" for one in found.seeds)
-            runs = sum(one.num_runs for one in found.seeds)
-            progress.console.print(
-                f"{task.key} {policy}: {rates} requests/s ({runs} runs, {cpu_s:.0f} s)"
-            )
-            numbers = {"max_rate": round(found.rate_per_s, 3), "cpu_s": round(cpu_s, 1)}
-            for name, field in COUNTS.items():
-                numbers[name] = sum(getattr(outcome, field) for outcome in found.outcomes)
-            for name in MEASURES if found.outcomes else ():
-                numbers[name] = round(fmean(getattr(one, name) for one in found.outcomes), 4)
-            for name, value in numbers.items():
-                results[name].setdefault(task.key, {})[policy] = value
-            results = {name: _in_order(by_key, tasks) for name, by_key in results.items()}
-            keep(results)
-            progress.advance(bar)
+        while missing or running:
+            while missing and len(running) < processes:
+                running.add(pool.submit(search, missing.pop(0).near(results["max_rate"])))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                task, found, cpu_s = future.result()
+                _note(results, task, found, cpu_s, progress.console)
+                keep(results)
+                progress.advance(bar)
+    results = {name: _in_order(by_key, tasks) for name, by_key in results.items()}
+    keep(results)
     return results
+
+
+def _note(results: Results, task: SearchTask, found: Sweep, cpu_s: float, console: Console) -> None:
+    """Print what a search has found, and put it among the results."""
+    policy = task.trial.policy
+    rates = ", ".join(f"{one.rate_per_s:.2f}" for one in found.seeds)
+    runs = sum(one.num_runs for one in found.seeds)
+    console.print(f"{task.key} {policy}: {rates} requests/s ({runs} runs, {cpu_s:.0f} s)")
+    numbers = {"max_rate": round(found.rate_per_s, 3), "cpu_s": round(cpu_s, 1)}
+    for name, field in COUNTS.items():
+        numbers[name] = sum(getattr(outcome, field) for outcome in found.outcomes)
+    for name in MEASURES if found.outcomes else ():
+        numbers[name] = round(fmean(getattr(one, name) for one in found.outcomes), 4)
+    for name, value in numbers.items():
+        results[name].setdefault(task.key, {})[policy] = value
 
 
 def _in_order(

@@ -57,6 +57,7 @@ class ClusterState:
         """
         self._fixed_tokens = [0] * num
         self._growing_rows = [0] * num
+        self._weights = [0] * num
         self.open = list(range(num))
         """Instances on which something may be placed, ascending."""
 
@@ -75,6 +76,7 @@ class ClusterState:
             self._weigh(instance, -_CLOSED)
 
     def _weigh(self, instance: int, weight: int) -> None:
+        self._weights[instance] += weight
         self.num_rows[instance] += weight
         self._fixed_tokens[instance] += weight
         # A node counts as full only if all of its instances are closed.
@@ -85,7 +87,7 @@ class ClusterState:
 
     def weight(self, instance: int) -> int:
         """What the instance counts beside its own rows and tokens."""
-        return 0 if instance in self.open else _CLOSED
+        return self._weights[instance]
 
     # --- loads
 

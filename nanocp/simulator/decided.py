@@ -12,7 +12,9 @@ from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, InstanceLoad, InstancePlan, Transfer
 from nanocp.simulator.cost import Loads
 from nanocp.table import NUM_LANES
-from nanocp.table_changes import RouteChange
+from nanocp.table_changes import RouteChange, TableChanges
+
+_NO_CHANGES = TableChanges()
 
 
 class DecidedLoads:
@@ -56,6 +58,8 @@ class DecidedLoads:
         won: dict[int, int] = {}
         for plan in plans:
             changes = plan.changes
+            if changes == _NO_CHANGES:  # no row of it starts or ends
+                continue
             if changes.rows:
                 self._change_rows(plan, lost, won)
             for change in changes.q_route:
@@ -78,7 +82,8 @@ class DecidedLoads:
     def loads(self, decided: tuple[InstanceLoad, ...]) -> Loads:
         """What the last window sent runs, from the scheduler's loads after it."""
         num = self._cluster.num_instances
-        rows = [sum(map(len, self._rows[instance::num])) for instance in range(num)]
+        num_rows = list(map(len, self._rows))
+        rows = [sum(num_rows[instance::num]) for instance in range(num)]
         return Loads(
             kv_tokens=[
                 load.kv_tokens - under_way

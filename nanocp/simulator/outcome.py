@@ -224,6 +224,8 @@ class Recorder:
         self._num_refused = 0
         self._num_not_judged = 0
         self._sums = _Sums()
+        self._num_frames = 0
+        """Of the cluster, once a window was sent."""
         self._now_us = 0
 
     @property
@@ -316,9 +318,7 @@ class Recorder:
         half.time_us += time_us
         half.requests += len(self._arrivals) * time_us
         free = sum(load.frames_free for load in loads_now)
-        total = sum(
-            load.frames_free + load.frames_committed + load.frames_quarantined for load in loads_now
-        )
+        total = self._num_frames = self._num_frames or _num_frames(loads_now)
         sums.frames_used += (1 - free / total) * time_us
         if num_waiting:
             sums.waiting += num_waiting * time_us
@@ -410,6 +410,10 @@ def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
         (last_us - first_us) / num_later if num_later else None,
         (last_us - request.arrival_us) / request.output_len,
     )
+
+
+def _num_frames(loads: tuple[InstanceLoad, ...]) -> int:
+    return sum(one.frames_free + one.frames_committed + one.frames_quarantined for one in loads)
 
 
 def percentile(ascending: list[float] | list[int], percent: float) -> float:

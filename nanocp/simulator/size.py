@@ -121,7 +121,7 @@ def size(trial: Trial, on_size: Callable[[int], None] | None = None) -> Sizing:
     if answer is None:
         return Sizing(tuple(tried), None, None, None)
     here, timeline = answer
-    most = sweep(replace(trial, file=here.file), precision=1.1, num_seeds=1, first_step=2.0)
+    most = sweep(replace(trial, file=here.file), precision=1.1, num_seeds=1)
     return Sizing(tuple(tried), timeline, most, _guest(here))
 
 

@@ -6,6 +6,7 @@ policies, clusters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -16,12 +17,11 @@ from nanocp.simulator.workload import MIXES, STATIC
 
 PRECISION = 1.03
 """The answer is sustained, and this much more is not."""
-STEP, NEXT_STEP = 1.3, 1.06
-"""Factor from one rate to the next until the answer is between two; a seed that begins at the
-answer of the seed before takes small steps."""
 NUM_SEEDS = 3
 """A few long requests more or less change what a mix needs; a trace has no seed."""
 MIN_RATE, MAX_RATE = 0.05, 4096.0
+_MOST_JUDGED = 1.5
+"""Requests that a run can judge, at most, for each that is expected to arrive while it measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +62,40 @@ def highest_sustained_rate(
     first_rate: float,
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
-    step: float = STEP,
 ) -> Sustained:
     """Find the highest rate, in requests a second, that is sustained.
 
-    It goes up or down by the factor `step` from first_rate until one rate is sustained and one is
-    not, then bisects to the precision. on_run gets each rate tried and whether it was sustained.
+    The rates are powers of the precision. From the one nearest to first_rate it goes up or down, by
+    1, 2, 4 and more powers, until one rate is sustained and one is not, then halves what is
+    between. So if all rates up to some one are sustained, the answer is the same wherever it
+    begins, and comes soonest from near it. on_run gets each rate tried and whether it was
+    sustained.
     """
     if not MIN_RATE <= first_rate <= MAX_RATE:
         raise ValueError(f"first_rate is {first_rate}; it must be from {MIN_RATE} to {MAX_RATE}")
-    best, best_outcome, failed = 0.0, None, None
-    rate, num_runs = first_rate, 0
-    while failed is None or best == 0 or failed / best > precision:
-        outcome = attempt(rate)
+    lowest = math.ceil(math.log(MIN_RATE, precision))
+    highest = math.floor(math.log(MAX_RATE, precision))
+    best, failed = lowest - 1, highest + 1
+    best_outcome = None
+    power = min(max(round(math.log(first_rate, precision)), lowest), highest)
+    num_runs = 0
+    while failed - best > 1:
+        outcome = attempt(precision**power)
+        stride = 2**num_runs
         num_runs += 1
-        is_sustained = outcome.is_sustained
         if on_run is not None:
-            on_run(rate, is_sustained)
-        if is_sustained:
-            best, best_outcome = rate, outcome
+            on_run(precision**power, outcome.is_sustained)
+        if outcome.is_sustained:
+            best, best_outcome = power, outcome
         else:
-            failed = rate
-        if failed is None:
-            if rate >= MAX_RATE:
-                break
-            rate = min(rate * step, MAX_RATE)
-        elif best == 0:
-            if rate <= MIN_RATE:
-                break
-            rate = max(rate / step, MIN_RATE)
+            failed = power
+        if failed > highest:
+            power = min(best + stride, highest)
+        elif best < lowest:
+            power = max(failed - stride, lowest)
         else:
-            rate = (best * failed) ** 0.5
-    return Sustained(best, best_outcome, num_runs)
+            power = (best + failed) // 2
+    return Sustained(precision**best if best_outcome else 0.0, best_outcome, num_runs)
 
 
 def sweep(
@@ -101,11 +103,11 @@ def sweep(
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
     num_seeds: int = NUM_SEEDS,
-    first_step: float = STEP,
 ) -> Sweep:
     """The highest rate that the trial's policy sustains, for its workload's seed and the next ones.
 
-    The search begins at the workload's rate. Raises ValueError for a workload without a rate.
+    The search begins at the workload's rate, that of a further seed at the answer of the one
+    before. Raises ValueError for a workload without a rate.
     """
     workload = trial.workload
     if workload.name in STATIC:
@@ -116,18 +118,17 @@ def sweep(
     for number in range(num_seeds if workload.name in MIXES else 1):
         rate = found[-1].rate_per_s if found and found[-1].rate_per_s else workload.rate_per_s
         here = replace(trial, workload=replace(workload, seed=workload.seed + number))
-        step = NEXT_STEP if found else first_step
-        found.append(highest_sustained_rate(_attempts(here), rate, on_run, precision, step))
+        found.append(highest_sustained_rate(attempts(here), rate, on_run, precision))
     return Sweep(tuple(found))
 
 
-def _attempts(trial: Trial) -> Callable[[float], Outcome]:
+def attempts(trial: Trial) -> Callable[[float], Outcome]:
+    """How to run at a rate. A run ends as soon as it has too many misses to pass."""
+
     def attempt(rate_per_s: float) -> Outcome:
         here = trial.at_rate(rate_per_s).filled()
-        # Twice the misses that the SLO allows of the requests expected: the verdict is then certain
-        # enough to stop.
         num_expected = rate_per_s * here.run.measure_us / 1e6
-        max_misses = 5 + round(2 * (1 - ATTAINMENT) * num_expected)
+        max_misses = math.ceil(_MOST_JUDGED * (1 - ATTAINMENT) * num_expected)
         return here.play(Recorder(replace(here.run, max_misses=max_misses)))
 
     return attempt

@@ -6,8 +6,12 @@ import pytest
 import scheduling_quality
 import typer
 from rich.console import Console
-from scheduling_quality import POLICIES, judge
+from scheduling_quality import POLICIES, SearchTask, judge
 from typer.testing import CliRunner
+
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
 
 QUIET = Console(quiet=True)
 RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17.25, "fluid": 18.7}
@@ -83,6 +87,21 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
         "dual_balanced": 1.0,
     }
     assert set(resumed["cpu_s"]["issue-1"]) == {"fluid"}, "what is known is not searched for again"
+
+
+def test_a_search_begins_at_the_rate_of_a_neighbour():
+    trial = Trial(
+        load_cluster_file("h200x32-deepseek-v3"),
+        "cost_aware",
+        Workload("issue-1", 25.0),
+        wire_form="absorbed",
+    )
+    task = SearchTask("issue-1", trial, 1, 1.02)
+    rates = {"issue-1/absorbed": {"fluid": 38.0, "least_cache": 0.0}}
+    assert task.near({}).trial == trial
+    assert task.near(rates).trial.workload.rate_per_s == 38.0, "of another policy of the row"
+    rates["issue-1"] = {"cost_aware": 34.0}
+    assert task.near(rates).trial == trial.at_rate(34.0), "of the policy in another wire form"
 
 
 def test_the_traces_workloads_need_the_trace():

@@ -1,23 +1,16 @@
-"""`nanocp simulate` and its commands from the command line, and the search of the sweep."""
+"""`nanocp simulate` and its commands from the command line."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nanocp.cli.main import app
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
-from nanocp.simulator.outcome import Run
-from nanocp.simulator.simulation import make_simulation
-from nanocp.simulator.sweep import MAX_RATE, MIN_RATE, PRECISION, highest_sustained_rate
 from nanocp.simulator.workload import Workload
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
-NO_OUTCOME = make_simulation(FILE, "peak", "least_batch", Run(0, 1)).run(iter(()))
 
 
 @pytest.fixture(scope="module")
@@ -209,34 +202,6 @@ def test_a_log_that_is_cut_off_says_so_and_a_damaged_one_names_its_record(small,
     assert told.exit_code == 2 and "record 2: now_us: Field required" in " ".join(
         told.output.replace("\u2502", " ").split()
     )
-
-
-@given(st.floats(MIN_RATE, MAX_RATE), st.floats(MIN_RATE, MAX_RATE))
-def test_the_search_ends_next_to_the_truth_wherever_it_begins(truth, first_rate):
-    tried = []
-
-    def attempt(rate):
-        return replace(NO_OUTCOME, attainment=1.0 if rate <= truth else 0.5)
-
-    found = highest_sustained_rate(
-        attempt, first_rate, lambda rate, is_sustained: tried.append((rate, is_sustained))
-    )
-    assert found.rate_per_s <= truth
-    assert found.rate_per_s * PRECISION * 1.0001 >= truth
-    assert found.num_runs == len(tried) <= 60
-    assert found.outcome is not None
-
-
-def test_a_search_that_never_succeeds_or_never_fails_ends():
-    never = highest_sustained_rate(lambda rate: replace(NO_OUTCOME, attainment=0.0), 10.0)
-    always = highest_sustained_rate(lambda rate: replace(NO_OUTCOME, attainment=1.0), 10.0)
-    hopeless = highest_sustained_rate(
-        lambda rate: replace(NO_OUTCOME, attainment=1.0, is_hopeless=True), 10.0
-    )
-    assert (never.rate_per_s, never.outcome, hopeless.rate_per_s) == (0, None, 0)
-    assert always.rate_per_s == MAX_RATE
-    with pytest.raises(ValueError, match="first_rate is 0"):
-        highest_sustained_rate(lambda rate: NO_OUTCOME, 0)
 
 
 def test_a_mix_that_begins_steady_has_as_many_rows_as_littles_law_says():

@@ -1,0 +1,62 @@
+"""The search for the highest sustained rate: where it ends, and what its runs may leave out."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.outcome import Run
+from nanocp.simulator.simulation import make_simulation
+from nanocp.simulator.sweep import MAX_RATE, MIN_RATE, PRECISION, attempts, highest_sustained_rate
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
+
+FILE = load_cluster_file("h200x32-deepseek-v3")
+NO_OUTCOME = make_simulation(FILE, "peak", "least_batch", Run(0, 1)).run(iter(()))
+
+
+@given(st.floats(MIN_RATE, MAX_RATE), st.floats(MIN_RATE, MAX_RATE))
+def test_the_search_ends_next_to_the_truth_wherever_it_begins(truth, first_rate):
+    tried = []
+
+    def attempt(rate):
+        return replace(NO_OUTCOME, attainment=1.0 if rate <= truth else 0.5)
+
+    found = highest_sustained_rate(
+        attempt, first_rate, lambda rate, is_sustained: tried.append((rate, is_sustained))
+    )
+    assert found.rate_per_s <= truth
+    assert found.rate_per_s * PRECISION * 1.0001 >= truth
+    assert found.num_runs == len(tried) <= 20
+    assert found.outcome is not None
+    assert highest_sustained_rate(attempt, 1.0).rate_per_s == found.rate_per_s
+    assert highest_sustained_rate(attempt, found.rate_per_s).num_runs == 2
+
+
+def test_a_search_that_never_succeeds_or_never_fails_ends():
+    never = highest_sustained_rate(lambda rate: replace(NO_OUTCOME, attainment=0.0), 10.0)
+    always = highest_sustained_rate(lambda rate: replace(NO_OUTCOME, attainment=1.0), 10.0)
+    hopeless = highest_sustained_rate(
+        lambda rate: replace(NO_OUTCOME, attainment=1.0, is_hopeless=True), 10.0
+    )
+    assert (never.rate_per_s, never.outcome, hopeless.rate_per_s) == (0, None, 0)
+    assert MAX_RATE / PRECISION < always.rate_per_s <= MAX_RATE
+    with pytest.raises(ValueError, match="first_rate is 0"):
+        highest_sustained_rate(lambda rate: NO_OUTCOME, 0)
+
+
+def test_a_run_that_ends_as_soon_as_it_cannot_pass_has_the_verdict_of_the_whole_run():
+    workload = Workload("issue-0", 10.0, seed=1)
+    trial = Trial(
+        FILE.of_size(8), "least_batch", workload, warm_up_us=500_000, measure_us=6_000_000
+    )
+    verdicts = []
+    for rate in (8.0, 14.0, 20.0, 30.0):
+        whole = trial.at_rate(rate).filled().play()
+        tried = attempts(trial)(rate)
+        verdicts.append((whole.is_sustained, tried.is_hopeless))
+        assert tried.is_sustained == whole.is_sustained
+        assert tried.num_windows <= whole.num_windows
+    assert {(True, False), (False, True)} <= set(verdicts)
