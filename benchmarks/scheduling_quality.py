@@ -44,12 +44,12 @@ FORMS = ("latent", "absorbed")
 """Wire forms: the service's default, and the paper's."""
 QUICK_POLICIES = ("fluid", "cost_aware", "dual_balanced", "least_batch", "uniform_cp:4")
 FIRST_RATES = {
-    "issue-0": 42.0,
-    "issue-1": 25.0,
-    "issue-5": 12.0,
-    "issue-100": 1.2,
-    "mooncake": 35.0,
-    "mooncake-x8": 3.0,
+    "issue-0": 48.0,
+    "issue-1": 38.0,
+    "issue-5": 21.0,
+    "issue-100": 1.8,
+    "mooncake": 55.0,
+    "mooncake-x8": 18.0,
 }
 """Where a search begins if nothing is known of its neighbours."""
 PRECISION, QUICK_PRECISION = 1.02, 1.1

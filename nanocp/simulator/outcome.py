@@ -225,7 +225,7 @@ class Recorder:
         self._num_not_judged = 0
         self._sums = _Sums()
         self._num_frames = 0
-        """Of the cluster, once a window was sent."""
+        """Frames of the cluster, known once a window was sent."""
         self._now_us = 0
 
     @property

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from nanocp.simulator.outcome import ATTAINMENT, LEAST_ALLOWED_MISSES, Outcome, Recorder
+from nanocp.simulator.outcome import ATTAINMENT, LEAST_ALLOWED_MISSES, Outcome, Recorder, Slo
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import MIXES, STATIC
 
 PRECISION = 1.03
 """The answer is sustained, and this much more is not."""
+_TPOT_GROWTH = 3
+"""Near the SLO the time per token grows about as the rate to this power."""
 NUM_SEEDS = 3
 """A few long requests more or less change what a mix needs; a trace has no seed."""
 MIN_RATE, MAX_RATE = 0.05, 4096.0
@@ -62,14 +64,14 @@ def highest_sustained_rate(
     first_rate: float,
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
+    slo: Slo | None = None,
 ) -> Sustained:
     """Find the highest rate, in requests a second, that is sustained.
 
-    The rates are powers of the precision. From the one nearest to first_rate it goes up or down, by
-    1, 2, 4 and more powers, until one rate is sustained and one is not, then halves what is
-    between. So if all rates up to some one are sustained, the answer is the same wherever it
-    begins, and comes soonest from near it. on_run gets each rate tried and whether it was
-    sustained.
+    The rates are powers of the precision, so that the answer is the same wherever it begins, if all
+    rates below some one are sustained and none above. From first_rate it goes up or down until one
+    rate is sustained and one is not, then narrows that down. A run's time per token, compared with
+    that of the SLO, says how far to go. on_run gets each rate tried and whether it was sustained.
     """
     if not MIN_RATE <= first_rate <= MAX_RATE:
         raise ValueError(f"first_rate is {first_rate}; it must be from {MIN_RATE} to {MAX_RATE}")
@@ -81,21 +83,30 @@ def highest_sustained_rate(
     num_runs = 0
     while failed - best > 1:
         outcome = attempt(precision**power)
-        stride = 2**num_runs
         num_runs += 1
         if on_run is not None:
             on_run(precision**power, outcome.is_sustained)
+        stride = max(abs(round(_log_to_go(outcome, slo or Slo()) / math.log(precision))), 1)
+        width = failed - best
         if outcome.is_sustained:
             best, best_outcome = power, outcome
         else:
             failed = power
-        if failed > highest:
-            power = min(best + stride, highest)
-        elif best < lowest:
-            power = max(failed - stride, lowest)
-        else:
+        if best < lowest or failed > highest:  # the answer is not between two rates yet
+            stride = max(stride, 2 ** (num_runs - 1))
+        power += stride if outcome.is_sustained else -stride
+        if best < lowest or failed > highest:
+            power = min(max(power, lowest), highest)
+        elif not best < power < failed or 2 * (failed - best) > width:
             power = (best + failed) // 2
     return Sustained(precision**best if best_outcome else 0.0, best_outcome, num_runs)
+
+
+def _log_to_go(outcome: Outcome, slo: Slo) -> float:
+    """Logarithm of the factor by which the rate may rise until the time per token is the SLO's."""
+    if not outcome.tpot_ms_p99:
+        return 0.0
+    return math.log(slo.tpot_us / (1e3 * outcome.tpot_ms_p99)) / _TPOT_GROWTH
 
 
 def sweep(
@@ -118,7 +129,7 @@ def sweep(
     for number in range(num_seeds if workload.name in MIXES else 1):
         rate = found[-1].rate_per_s if found and found[-1].rate_per_s else workload.rate_per_s
         here = replace(trial, workload=replace(workload, seed=workload.seed + number))
-        found.append(highest_sustained_rate(attempts(here), rate, on_run, precision))
+        found.append(highest_sustained_rate(attempts(here), rate, on_run, precision, trial.slo))
     return Sweep(tuple(found))
 
 
