@@ -40,7 +40,7 @@ class ClusterState:
         )
         self.requests: dict[int, Request] = {}
         """Placed requests that have not ended."""
-        self.committed = Commitments(num, cluster.bounds)
+        self.committed = Commitments(cluster)
         self.linked = LinkedRows(num)
         self._steps_in_flight = steps_in_flight
         self.step = 0

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from nanocp.config import BoundsConfig
+from nanocp.config import ClusterConfig
 
 
 class Commitments:
     """Counts of what is decided, by instance."""
 
-    def __init__(self, num_instances: int, bounds: BoundsConfig) -> None:
-        self._bounds = bounds
+    def __init__(self, cluster: ClusterConfig) -> None:
+        num_instances = cluster.num_instances
+        self._bounds = cluster.bounds
+        self._nodes = [cluster.node_of(instance) for instance in range(num_instances)]
         self.rows = [0] * num_instances
         """Rows, parked rows too."""
         self.attention_rows = [0] * num_instances
@@ -25,12 +27,20 @@ class Commitments:
         """Partials that return to the instance: one for each link from it."""
         self.links = [[0] * num_instances for _ in range(num_instances)]
         """[MoE binding][other instance of the KV binding] -> links."""
+        self.far_from = [0] * num_instances
+        """Links from the instance to other nodes."""
+        self.far_to = [0] * num_instances
+        """Links to the instance from other nodes."""
 
     def num_links(self, instance: int) -> int:
         """Links from the instance or to it, whichever are more: what its exchange takes."""
         num_from = self.partials[instance]
         num_to = self.attention_rows[instance] - self.rows[instance]
         return num_from if num_from > num_to else num_to
+
+    def num_far_links(self, instance: int) -> int:
+        """Those of its links that leave the node: from it or to it, whichever are more."""
+        return max(self.far_from[instance], self.far_to[instance])
 
     # --- room
 
@@ -99,6 +109,7 @@ class Commitments:
                 links[instance] += sign
                 attention_rows[instance] += sign
                 num_links += sign
+                self._count_far(moe_binding, instance, sign)
         self.partials[moe_binding] += num_links
 
     def rebind(self, kv_binding: Collection[int], old: int, new: int) -> None:
@@ -107,8 +118,10 @@ class Commitments:
         for instance in kv_binding:
             if instance != old:
                 old_links[instance] -= 1
+                self._count_far(old, instance, -1)
             if instance != new:
                 new_links[instance] += 1
+                self._count_far(new, instance, +1)
         # Every member keeps its attention row. A MoE binding outside the KV binding had one only
         # for the row itself.
         was_outside = old not in kv_binding
@@ -117,3 +130,8 @@ class Commitments:
         self.partials[new] += len(kv_binding) - 1
         self.rows[old] -= 1
         self.rows[new] += 1
+
+    def _count_far(self, moe_binding: int, instance: int, sign: int) -> None:
+        if self._nodes[moe_binding] != self._nodes[instance]:
+            self.far_from[moe_binding] += sign
+            self.far_to[instance] += sign

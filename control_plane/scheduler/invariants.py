@@ -224,6 +224,7 @@ def check_commitments(state: ClusterState) -> None:
     num, bounds, committed = len(state.frames), state.bounds, state.committed
     rows, attention_rows, partials = [0] * num, [0] * num, [0] * num
     links = [[0] * num for _ in range(num)]
+    far_from, far_to, node_of = [0] * num, [0] * num, state.cluster.node_of
     for request in state.requests.values():
         rows[request.moe_binding] += 1
         attention_rows[request.moe_binding] += 1
@@ -231,8 +232,12 @@ def check_commitments(state: ClusterState) -> None:
             links[request.moe_binding][instance] += 1
             attention_rows[instance] += 1
             partials[request.moe_binding] += 1
+            is_far = node_of(instance) != node_of(request.moe_binding)
+            far_from[request.moe_binding] += is_far
+            far_to[instance] += is_far
     assert (committed.rows, committed.attention_rows) == (rows, attention_rows)
     assert (committed.partials, committed.links) == (partials, links)
+    assert (committed.far_from, committed.far_to) == (far_from, far_to)
     assert max(rows) <= bounds.max_rows and max(attention_rows) <= bounds.max_attention_rows
     assert max(partials) <= bounds.max_partials and max(map(max, links)) <= bounds.max_links
 

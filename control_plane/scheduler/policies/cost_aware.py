@@ -177,9 +177,13 @@ class CostAware:
 
     def _load(self, state: ClusterState, instance: int) -> int:
         """The instance's part of the first phase, in tokens: its KV and its exchange."""
-        links = state.committed.num_links(instance)
-        exchange = self._costs.exchange_tokens + links * self._costs.link_tokens if links else 0
-        return state.kv_tokens(instance) + exchange
+        tokens, costs = state.kv_tokens(instance), self._costs
+        if num_links := state.committed.num_links(instance):
+            tokens += costs.exchange_tokens + num_links * costs.link_tokens
+            if num_far := state.committed.num_far_links(instance):
+                dearer = costs.link_tokens_between_nodes - costs.link_tokens
+                tokens += costs.exchange_tokens_between_nodes + num_far * dearer
+        return tokens
 
     def _is_short(self, state: ClusterState, prompt_len: int) -> bool:
         """Whether CP cannot pay for the request, and one instance's frames hold it."""
