@@ -13,7 +13,8 @@ from control_plane.scheduler.request import Request
 from nanocp.plan import PAGE_SIZE
 
 MIN_PAGES, MAX_PAGES = 8, 512
-"""Pages of one move: fewer are not worth a ticket; more would be decided too long in advance."""
+"""Pages of one move: fewer are not worth a ticket; more would be under way for longer than a step.
+"""
 LEAST_SHARE = 40
 """A gap between two instances is worth a move if it is one in this many tokens of their node's mean
 load, or more."""

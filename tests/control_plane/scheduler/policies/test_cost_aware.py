@@ -5,10 +5,14 @@ from random import Random
 
 import pytest
 
+from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.invariants import check
+from control_plane.scheduler.policies.cost_aware import CostAware
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import ClusterConfig, CostConfig, SchedulerConfig
 from nanocp.plan import Arrival
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel
 
 TWO_NODES = ClusterConfig(
     num_instances=8, instances_per_node=4, num_frames=1024, max_model_len=262_144
@@ -51,6 +55,24 @@ def test_short_requests_stay_on_one_instance_and_level_both_rows_and_kv():
     rows, kv_tokens = [load.num_rows for load in scheduler.loads()], kv_of(scheduler)
     assert max(rows) - min(rows) <= 8
     assert max(kv_tokens) <= 1.05 * sum(kv_tokens) / 8
+
+
+@pytest.mark.parametrize("form", ["latent", "absorbed"])
+def test_the_load_of_an_instance_has_the_exchange_that_the_cost_model_charges(form):
+    """The slow reference is the simulator's: microseconds of links, some of them between nodes."""
+    model = CostModel(load_cluster_file("h200x32-deepseek-v3"), "fitted", wire_form=form)
+    us_per_token = model.attention_us(1_000_001, 1) - model.attention_us(1_000_000, 1)
+    policy = CostAware(SchedulerConfig(policy="cost_aware", costs=model.in_tokens()))
+    state = ClusterState(TWO_NODES)
+    for kv_binding in ((0, 1), (0, 1, 5), (0, 5, 6)):
+        state.committed.count_row(0, kv_binding, +1)
+    for instance, num_links, num_far in ((1, 2, 0), (5, 2, 2), (6, 1, 1)):
+        exchange_us = model.exchange_us(num_links, num_far, num_links)
+        assert policy._load(state, instance) * us_per_token == pytest.approx(exchange_us, rel=0.01)
+    state.committed.rebind((0, 5, 6), 0, 5)
+    state.committed.count_links(0, (5,), -1)
+    assert state.committed.far_to[:1] + state.committed.far_to[5:7] == [1, 0, 0]
+    assert state.committed.far_from[0] == 0 and state.committed.far_from[5] == 1
 
 
 def test_a_long_request_goes_round_a_loaded_instance():
