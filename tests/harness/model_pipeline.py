@@ -21,6 +21,7 @@ from data_plane.instance.page_transfers import PageMover
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.model.stage_weights import StageWeights
+from data_plane.model.weights import stores_bf16
 from data_plane.reference.oracle import Oracle
 from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.step.stage import ModelStage
@@ -102,7 +103,8 @@ class ModelPipeline(HashPipeline):
     def _make_stages(self, ends: list[tuple[StageLinks, PageMover]]) -> list[Any]:
         pipeline, cluster = self.setup.pipeline, self.setup.cluster
         model = self.model = ModelConfig.from_folder(self._checkpoint)
-        kernels, _ = cpu_kernels(self._kernels_name, torch.float32, 1)
+        keeps_bf16 = stores_bf16(self._checkpoint, model)
+        kernels, _ = cpu_kernels(self._kernels_name, torch.float32, 1, keeps_bf16)
         site = AttentionSite.of(model, torch.device("cpu"), torch.float32, torch.float32)
         attention, _ = attention_backend("auto", site, kernels.own_attention(model))
         stages, first = [], 0
