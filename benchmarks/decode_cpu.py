@@ -298,7 +298,7 @@ def _ours(service: Serving, prompts: list[list[int]], num_tokens: int, warm: boo
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     """One line for each engine, dtype and stored dtype, one column for each batch."""
     batches = sorted({result["batch"] for result in results})
-    table = Table(title="decode, tokens/s (median)")
+    table = Table(title="decode, tokens/s (median)", padding=0)
     words = ("engine", "dtype", "stored")
     for column in ("engine", "instances", "threads each", "dtype", "stored"):
         table.add_column(column, justify="left" if column in words else "right")
@@ -319,7 +319,7 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 def show_ratios(results: Sequence[dict[str, Any]], console: Console) -> bool:
     """The ratios; returns whether every claim holds."""
-    table = Table(title="ratios")
+    table = Table(title="ratios", padding=0)
     words = ("dtype", "stored", "ratio")
     for column in (*words, "threads", "batch", "measured", "claimed", "holds"):
         table.add_column(column, justify="left" if column in words else "right")
