@@ -7,6 +7,7 @@ it cannot run at all. Does not know: how weights are loaded.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -192,12 +193,13 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
-    """Whether matrices are stored in bf16; without weights, whether config.json says so."""
+    """Whether matrices are stored in bf16; without all weights, whether config.json says so."""
     from data_plane.model.config_fields import read_json
     from data_plane.model.weights import stores_bf16
 
     if _has_weights(folder):
-        return stores_bf16(folder, model)
+        with contextlib.suppress(ValueError):  # what is missing is named after the table
+            return stores_bf16(folder, model)
     fields = read_json(folder / "config.json")
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return model.fp8_block is None and dtype == "bfloat16"

@@ -91,6 +91,7 @@ def test_missing_tensors_are_named_before_anything_is_loaded(tmp_path):
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4}))
     result = plan(tmp_path)
+    assert "each instance:" in result.stdout
     assert result.exit_code == 2 and "9 tensors are missing from the checkpoint" in result.stderr
 
 
