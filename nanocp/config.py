@@ -291,8 +291,7 @@ class DataPlaneConfig:
     """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the
     node's instances."""
     dtype: str = "float32"
-    """Activations and KV, and weights: float32 or bfloat16. With float32, native kernels keep
-    matrices in bfloat16 where the checkpoint has them so."""
+    """Weights (native kernels keep stored bfloat16), activations and KV: float32 or bfloat16."""
     kv_dtype: str = "auto"
     """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at
     DeepSeek-V3's widths)."""
