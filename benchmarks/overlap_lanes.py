@@ -90,11 +90,16 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A point for each wanted length of waits, in parts of the time of a step on time."""
     batch = batch_of(rows)
-    compute_us = cluster.measure_lanes(batch, num_steps).one_us
-    probed_us = cluster.measure_lanes(batch, num_steps, PROBE_MS).one_us
-    ms_of_compute = PROBE_MS * compute_us / max(probed_us - compute_us, 1.0)
+
+    def waits_of_compute(late_ms: float) -> float:
+        return cluster.measure_lanes(batch, num_steps, late_ms).one_us / compute_us - 1
+
+    compute_us = min(cluster.measure_lanes(batch, num_steps).one_us for _ in range(2))
+    ms_of_compute = PROBE_MS / max(waits_of_compute(PROBE_MS), 0.1)
     for share in wanted:
-        late_ms = round(share * ms_of_compute, 3)
+        late_ms = share * ms_of_compute
+        if late_ms:  # waits are not quite in proportion: what the step computes hides some
+            late_ms = round(late_ms * share / max(waits_of_compute(late_ms), share / 3), 3)
         first, second = (cluster.measure_lanes(batch, num_steps, late_ms) for _ in range(2))
         table = replace(
             config.scheduler,
@@ -109,7 +114,7 @@ def measure(
             "one_us": round(one_us),
             "two_us": round(two_us),
             "waits_of_compute": round((one_us - compute_us) / compute_us, 2),
-            "hidden": round(1 - two_waited_us / one_waited_us, 2),
+            "hidden": round(1 - two_waited_us / one_waited_us, 2) if late_ms else None,
             **point_of(
                 Ways(*first[:2]), Ways(*second[:2]), other_is_chosen=table.lanes_pay(rows, 0)
             ),

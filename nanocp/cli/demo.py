@@ -40,7 +40,7 @@ NUM_INSTANCES = 4
 NUM_STAGES = 2
 """Processes that compute the prompts together."""
 NUM_SAMPLED_TOKENS = 100
-SELECTED = ("kernels: ", "dispatch: ")
+SELECTED = ("kernels: ", "dispatch: ", "lanes: ")
 """Lines of the service's log that are shown: what it selected on this machine, and why."""
 
 

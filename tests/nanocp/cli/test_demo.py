@@ -24,9 +24,12 @@ def test_a_service_that_does_not_start_says_why(tmp_path):
 
 
 @pytest.mark.system
-def test_mixtures_are_one_call_where_kernels_are_native_and_every_token_is_exact():
+@pytest.mark.parametrize("lanes", ["off", "always"])
+def test_every_token_is_exact_where_mixtures_are_one_call_and_in_lanes(monkeypatch, lanes):
     native((torch.float32, "avx2"))
+    monkeypatch.setenv("NANOCP_SCHEDULER__LANES", lanes)
     result = CliRunner().invoke(app, ["demo", str(ROOT / "models" / "tale")])
     assert result.exit_code == 0, result.output
     assert "dispatch: fused, because kernels are native" in result.output
+    assert ("(always)" in result.output) == (lanes == "always")
     assert '"requests": 8, "exact": 8' in result.output
