@@ -127,8 +127,10 @@ class HeldRequests:
     @property
     def next_deadline_us(self) -> int | None:
         """When front ends are waited for no longer, in us; None if all have submitted."""
-        deadlines = (self._until_us, self._adoption.next_deadline_us)
-        return min((each for each in deadlines if each is not None), default=None)
+        first, second = self._until_us, self._adoption.next_deadline_us
+        if first is None or second is None:
+            return first if second is None else second
+        return min(first, second)
 
     def is_overdue(self, now_us: int) -> bool:
         """Whether front ends have been waited for long enough: `end_wait` is due."""

@@ -144,4 +144,28 @@ OF_RESUMING = [
         fault="self._output_ids[response.index].extend(response.token_ids[:-1])",
         tests=("tests/nanocp/client/test_resumption.py", "-k", "no_gap"),
     ),
+    Mutant(
+        name="pages-without-one",
+        why="pages of a request go on though an instance is gone that may have had newer ones",
+        path="control_plane/members/members.py",
+        text="self._kept_pages.lose(member)",
+        fault="pass",
+        tests=("tests/control_plane/members/test_takeover.py", "-k", "instance_is_gone"),
+    ),
+    Mutant(
+        name="given-pages",
+        why="a request claims pages whose frames were given to another",
+        path="data_plane/instance/window_edge.py",
+        text="self._given.append((self._newest_window, transfer))",
+        fault="pass",
+        tests=("tests/data_plane/instance/test_kept_pages.py",),
+    ),
+    Mutant(
+        name="pages-not-reserved",
+        why="a request that comes back goes on over frames that another has",
+        path="control_plane/scheduler/adoption.py",
+        text="or (page < len(hashes) and frames[place[0]].find(hashes[page]) == place[1])",
+        fault="or True",
+        tests=("tests/control_plane/scheduler/test_adoption.py", "-k", "claim"),
+    ),
 ]
