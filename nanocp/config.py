@@ -393,8 +393,7 @@ class Config:
         require(
             not self.cluster.spares or self.recovers,
             f"cluster.spares is {self.cluster.spares}, for a service that ends at its first loss; "
-            "spares need layout instances, device cpu, page_backend auto and recovery_timeout_ms "
-            "above 0",
+            "spares need device cpu, page_backend auto and recovery_timeout_ms above 0",
         )
         require(
             self.prefill.stages == 1 or self.data_plane.page_backend == "auto",
@@ -410,9 +409,7 @@ class Config:
     def recovers(self) -> bool:
         """Whether the cluster goes on after it has lost a member."""
         is_cpu = self.data_plane.device == "cpu" and self.data_plane.page_backend != "nixl"
-        # A stage's KV of every open request is lost with it.
-        has_peers = self.cluster.layout != "pipeline"
-        return is_cpu and has_peers and self.limits.recovery_timeout_ms > 0
+        return is_cpu and self.limits.recovery_timeout_ms > 0
 
     @property
     def has_prefill_member(self) -> bool:

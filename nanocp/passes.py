@@ -176,6 +176,10 @@ def pipeline_obstacle(config: Config) -> str:
             "experts of its layers",
         ),
         (
+            config.cluster.spares != 0,
+            f"cluster.spares {config.cluster.spares}: a spare has loaded no layers of a stage",
+        ),
+        (
             bool(config.service.event_log),
             "service.event_log is set: its calls cannot be replayed yet",
         ),

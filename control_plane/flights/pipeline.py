@@ -32,8 +32,12 @@ from nanocp.plan import (
     Arrival,
     ClusterLost,
     Event,
+    InstanceLost,
     Placement,
     Plan,
+    Regrouped,
+    Resubmitted,
+    TermEnded,
     WindowDone,
 )
 from nanocp.table import InstanceTable
@@ -63,16 +67,18 @@ class PipelineFlights:
         self._reports: list[WindowDone | None] = [None] * self._pipeline.num_stages
         self._after_rest: set[int] = set()
         """Passes that were sent when none was in flight, until every stage has reported them."""
+        self._is_between_terms = False
+        """Whether a term has ended, and the scheduler knows of no other one."""
         self._asked: tuple[tuple[int, ...], Future[None]] | None = None
         """The layout that an operator waits for."""
 
     def __len__(self) -> int:
-        return self.scheduler.num_in_flight
+        return 0 if self._is_between_terms else self.scheduler.num_in_flight
 
     @property
     def is_full(self) -> bool:
         """See Flights: one pass more than there are stages waits at the first one."""
-        return self.scheduler.num_in_flight > self._pipeline.num_stages
+        return len(self) > self._pipeline.num_stages
 
     @property
     def oldest(self) -> int | None:
@@ -110,14 +116,17 @@ class PipelineFlights:
             case WindowDone(instance, window, finished):
                 # The other stages' reports are telemetry: the last one runs a pass last.
                 return [PassDone(window, finished)] if instance == self._last else []
-            case Arrival() | AbortRequested():
+            case Arrival() | AbortRequested() | InstanceLost() | TermEnded() | Resubmitted():
+                return [event]
+            case Regrouped():
+                self._is_between_terms = False
                 return [event]
             case ClusterLost():
                 if self._asked is not None:
                     self._asked[1].set_exception(RuntimeError(event.message))
                     self._asked = None
                 return [event]
-        return []  # of terms, of which there is one
+        return []  # of a prefill's tickets, and of seats: all must be taken
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
         """See Flights. Layers move before the pass; the first stage gets the prompts.
@@ -235,10 +244,17 @@ class PipelineFlights:
         return 0
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
-        """See Flights: a pipeline has one term."""
+        """See Flights: every stage is as at the start, and passes count from 0 again."""
+        self._table = InstanceTable(0, 1)
+        self._next_reports = [0] * self._pipeline.num_stages
 
     def end_term(self) -> None:
-        """See Flights: the loss that ended the term ends the service."""
+        """See Flights."""
+        self._is_between_terms = True
+        self._news.clear()
+        self._after_rest.clear()
+        if self._asked is not None:  # The scheduler may have heard of it or not.
+            self._news.append(LayoutWanted(self._asked[0]))
 
     def prefill_arrived(self) -> None:
         """See Flights: a pipeline has no prefill."""

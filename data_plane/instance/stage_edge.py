@@ -60,18 +60,24 @@ class StageEdge(ABC):
         mover: PageMover,
     ) -> None:
         """mover: takes KV of layers to other stages, one frame of one layer a page."""
-        self._stage = stage
+        self._stage, self._pipeline = stage, pipeline
         self._num_stages = pipeline.num_stages
         self._is_last = stage == pipeline.num_stages - 1
         self._num_frames = num_frames
-        self._links = links
-        self._mover = mover
+        self.make_ends: Callable[[], tuple[StageLinks, PageMover]] | None = None
+        """Makes links and a mover for another term; None if there is one term only."""
+        self._begin_term(links, mover)
+
+    def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
+        """Have the layers of the start, no KV and no request."""
+        self._links, self._mover = links, mover
+        self._has_left = False
         self._table = InstanceTable(0, 1)
-        self._layers = layers_of(pipeline.first_split, stage)
+        self._layers = layers_of(self._pipeline.first_split, self._stage)
         self._layout = 0
         self._place_of = {layer: place for place, layer in enumerate(self._layers)}
         """layer -> its place in the KV, of own layers and of those that were or will be own."""
-        self._filled = np.zeros((pipeline.num_places, num_frames), np.int64)
+        self._filled = np.zeros((self._pipeline.num_places, self._num_frames), np.int64)
         """[place, frame] -> tokens from the frame's first on whose KV is there."""
         self._ids: dict[int, list[int]] = {}
         """At the first stage: request -> the tokens that are known."""
@@ -141,8 +147,22 @@ class StageEdge(ABC):
 
     # --- calls
 
+    def leave(self) -> None:
+        """Forget the term: a run that has not ended is abandoned. Idempotent."""
+        self._has_left, self.awaited = True, None
+        self.close_ends()
+
+    def enter(self, links: StageLinks, mover: PageMover) -> None:
+        """Begin another term after `leave`, as at the start, with ends that are not connected."""
+        self._begin_term(links, mover)
+        for layer, place in self._place_of.items():
+            self._new_layer(layer, place)
+
     def connect(self) -> None:
         """Attach to the other stages. Raises what links and mover raise: PeerLost and others."""
+        if self._has_left:
+            assert self.make_ends is not None, "there is one term only"
+            self.enter(*self.make_ends())
         self._links.connect()
         self._mover.connect()
 
@@ -151,6 +171,10 @@ class StageEdge(ABC):
         self._links.wait(timeout_ms)
 
     def close(self) -> None:
+        """Release all. Idempotent."""
+        self.close_ends()
+
+    def close_ends(self) -> None:
         """Release both ends of links and mover. Idempotent."""
         self._links.close()
         self._mover.close()

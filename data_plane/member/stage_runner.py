@@ -42,6 +42,9 @@ class Stage(Protocol):
     def connect(self) -> None:
         """See StageEdge."""
 
+    def leave(self) -> None:
+        """See StageEdge."""
+
     def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
         """See StageEdge."""
 
@@ -64,7 +67,7 @@ class Stage(Protocol):
 
 
 class StageLoop(TermLoop):
-    """Drives one stage. Its pipeline has one term: a lost stage ends the service."""
+    """Drives one stage, in one term after the other."""
 
     def __init__(
         self,
@@ -88,10 +91,12 @@ class StageLoop(TermLoop):
         return pb.InstanceReady(selected=self._stage.selected)
 
     def _renew(self) -> None:
-        raise RuntimeError("a stage serves in the first term only")
+        self._stage.leave()
 
     def _leave(self) -> None:
-        raise RuntimeError("the term is over; a stage cannot join another one")
+        self._stage.leave()
+        self._items.clear()
+        self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
 
     def join(self) -> None:
         """Return: there are no other threads."""

@@ -45,20 +45,19 @@ def build_stage(
     weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
     width, num_frames = model.attention.kv_width, config.cluster.num_frames
     frames = FramePool(pipeline.num_places, num_frames, width, dtype)
-    links = RingStageLinks(
-        segments,
-        stage,
-        pipeline.num_stages,
-        pipeline.max_pass_tokens,
-        torch.zeros(model.hidden_size, dtype=dtype),
-        config.limits,
-    )
-    page_bytes = frames.page_bytes // pipeline.num_places
-    mover = PeerRings(segments, stage, pipeline.num_stages, page_bytes, config.limits)
+    row, num_stages = torch.zeros(model.hidden_size, dtype=dtype), pipeline.num_stages
+    max_tokens, page_bytes = pipeline.max_pass_tokens, frames.page_bytes // pipeline.num_places
+
+    def ends() -> tuple[RingStageLinks, PeerRings]:
+        """In the segments' present term."""
+        return (
+            RingStageLinks(segments, stage, num_stages, max_tokens, row, config.limits),
+            PeerRings(segments, stage, num_stages, page_bytes, config.limits),
+        )
+
     masks = grammar_masks(config, checkpoint) if is_last else None
-    built = ModelStage(
-        stage, pipeline, model, weights, frames, kernels, attention, links, mover, masks
-    )
+    built = ModelStage(stage, pipeline, model, weights, frames, kernels, attention, *ends(), masks)
+    built.make_ends = ends
     built.selected = [
         *sentences,
         f"layers: {layers.start} to {layers.stop - 1} of {model.num_layers}, room for "

@@ -153,7 +153,7 @@ class Service:
             self.metrics,
             view,
             self._make_flights,
-            served.num_experts,
+            None if config.cluster.layout == "pipeline" else served.num_experts,
         )
         self._spares = Spares(
             launcher, config.cluster.spares, self._spare_spec, lambda: self.is_whole

@@ -198,4 +198,20 @@ OF_PIPELINE = [
         fault="page * PAGE_SIZE < end]",
         tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "references"),
     ),
+    Mutant(
+        name="layout-outlives-a-term",
+        why="the scheduler keeps a layout after a loss, and stages begin with that of the start",
+        path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
+        text="self.layouts.begin_term()",
+        fault="pass",
+        tests=("tests/data_plane/fake/test_hash_pipeline_losses.py", "-k", "losses[True]"),
+    ),
+    Mutant(
+        name="row-beside-its-next-attempt",
+        why="a request begins another attempt while the row of the last one runs on",
+        path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
+        text="self._release(arrival.request_id)",
+        fault="pass",
+        tests=(*SCHEDULER, "another_attempt"),
+    ),
 ]

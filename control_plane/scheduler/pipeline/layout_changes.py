@@ -26,7 +26,14 @@ class LayoutChanges:
         """Raises ValueError for an unknown policy."""
         self._pipeline = pipeline
         self._policy: LayerPolicy = make_layer_policy(pipeline)
-        self.places = LayerPlaces(pipeline)
+        self._asked: Split | None = None
+        """The layout that an operator asked for last; the policy is not heard since then."""
+        self.num_changes = 0
+        self.begin_term()
+
+    def begin_term(self) -> None:
+        """Every stage has the layers of the start; no layer moves, whatever moved before."""
+        self.places = LayerPlaces(self._pipeline)
         self.layout = 0
         """The LayerMoves that made the present layout; 0: it is that of the start."""
         self._newest = 0
@@ -35,9 +42,6 @@ class LayoutChanges:
         self._target: Split | None = None
         """The layout to change to, while a change is under way."""
         self._num_rounds = 0
-        self._asked: Split | None = None
-        """The layout that an operator asked for last; the policy is not heard since then."""
-        self.num_changes = 0
 
     @property
     def is_moving(self) -> bool:

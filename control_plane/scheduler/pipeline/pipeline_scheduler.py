@@ -43,10 +43,25 @@ from nanocp.plan import (
     ClusterLost,
     FinishReason,
     InstanceLoad,
+    InstanceLost,
     Preempted,
+    Regrouped,
+    Resubmitted,
+    TermEnded,
 )
 
-PipelineEvent = Arrival | AbortRequested | PassDone | LayersMoved | LayoutWanted | ClusterLost
+PipelineEvent = (
+    Arrival
+    | AbortRequested
+    | PassDone
+    | LayersMoved
+    | LayoutWanted
+    | InstanceLost
+    | TermEnded
+    | Regrouped
+    | Resubmitted
+    | ClusterLost
+)
 
 
 class PipelineScheduler:
@@ -70,31 +85,44 @@ class PipelineScheduler:
                 f"num_instances is {cluster.num_instances}; a pipeline has one page table for all "
                 "its stages, so it must be 1"
             )
-        self._pipeline = pipeline
-        self._state = ClusterState(cluster)
+        self._pipeline, self._cluster, self._config = pipeline, cluster, scheduler
         self._answer = Answer()
         self._admission = Admission(cluster, scheduler, self._answer)
         self.fair_share = self._admission.fair_share
         self._promise = Promise(scheduler)
-        self._lowering = Lowering(1)
-        self._quarantine = Quarantine(1)
-        self.prefix_sharing = PrefixSharing(self._state, scheduler.prefix_sharing)
         self._rows = rows or PassRows(pipeline.num_stages, pipeline.max_pass_tokens)
         self.layouts = LayoutChanges(pipeline)
-        self._next_pass = 0
-        self._oldest = 0
-        """The oldest pass in flight: the first that the last stage has not reported."""
-        self._starved: dict[int, None] = {}
-        """Ids of rows that wait for a frame (an ordered set): they go before new requests."""
+        self._begin_term()
+        self._is_between_terms = False
+        self._lost_some = False
+        """Whether a stage was lost in the term that ended."""
+        self._waits_until_us: int | None = None
+        """When front ends are waited for no longer; None if all have submitted."""
         self._now_us = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             PassDone: self._pass_done,
             LayersMoved: self._layers_moved,
             LayoutWanted: self._layout_wanted,
+            InstanceLost: self._stage_lost,
+            TermEnded: self._term_ended,
+            Regrouped: self._regrouped,
+            Resubmitted: self._resubmitted,
             Arrival: self._arrive,
             AbortRequested: self._abort,
             ClusterLost: self._cluster_lost,
         }
+
+    def _begin_term(self) -> None:
+        """Nothing is at the stages: no KV, no table, no pass."""
+        self._state = ClusterState(self._cluster)
+        self._lowering = Lowering(1)
+        self._quarantine = Quarantine(1)
+        self.prefix_sharing = PrefixSharing(self._state, self._config.prefix_sharing)
+        self._next_pass = 0
+        self._oldest = 0
+        """The oldest pass in flight: the first that the last stage has not reported."""
+        self._starved: dict[int, None] = {}
+        """Ids of rows that wait for a frame (an ordered set): they go before new requests."""
 
     def plan_pass(self, events: Sequence[PipelineEvent], now_us: int) -> PipelinePlan:
         """Take events in order and decide.
@@ -110,8 +138,13 @@ class PipelineScheduler:
         for event in events:
             self._handlers[type(event)](event)
         self._admission.expire(now_us)
-        self._place_waiting()
+        if self._waits_until_us is not None and now_us >= self._waits_until_us:
+            self._resubmitted(Resubmitted())
         pass_plan = moves = None
+        if self._is_between_terms:
+            decided = self._answer.take(None, (), 0)
+            return PipelinePlan(None, None, decided.ended, decided.preempted)
+        self._place_waiting()
         if self._admission.failure is None:
             moves = self.layouts.next_moves(len(self._rows.by_id), self._full_and_live)
         if self._admission.failure is None and self.num_in_flight <= self._pipeline.num_stages:
@@ -140,7 +173,7 @@ class PipelineScheduler:
 
     @property
     def num_held(self) -> int:
-        """None: a pipeline does not go on after a loss."""
+        """None: what a request had of KV is lost with a stage."""
         return 0
 
     @property
@@ -165,8 +198,9 @@ class PipelineScheduler:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next waiting request expires, in us: call again by then."""
-        return self._admission.next_deadline_us
+        """When something is due without an event, in us: call again by then."""
+        deadlines = (self._admission.next_deadline_us, self._waits_until_us)
+        return min((each for each in deadlines if each is not None), default=None)
 
     @property
     def load(self) -> InstanceLoad:
@@ -180,8 +214,17 @@ class PipelineScheduler:
     # --- events
 
     def _arrive(self, arrival: Arrival) -> None:
-        if not self._admission.arrive(arrival, self._now_us):
-            self._admission.come_back(arrival, self._now_us)
+        if self._admission.arrive(arrival, self._now_us):
+            return
+        admission, row = self._admission, self._rows.by_id.get(arrival.request_id)
+        if arrival.request_id in admission.queue:
+            admission.queue.replace(arrival)
+            return
+        if row is not None:
+            if arrival.attempt <= row.request.attempt:
+                return
+            self._release(arrival.request_id)
+        admission.come_back(arrival, self._now_us)
 
     def _abort(self, event: AbortRequested) -> None:
         self._end(event.request_id, FinishReason.ABORTED, "aborted")
@@ -204,11 +247,40 @@ class PipelineScheduler:
     def _layout_wanted(self, event: LayoutWanted) -> None:
         self.layouts.ask(event.split)
 
+    def _stage_lost(self, event: InstanceLost) -> None:
+        self._is_between_terms = self._lost_some = True
+
+    def _term_ended(self, event: TermEnded) -> None:
+        self._is_between_terms = True
+
+    def _regrouped(self, event: Regrouped) -> None:
+        """Every stage begins anew, with the layers of the start: all requests come back."""
+        rows = self._rows.by_id
+        if self._lost_some and self.num_in_flight:
+            first = [(i, row.first_pass) for i, row in rows.items() if row.first_pass is not None]
+            in_first = {request_id for request_id, number in first if number >= self._oldest}
+            self._admission.first_windows.lost(in_first)
+        for row in rows.values():
+            self.fair_share.row_stops(row.request.tenant)
+        rows.clear()
+        sharing = self.prefix_sharing
+        self._begin_term()
+        self.prefix_sharing.num_queried_tokens = sharing.num_queried_tokens
+        self.prefix_sharing.num_hit_tokens = sharing.num_hit_tokens
+        self.layouts.begin_term()
+        self._is_between_terms = self._lost_some = False
+        self._waits_until_us = self._now_us + self._config.held_timeout_us
+
+    def _resubmitted(self, event: Resubmitted) -> None:
+        self._waits_until_us = None
+        self._admission.should_walk = True
+
     def _cluster_lost(self, event: ClusterLost) -> None:
         admission = self._admission
         if admission.failure is not None:
             return
         admission.failure = event.message
+        self._is_between_terms = False
         waiting = [entry.arrival.request_id for entry in admission.queue]
         for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
             self._end(request_id, FinishReason.FAILED, event.message)
@@ -247,8 +319,9 @@ class PipelineScheduler:
     # --- placement
 
     def _place_waiting(self) -> None:
-        # A row that waits for a frame goes before a new one: it has tokens to continue.
-        if not self._starved:
+        # A row that waits for a frame goes before a new one: it has tokens to continue. So does a
+        # request that the end of a term has interrupted.
+        if not self._starved and self._waits_until_us is None:
             self._admission.walk(self._place, self._now_us)
 
     def _place(self, arrival: Arrival) -> bool:

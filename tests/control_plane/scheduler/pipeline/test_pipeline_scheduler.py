@@ -15,7 +15,16 @@ from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineSchedule
 from control_plane.scheduler.request import Request
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.passes import PassDone, PassPlan, PipelineConfig, PipelinePlan, Span, even_split
-from nanocp.plan import AbortRequested, Arrival, ClusterLost, Finished, FinishReason
+from nanocp.plan import (
+    AbortRequested,
+    Arrival,
+    ClusterLost,
+    Finished,
+    FinishReason,
+    InstanceLost,
+    Regrouped,
+    Resubmitted,
+)
 from nanocp.table import InstanceTable
 
 CLUSTER = ClusterConfig(
@@ -201,6 +210,34 @@ def test_prompts_are_spread_over_the_passes_and_their_chunks_follow_each_other()
     assert spans[1] == (Span(1, 100, 75, False),)
     assert spans[2] == (Span(1, 175, 64, False),), "not less than a page"
     assert [plan.after for plan in world.passes] == [-1, -1, -1, -1, 0], "none waits for a token"
+
+
+def test_another_attempt_takes_the_place_of_a_row_whose_tokens_were_lost():
+    world = World(scheduler_of(2))
+    world.arrive(10, 3)
+    again = replace(world.arrivals[1], prompt_len=11, max_tokens=2, attempt=1)
+    for _ in range(2):  # a message that comes twice changes nothing
+        world.call(again)
+    while world.num_reported < len(world.passes):
+        world.report()
+    starts = [start.max_tokens for plan in world.passes for start in plan.table.starts]
+    assert starts == [3, 2]
+    assert world.scheduler.load.frames_free == CLUSTER.num_frames
+
+
+def test_after_a_loss_requests_that_were_interrupted_go_before_new_ones():
+    world = World(scheduler_of(2))
+    world.arrive(10, 3)
+    assert world.call(InstanceLost(1)).pass_plan is None
+    assert world.arrive(5, 3).pass_plan is None, "nothing is planned between two terms"
+    world.passes.clear()
+    world.table = InstanceTable(0, 1)
+    assert world.call(Regrouped(2)).pass_plan is None
+    assert world.scheduler.next_deadline_us is not None, "a front end may be gone"
+    world.call(replace(world.arrivals[1], attempt=1))
+    world.call(Resubmitted())
+    assert world.passes[0].number == 0
+    assert [start.request_id for start in world.passes[0].table.starts] == [1, 2]
 
 
 def test_prompts_that_sample_nothing_go_in_equal_chunks_of_whole_pages():
