@@ -199,6 +199,8 @@ def check_adoptable(config: Config) -> None:
         ("cluster.layout", config.cluster.layout, "instances"),
         ("data_plane.device", plane.device, "cpu"),
         ("service.node_streams", service.node_streams, False),
+        ("kv_offload.host_gib", config.kv_offload.host_gib, 0),
+        ("scheduler.offload_host_pages", config.scheduler.offload_host_pages, 0),
     )
     for key, value, right in needed:
         require(

@@ -185,6 +185,8 @@ def test_every_port_is_known_before_the_first_controller_starts():
         ("cluster", {"layout": "pipeline"}, "cluster.layout is pipeline, .* must be instances"),
         ("data_plane", {"device": "cuda"}, "data_plane.device is cuda, .* must be cpu"),
         ("service", {"node_streams": True}, "service.node_streams is True, .* must be False"),
+        ("kv_offload", {"host_gib": 1.0}, "kv_offload.host_gib is 1.0, .* must be 0"),
+        ("scheduler", {"offload_host_pages": 8}, "scheduler.offload_host_pages is 8, .* must be 0"),
         ("limits", {"recovery_timeout_ms": 0}, "not replaced .limits.recovery_timeout_ms: 0"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
