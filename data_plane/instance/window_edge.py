@@ -160,20 +160,18 @@ class WindowEdge(PageTransfers):
 
         The plan that takes a frame from its owner may come behind the ticket for the next one.
         """
-        given = {
-            frame: (transfer.request_id, page)
-            for _, transfer in self._given
-            for page, frame in transfer.frames_at(self._instance).items()
-        }
+        given: dict[int, set[tuple[int, int]]] = {}
+        for _, transfer in self._given:
+            for page, frame in transfer.frames_at(self._instance).items():
+                given.setdefault(frame, set()).add((transfer.request_id, page))
         return [
             run
             for request_id, runs in self._table.pages.items()
             if self._is_in_step
             and all(
-                given.get(run.frame + index, place) == place
+                given.get(run.frame + index, set()) <= {(request_id, run.first_page + index)}
                 for run in runs
                 for index in range(run.num_pages)
-                for place in [(request_id, run.first_page + index)]
             )
             for run in runs
         ]

@@ -67,6 +67,12 @@ def test_a_request_whose_frames_were_given_to_its_own_next_attempt_in_another_or
     assert story.kept() == [OF_8]
 
 
+def test_a_request_whose_frame_was_anothers_in_between_keeps_nothing(story):
+    story.expect(99, 0, 5)
+    story.expect(7, 1, 5)
+    assert story.kept() == [OF_8]
+
+
 def test_a_request_keeps_what_its_own_ticket_brought(story):
     story.expect(9, 0, 12)
     story.begin(pages=(PageRun(9, 0, 1, 12),))
