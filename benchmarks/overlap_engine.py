@@ -73,7 +73,7 @@ def main(
     torch.set_num_threads(1)
     # One row has a graph of its own, without a batch to split: it warns of that.
     logging.getLogger("data_plane.graph.overlap.backend").setLevel(logging.ERROR)
-    num_layers, num_rounds = (2, 5) if quick else (4, 60)
+    num_layers, num_rounds = (2, 5) if quick else (4, 300)
     with torch.no_grad():
         captured = [capture(name, cache, num_layers) for name in MODELS for cache in CACHES]
         fallen_back = fallback(num_layers, num_rounds)
@@ -206,13 +206,21 @@ def claims_of_capture(result: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def fastest_us(forms: tuple[Callable[[], Any], ...], num_rounds: int) -> list[float]:
-    """Microseconds of processor time of the fastest call of each form, taken by turns."""
+    """Microseconds of processor time of the fastest call of each form, taken by turns.
+
+    As in timeit, no garbage is collected meanwhile: what was compiled before makes that slow.
+    """
     best = [float("inf")] * len(forms)
-    for _ in range(num_rounds):
-        for index, form in enumerate(forms):
-            begin_ns = time.process_time_ns()
-            form()
-            best[index] = min(best[index], (time.process_time_ns() - begin_ns) / 1000)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(num_rounds):
+            for index, form in enumerate(forms):
+                begin_ns = time.process_time_ns()
+                form()
+                best[index] = min(best[index], (time.process_time_ns() - begin_ns) / 1000)
+    finally:
+        gc.enable()
     return best
 
 
