@@ -16,7 +16,8 @@ from random import Random
 
 import torch
 
-from control_plane.frontend.page_hashes import page_hashes
+from control_plane.flights.transfers import fetched_pages
+from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.kv.page_ring import PageRingWriter
@@ -30,13 +31,16 @@ from data_plane.transport.segments import Segments
 from harness.lost_changes import corrupted, full
 from nanocp.config import Config
 from nanocp.experts import ExpertTable
+from nanocp.offload import has_slots
 from nanocp.plan import (
     Arrival,
     Fence,
+    Fetch,
     InstancePlan,
     Placement,
     Plan,
     Preempted,
+    Stow,
     Transfer,
     WindowDone,
 )
@@ -185,6 +189,8 @@ class DecodeCluster:
             "test",
             (),
             penalized_prompt_ids(prompt.ids, prompt.params),
+            0,
+            *self._page_state(prompt),
         )
         arrival = Arrival(
             self._next_id,
@@ -207,7 +213,13 @@ class DecodeCluster:
         )
         penalized_ids = penalized_prompt_ids(prompt.ids, prompt.params)
         row = RowInput(
-            prompt.known_ids[-1], prompt.params, "test", tuple(prompt.output), penalized_ids
+            prompt.known_ids[-1],
+            prompt.params,
+            "test",
+            tuple(prompt.output),
+            penalized_ids,
+            0,
+            *self._page_state(prompt),
         )
         num_left = prompt.params.max_tokens - len(prompt.output)
         return Arrival(
@@ -216,9 +228,15 @@ class DecodeCluster:
             num_left,
             encode_row_input(row),
             resumes=True,
+            page_hashes=page_hashes(prompt.known_ids) if has_slots(self.config) else (),
         )
 
+    def _page_state(self, prompt: Prompt) -> tuple:
+        ids = prompt.known_ids
+        return page_state(ids, page_hashes(ids)) if has_slots(self.config) else ()
+
     def _push(self, plan: Plan, by_id: dict[int, Prompt]) -> None:
+        num_fetched = fetched_pages(plan.fetches)
         for transfer in plan.transfers:
             for instance in transfer.receivers:
                 self._inboxes[instance].put(transfer)
@@ -229,7 +247,10 @@ class DecodeCluster:
             if self.config.prefill.synthetic_kv:
                 continue
             ids = by_id[transfer.request_id].known_ids
-            threading.Thread(target=self._prefill, args=(transfer, ids), daemon=True).start()
+            job = transfer, ids, num_fetched.get(transfer.ticket, 0)
+            threading.Thread(target=self._prefill, args=job, daemon=True).start()
+        for command in (*plan.fetches, *plan.stows):
+            self._inboxes[command.instance].put(command)
         for fence in plan.fences:
             for instance in fence.instances:
                 self._inboxes[instance].put(fence)
@@ -254,15 +275,15 @@ class DecodeCluster:
 
     _prefill_lock = threading.Lock()
 
-    def _prefill(self, transfer: Transfer, ids: list[int]) -> None:
+    def _prefill(self, transfer: Transfer, ids: list[int], num_fetched: int) -> None:
         try:
             with self._prefill_lock:
-                self._write_pages(transfer, ids)
+                self._write_pages(transfer, ids, num_fetched)
         except BaseException as error:
             self._outbox.put(error)
 
-    def _write_pages(self, transfer: Transfer, ids: list[int]) -> None:
-        instance_of = transfer.instances()
+    def _write_pages(self, transfer: Transfer, ids: list[int], num_fetched: int) -> None:
+        instance_of = dict(list(transfer.instances().items())[num_fetched:])
         writers: dict[int, PageRingWriter] = {}
         pages = prefill_pages(
             self._full_weights,
@@ -327,6 +348,10 @@ class DecodeCluster:
                     instance.expect(message)
                 elif isinstance(message, Fence):
                     instance.fence(message.ticket)
+                elif isinstance(message, Stow):
+                    instance.stow(message)
+                elif isinstance(message, Fetch):
+                    instance.fetch(message)
                 instance.copy_arrived_pages()
                 instance.send_pages()
                 polled = instance.poll()

@@ -1,0 +1,88 @@
+"""Conversations and preempted requests over pages outside the frames: every token is the oracle's.
+
+Real instances copy pages in threads of their own while they decode.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.reference.oracle import Oracle
+from harness.decode_cluster import DecodeCluster, Prompt
+from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from nanocp.config import Config, KvOffloadConfig, SchedulerConfig
+
+
+def cluster_of(checkpoint, num_frames, host_pages, file_dir="", **scheduler):
+    """Four instances with few frames; with a directory, memory is small and a file behind it."""
+    slots = {
+        "offload_host_pages": 6 if file_dir else host_pages,
+        "offload_file_pages": host_pages if file_dir else 0,
+    }
+    config = Config(
+        cluster=replace(CLUSTER, num_frames=num_frames),
+        scheduler=SchedulerConfig(**(slots | scheduler)),
+        kv_offload=KvOffloadConfig(1.0, 1.0, str(file_dir)) if file_dir else KvOffloadConfig(),
+    )
+    return DecodeCluster(config, checkpoint)
+
+
+def talk(checkpoint, oracle, **config):
+    """Two rounds of some conversations, and others between them, which take the frames."""
+    with cluster_of(checkpoint, 8, 100, **config) as cluster:
+        first = make_prompts([40, 130, 200], seed=1)
+        for prompt in first:
+            prompt.params = replace(prompt.params, max_tokens=70)
+        prompts = list(cluster.run(first))
+        others = make_prompts([445, 446, 447, 448], seed=2)
+        prompts += cluster.run([replace(o, params=replace(o.params, max_tokens=8)) for o in others])
+        offload = cluster.scheduler.offload
+        before = sum(offload.num_fetched)
+        second = [Prompt([*prompt.ids, *prompt.output, 7, 8, 9], prompt.params) for prompt in first]
+        prompts += cluster.run(second)
+        # Of 109, 199 and 269 tokens with KV pages 0, 0 to 2 and 0 to 3 were full.
+        sharing = cluster.scheduler.prefix_sharing
+        assert sum(offload.num_fetched) - before >= 3, "the frames were taken meanwhile"
+        assert offload.num_hit_tokens + sharing.num_hit_tokens == 64 * (1 + 3 + 4)
+    assert_exact(oracle, prompts)
+    return offload
+
+
+@pytest.mark.parametrize(
+    ("policy", "k"),
+    [pytest.param("fixed_degree:1", 1, marks=pytest.mark.system), ("fixed_degree:4", 4)],
+)
+def test_the_next_round_finds_prompt_and_answer(tiny_checkpoint, tiny_oracle, policy, k):
+    talk(tiny_checkpoint, tiny_oracle, policy=policy, steps_per_window=k)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("policy", "k"), [("chaos", 1), ("chaos", 4), ("fixed_degree:4", 1)])
+def test_pages_come_from_a_file_too(tiny_checkpoint, tiny_oracle, tmp_path, policy, k):
+    offload = talk(
+        tiny_checkpoint, tiny_oracle, policy=policy, steps_per_window=k, file_dir=tmp_path
+    )
+    assert offload.num_stowed[1] > 0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("policy", "k"), [("fixed_degree:4", 1), ("chaos", 4)])
+def test_models_with_kv_heads(tmp_path_factory, policy, k):
+    folder = tmp_path_factory.mktemp("heads") / "tiny"
+    make_checkpoint(folder, "tiny-qwen3-moe", published_spelling=True)
+    talk(folder, Oracle(folder), policy=policy, steps_per_window=k)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("k", [1, 4])
+def test_preempted_requests_come_back_without_a_prefill(tiny_checkpoint, tiny_oracle, k):
+    prompts = make_prompts(range(45, 61, 2), seed=7)
+    for prompt in prompts:
+        prompt.params = replace(prompt.params, max_tokens=90)
+    config = {"growth_promise": "tokens:0", "steps_per_window": k}
+    with cluster_of(tiny_checkpoint, 3, 100, **config) as cluster:
+        prompts = cluster.run(prompts)
+        assert sum(cluster.scheduler.offload.num_fetched) >= 1
+    assert sum(prompt.num_preemptions for prompt in prompts) >= 1
+    assert_exact(tiny_oracle, prompts)
