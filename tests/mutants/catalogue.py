@@ -7,6 +7,7 @@ import of_kernels
 import of_mixture
 import overlap
 from mutant import Mutant as Mutant
+from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
 from of_resuming import OF_RESUMING
 from of_scheduling import OF_SCHEDULING
@@ -419,6 +420,7 @@ MUTANTS = [
         tests=("tests/control_plane/frontend/test_callers.py", "-k", "keys_of_a_file"),
     ),
     *OF_PIPELINE,
+    *OF_OFFLOAD,
     *OF_RESUMING,
     *OF_SCHEDULING,
     *OF_TERMS,

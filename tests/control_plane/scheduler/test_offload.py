@@ -96,6 +96,17 @@ def test_a_full_page_is_stowed_once_and_comes_back_when_its_frame_was_taken():
     assert story.scheduler.offload.num_hit_tokens == 128
 
 
+def test_a_frame_is_quarantined_until_its_copy_is_answered():
+    story = Story()
+    (stow,) = story.done(story.submit(prompt(1))).stows
+    story.plan(AbortRequested(1))
+    while story.window < story.last_sent:
+        story.step()
+    assert story.scheduler.loads()[0].frames_quarantined == 2
+    story.plan(TransferDone(stow.ticket, 0))
+    assert story.scheduler.loads()[0].frames_free == 4
+
+
 def test_pages_in_frames_are_shared_there_and_count_as_used():
     story = Story(num_frames=8)
     story.keep(prompt(1))

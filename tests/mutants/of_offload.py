@@ -1,0 +1,32 @@
+"""Mutants of pages outside the frames."""
+
+from mutant import Mutant
+
+STORY = ("tests/control_plane/scheduler/test_offload.py",)
+
+OF_OFFLOAD = [
+    Mutant(
+        name="slot-not-pinned",
+        why="a page is given up while it is being fetched",
+        path="control_plane/scheduler/offload.py",
+        text="taken = host.take(self.pins)",
+        fault="taken = host.take(())",
+        tests=(*STORY, "-k", "not_given_up"),
+    ),
+    Mutant(
+        name="stow-without-quarantine",
+        why="a frame is free while its page is being copied out (quarantine)",
+        path="control_plane/scheduler/offload.py",
+        text="self._quarantine.hold({instance: frames}, None, (), ticket, (instance,))",
+        fault="self._state.free({instance: frames})",
+        tests=(*STORY, "-k", "quarantined_until"),
+    ),
+    Mutant(
+        name="held-row-rewrites",
+        why="a held request's row starts again in a page that others may find",
+        path="control_plane/scheduler/regroup.py",
+        text="rewrites = arrival.prompt_len - 1 < len(request.page_hashes) * PAGE_SIZE",
+        fault="rewrites = False",
+        tests=(*STORY, "-k", "starts_again_before"),
+    ),
+]
