@@ -40,7 +40,8 @@ class Commitments:
 
     def num_far_links(self, instance: int) -> int:
         """Those of its links that leave the node: from it or to it, whichever are more."""
-        return max(self.far_from[instance], self.far_to[instance])
+        num_from, num_to = self.far_from[instance], self.far_to[instance]
+        return num_from if num_from > num_to else num_to
 
     # --- room
 

@@ -1,4 +1,4 @@
-"""Mutants of TTFT targets and of the streams that a node's instances share."""
+"""Mutants of costs, TTFT targets, searches for a rate, and streams that instances share."""
 
 from mutant import Mutant
 
@@ -18,6 +18,22 @@ OF_SCHEDULING = [
         text="self._forget(request.ticket)\nself._count(request, -1)",
         fault="self._forget(request.ticket)",
         tests=("tests/control_plane/scheduler/policies/test_on_time.py",),
+    ),
+    Mutant(
+        name="far-links",
+        why="an instance with links to other nodes is taken for lighter than it is",
+        path="control_plane/scheduler/policies/cost_aware.py",
+        text="tokens += costs.exchange_tokens_between_nodes + num_far * dearer",
+        fault="pass",
+        tests=("tests/control_plane/scheduler/policies/test_cost_aware.py", "-k", "charges"),
+    ),
+    Mutant(
+        name="early-end",
+        why="a run ends, as if it could not pass, with misses that its SLO allows",
+        path="nanocp/simulator/sweep.py",
+        text="math.ceil(_MOST_JUDGED * (1 - ATTAINMENT) * num_expected)",
+        fault="-1",
+        tests=("tests/nanocp/simulator/test_sweep.py", "-k", "cannot_pass"),
     ),
     Mutant(
         name="node-secret",
