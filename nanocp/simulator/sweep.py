@@ -92,10 +92,11 @@ def highest_sustained_rate(
             best, best_outcome = power, outcome
         else:
             failed = power
-        if best < lowest or failed > highest:  # the answer is not between two rates yet
+        is_bounded = best >= lowest and failed <= highest
+        if not is_bounded:
             stride = max(stride, 2 ** (num_runs - 1))
         power += stride if outcome.is_sustained else -stride
-        if best < lowest or failed > highest:
+        if not is_bounded:
             power = min(max(power, lowest), highest)
         elif not best < power < failed or 2 * (failed - best) > width:
             power = (best + failed) // 2
