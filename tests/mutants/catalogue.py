@@ -268,8 +268,8 @@ MUTANTS = [
         name="prompt-logprobs",
         why="a prompt's log probabilities are those of the token itself, not of the next one",
         path="data_plane/prefill/pages.py",
-        text="token_ids[begin + 1 : end + 1], prompt_logprobs",
-        fault="token_ids[begin:end], prompt_logprobs",
+        text="token_ids[begin + 1 : end + 1]",
+        fault="token_ids[begin:end]",
         tests=("tests/data_plane/prefill/test_pages.py", "-k", "logprobs"),
     ),
     Mutant(
