@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanocp.choices import require
@@ -98,7 +99,8 @@ class KvOffloadConfig:
     def __post_init__(self) -> None:
         for name in ("host_gib", "file_gib"):
             value = getattr(self, name)
-            require(value >= 0, f"{name} is {value}; it must be at least 0")
+            right = "a number of GiB, at least 0"
+            require(0 <= value < inf, f"{name} is {value}; it must be {right}")
         require(
             self.host_gib > 0 or self.file_gib == 0,
             f"file_gib is {self.file_gib} and host_gib 0; pages reach the file through memory: "

@@ -82,10 +82,15 @@ class Admission:
         since_us = next(iter(self.away.values()), None)
         return None if since_us is None else since_us + self._config.held_timeout_us
 
-    def expire(self, now_us: int) -> None:
-        """End those whose deadline has passed; wait no longer for those that stay away."""
+    def expire(self, now_us: int) -> list[int]:
+        """End those whose deadline has passed; wait no longer for those that stay away.
+
+        Returns all of these requests.
+        """
+        gone: list[int] = []
         while self._away_until_us is not None and now_us >= self._away_until_us:
-            del self.away[next(iter(self.away))]
+            gone.append(next(iter(self.away)))
+            del self.away[gone[-1]]
             self.should_walk = True
         while (waiting := self.queue.expired(now_us)) is not None:
             waited_ms = (now_us - waiting.arrived_us) // 1000
@@ -93,7 +98,9 @@ class Admission:
                 "the request was not placed before its deadline: "
                 f"it waited {waited_ms} ms in the queue"
             )
-            self.end(waiting.arrival.request_id, FinishReason.EXPIRED, message)
+            gone.append(waiting.arrival.request_id)
+            self.end(gone[-1], FinishReason.EXPIRED, message)
+        return gone
 
     def end(self, request_id: int, reason: FinishReason, message: str) -> None:
         """End a request that is not placed; nothing if it is unknown."""

@@ -135,7 +135,7 @@ class FrameLedger:
             self._add_run(start, frame - start)
         if frame + 1 < end:
             self._add_run(frame + 1, end - frame - 1)
-        self.num_free -= 1
+        self._count_taken()
         self.num_quarantined += 1
 
     def take_reserved(self) -> None:
@@ -200,7 +200,7 @@ class FrameLedger:
         if page.num_owners == 0:
             if frame in self._kept:
                 del self._kept[frame]
-                self.num_free -= 1
+                self._count_taken()
             else:
                 self.num_quarantined -= 1
             self.num_committed += 1
@@ -220,6 +220,12 @@ class FrameLedger:
             frame for start in self._len_at for frame in range(start, start + self._len_at[start])
         ]
         return sorted([*in_runs, *self._kept])
+
+    def _count_taken(self) -> None:
+        if self.num_withheld is None:
+            self.num_free -= 1
+        else:
+            self.num_withheld -= 1
 
     def _free_run(self, start: int, end: int) -> None:
         if start < end:

@@ -148,7 +148,7 @@ class Offload:
             for index in range(min(run.num_pages, request.num_shared - run.first_page)):
                 page_hash = request.page_hashes[run.first_page + index]
                 if page_hash not in self.instance_of:
-                    self._queued[run.instance][page_hash] = run.frame + index
+                    self._queue(run.instance, page_hash, run.frame + index)
         found = [] if request.ticket is None or is_recomputed else self._found(request)
         keys = [key for key, _ in found]
         if request.ticket is not None and found:
@@ -163,7 +163,7 @@ class Offload:
             end = min((found[-1][1].page + 1) * PAGE_SIZE, request.prompt_len - 1)
             self.num_hit_tokens += end - found[0][1].page * PAGE_SIZE
         if request.request_id not in keys:
-            self._forget(request.request_id)
+            self.forget(request.request_id)
         self._use(request.page_hashes)
 
     def _found(self, request: Request) -> list[tuple[Key, StoredPage]]:
@@ -194,14 +194,14 @@ class Offload:
             self._unpin(key)
             # A page that another ticket reads stays until that one is over.
             if key not in self.pins and self.instance_of.get(key) == event.instance:
-                self._forget(key)
+                self.forget(key)
 
     def _unpin(self, key: Key) -> None:
         self.pins[key] -= 1
         if not self.pins[key]:
             del self.pins[key]
             if isinstance(key, int):
-                self._forget(key)
+                self.forget(key)
 
     # --- copies into slots
 
@@ -214,7 +214,7 @@ class Offload:
         num_full, rest = divmod(request.position, PAGE_SIZE)
         if not self.is_on or len(request.page_hashes) < num_full:
             return None
-        self._forget(request.request_id)
+        self.forget(request.request_id)
         if rest:
             self._tails[request.request_id] = request.position
         ticket, instances = self._tickets.next_number(), []
@@ -238,7 +238,7 @@ class Offload:
         if not self.is_on:
             return
         for instance, frame, page_hash in self._sharing.take_new_pages():
-            self._queued[instance][page_hash] = frame
+            self._queue(instance, page_hash, frame)
         for instance in self._state.open:
             if not self._queued[instance]:
                 continue
@@ -255,6 +255,13 @@ class Offload:
             ledger.quarantine(frames)
             self._quarantine.hold({instance: frames}, None, (), ticket, (instance,))
             self._stow(ticket, instance, 0, slots, [run.frame for run in frames])
+
+    def _queue(self, instance: int, page_hash: bytes, frame: int) -> None:
+        queued = self._queued[instance]
+        queued[page_hash] = frame
+        # While copies stand still: of more pages than frames, some are in no frame any more.
+        if len(queued) > self._state.frames[instance].num_frames:
+            del queued[next(iter(queued))]
 
     def _next_pages(self, instance: int) -> list[tuple[Key, int]]:
         """(page, frame) of the oldest queued pages that are there and in no slot."""
@@ -349,8 +356,11 @@ class Offload:
             if isinstance(key, int):
                 self._tails.pop(key, None)
 
-    def _forget(self, key: Key) -> None:
-        """The page is of no use any more, or cannot be read."""
+    def forget(self, key: Key) -> None:
+        """The page is of no use any more, or cannot be read.
+
+        key: its hash, or the id of a request for the last page that it had, if any.
+        """
         if key in self.instance_of:
             for tier in self.tiers[self.instance_of[key]]:
                 if key in tier.kept:
@@ -372,7 +382,7 @@ class Offload:
         self.pins.clear()
         self._leaving.clear()
         for request_id in list(self._tails):
-            self._forget(request_id)
+            self.forget(request_id)
 
     def lose(self, instance: int) -> None:
         """Another process has the seat, or none: its slots are empty."""

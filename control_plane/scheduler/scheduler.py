@@ -294,13 +294,15 @@ class Scheduler(Readings):
     def _expire(self) -> None:
         if self._held.is_overdue(self._now_us):
             self._resubmitted(Resubmitted())
-        self._admission.expire(self._now_us)
+        for request_id in self._admission.expire(self._now_us):
+            self.offload.forget(request_id)
 
     def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
         if request := self._state.requests.get(request_id):
             self._end(request, reason, message)
         else:
             self._admission.end(request_id, reason, message)
+            self.offload.forget(request_id)
 
     def _end(self, request: Request, reason: FinishReason, message: str) -> None:
         """Release the request, and let the front end know."""

@@ -20,7 +20,8 @@ from nanocp.plan import PAGE_SIZE, TransferDone, TransferFenced
 
 _MAX_LOADED = 4
 """Pages that wait for a place in another instance's ring; no further one is read meanwhile."""
-_CLOSE_S = 10.0
+_END_S = 10.0
+"""Longest wait for the page that is being copied, when a term or the process ends."""
 
 CopyEvent = TransferDone | TransferFenced | TransferMissed
 
@@ -66,6 +67,8 @@ class PageCopier:
         self._changed = threading.Condition()
         self._jobs: deque[Stow | _Load] = deque()
         self._is_busy = self._is_abandoned = self._is_closed = False
+        self._failure: Exception | None = None
+        """What ended the copying."""
         self._loaded: deque[LoadedPage] = deque()
         self._events: list[CopyEvent] = []
         self._filled: list[tuple[int, int]] = []
@@ -94,8 +97,9 @@ class PageCopier:
             is_here = receiver == self._instance
             if not is_here or page in frames:
                 jobs.append(_Load(fetch.ticket, page, slot, receiver, frames.get(page)))
-        with self._writing:
-            self._live.add(fetch.ticket)
+        if frames:  # else nobody would say that the ticket is over
+            with self._writing:
+                self._live.add(fetch.ticket)
         self._add(jobs)
 
     def _add(self, jobs: list[Stow | _Load]) -> None:
@@ -115,8 +119,13 @@ class PageCopier:
             return not (self._jobs or self._is_busy or self._loaded or self._events or self._filled)
 
     def take(self) -> tuple[list[CopyEvent], list[tuple[int, int]]]:
-        """Events, and (ticket, page) of pages that are in their frames, since the last call."""
+        """Events, and (ticket, page) of pages that are in their frames, since the last call.
+
+        Raises RuntimeError if a copy has failed: what was asked for will not be answered.
+        """
         with self._changed:
+            if self._failure is not None:
+                raise RuntimeError(f"a page was not copied: {self._failure!r}") from self._failure
             taken = self._events, self._filled
             self._events, self._filled = [], []
         return taken
@@ -135,12 +144,15 @@ class PageCopier:
     def abandon(self) -> None:
         """Forget every command; when this returns, nothing is copied any more.
 
-        It waits for one page at most.
+        It waits for one page at most. Raises TimeoutError if that page takes too long.
         """
         with self._changed:
             self._jobs.clear()
             self._is_abandoned = True
-            self._changed.wait_for(lambda: not self._is_busy)
+            if not self._changed.wait_for(lambda: not self._is_busy, _END_S):
+                raise TimeoutError(
+                    f"a page of kv_offload was still being copied after {_END_S:.0f} s"
+                )
             self._is_abandoned = False
             self._loaded.clear()
             self._events, self._filled = [], []
@@ -154,7 +166,7 @@ class PageCopier:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+            self._thread.join(_END_S)
         self.slots.close()
 
     def run_one(self) -> bool:
@@ -164,12 +176,18 @@ class PageCopier:
                 return False
             job = self._jobs.popleft()
             self._is_busy = True
-        done = self._stow(job) if isinstance(job, Stow) else self._load(job)
+        done: CopyEvent | LoadedPage | tuple[int, int] | Exception | None
+        try:
+            done = self._stow(job) if isinstance(job, Stow) else self._load(job)
+        except Exception as error:
+            done = error
         with self._changed:
             self._is_busy = False
             match done:
                 case LoadedPage():
                     self._loaded.append(done)
+                case Exception():
+                    self._failure = done
                 case (ticket, page):
                     self._filled.append((ticket, page))
                 case TransferDone() | TransferFenced() | TransferMissed():
@@ -198,7 +216,7 @@ class PageCopier:
         return load.ticket, load.page
 
     def _may_run(self) -> bool:
-        return bool(self._jobs) and len(self._loaded) < _MAX_LOADED
+        return bool(self._jobs) and len(self._loaded) < _MAX_LOADED and self._failure is None
 
     def _run_for_ever(self) -> None:
         while True:

@@ -28,7 +28,7 @@ class Slots:
     """
 
     def __init__(self, num_host: int, num_file: int, page_bytes: int, file_dir: str) -> None:
-        """Raises ValueError if no file can be made in the directory."""
+        """Raises ValueError if no file can be made in the directory, or the disk is too small."""
         self._num_host = num_host
         self._page_bytes = page_bytes
         self._host = np.empty((num_host, page_bytes), np.uint8)
@@ -40,8 +40,9 @@ class Slots:
             try:
                 # It has no name: nothing is left of it when the process ends, however it does.
                 self._file = tempfile.TemporaryFile(dir=file_dir, prefix="nanocp-kv-")  # noqa: SIM115
-                os.ftruncate(self._file.fileno(), num_file * page_bytes)
+                os.posix_fallocate(self._file.fileno(), 0, num_file * page_bytes)
             except OSError as error:
+                self.close()
                 raise ValueError(
                     f"kv_offload.file_dir is {file_dir!r}: no file of {num_file * page_bytes:,} "
                     f"bytes can be made there ({error.strerror})"

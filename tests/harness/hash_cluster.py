@@ -87,6 +87,7 @@ class HashCluster:
         self.speeds = [random.choice([1, 1, 0.3, 0.03]) for _ in range(num)]
         self.prefill_share = random.choice([0.02, 0.13])
         self.prefill_pages_per_turn = random.choice([1, 3, 30])
+        self.copies = [0, 1, 3]
         self.abort_share = random.choice([0, 0.1, 0.3])
         self.deadline_share = random.choice([0, 0, 0.3])
         self.prefix_share = random.choice([0, 0.5, 0.9])
@@ -95,14 +96,10 @@ class HashCluster:
         self.num_requests = num_requests
         self.now_us = 0
         self.num_windows = 0
-        self.num_resyncs = 0
-        self.num_failed_transfers = 0
-        self.num_hand_offs = 0
-        self.num_extensions = 0
-        self.num_moves = 0
+        self.num_resyncs = self.num_failed_transfers = 0
+        self.num_hand_offs = self.num_extensions = self.num_moves = 0
         self.num_calls_with_parked_rows = 0
-        self.num_preemptions = 0
-        self.num_missed = 0
+        self.num_preemptions = self.num_missed = 0
 
     def place_experts(self, table: ExpertTable) -> None:
         """Put the experts where the table says; nothing has run yet."""
@@ -398,6 +395,9 @@ class HashCluster:
         Transfers do not wait for the windows that were sent before them; some are still under way.
         """
         instance, posts = process.instance, process.posts
+        if instance.copier is not None:
+            for _ in range(self.random.choice(self.copies)):
+                instance.copier.run_one()
         for _ in range(min(len(posts), self.random.choice([0, 1, 2, 9]))):
             posts.popleft()()
         instance.copy_arrived_pages()

@@ -27,6 +27,7 @@ from control_plane.scheduler.request import Request
 from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
 from harness.hash_recovery import RecoveringCluster, Seat
+from nanocp.config import Config
 from nanocp.plan import (
     Event,
     FinishReason,
@@ -50,10 +51,15 @@ class FailoverCluster(RecoveringCluster):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
     def __init__(
-        self, seed: int, max_losses: int = 2, max_failovers: int = 3, max_front_ends_lost: int = 4
+        self,
+        seed: int,
+        max_losses: int = 2,
+        max_failovers: int = 3,
+        max_front_ends_lost: int = 4,
+        config: Config | None = None,
     ) -> None:
         """max_failovers: at most this often the controller is lost."""
-        super().__init__(seed, max_losses)
+        super().__init__(seed, max_losses, config=config)
         self.front_end = PortOfAll(self)
         self.attendance = Attendance(NUM_FRONT_ENDS)
         self.living: list[FrontEndProcess | None] = [

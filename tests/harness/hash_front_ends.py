@@ -59,6 +59,7 @@ class FrontEndProcess(Unobserved):
             id_step=NUM_FRONT_ENDS,
             steps_per_window=steps,
             is_remote=True,
+            hashes_output=cluster.config.scheduler.offload_host_pages > 0,
         )
 
     def opened(self, first_id: int) -> None:

@@ -54,11 +54,6 @@ class OffloadingCluster(HashCluster):
         slots.write = lambda slot, payload: not fails(slot) and write(slot, payload)
         return process
 
-    def _between_steps(self, process: Process) -> None:
-        for _ in range(self.random.choice(self.copies)):
-            process.instance.copier.run_one()
-        super()._between_steps(process)
-
     # --- conversations
 
     def _draw_request(self, prompt_len: int, max_tokens: int) -> tuple[list[int], SamplingParams]:

@@ -29,4 +29,20 @@ OF_OFFLOAD = [
         fault="rewrites = False",
         tests=(*STORY, "-k", "starts_again_before"),
     ),
+    Mutant(
+        name="copy-fails-silently",
+        why="an instance whose copier has failed goes on, and its tickets are never answered",
+        path="data_plane/kv/page_copier.py",
+        text="self._failure = done",
+        fault="pass",
+        tests=("tests/data_plane/kv/test_page_copier.py", "-k", "copy_that_fails"),
+    ),
+    Mutant(
+        name="closed-ledger-below-zero",
+        why="a frame that is shared on an instance that is left counts as free and withheld",
+        path="control_plane/scheduler/frame_ledger.py",
+        text="self.num_withheld -= 1",
+        fault="self.num_free -= 1",
+        tests=("tests/control_plane/scheduler/test_frame_ledger.py", "-k", "closed_ledger"),
+    ),
 ]

@@ -1,6 +1,7 @@
 """Settings of pages outside the frames: what fits, and what is refused."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -20,7 +21,9 @@ def test_slots_are_what_fits():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"host_gib": -1.0}, "host_gib is -1.0; it must be at least 0"),
+        ({"host_gib": -1.0}, "host_gib is -1.0; it must be a number of GiB, at least 0"),
+        ({"host_gib": inf}, "host_gib is inf; it must be a number of GiB"),
+        ({"host_gib": 1.0, "file_gib": inf, "file_dir": "/tmp"}, "file_gib is inf; it must be"),
         ({"file_gib": 1.0, "file_dir": "/tmp"}, "pages reach the file through memory"),
         ({"host_gib": 1.0, "file_gib": 1.0}, "set both or neither"),
         ({"host_gib": 1.0, "file_dir": "/tmp"}, "set both or neither"),

@@ -138,6 +138,17 @@ def test_a_shared_frame_is_free_when_the_last_owner_and_the_last_hold_are_gone()
     assert (ledger.num_committed, ledger.num_quarantined, ledger.num_free) == (0, 0, 4)
 
 
+def test_frames_of_a_closed_ledger_can_be_shared_and_reserved():
+    ledger = FrameLedger(4)
+    give_back(ledger, cached(ledger, 1))
+    ledger.close()
+    ledger.share(0)
+    ledger.reserve(3)
+    assert (ledger.num_free, ledger.num_withheld) == (0, 2)
+    ledger.reopen()
+    assert (ledger.num_free, ledger.num_committed, ledger.num_quarantined) == (2, 1, 1)
+
+
 def test_a_page_that_is_there_already_is_not_found_twice():
     ledger = FrameLedger(4)
     first, second = cached(ledger, 1), cached(ledger, 1)

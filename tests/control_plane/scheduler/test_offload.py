@@ -184,16 +184,19 @@ def test_a_page_that_cannot_be_read_is_forgotten_and_its_request_comes_back():
     assert again.transfers and not again.fetches
 
 
-def test_a_preempted_request_comes_back_from_slots_with_its_last_page():
-    story = Story(num_frames=2, growth_promise="tokens:0", steps_per_window=4)
-    plan = story.submit([1] * 50, max_tokens=40)
-    plan = story.submit([2] * 51, max_tokens=40)
-    story.plan(TransferDone(1, 0), TransferDone(2, 0))
-    preempted = ()
-    while not preempted:
+def preempted():
+    """A story whose request was preempted, and is away: (story, the plan that says so, the ask)."""
+    story = Story(num_frames=2, growth_promise="tokens:0", steps_per_window=4, held_timeout_us=500)
+    story.submit([1] * 50, max_tokens=40)
+    story.submit([2] * 51, max_tokens=40)
+    plan = story.plan(TransferDone(1, 0), TransferDone(2, 0))
+    while not plan.preempted:
         plan = story.step()
-        preempted = plan.preempted
-    (request_id, num_tokens, *_), (stow,) = preempted[0], plan.stows
+    return story, plan.preempted[0], plan.stows[0]
+
+
+def test_a_preempted_request_comes_back_from_slots_with_its_last_page():
+    story, (request_id, num_tokens, *_), stow = preempted()
     assert len(stow.pages) == 1 and story.scheduler.loads()[0].frames_quarantined == 1
     story.plan(TransferDone(stow.ticket, 0))
     assert story.slots[0] == [request_id]
@@ -205,6 +208,37 @@ def test_a_preempted_request_comes_back_from_slots_with_its_last_page():
     assert (page.page, page.slot) == (0, stow.pages[0][1])
     story.plan(TransferDone(plan.transfers[0].ticket, 0))
     assert story.slots[0] == [], "a last page is read once"
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+@pytest.mark.parametrize("end", ["aborted", "aborted in the queue", "expired", "stays away"])
+def test_a_preempted_request_that_ends_while_it_waits_is_forgotten(end, is_copied):
+    story, (request_id, num_tokens, *_), stow = preempted()
+    if is_copied:
+        story.plan(TransferDone(stow.ticket, 0))
+    if end in ("aborted in the queue", "expired"):
+        story.plan(Arrival(request_id, num_tokens, 20, resumes=True, deadline_us=500))
+        assert request_id in story.scheduler._admission.queue
+    if end in ("aborted", "aborted in the queue"):
+        story.plan(AbortRequested(request_id))
+    else:
+        story.scheduler.plan_window([], 1000)
+    if not is_copied:
+        story.scheduler.plan_window([TransferDone(stow.ticket, 0)], 1000)
+    assert story.slots == [[], []] and not story.scheduler.offload._tails
+
+
+def test_pages_that_wait_to_be_stowed_are_no_more_than_frames():
+    story = Story(num_frames=20, host_pages=40)
+    for number in range(50):
+        plan = story.submit([number] * 65)
+        story.plan(*(TransferDone(each.ticket, 0) for each in plan.transfers))  # no copy
+        story.plan(AbortRequested(story.num_requests))
+        while story.window < story.last_sent:
+            story.step()
+    offload = story.scheduler.offload
+    assert len(offload._copying) == 16
+    assert list(offload._queued[0]) == [page_hashes([n] * 65)[0] for n in range(30, 50)]
 
 
 def test_a_row_that_starts_again_before_a_page_that_others_may_find_gets_new_frames():

@@ -5,6 +5,8 @@
 
 import pytest
 
+from harness.hash_failover import FailoverCluster
+from harness.hash_parts import offloading_config
 from harness.hash_recovery_seeds import play, play_failovers
 
 
@@ -62,3 +64,11 @@ def test_the_controller_and_front_ends_are_lost_at_any_turn_and_clients_get_ever
     clusters = [play_failovers(seed) for seed in seeds]
     for what in ("failovers", "front_ends_lost", "resumed", "stale_tokens"):
         assert sum(getattr(cluster, f"num_{what}") for cluster in clusters), what
+
+
+def test_the_controller_is_lost_while_pages_are_in_slots():
+    # A process that copies nothing under the next controller never ends these.
+    clusters = [FailoverCluster(seed, config=offloading_config(seed)) for seed in (502, 505, 506)]
+    for cluster in clusters:
+        cluster.play()
+        assert cluster.num_failovers and cluster.scheduler.offload.num_stowed[0]

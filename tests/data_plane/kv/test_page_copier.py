@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from data_plane.kv import page_copier
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.slots import Slots
 from nanocp.offload import Fetch, StoredPage, Stow, TransferMissed
@@ -81,6 +82,7 @@ def test_pages_for_others_wait_until_they_are_sent_and_few_are_read_ahead(copier
         copier.run_one()
         sent += 1
     assert sent == 9 and copier.is_idle
+    assert not copier._live, "who sends does not learn that a ticket is over"
 
 
 def test_no_page_is_written_after_its_ticket_was_cancelled(copier, frames):
@@ -120,6 +122,33 @@ def test_when_a_term_was_left_nothing_is_copied_or_answered(copier, frames):
     np.testing.assert_array_equal(frames.pages[7], before)
 
 
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_copy_that_fails_fails_the_instance(copier, monkeypatch, call):
+    monkeypatch.setattr(copier.slots, call, lambda *_: 1 // 0)
+    woken = threading.Event()
+    copier.wake = woken.set
+    copier.start()
+    if call == "read":
+        copier.fetch(fetch(1, 0), {0: 6})
+    else:
+        copier.stow(Stow(1, 3, ((0, 0),)))
+    assert woken.wait(10)
+    copier.abandon()
+    with pytest.raises(RuntimeError, match=r"not copied: ZeroDivisionError"):
+        copier.take()
+
+
+def test_a_term_is_not_left_while_a_copy_hangs(copier, frames, monkeypatch):
+    monkeypatch.setattr(page_copier, "_END_S", 0.01)
+    copier.start()
+    frames.may_write.clear()
+    copier.fetch(fetch(2, 0), {0: 6})
+    assert frames.is_writing.wait(10)
+    with pytest.raises(TimeoutError, match="still being copied after 0 s"):
+        copier.abandon()
+    frames.may_write.set()
+
+
 def test_a_full_disk_is_an_answer_and_not_a_failure(copier, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -153,3 +182,14 @@ def test_nothing_is_left_in_the_directory(copier, tmp_path):
 def test_a_directory_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"kv_offload.file_dir is '/nowhere'.*No such file"):
         Slots(1, 1, PAGE_BYTES, "/nowhere")
+
+
+def test_a_file_has_its_space_from_the_start_or_is_refused(copier, monkeypatch, tmp_path):
+    assert os.fstat(copier.slots._file.fileno()).st_blocks * 512 >= 2 * PAGE_BYTES
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"no file of 2,000 bytes .* \(No space left on device\)"):
+        Slots(1, 2, PAGE_BYTES, str(tmp_path))
