@@ -210,6 +210,14 @@ class PipelineFlights:
             if split == layouts.places.split and not layouts.is_moving:
                 self._asked = None
                 asked.set_result(None)
+            elif layouts.asked != split:
+                self._asked = None
+                asked.set_exception(
+                    RuntimeError(
+                        "a stage was lost meanwhile, and layers are where they were at the start; "
+                        "ask for a layout in between first"
+                    )
+                )
 
     def stages(self) -> list[dict[str, Any]]:
         """See Flights."""

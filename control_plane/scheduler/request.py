@@ -111,6 +111,8 @@ class Request:
     """
     holder_digest: int = 0
     """Digest of the request's holders in the table of its MoE binding."""
+    first_window: int | None = None
+    """First window that contains its row; None before that."""
     last_window: int | None = None
     """Last window sent that contains it, once it is parked; the last one issued while it runs."""
     exit_window: int = 0
@@ -155,7 +157,7 @@ class Request:
         self.is_started = False
         self.ever_bound = {}
         self.holder_digest = 0
-        self.last_window = None
+        self.first_window = self.last_window = None
 
     def position_at(self, step: int) -> int:
         """Position of the row's input token at a step, if it has not stopped before."""

@@ -263,6 +263,7 @@ class RowWindows:
         if request.is_started:
             self._lowering.resume(request)
         else:
+            request.first_window = self.next_window
             self._lowering.start(request)
 
     def _suspend(self, request: Request) -> None:

@@ -194,8 +194,10 @@ class Scheduler(Readings):
         self.offload.written(event.written)
         for request_id, num_tokens, _ in event.finished:
             self._promise.ended(num_tokens)
+            # Else it was aborted, or max_tokens were planned, or another attempt goes on.
             request = self._state.requests.get(request_id)
-            if request is not None:  # else aborted, or left out because max_tokens were planned
+            first = None if request is None else request.first_window
+            if request is not None and first is not None and first <= event.window:
                 self._release(request)
         for held in self._quarantine.window_reported(event.instance, event.window):
             self._free(held)

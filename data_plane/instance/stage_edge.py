@@ -81,6 +81,8 @@ class StageEdge(ABC):
         """[place, frame] -> tokens from the frame's first on whose KV is there."""
         self._ids: dict[int, list[int]] = {}
         """At the first stage: request -> the tokens that are known."""
+        self._first_pass: dict[int, int] = {}
+        """At the first stage: request -> the pass in which its present attempt starts."""
         self._rows: dict[int, Row] = {}
         """At the last stage, which samples."""
         self._asked: dict[int, tuple[Sequence[int], PromptLogprobs]] = {}
@@ -290,7 +292,10 @@ class StageEdge(ABC):
             self._rows.pop(request_id, None)
             if request_id not in started:
                 self._ids.pop(request_id, None)
+                self._first_pass.pop(request_id, None)
                 self._asked.pop(request_id, None)
+        if self._stage == 0:
+            self._first_pass |= dict.fromkeys(started, plan.number)
         if self._is_last:
             for start in table.starts:
                 if start.row_start:  # else no span of it samples
@@ -319,7 +324,9 @@ class StageEdge(ABC):
                 raise RuntimeError(f"tokens of pass {tokens.number} after {self._tokens_until}")
             self._tokens_until = tokens.number
             for request_id, token_id in tokens.tokens:
-                if request_id in self._ids:  # else it has ended meanwhile
+                # Else it has ended meanwhile, or goes on as another attempt, whose prompt has
+                # what counts of them.
+                if tokens.number >= self._first_pass.get(request_id, tokens.number + 1):
                     self._ids[request_id].append(token_id)
         return True
 

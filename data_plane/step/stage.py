@@ -194,6 +194,12 @@ class ModelStage(StageEdge):
 
     # --- layers and frames
 
+    def connect(self) -> None:
+        """See StageEdge. All own layers are here then: no pass waits for weights of the start."""
+        super().connect()
+        for layer in self._layers:
+            self._weights.layer(layer)
+
     def _is_complete(self, layer: int) -> bool:
         return super()._is_complete(layer) and self._weights.has(layer)
 

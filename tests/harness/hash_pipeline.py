@@ -1,8 +1,8 @@
 """A whole pipeline in one thread, from one seed: the real scheduler and HashStages.
 
 Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, which
-stage goes on next, how long messages are under way. `python tests/harness/hash_pipeline.py
-[--chaos] --seeds 1000` plays many seeds, `--seed N` replays one.
+stage goes on next, how long messages are under way. `PYTHONPATH=tests python -m
+harness.hash_pipeline [--chaos] --seeds 1000` plays many seeds, `--seed N` replays one.
 """
 
 from __future__ import annotations
@@ -75,12 +75,19 @@ def draw_setup(random: Random) -> PipelineSetup:
     return PipelineSetup(cluster, scheduler, pipeline)
 
 
+class Prompt(NamedTuple):
+    """What the first stage gets before the pass in which a request starts."""
+
+    request_id: int
+    known_ids: list[int]
+
+
 class StageProcess:
     """A stage, and everything under way to it and from it."""
 
     def __init__(self, stage: Any) -> None:
         self.stage = stage
-        self.items: deque[PassPlan | LayerMoves] = deque()
+        self.items: deque[PassPlan | LayerMoves | Prompt] = deque()
         self.events: deque[PipelineEvent] = deque()
         self.waits_for = ""
 
@@ -106,6 +113,8 @@ class HashPipeline:
         self.abort_share = random.choice([0, 0.1, 0.3])
         self.prefix_share = random.choice([0, 0.5, 0.9])
         self.stories: dict[int, Story] = {}
+        self.attempts: Counter[int] = Counter()
+        """Request -> its present attempt."""
         self.num_requests = num_requests
         self.now_us = 0
         self.counts: Counter[str] = Counter()
@@ -256,7 +265,8 @@ class HashPipeline:
         output_ids = tuple(story.output[index] for index in range(num_generated))
         story.known_ids = [*story.prompt_ids, *output_ids]
         penalized = penalized_prompt_ids(story.prompt_ids, story.params)
-        row = RowInput(story.known_ids[-1], story.params, "front-end:1", output_ids, penalized)
+        attempt, last_id = self.attempts[story.request_id], story.known_ids[-1]
+        row = RowInput(last_id, story.params, "front-end:1", output_ids, penalized, attempt)
         self.events.append(
             Arrival(
                 preempted.request_id,
@@ -265,6 +275,7 @@ class HashPipeline:
                 encode_row_input(row),
                 resumes=True,
                 page_hashes=page_hashes(story.known_ids),
+                attempt=attempt,
             )
         )
 
@@ -291,7 +302,7 @@ class HashPipeline:
             self._check_pass(plan.pass_plan)
             for start in plan.pass_plan.table.starts:
                 known_ids = self.stories[start.request_id].known_ids
-                self.processes[0].stage.take_prompt(start.request_id, known_ids)
+                self.processes[0].items.append(Prompt(start.request_id, known_ids))
             self._send(plan.pass_plan)
         check_pipeline(self.scheduler, self.table)
         for ended in plan.ended:
@@ -323,6 +334,8 @@ class HashPipeline:
     def _stage_loop(self, process: StageProcess) -> Iterator[bool]:
         """Play one stage; yields whether it has to wait for something."""
         while True:
+            while process.items and isinstance(process.items[0], Prompt):
+                process.stage.take_prompt(*process.items.popleft())
             if process.items:
                 for waits_for in process.stage.run(process.items.popleft()):
                     process.waits_for = waits_for
@@ -338,6 +351,9 @@ class HashPipeline:
         polled = process.stage.poll()
         process.events.extend(polled.events)
         for token in polled.tokens:
+            if token.attempt != self.attempts[token.request_id]:
+                self.counts["tokens of ended attempts"] += 1
+                continue
             story = self.stories[token.request_id]
             name = f"token {token.index} of request {token.request_id}"
             assert token.index not in story.output, f"{name} came twice"
@@ -415,8 +431,9 @@ def play(seed: int, is_chaos: bool = False) -> HashPipeline:
     try:
         pipeline.play()
     except Exception as error:
+        arguments = f"{'--chaos ' * is_chaos}--seed {seed}"
         error.add_note(
-            f"replay: python tests/harness/hash_pipeline.py {'--chaos ' * is_chaos}--seed {seed}   "
+            f"replay: PYTHONPATH=tests python -m harness.hash_pipeline {arguments}   "
             f"({pipeline.setup})"
         )
         raise

@@ -4,7 +4,8 @@
     PYTHONPATH=tests python -m harness.hash_pipeline_losses --seed N          replays one
 
 All requests that are open begin another attempt, with what their clients were given. Terms also end
-without a loss.
+without a loss. Within a term single requests begin another attempt too, as front ends do when
+tokens were lost on their way to them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class LosingPipeline(HashPipeline):
         super().__init__(seed, setup=chaos_setup(seed) if is_chaos else None)
         self.losses_left = max_losses
         self.loss_share = self.random.choice([0.0003, 0.002, 0.01])
-        self.attempts: Counter[int] = Counter()
+        self.retry_share = self.random.choice([0, 0.0005, 0.005])
+        self.retries_left = 12
         self.priorities: dict[int, int] = {}
 
     def submit(
@@ -57,6 +59,8 @@ class LosingPipeline(HashPipeline):
         return story
 
     def _resume(self, preempted: Preempted) -> None:
+        if self._is_unsent(self.stories[preempted.request_id]):
+            return  # its next attempt is under way already
         super()._resume(preempted)
         self.priorities[preempted.request_id] = 0
 
@@ -64,7 +68,24 @@ class LosingPipeline(HashPipeline):
         if self.losses_left and self.stories and self.random.random() < self.loss_share:
             self.losses_left -= 1
             self._regroup()
+        if self.retries_left and self.random.random() < self.retry_share:
+            self._retry()
         super()._turn()
+
+    def _retry(self) -> None:
+        """The last tokens of a request do not come to its front end; it submits the rest again."""
+        stories = [story for story in self.stories.values() if self._is_open(story)]
+        if stories:
+            story = self.random.choice(stories)
+            for _ in range(self.random.choice([0, 1, 3])):
+                if story.output:
+                    story.output.popitem()
+            self.retries_left -= 1
+            self.counts["retries"] += 1
+            self._begin_attempt(story)
+
+    def _is_open(self, story: Story) -> bool:
+        return not (story.is_settled or story.is_aborted or self._is_unsent(story))
 
     def _regroup(self) -> None:
         """A term ends; some stages are new in the next one."""

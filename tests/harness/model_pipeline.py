@@ -1,7 +1,8 @@
 """A whole pipeline of ModelStages in one thread, from one seed; what a stage does not have is NaN.
 
 It is played as harness/hash_pipeline.py plays HashStages. `transformers` judges every output.
-`python tests/harness/model_pipeline.py CHECKPOINT --seeds 20` plays layers that move by chance.
+`PYTHONPATH=tests python -m harness.model_pipeline CHECKPOINT --seeds 20` plays layers that move by
+chance.
 """
 
 from __future__ import annotations

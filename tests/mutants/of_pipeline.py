@@ -162,7 +162,7 @@ OF_PIPELINE = [
         name="policy-against-operator",
         why="a policy takes back the layout that an operator asked for",
         path="control_plane/scheduler/pipeline/layout_changes.py",
-        text="if self._asked is not None:\n    return",
+        text="if self.asked is not None:\n    return",
         fault="pass",
         tests=("tests/control_plane/scheduler/pipeline/test_layout_changes.py",),
     ),
@@ -213,5 +213,13 @@ OF_PIPELINE = [
         text="self._release(arrival.request_id)",
         fault="pass",
         tests=(*SCHEDULER, "another_attempt"),
+    ),
+    Mutant(
+        name="token-of-an-ended-attempt",
+        why="the first stage takes a token that an earlier attempt of the request has sampled",
+        path="data_plane/instance/stage_edge.py",
+        text="if tokens.number >= self._first_pass.get(request_id, tokens.number + 1)",
+        fault="if request_id in self._ids",
+        tests=("tests/data_plane/fake/test_hash_pipeline_losses.py", "-k", "losses[False]"),
     ),
 ]

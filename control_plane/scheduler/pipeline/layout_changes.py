@@ -26,13 +26,16 @@ class LayoutChanges:
         """Raises ValueError for an unknown policy."""
         self._pipeline = pipeline
         self._policy: LayerPolicy = make_layer_policy(pipeline)
-        self._asked: Split | None = None
+        self.asked: Split | None = None
         """The layout that an operator asked for last; the policy is not heard since then."""
         self.num_changes = 0
         self.begin_term()
 
     def begin_term(self) -> None:
-        """Every stage has the layers of the start; no layer moves, whatever moved before."""
+        """Every stage has the layers of the start; no layer moves, whatever moved before.
+
+        What an operator asked for is forgotten if it takes a layout in between from there.
+        """
         self.places = LayerPlaces(self._pipeline)
         self.layout = 0
         """The LayerMoves that made the present layout; 0: it is that of the start."""
@@ -42,6 +45,8 @@ class LayoutChanges:
         self._target: Split | None = None
         """The layout to change to, while a change is under way."""
         self._num_rounds = 0
+        if self.asked is not None and not self.places.is_legal(self.asked):
+            self.asked = None
 
     @property
     def is_moving(self) -> bool:
@@ -67,11 +72,11 @@ class LayoutChanges:
 
     def ask(self, split: Split) -> None:
         """An operator wants this layout, to which there is no obstacle, until he wants another."""
-        self._asked = split
+        self.asked = split
 
     def consider(self, times: PassTimes, number: int, num_frames: int) -> None:
         """A pass was planned: a change may begin. num_frames: frames with KV."""
-        if self._asked is not None:
+        if self.asked is not None:
             return
         split = self.places.split
         wish = self._policy.wish(split, times, number, num_frames)
@@ -93,8 +98,8 @@ class LayoutChanges:
         """
         if self._num_unreported:
             return None
-        if self._asked not in (None, self.places.split) and self._target is None:
-            self._target, self._num_rounds = self._asked, 0
+        if self.asked not in (None, self.places.split) and self._target is None:
+            self._target, self._num_rounds = self.asked, 0
         if self._target is None:
             return None
         target, places = self._target, self.places

@@ -121,6 +121,8 @@ class PipelineScheduler:
         self._next_pass = 0
         self._oldest = 0
         """The oldest pass in flight: the first that the last stage has not reported."""
+        self._prompts_in: dict[int, int] = {}
+        """Request id -> the newest pass in flight with tokens of its prompt."""
         self._starved: dict[int, None] = {}
         """Ids of rows that wait for a frame (an ordered set): they go before new requests."""
 
@@ -234,9 +236,12 @@ class PipelineScheduler:
             return
         for request_id, num_tokens, _ in event.finished:
             self._promise.ended(num_tokens)
-            if request_id in self._rows.by_id:  # else aborted, or all its tokens were planned
+            # Else it was aborted, all its tokens were planned, or another attempt has its row.
+            row = self._rows.by_id.get(request_id)
+            if row and row.first_pass is not None and row.first_pass <= event.number:
                 self._release(request_id)
         assert event.number == self._oldest, f"pass {event.number} was reported out of order"
+        self._prompts_in = {i: n for i, n in self._prompts_in.items() if n > event.number}
         for held in self._quarantine.window_reported(0, event.number):
             self._free(held)
         self._oldest += 1
@@ -257,9 +262,7 @@ class PipelineScheduler:
         """Every stage begins anew, with the layers of the start: all requests come back."""
         rows = self._rows.by_id
         if self._lost_some and self.num_in_flight:
-            first = [(i, row.first_pass) for i, row in rows.items() if row.first_pass is not None]
-            in_first = {request_id for request_id, number in first if number >= self._oldest}
-            self._admission.first_windows.lost(in_first)
+            self._admission.first_windows.lost(self._prompts_in.keys())
         for row in rows.values():
             self.fair_share.row_stops(row.request.tenant)
         rows.clear()
@@ -409,6 +412,8 @@ class PipelineScheduler:
             row = by_id[span.request_id]
             # Stages run passes in their order: who is planned later reads what this one writes.
             self.prefix_sharing.written(row.request, row.next)
+            if span.first < row.request.prompt_len:
+                self._prompts_in[span.request_id] = number
             if span.samples:
                 self.fair_share.generated(row.request.tenant, 1)
             if row.is_planned:

@@ -10,6 +10,7 @@ from nanocp.plan import (
     AbortRequested,
     Arrival,
     ClusterLost,
+    Finished,
     FinishReason,
     InstanceLost,
     Regrouped,
@@ -171,6 +172,17 @@ def test_a_later_attempt_replaces_a_row_that_runs():
     plan = story.again(1, 102, 48)
     assert len(plan.placements) == 1 and story.state(1) is State.TRANSFERRING
     assert not plan.ended, "the request goes on"
+
+
+def test_the_end_of_an_earlier_attempts_row_is_not_that_of_the_present_one():
+    """The row stops in a window in flight, after its tokens were lost on their way."""
+    story = Story()
+    story.place(1)
+    story.step()
+    story.again(1, 102, 48)
+    stopped = (Finished(1, 3, FinishReason.STOP),)
+    story.plan(*(WindowDone(instance, story.window, stopped) for instance in range(2)))
+    assert story.state(1) is State.TRANSFERRING
 
 
 def test_a_later_attempt_replaces_a_waiting_one_with_its_deadline():

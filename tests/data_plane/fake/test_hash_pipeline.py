@@ -1,6 +1,6 @@
 """Whole pipelines of HashStages: every token is right, and every frame comes back.
 
-`python tests/harness/hash_pipeline.py [--chaos] --seeds 1000` plays more; `--seed N` replays one.
+`PYTHONPATH=tests python -m harness.hash_pipeline [--chaos] --seeds 1000` plays more.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from harness.hash_pipeline_losses import play
 
 @pytest.mark.parametrize("is_chaos", [False, True])
 def test_every_token_is_right_after_losses(is_chaos):
-    counts = sum((play(seed, is_chaos).counts for seed in range(4)), Counter())
+    counts = sum((play(seed, is_chaos).counts for seed in range(6)), Counter())
     assert counts["lost stages"] > 5 and counts["attempts"] > 15
+    assert counts["retries"] > 5 and counts["tokens of ended attempts"] > 1
     assert counts["passes of ended terms"] > 50
 
 

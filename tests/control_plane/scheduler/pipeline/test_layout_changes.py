@@ -133,3 +133,21 @@ def test_what_an_operator_cannot_have_is_said():
             in layouts.obstacle(split)
         )
     assert "has room for 2 layers (max_layers)" in layouts.obstacle((3, 1))
+
+
+def test_a_layout_that_takes_one_in_between_is_forgotten_with_the_term():
+    pipeline = PipelineConfig(num_stages=3, num_layers=12, max_layers=5)
+    layouts = LayoutChanges(pipeline)
+    for split in ((5, 4, 3), (5, 5, 2)):
+        assert not layouts.obstacle(split)
+        layouts.ask(split)
+        while layouts.places.split != split:
+            mark = moves(layouts, 0, 0)
+            assert mark is not None
+            for _ in range(3):
+                layouts.reported(mark.number)
+    layouts.begin_term()
+    assert layouts.asked is None and moves(layouts, 0, 0) is None
+    layouts.ask((5, 4, 3))
+    layouts.begin_term()
+    assert layouts.asked == (5, 4, 3), "it comes back by itself"

@@ -320,3 +320,23 @@ def test_a_tenant_is_charged_its_prompt_and_twice_each_token():
     counters = world.scheduler.fair_share.counters
     # A tenant begins where the one that was placed last stood: at the prompt of "a".
     assert counters == {"a": 100 + 2 * 9, "b": 100 + 30 + 2 * 4}
+
+
+def test_the_end_of_an_earlier_attempts_row_is_not_that_of_the_present_one():
+    world = World(scheduler_of(2, 1000))
+    world.arrive(10, 20)
+    world.call(Arrival(1, 10, 20, attempt=1))
+    world.report(1)
+    assert world.scheduler.num_running == 1 and not world.ended
+
+
+def test_a_request_of_one_token_in_each_pass_that_was_lost_is_ended():
+    """All its tokens are planned when the stage is lost, so that it has no row any more."""
+    scheduler = scheduler_of(2, 1000)
+    for attempt in range(4):
+        plan = scheduler.plan_pass([Arrival(1, 10, 1, attempt=attempt), Resubmitted()], 0)
+        if attempt < 3:
+            assert plan.pass_plan is not None and not plan.ended
+            scheduler.plan_pass([InstanceLost(1)], 0)
+            scheduler.plan_pass([Regrouped(attempt + 2, (0, 1))], 0)
+    assert [ended.reason for ended in plan.ended] == [FinishReason.FATAL]
