@@ -6,7 +6,7 @@ kind of member samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from torch import Tensor
@@ -14,10 +14,7 @@ from torch import Tensor
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, sample_rows, token_logprobs
-from nanocp.sampling import PromptLogprobs, TokenLogprobs
-
-_LOGITS_TOKENS = 64
-"""Tokens of a prompt whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""
+from nanocp.sampling import TokenLogprobs
 
 
 def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tensor] | None:
@@ -60,19 +57,3 @@ def sample(
             (logprobs,) = token_logprobs(logits_V[None].cpu(), [token_id], num_top)
         sampled.append((token_id, logprobs))
     return sampled
-
-
-def report_prompt(
-    wanted: PromptLogprobs,
-    next_ids: Sequence[int],
-    hidden_TX: Tensor,
-    logits: Callable[[Tensor], Tensor],
-) -> None:
-    """Report log probabilities of a prompt's tokens, a bounded number at a time.
-
-    hidden_TX: the rows after the last layer whose next tokens are `next_ids`. logits: makes [T,
-    vocabulary] fp32 of such rows.
-    """
-    for begin in range(0, len(next_ids), _LOGITS_TOKENS):
-        part = slice(begin, min(begin + _LOGITS_TOKENS, len(next_ids)))
-        wanted.report(token_logprobs(logits(hidden_TX[part]), next_ids[part], wanted.num_top))

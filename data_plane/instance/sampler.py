@@ -9,7 +9,7 @@ temperature, min-p, top-k, top-p. What a grammar forbids none of them allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocp.sampling import SamplingParams, TokenLogprobs
+from nanocp.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 
+_LOGITS_TOKENS = 64
+"""Tokens of a prompt whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""
 _NUCLEUS_GUESS = 512
 """Top-p looks at this many most likely tokens before it looks at all."""
 _NUM_CLASSES = 1024
@@ -90,6 +92,22 @@ def token_logprobs(
         TokenLogprobs(logprob, tuple(zip(ids, values, strict=True)))
         for logprob, (ids, values) in zip(own, tops, strict=True)
     ]
+
+
+def report_prompt(
+    wanted: PromptLogprobs,
+    next_ids: Sequence[int],
+    hidden_TX: Tensor,
+    logits: Callable[[Tensor], Tensor],
+) -> None:
+    """Report log probabilities of a prompt's tokens, a bounded number at a time.
+
+    hidden_TX: the rows after the last layer whose next tokens are `next_ids`. logits: makes [T,
+    vocabulary] fp32 of such rows.
+    """
+    for begin in range(0, len(next_ids), _LOGITS_TOKENS):
+        part = slice(begin, min(begin + _LOGITS_TOKENS, len(next_ids)))
+        wanted.report(token_logprobs(logits(hidden_TX[part]), next_ids[part], wanted.num_top))
 
 
 def token_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.torch_paged import causal_attention
-from data_plane.instance.row_sampling import report_prompt
+from data_plane.instance.sampler import report_prompt
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm

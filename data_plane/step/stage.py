@@ -26,8 +26,9 @@ from data_plane.attention.backend import Attention, kv_layout
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.page_transfers import PageMover
-from data_plane.instance.row_sampling import begin_masks, report_prompt, sample
+from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
+from data_plane.instance.sampler import report_prompt
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig

@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,53 +25,14 @@ from data_plane.fake.stage import HashStage
 from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.stage_links import LocalStageLinks, StageLinks
 from harness.hash_parts import Story
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.passes import LayerMoves, PassPlan, PipelineConfig, PipelinePlan
+from harness.pipeline_setups import PipelineSetup, chaos_setup, draw_setup
+from nanocp.passes import LayerMoves, PassPlan, PipelinePlan
 from nanocp.plan import AbortRequested, Arrival, FinishReason, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
 from nanocp.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
 MAX_TURNS = 1_500_000
-
-
-class PipelineSetup(NamedTuple):
-    """The configuration of a pipeline."""
-
-    cluster: ClusterConfig
-    scheduler: SchedulerConfig
-    pipeline: PipelineConfig
-
-
-def draw_setup(random: Random) -> PipelineSetup:
-    """A small pipeline with few frames, so that rows wait for them."""
-    num_stages = random.choice([1, 2, 2, 3, 4])
-    max_rows = random.choice([2, 4, 8])
-    cluster = ClusterConfig(
-        num_instances=1,
-        num_frames=random.choice([13, 14, 20, 40]),
-        max_model_len=832,
-        bounds=BoundsConfig(max_rows=max_rows, max_attention_rows=max_rows),
-    )
-    scheduler = SchedulerConfig(
-        prefix_sharing=random.random() < 0.9,
-        growth_promise=random.choice(["max_tokens", "tokens:0", "tokens:20", "tokens:80"]),
-        max_overtake_us=random.choice([0, 1000, 100_000]),
-        max_queued_requests=random.choice([4, 1024]),
-    )
-    num_layers = num_stages + random.choice([0, 1, 3])
-    pipeline = PipelineConfig(
-        num_stages=num_stages,
-        num_layers=num_layers,
-        max_layers=min(-(-num_layers // num_stages) + random.choice([0, 1, 2, 9]), num_layers),
-        max_pass_tokens=random.choice([1, 40, 100, 1000]),
-        layer_policy=random.choice(["even", "delta", "level", "chaos_layers", "chaos_layers"]),
-        layout_window=random.choice([1, 1, 5]),
-        copy_ahead=random.random() < 0.6,
-        frame_move_us=random.choice([0, 50]),
-        chaos_seed=random.randrange(1 << 32),
-    )
-    return PipelineSetup(cluster, scheduler, pipeline)
 
 
 class Prompt(NamedTuple):
@@ -406,23 +366,6 @@ class HashPipeline:
             f"{self.scheduler.num_running} run, {self.scheduler.load}, "
             f"{[process.waits_for for process in self.processes]}"
         )
-
-
-def chaos_setup(seed: int) -> PipelineSetup:
-    """Layers move in any way that is legal, up to once a pass."""
-    random = Random(seed)
-    setup = draw_setup(random)
-    num_stages = random.choice([2, 2, 3, 4])
-    num_layers = num_stages + random.choice([1, 2, 4])
-    pipeline = replace(
-        setup.pipeline,
-        num_stages=num_stages,
-        num_layers=num_layers,
-        max_layers=min(-(-num_layers // num_stages) + random.choice([1, 2, 9]), num_layers),
-        layer_policy="chaos_layers",
-        layout_window=1,
-    )
-    return setup._replace(pipeline=pipeline)
 
 
 def play(seed: int, is_chaos: bool = False) -> HashPipeline:

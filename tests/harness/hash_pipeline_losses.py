@@ -20,7 +20,8 @@ from data_plane.fake.local_pages import local_peer_rings
 from data_plane.fake.stage import HashStage
 from data_plane.transport.stage_links import LocalStageLinks
 from harness.hash_parts import Story
-from harness.hash_pipeline import HashPipeline, StageProcess, chaos_setup
+from harness.hash_pipeline import HashPipeline, StageProcess
+from harness.pipeline_setups import chaos_setup
 from nanocp.plan import (
     Arrival,
     FinishReason,

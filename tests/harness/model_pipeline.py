@@ -28,7 +28,8 @@ from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.step.stage import ModelStage
 from data_plane.transport.stage_links import StageLinks
 from harness.hash_parts import Story
-from harness.hash_pipeline import HashPipeline, PipelineSetup, chaos_setup
+from harness.hash_pipeline import HashPipeline
+from harness.pipeline_setups import PipelineSetup, chaos_setup
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.passes import LayoutWanted, PipelineConfig, even_split
 from nanocp.plan import PAGE_SIZE

@@ -13,7 +13,8 @@ import pytest
 
 from data_plane.fake.stage import HashStage
 from data_plane.instance.stage_edge import StageEdge
-from harness.hash_pipeline import HashPipeline, draw_setup, play
+from harness.hash_pipeline import HashPipeline, play
+from harness.pipeline_setups import draw_setup
 
 
 def play_crowd(seed: int) -> HashPipeline:

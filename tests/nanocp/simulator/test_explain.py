@@ -134,13 +134,13 @@ def test_reasons_to_wait_are_bounded_and_the_last_is_told():
 
 SHORT = (
     "--seconds",
-    "1",
+    "3",
     "--warm-up",
     "0.2",
     "--workload",
     "issue-5",
     "--rate",
-    "60",
+    "12",
     "--policy",
     "cost_aware",
 )
