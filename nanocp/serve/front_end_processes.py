@@ -35,6 +35,8 @@ _MAX_ENDS = 6
 _ENDS_S = 60.0
 _DRAIN_REPORT_S = 5.0
 """Time between two reports of a drain."""
+_DIAL_S = 15.0
+"""Longest wait for a front end of an earlier controller, which dials again and again."""
 _LAST_WORD_S = 2.0
 """Longest wait for a front end without a controller to end by itself."""
 _STOP_TIMEOUT_S = 10.0
@@ -100,6 +102,10 @@ class FrontEndProcesses:
         members = [Member("front end", index) for index in range(len(self._ends))]
         specs = {each: self._spec(each) for each in members if each not in self._living}
         self._launcher.start(specs, self._exited)
+        for member, hello in zip(members, self._port.hellos, strict=True):
+            if member in self._living and wait([hello], _DIAL_S).not_done:
+                logger.warning("%s has not dialled in %.0f s; it may be stopped", member, _DIAL_S)
+                self._launcher.kill(member)  # another process takes its place
         timeout_s = self._config.limits.start_timeout_ms / 1000
         self._hellos = [hello.result(timeout_s) for hello in self._port.hellos]
         if failure := next((hello.failure for hello in self._hellos if hello.failure), ""):

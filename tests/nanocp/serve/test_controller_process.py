@@ -122,6 +122,19 @@ def test_a_member_and_a_front_end_are_lost_while_the_next_controller_starts():
         check(answers(pool, targets))
 
 
+def test_a_front_end_that_is_stopped_when_the_controller_is_lost_is_replaced():
+    """It never dials the next controller, and its process does not end by itself."""
+    with supervised() as (supervisor, targets), ThreadPoolExecutor(8) as pool:
+        controller = supervisor.process.pid
+        running = answers(pool, targets)
+        stopped = supervisor.hosts[FRONT_ENDS].call("pid", [FRONT_END])
+        os.kill(stopped, signal.SIGSTOP)
+        os.kill(controller, signal.SIGKILL)
+        check(running)
+        assert not is_running(stopped)
+        check(answers(pool, targets))
+
+
 def transfers_of_the_second_controller(event_log):
     """Play its event log again; returns how many tickets its prefill got."""
     num_tickets, reader = 0, LogReader(log_lines(Path(f"{event_log}.2")), "log")
