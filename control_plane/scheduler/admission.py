@@ -12,7 +12,7 @@ from functools import partial
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.fair_share import FairShare
 from control_plane.scheduler.regroup import FATAL, FirstWindows
-from control_plane.scheduler.waiting_queue import WaitingQueue, invalidity
+from control_plane.scheduler.waiting_queue import WaitingQueue, earliest, invalidity
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, FinishReason
 
@@ -73,8 +73,7 @@ class Admission:
     @property
     def next_deadline_us(self) -> int | None:
         """When the next waiting request expires or is waited for no longer, in us."""
-        deadlines = (self.queue.next_deadline_us, self._away_until_us)
-        return min((each for each in deadlines if each is not None), default=None)
+        return earliest(self.queue.next_deadline_us, self._away_until_us)
 
     @property
     def _away_until_us(self) -> int | None:

@@ -92,11 +92,11 @@ class Lowering:
         """Whether anything changed since the last window."""
         return bool(self._pending) or self.routes.has_changes
 
-    def start(self, request: Request) -> None:
-        """The row starts: its pages, its holders, its state."""
+    def start(self, request: Request, window: int) -> None:
+        """The row starts in this window: its pages, its holders, its state."""
         moe_binding = request.moe_binding
         request.ever_bound = dict.fromkeys((*request.pages_on, moe_binding), 0)
-        request.is_started = True
+        request.first_window = window
         self._tell_pages(request, request.runs)
         self._tell_holders(request, request.position)
         start = RowStart(

@@ -180,7 +180,8 @@ class Offload:
                     return found
                 if key not in self.instance_of:
                     return found
-                found.append((key, StoredPage(page, self._slot_of(key), run.instance)))
+                slot = self._tier_of(key).kept[key]
+                found.append((key, StoredPage(page, slot, run.instance)))
         return found
 
     def over(self, ticket: int) -> None:
@@ -229,7 +230,7 @@ class Offload:
         for instance, pages in pages_on.items():
             slots = self._take_slots(instance, pages)
             if slots:
-                self._stow(ticket, instance, 0, slots, [frame for _, frame in pages])
+                self._stow(ticket, instance, slots, [frame for _, frame in pages])
                 instances.append(instance)
         return (ticket, tuple(instances)) if instances else None
 
@@ -254,7 +255,7 @@ class Offload:
                 ledger.share(run.frame)
             ledger.quarantine(frames)
             self._quarantine.hold({instance: frames}, None, (), ticket, (instance,))
-            self._stow(ticket, instance, 0, slots, [run.frame for run in frames])
+            self._stow(ticket, instance, slots, [run.frame for run in frames])
 
     def _queue(self, instance: int, page_hash: bytes, frame: int) -> None:
         queued = self._queued[instance]
@@ -300,22 +301,23 @@ class Offload:
         if demoted:
             ticket = self._tickets.next_number()
             self._quarantine.hold({}, None, (), ticket, (instance,))
-            self._stow(ticket, instance, 1, demoted, sources)
+            self._stow(ticket, instance, demoted, sources, is_demotion=True)
         return slots
 
     def _stow(
         self,
         ticket: int,
         instance: int,
-        tier: int,
         slots: list[tuple[Key, int]],
         sources: list[int],
+        is_demotion: bool = False,
     ) -> None:
         pages = tuple((source, slot) for source, (_, slot) in zip(sources, slots, strict=False))
-        self._answer.stows.append(Stow(ticket, instance, pages, is_demotion=tier == 1))
-        self._stowing[ticket, instance] = _Stowing(self.tiers[instance][tier], slots, tier == 1)
+        self._answer.stows.append(Stow(ticket, instance, pages, is_demotion))
+        tier = self.tiers[instance][is_demotion]
+        self._stowing[ticket, instance] = _Stowing(tier, slots, is_demotion)
         self._copying.update(key for key, _ in slots)
-        if tier == 0:
+        if not is_demotion:
             self._num_copying[instance] += len(slots)
 
     def answered(self, event: TransferDone | TransferFenced) -> None:
@@ -337,17 +339,16 @@ class Offload:
 
     # --- slots
 
-    def _slot_of(self, key: Key) -> int:
+    def _tier_of(self, key: Key) -> Tier:
         host, file = self.tiers[self.instance_of[key]]
-        return host.kept[key] if key in host.kept else file.kept[key]
+        return host if key in host.kept else file
 
     def _use(self, page_hashes: Sequence[bytes]) -> None:
         """A request uses these pages. The first ones are given up last: they come first again."""
         for key in reversed(page_hashes):
             if key in self.instance_of:
-                host, file = self.tiers[self.instance_of[key]]
-                tier = host if key in host.kept else file
-                tier.kept[key] = tier.kept.pop(key)
+                kept = self._tier_of(key).kept
+                kept[key] = kept.pop(key)
 
     def _dropped(self, key: Key | None) -> None:
         """The page has left its slot."""
@@ -362,9 +363,8 @@ class Offload:
         key: its hash, or the id of a request for the last page that it had, if any.
         """
         if key in self.instance_of:
-            for tier in self.tiers[self.instance_of[key]]:
-                if key in tier.kept:
-                    tier.free.append(tier.kept.pop(key))
+            tier = self._tier_of(key)
+            tier.free.append(tier.kept.pop(key))
             self._dropped(key)
         elif isinstance(key, int):
             self._tails.pop(key, None)

@@ -11,7 +11,7 @@ from control_plane.scheduler.admission import Admission
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.regroup import HeldRequests
 from control_plane.scheduler.tickets import Tickets
-from control_plane.scheduler.waiting_queue import WaitingQueue
+from control_plane.scheduler.waiting_queue import WaitingQueue, earliest
 from nanocp.plan import InstanceLoad, Placement
 
 
@@ -53,8 +53,7 @@ class Readings:
     @property
     def next_deadline_us(self) -> int | None:
         """When the next waiting or held request expires, in us: call again by then."""
-        deadlines = (self._admission.next_deadline_us, self._held.next_deadline_us)
-        return min((each for each in deadlines if each is not None), default=None)
+        return earliest(self._admission.next_deadline_us, self._held.next_deadline_us)
 
     @property
     def newest_ticket(self) -> int:

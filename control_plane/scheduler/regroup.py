@@ -16,6 +16,7 @@ from control_plane.scheduler.adoption import Adoption
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.prefix_sharing import PrefixSharing
 from control_plane.scheduler.request import HELD, TRANSFERRING, Request
+from control_plane.scheduler.waiting_queue import earliest
 from nanocp.plan import PAGE_SIZE, Arrival, TargetRun
 
 MAX_FIRST_WINDOWS = 3
@@ -127,10 +128,7 @@ class HeldRequests:
     @property
     def next_deadline_us(self) -> int | None:
         """When front ends are waited for no longer, in us; None if all have submitted."""
-        first, second = self._until_us, self._adoption.next_deadline_us
-        if first is None or second is None:
-            return first if second is None else second
-        return min(first, second)
+        return earliest(self._until_us, self._adoption.next_deadline_us)
 
     def is_overdue(self, now_us: int) -> bool:
         """Whether front ends have been waited for long enough: `end_wait` is due."""

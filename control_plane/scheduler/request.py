@@ -82,8 +82,6 @@ class Request:
     tenant: str = ""
     """`Arrival.tenant`."""
     state: State = RUNNABLE
-    is_started: bool = False
-    """Whether a window that was sent, or is being made, has the request's RowStart."""
     runs: list[TargetRun] = field(default_factory=list)
     """The request's pages, ascending without gaps, those for coming tokens too."""
     num_pages: int = 0
@@ -112,7 +110,7 @@ class Request:
     holder_digest: int = 0
     """Digest of the request's holders in the table of its MoE binding."""
     first_window: int | None = None
-    """First window that contains its row; None before that."""
+    """The window, or pass, that has its RowStart; None before one is made."""
     last_window: int | None = None
     """Last window sent that contains it, once it is parked; the last one issued while it runs."""
     exit_window: int = 0
@@ -154,10 +152,18 @@ class Request:
 
     def lose_row(self) -> None:
         """No instance has a row of it or an entry in its table any more."""
-        self.is_started = False
         self.ever_bound = {}
         self.holder_digest = 0
         self.first_window = self.last_window = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a window that was sent, or is being made, has the request's RowStart."""
+        return self.first_window is not None
+
+    def is_row_of(self, window: int) -> bool:
+        """Whether a row of the request in this window is its present one, not an earlier one's."""
+        return self.first_window is not None and self.first_window <= window
 
     def position_at(self, step: int) -> int:
         """Position of the row's input token at a step, if it has not stopped before."""

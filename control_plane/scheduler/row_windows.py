@@ -263,8 +263,7 @@ class RowWindows:
         if request.is_started:
             self._lowering.resume(request)
         else:
-            request.first_window = self.next_window
-            self._lowering.start(request)
+            self._lowering.start(request, self.next_window)
 
     def _suspend(self, request: Request) -> None:
         """The running row is in no window from the next one on."""

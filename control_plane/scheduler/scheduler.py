@@ -102,7 +102,7 @@ class Scheduler(Readings):
             TransferFenced: self._transfer_fenced,
             TransferFailed: self._transfer_failed,
             TransferMissed: self._transfer_missed,
-            InstanceLost: self._term_ended,
+            InstanceLost: self._instance_lost,
             TermEnded: self._term_ended,
             Regrouped: self._regrouped,
             SeatsWanted: self._seats_wanted,
@@ -196,8 +196,7 @@ class Scheduler(Readings):
             self._promise.ended(num_tokens)
             # Else it was aborted, or max_tokens were planned, or another attempt goes on.
             request = self._state.requests.get(request_id)
-            first = None if request is None else request.first_window
-            if request is not None and first is not None and first <= event.window:
+            if request is not None and request.is_row_of(event.window):
                 self._release(request)
         for held in self._quarantine.window_reported(event.instance, event.window):
             self._free(held)
@@ -239,9 +238,11 @@ class Scheduler(Readings):
         self._tickets.num_issued = event.newest_ticket
         self._held.take_over(event.kept, self._now_us)
 
-    def _term_ended(self, event: TermEnded | InstanceLost) -> None:
-        if isinstance(event, InstanceLost):
-            self._lost_seats.add(event.instance)
+    def _term_ended(self, event: TermEnded) -> None:
+        self._is_between_terms = True
+
+    def _instance_lost(self, event: InstanceLost) -> None:
+        self._lost_seats.add(event.instance)
         self._is_between_terms = True
 
     def _seats_wanted(self, event: SeatsWanted) -> None:

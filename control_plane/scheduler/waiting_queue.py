@@ -18,6 +18,11 @@ from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival
 
 
+def earliest(*deadlines_us: int | None) -> int | None:
+    """The first of these deadlines, in us; None if there is none."""
+    return min((each for each in deadlines_us if each is not None), default=None)
+
+
 class Waiting(NamedTuple):
     """One waiting request."""
 

@@ -23,8 +23,6 @@ class PassRow:
     request: Request
     next: int
     """First position that no planned pass has."""
-    first_pass: int | None = None
-    """The first planned pass that contains it; None before that."""
     last_pass: int | None = None
     """The last planned pass that contains it; None before the first."""
     last_sample: int = -1
@@ -97,7 +95,6 @@ class PassRows:
         """The row's next `count` tokens are in the pass of this number."""
         first = row.next
         row.next += count
-        row.first_pass = number if row.first_pass is None else row.first_pass
         row.last_pass = number
         samples = row.next >= row.request.prompt_len
         if samples:

@@ -25,7 +25,7 @@ from control_plane.scheduler.promise import Promise
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.quarantine import Quarantine
 from control_plane.scheduler.request import Request, num_pages
-from control_plane.scheduler.waiting_queue import WaitingQueue
+from control_plane.scheduler.waiting_queue import WaitingQueue, earliest
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.passes import (
     LayersMoved,
@@ -201,8 +201,7 @@ class PipelineScheduler:
     @property
     def next_deadline_us(self) -> int | None:
         """When something is due without an event, in us: call again by then."""
-        deadlines = (self._admission.next_deadline_us, self._waits_until_us)
-        return min((each for each in deadlines if each is not None), default=None)
+        return earliest(self._admission.next_deadline_us, self._waits_until_us)
 
     @property
     def load(self) -> InstanceLoad:
@@ -238,7 +237,7 @@ class PipelineScheduler:
             self._promise.ended(num_tokens)
             # Else it was aborted, all its tokens were planned, or another attempt has its row.
             row = self._rows.by_id.get(request_id)
-            if row and row.first_pass is not None and row.first_pass <= event.number:
+            if row and row.request.is_row_of(event.number):
                 self._release(request_id)
         assert event.number == self._oldest, f"pass {event.number} was reported out of order"
         self._prompts_in = {i: n for i, n in self._prompts_in.items() if n > event.number}
@@ -405,7 +404,7 @@ class PipelineScheduler:
         for span in spans:
             request = by_id[span.request_id].request
             if not request.is_started:
-                self._lowering.start(request)
+                self._lowering.start(request, number)
             self._state.advance(request, max(span.first, request.position))
         (table,) = self._lowering.emit(number, number, 1)
         for span in spans:
