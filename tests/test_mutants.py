@@ -6,7 +6,6 @@
 import importlib
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -31,15 +30,26 @@ def test_planted_fault_turns_the_suite_red(name):
     assert f"caught    {name}" in result.stdout
 
 
-def test_a_fault_that_no_test_sees_survives(mutants):
-    mutant = mutants.MUTANTS[0]
-    assert not mutants.judge(replace(mutant, fault=mutant.text)).is_caught
+def judged(change: str) -> subprocess.CompletedProcess[str]:
+    """What `judge` prints of the first mutant, so changed, in a process that it may fork."""
+    code = f"""
+from dataclasses import replace
+from run import MUTANTS, judge
+first = MUTANTS[0]
+print(*judge([replace(first, {change})]))
+"""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=RUN.parent)
 
 
-def test_a_mutant_without_tests_is_an_error(mutants):
-    untested = replace(mutants.MUTANTS[0], tests=("tests/test_docs.py", "-k", "nothing"))
-    with pytest.raises(SystemExit, match="pytest exited 5"):
-        mutants.judge(untested)
+def test_a_fault_that_no_test_sees_survives():
+    assert "is_caught=False" in judged("fault=first.text").stdout
+
+
+def test_a_mutant_without_tests_is_an_error():
+    result = judged('tests=("tests/test_docs.py", "-k", "nothing")')
+    assert result.returncode == 1
+    assert "pytest exited 5" in result.stderr
 
 
 def test_every_mutant_still_has_its_text(mutants):

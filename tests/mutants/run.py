@@ -18,15 +18,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import pytest
 from catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 NUM_AT_ONCE = 2
+OUTPUT = "output"
+FORK_FAILED = 70
+
+
+class Running(NamedTuple):
+    """A mutant whose tests run."""
+
+    mutant: Mutant
+    folder: tempfile.TemporaryDirectory[str]
+    """With the tree, and beside it what its tests print."""
+    pid: int
+    begin_s: float
 
 
 class Verdict(NamedTuple):
@@ -88,42 +103,83 @@ def plant(mutant: Mutant, tree: Path) -> None:
     (tree / mutant.path).write_text(planted(mutant))
 
 
-def judge(mutant: Mutant) -> Verdict:
-    """Whether the suite goes red. A timeout is red too: a deadlock is a failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        plant(mutant, tree)
-        command = [sys.executable, "-m", "pytest", "-x", "-rf", "-p", "no:cacheprovider"]
-        begin_s = time.monotonic()
-        try:
-            result = subprocess.run(
-                [*command, *mutant.tests],
-                cwd=tree,
-                env=_environment(tree),
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return Verdict(mutant, True, TIMEOUT_S, f"nothing ended in {TIMEOUT_S} s")
+def start(mutant: Mutant) -> Running:
+    """Plant the fault, and let a fork of this process run the mutant's tests."""
+    folder = tempfile.TemporaryDirectory()
+    tree = Path(folder.name, "tree")
+    plant(mutant, tree)
+    begin_s = time.monotonic()
+    pid = os.fork()
+    if not pid:
+        _run_tests(mutant, tree)
+    return Running(mutant, folder, pid, begin_s)
+
+
+def _run_tests(mutant: Mutant, tree: Path) -> NoReturn:
+    status = FORK_FAILED
+    try:
+        os.setsid()
+        output = os.open(tree.with_name(OUTPUT), os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(tree)
+        # The copy comes first on the path, so that the fault and not the installed package is
+        # tested. pytest cuts the sentence of a failure at the width of the terminal.
+        os.environ |= {"PYTHONPATH": str(tree), "COLUMNS": "300"}
+        sys.path[0] = str(tree)
+        status = pytest.main(["-x", "-rf", "-p", "no:cacheprovider", *mutant.tests])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def verdict(running: Running) -> Verdict | None:
+    """Whether the suite went red; None while it runs. A deadlock is a failure: a timeout is red.
+
+    Raises SystemExit for a mistake of the mutant's own.
+    """
+    mutant, folder, pid, begin_s = running
     seconds = time.monotonic() - begin_s
-    failed = re.search(r"^FAILED (.*)", result.stdout, re.M)
+    if seconds > TIMEOUT_S:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        folder.cleanup()
+        return Verdict(mutant, True, seconds, f"nothing ended in {TIMEOUT_S} s")
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        return None
+    output = Path(folder.name, OUTPUT).read_text(errors="replace")
+    folder.cleanup()
+    failed = re.search(r"^FAILED (.*)", output, re.M)
     # Exit status 1 with a failed test, or 0. A failed test may leave threads inside native code,
     # and C++ ends the process with a signal when the interpreter stops them. Anything else (no
     # tests, a usage error, a fixture that fails) is the mutant's own mistake.
-    has_ended_red = result.returncode == 1 or result.returncode == -signal.SIGABRT
-    if (result.returncode != 0 and not has_ended_red) or has_ended_red != bool(failed):
-        raise SystemExit(
-            f"mutant {mutant.name}: pytest exited {result.returncode}\n{result.stdout[-2000:]}"
-            f"{result.stderr[-2000:]}"
-        )
+    code = os.waitstatus_to_exitcode(status)
+    has_ended_red = code in (1, -signal.SIGABRT)
+    if (code != 0 and not has_ended_red) or has_ended_red != bool(failed):
+        raise SystemExit(f"mutant {mutant.name}: pytest exited {code}\n{output[-4000:]}")
     return Verdict(mutant, failed is not None, seconds, failed[1] if failed else "")
 
 
-def _environment(tree: Path) -> dict[str, str]:
-    # The copy comes first on the path, so that the fault and not the installed package is tested.
-    # pytest cuts the sentence of a failure at the width of the terminal.
-    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
+def judge(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
+    """Verdicts in the order in which the tests end, NUM_AT_ONCE mutants at a time.
+
+    What all of them import from elsewhere is imported once, here.
+    """
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
+    import_module("torch")
+    waiting, running = list(reversed(mutants)), list[Running]()
+    while waiting or running:
+        while waiting and len(running) < NUM_AT_ONCE:
+            running.append(start(waiting.pop()))
+        for each in list(running):
+            if found := verdict(each):
+                running.remove(each)
+                yield found
+        time.sleep(0.02)
 
 
 def main(names: list[str]) -> int:
@@ -138,13 +194,11 @@ def main(names: list[str]) -> int:
         raise SystemExit(f"no mutant is called {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [known[name] for name in names] or MUTANTS
     begin_s, num_survivors = time.monotonic(), 0
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        for verdict in pool.map(judge, chosen):
-            num_survivors += not verdict.is_caught
-            outcome = "caught" if verdict.is_caught else "SURVIVED"
-            mutant = verdict.mutant
-            print(f"{outcome:9} {mutant.name:20} {verdict.seconds:5.0f} s  {mutant.why}")
-            print(f"{'':9} {verdict.seen_by}", flush=True)
+    for mutant, is_caught, seconds, seen_by in judge(chosen):
+        num_survivors += not is_caught
+        outcome = "caught" if is_caught else "SURVIVED"
+        print(f"{outcome:9} {mutant.name:20} {seconds:5.0f} s  {mutant.why}")
+        print(f"{'':9} {seen_by}", flush=True)
     minutes = (time.monotonic() - begin_s) / 60
     print(f"{len(chosen)} mutants, {num_survivors} survived, {minutes:.1f} minutes")
     return 1 if num_survivors else 0
