@@ -11,7 +11,7 @@ CHECKPOINT := models/tale
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo mutants test test-system lint format proto gpu-check gpu-bench clean
+.PHONY: help setup demo mutants seeds test test-system lint format proto gpu-check gpu-bench clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,10 @@ demo: $(STAMP)  ## four instances on local Ray tell tales of short and long prom
 
 mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 10 minutes on 2 cores
 	$(BIN)/python tests/mutants/run.py
+
+SEEDS := 10000
+seeds: $(STAMP)  ## play simulated clusters that lose processes, SEEDS of them (10000), resumable; half an hour of one core
+	PYTHONPATH=tests $(BIN)/python -m harness.seed_campaign --seeds $(SEEDS)
 
 test: $(STAMP)  ## the CPU tests, unprivileged, three at a time since some only wait, under 10 minutes on 2 cores
 	$(BIN)/pytest -n 3 --dist worksteal -m "not system and not gpu"

@@ -1,6 +1,7 @@
 """Instances come and go while requests run: exactness, pauses, attempts, tokens a second, spares.
 
-    python benchmarks/elastic.py [--quick] [--minutes M] [--seed S] [--json PATH]
+    python benchmarks/elastic.py [--quick] [--only changing|replacing] [--minutes M] [--seed S]
+        [--json PATH]
 
 Enters: the tiny checkpoint, services of four real instances without Ray, the clients of `nanocp
 chaos`. Leaves: a result for each phase; exit status 1 if a claim does not hold. Does not know: how
@@ -21,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -67,27 +69,39 @@ CONFIG = Config(
 WITH_SPARE = replace(CONFIG, cluster=replace(CONFIG.cluster, redundant_experts=0, spares=1))
 
 
+class ElasticPhase(StrEnum):
+    """What is run alone."""
+
+    CHANGING = "changing"
+    REPLACING = "replacing"
+
+
 def main(
     quick: Annotated[
         bool, typer.Option(help="25 seconds of changes, and one kill of each kind.")
     ] = False,
+    only: Annotated[ElasticPhase | None, typer.Option(help="One phase; by default both.")] = None,
     minutes: Annotated[float, typer.Option(help="Of each phase.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
     json: Annotated[
         Path | None, typer.Option(help="Write the results here, the machine beside it.")
     ] = None,
 ) -> None:
-    """Run both phases under load; the reference model judges every output."""
+    """Run the phases under load; the reference model judges every output."""
     load_before = os.getloadavg()[0]
     console = output()
     checkpoint = checkpoint_of("tiny")
     judge, seconds = ReferenceJudge(checkpoint), 25.0 if quick else 60 * minutes
-    changed = changing(checkpoint, judge, seconds, seed)
-    replaced = replacing(checkpoint, judge, 0.0 if quick else seconds, seed)
+    results, claims = [], []
+    if only is not ElasticPhase.REPLACING:
+        results.append(changing(checkpoint, judge, seconds, seed))
+        claims += claims_of(results[-1])
+    if only is not ElasticPhase.CHANGING:
+        results.append(replacing(checkpoint, judge, 0.0 if quick else seconds, seed))
+        claims += claims_of_spares(results[-1])
     if json is not None:
-        write_results(json, [changed, replaced], describe(load_before))
-    claims = [*claims_of(changed), *claims_of_spares(replaced)]
-    for result in (changed, replaced):
+        write_results(json, results, describe(load_before))
+    for result in results:
         for name, value in result.items():
             console.print(f"{name}: {value}", highlight=False, markup=False)
     raise typer.Exit(not print_claims(console, claims))

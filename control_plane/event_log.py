@@ -137,6 +137,7 @@ class EventLog:
         self._path = path
         self._max_bytes = max_bytes
         self._num_parts = 1
+        self._has_calls = False
         self.num_missing = 0
         """Calls that the log lacks because it could not be written: at least so many."""
         header = _HEADER.dump_json(Header(VERSION, cluster, scheduler, wall_us)) + b"\n"
@@ -155,6 +156,7 @@ class EventLog:
         named = [(type(event).__name__, event) for event in events]
         call = Call(now_us, named, None if plan is None else digest(plan))
         line = _CALL.dump_json(call, exclude_defaults=True) + b"\n"
+        self._has_calls = True
         try:
             self._file.write(line)
             if plan is None or any(isinstance(event, InstanceLost) for event in events):
@@ -175,9 +177,11 @@ class EventLog:
             self._end(error)
 
     def close(self) -> None:
-        """What is in the buffer is written. Idempotent."""
+        """What is in the buffer is written; a log without a call is removed. Idempotent."""
         try:
             self._file.close()
+            if not self._has_calls:
+                self._path.unlink(missing_ok=True)
         except OSError as error:
             self._end(error)
 

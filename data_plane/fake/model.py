@@ -10,8 +10,10 @@ same pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import add
 
 import numpy as np
 
@@ -77,13 +79,18 @@ def sample(hidden: int, params: SamplingParams, output_ids: Sequence[int], vocab
 
     No stop token comes before min_tokens.
     """
-    value = hidden ^ mix(params.seed)
-    for token in output_ids:
-        value = mix(value * 5 + token)
-    token = value % vocab_size
+    token = _drawn(hidden ^ mix(params.seed), tuple(output_ids)) % vocab_size
     while len(output_ids) + 1 < params.min_tokens and token in params.stop_token_ids:
         token = (token + 1) % vocab_size
     return token
+
+
+@lru_cache(maxsize=1 << 12)
+def _drawn(value: int, output_ids: tuple[int, ...]) -> int:
+    """Mix all output ids into a value: once for the oracle and for the instance that is right."""
+    for token in output_ids:
+        value = mix(value * 5 + token)
+    return value
 
 
 def logprobs(
@@ -126,45 +133,40 @@ class HashModel:
 
         known_output_ids: tokens that are known already, and that the result begins with.
         """
-        sums = [0] * self.num_layers
+        return [*known_output_ids, *self.tokens(prompt_ids, params, known_output_ids)]
+
+    def tokens(
+        self, prompt_ids: Sequence[int], params: SamplingParams, known_output_ids: Sequence[int]
+    ) -> Iterator[int]:
+        """Yield what `generate` gives after the known tokens, each when it is asked for."""
+        sums = (0,) * self.num_layers
         token_ids = [*prompt_ids, *known_output_ids]
         for position, token in enumerate(token_ids[:-1]):
-            self._forward(sums, token, position)
+            _, _, sums = _forward(self, sums, token, position)
         output_ids = list(known_output_ids)
         token = token_ids[-1]
         while True:
-            hidden, _ = self._forward(sums, token, len(prompt_ids) - 1 + len(output_ids))
+            position = len(prompt_ids) - 1 + len(output_ids)
+            hidden, _, sums = _forward(self, sums, token, position)
             token = sample(hidden, params, output_ids, self.vocab_size)
             output_ids.append(token)
+            yield token
             if token in params.stop_token_ids or len(output_ids) == params.max_tokens:
-                return output_ids
+                return
 
     def prefill(self, token_ids: Sequence[int], num_tokens: int) -> list[np.ndarray]:
         """The pages of the first num_tokens tokens, [num_layers, 64] uint64 each.
 
         The last page has zeros after the last token.
         """
-        sums = [0] * self.num_layers
+        sums = (0,) * self.num_layers
         kv = np.zeros((self.num_layers, -(-num_tokens // PAGE_SIZE) * PAGE_SIZE), np.uint64)
         for position in range(num_tokens):
-            kv[:, position] = self._forward(sums, token_ids[position], position)[1]
+            _, kv[:, position], sums = _forward(self, sums, token_ids[position], position)
         return [
             np.ascontiguousarray(kv[:, begin : begin + PAGE_SIZE])
             for begin in range(0, kv.shape[1], PAGE_SIZE)
         ]
-
-    def _forward(self, sums: list[int], token: int, position: int) -> tuple[int, list[int]]:
-        """(the token's last hidden value, its KV of each layer).
-
-        sums: for each layer, the sum of the KV before the token; the token's KV is added.
-        """
-        hidden = embed(token, position)
-        entries = []
-        for layer in range(self.num_layers):
-            entry, hidden = self.run_layer(layer, position, hidden, sums[layer])
-            entries.append(entry)
-            sums[layer] += entry
-        return hidden, entries
 
     def run_layer(self, layer: int, position: int, hidden: int, kv_sum: int) -> tuple[int, int]:
         """(KV, hidden value after the layer) of one token.
@@ -176,3 +178,20 @@ class HashModel:
         hidden = after_attention(hidden, partial(hidden, kv_sum + entry))
         output = expert(gate(hidden), hidden) if layer >= self.num_dense_layers else 0
         return entry, after_mlp(hidden, output)
+
+
+@lru_cache(maxsize=1 << 16)
+def _forward(
+    model: HashModel, sums: tuple[int, ...], token: int, position: int
+) -> tuple[int, list[int], tuple[int, ...]]:
+    """(the token's last hidden value, its KV of each layer, sums with this KV).
+
+    sums: for each layer, the sum of the KV before the token. Results are kept, since attempts of a
+    request and prompts that begin alike ask for the same tokens again.
+    """
+    hidden = embed(token, position)
+    entries = []
+    for layer in range(model.num_layers):
+        entry, hidden = model.run_layer(layer, position, hidden, sums[layer])
+        entries.append(entry)
+    return hidden, entries, tuple(map(add, sums, entries))

@@ -21,6 +21,7 @@ from data_plane.transport.exchange import (
     Channel,
     EpochError,
     ExchangeTimeout,
+    Field,
     Flags,
     PeerLost,
     RegionLayout,
@@ -36,14 +37,32 @@ class _Region:
     read_only: dict[str, np.ndarray]
     epoch: int = -1
 
+    @classmethod
+    def of(cls, fields: Sequence[Field]) -> _Region:
+        """Make a region of zeros."""
+        arrays = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
+        views = {name: array.view() for name, array in arrays.items()}
+        for view in views.values():
+            view.flags.writeable = False
+        return cls(arrays, views)
+
+
+class _Regions(dict[tuple[Channel, int, int, int], _Region]):
+    """Regions by (channel, source, target, parity), made when they are first used."""
+
+    def __init__(self, layout: RegionLayout) -> None:
+        self._layout = layout
+
+    def __missing__(self, key: tuple[Channel, int, int, int]) -> _Region:
+        return self.setdefault(key, _Region.of(self._layout[key[0]]))
+
 
 @dataclass(slots=True)
 class _Hub:
     """What the ends of all instances share."""
 
     limits: LimitsConfig
-    regions: dict[tuple[Channel, int, int, int], _Region] = field(default_factory=dict)
-    """Regions by (channel, source, target, parity)."""
+    regions: _Regions
     changed: threading.Condition = field(default_factory=threading.Condition)
     closed: set[int] = field(default_factory=set)
 
@@ -62,18 +81,8 @@ class LocalExchange:
     def create_all(
         cls, num_instances: int, layout: RegionLayout, limits: LimitsConfig
     ) -> list[LocalExchange]:
-        """Make the ends of all instances, with their regions."""
-        hub = _Hub(limits)
-        for channel, fields in layout.items():
-            for source in range(num_instances):
-                for target in range(num_instances):
-                    if source != target:
-                        for parity in (0, 1):
-                            arrays = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
-                            views = {name: array.view() for name, array in arrays.items()}
-                            for view in views.values():
-                                view.flags.writeable = False
-                            hub.regions[channel, source, target, parity] = _Region(arrays, views)
+        """Make the ends of all instances."""
+        hub = _Hub(limits, _Regions(layout))
         return [cls(hub, instance, num_instances) for instance in range(num_instances)]
 
     @property

@@ -350,15 +350,30 @@ def test_a_log_goes_on_in_parts_and_plays_as_one(tmp_path):
 
 def test_an_earlier_log_is_kept(tmp_path):
     path = tmp_path / "log"
+
+    def record():
+        log = EventLog(path, ClusterConfig(), SchedulerConfig())
+        log.write(1, [], Plan(None))
+        log.close()
+
     for text in ("first", "second", "third"):
-        EventLog(path, ClusterConfig(), SchedulerConfig()).close()
+        record()
         (tmp_path / "log.part2").write_text(text)
         for part in parts(path):
             os.utime(part, (0, 0))
-    EventLog(path, ClusterConfig(), SchedulerConfig()).close()
+    record()
     kept = [path.with_name(f"log.19700101T000000Z{end}") for end in ("", "-2", "-3")]
     assert [parts(one)[1].read_text() for one in kept] == ["first", "second", "third"]
     assert len(parts(path)) == 1 and len(list(tmp_path.iterdir())) == 7
+
+
+def test_a_log_without_a_call_is_removed(tmp_path):
+    """A start that failed has none."""
+    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
+    assert (tmp_path / "log").exists()
+    log.close()
+    log.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_flush_puts_every_line_on_disk(tmp_path):

@@ -131,7 +131,7 @@ class LosingCluster(OffloadingCluster, RecoveringCluster):
         super().submit(submission)
         stream = self.streams.get(submission.request_id)
         prompt_ids = stream.prompt_ids if stream else submission.prompt_ids
-        self.learn([*prompt_ids, *self.expected[submission.request_id]])
+        self.learn([*prompt_ids, *self.expected[submission.request_id].all()])
 
     def _histories(self) -> list[list[int]]:
         return [[*stream.prompt_ids, *stream.output_ids] for stream in self.streams.values()]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from random import Random
 from tempfile import gettempdir
 
@@ -14,6 +15,7 @@ from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.frontend.token_owners import TokenOwners
 from data_plane.fake.instance import HashInstance
 from data_plane.fake.local_pages import LocalPageRing
+from data_plane.fake.model import HashModel
 from nanocp.config import (
     BoundsConfig,
     ClusterConfig,
@@ -50,6 +52,31 @@ class Story:
     is_aborted: bool = False
     is_settled: bool = False
     num_preemptions: int = 0
+
+
+class Expected:
+    """What a request must generate, which the model computes as far as it is looked at."""
+
+    def __init__(
+        self,
+        model: HashModel,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        known_ids: Sequence[int] = (),
+    ) -> None:
+        """known_ids: tokens that the client was given, and that it goes on from."""
+        self._token_ids = list(known_ids)
+        self._rest = model.tokens(prompt_ids, params, tuple(known_ids))
+
+    def begin(self, num_tokens: int) -> list[int]:
+        """The first tokens, fewer if there are not as many."""
+        self._token_ids += islice(self._rest, max(num_tokens - len(self._token_ids), 0))
+        return self._token_ids[:num_tokens]
+
+    def all(self) -> list[int]:
+        """Every token."""
+        self._token_ids += self._rest
+        return self._token_ids
 
 
 @dataclass

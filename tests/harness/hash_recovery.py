@@ -29,7 +29,7 @@ from data_plane.fake.model import NUM_EXPERTS
 from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.transport.local import LocalExchange
 from harness.hash_cluster import HashCluster
-from harness.hash_parts import Process
+from harness.hash_parts import Expected, Process
 from nanocp.config import Config
 from nanocp.experts import fewest_seats, place_experts
 from nanocp.plan import (
@@ -95,7 +95,7 @@ class RecoveringCluster(HashCluster):
         )
         self.front_end.connect(self)
         self.streams: dict[int, ClientStream] = {}
-        self.expected: dict[int, list[int]] = {}
+        self.expected: dict[int, Expected] = {}
         """By request: all that it must generate by its latest attempt."""
         self.known_ids: dict[int, list[int]] = {}
         """By request: the prompt of its latest submission."""
@@ -114,6 +114,8 @@ class RecoveringCluster(HashCluster):
         self.regroups_left = max_regroups
         self.changes_left = max_changes
         self.change_share = self.random.choice([0.0003, 0.002, 0.01])
+        self.hurries = False
+        """Whether instances are no longer slow once nothing more is to be lost or changed."""
         self.num_terms = self.num_losses = self.num_kept = 0
         self.num_shrinks = 0
         self.num_changes = 0
@@ -142,8 +144,8 @@ class RecoveringCluster(HashCluster):
         if submission.attempt:
             self.num_attempts += 1
             stream = self.streams[request_id]
-            self.expected[request_id] = self.model.generate(
-                stream.prompt_ids, stream.params, stream.output_ids
+            self.expected[request_id] = Expected(
+                self.model, stream.prompt_ids, stream.params, stream.output_ids
             )
 
     def resubmitted(self) -> None:
@@ -184,6 +186,13 @@ class RecoveringCluster(HashCluster):
             super()._turn()
         if not self.is_serving:
             self._regroup()
+        if self.hurries and not self._num_left():
+            self.hurries = False
+            self.speeds = [max(speed, 0.3) for speed in self.speeds]
+
+    def _num_left(self) -> int:
+        """How often something may be lost or changed yet."""
+        return self.losses_left + self.regroups_left + self.changes_left
 
     def _run_some(self, index: int) -> None:
         if self.seats[index] in (Seat.IN, Seat.ASKED):
@@ -207,15 +216,18 @@ class RecoveringCluster(HashCluster):
         stream = self.streams[token.request_id]
         self.num_stale_tokens += token.attempt != stream.attempt
         self.front_end.deliver(instance, [token])
-        given, expected = stream.output_ids, self.expected[token.request_id]
-        assert given == expected[: len(given)], (
-            f"request {token.request_id} was given {given}, not {expected}"
+        self._check_given(stream)
+
+    def _check_given(self, stream: ClientStream) -> None:
+        given, expected = stream.output_ids, self.expected[stream.request_id]
+        assert given == expected.begin(len(given)), (
+            f"request {stream.request_id} was given {given}, not {expected.all()}"
         )
 
     def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
         prompt_ids, params = self._draw_request(prompt_len, max_tokens)
         request_id = len(self.streams) + 1
-        self.expected[request_id] = self.model.generate(prompt_ids, params)
+        self.expected[request_id] = Expected(self.model, prompt_ids, params)
         timeout_us = 20_000 if self.random.random() < self.deadline_share else None
         (self.streams[request_id],) = self.front_end.submit(
             f"client {request_id}",
@@ -245,7 +257,8 @@ class RecoveringCluster(HashCluster):
     def _check_answers(self) -> None:
         for stream in self.streams.values():
             if stream.ended is None:
-                assert stream.output_ids == self.expected[stream.request_id], stream.request_id
+                expected = self.expected[stream.request_id].all()
+                assert stream.output_ids == expected, stream.request_id
                 continue
             match stream.ended.reason:
                 case FinishReason.FAILED:

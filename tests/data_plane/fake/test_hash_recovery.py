@@ -1,6 +1,6 @@
 """Terms end and instances are lost at any turn, and every token is right all the same.
 
-`PYTHONPATH=tests python -m harness.hash_recovery_seeds --seeds 10000` plays many more.
+`make seeds` plays many more.
 """
 
 import pytest

@@ -1,0 +1,121 @@
+"""Play many seeds of clusters that lose processes, and go on where an earlier run ended.
+
+    PYTHONPATH=tests python -m harness.seed_campaign --seeds 10000 --progress seeds.jsonl
+    PYTHONPATH=tests python -m harness.seed_campaign --seed N       plays one again
+
+Kinds take turns: instances are lost; seats come and go too; the controller and front ends are lost
+too. One line of JSON is written for each seed. Seeds whose last line has no error are not played
+again. In one of eight seeds the scheduler's invariants are checked after every call, in the others
+after every sixteenth and at the end; every token is checked in all. When nothing more is to be lost
+instances are no longer slow, which would cost half of the time. Exits 1 if a seed failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+from harness.hash_failover import FailoverCluster
+from harness.hash_recovery import RecoveringCluster
+
+KINDS = ("losses", "changes", "failovers")
+"""Seed N is of kind N % 3."""
+COUNTS = (
+    *("terms", "losses", "shrinks", "changes", "kept", "attempts", "stale_tokens", "stale_events"),
+    *("windows", "calls", "preemptions", "moves", "hand_offs"),
+    *("failovers", "front_ends_lost", "resumed", "cut", "adopted"),
+)
+
+
+def make_cluster(seed: int) -> RecoveringCluster:
+    """The cluster of a seed."""
+    match KINDS[seed % len(KINDS)]:
+        case "losses":
+            cluster = RecoveringCluster(seed, max_losses=6)
+        case "changes":
+            cluster = RecoveringCluster(seed, max_losses=4, max_changes=12)
+        case _:
+            cluster = FailoverCluster(seed)
+    cluster.hurries = True
+    return cluster
+
+
+def play(seed: int) -> dict[str, Any]:
+    """Play a seed; returns its line."""
+    begin_s = time.process_time()
+    cluster, error = make_cluster(seed), None
+    cluster.check_every = 16 if seed // len(KINDS) % 8 else 1
+    try:
+        cluster.play()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    counts = {name: getattr(cluster, f"num_{name}", 0) for name in COUNTS}
+    counts["tokens"] = sum(len(stream.output_ids) for stream in cluster.streams.values())
+    line = {"seed": seed, "cpu_s": round(time.process_time() - begin_s, 3)} | counts
+    return line if error is None else line | {"error": error}
+
+
+def played(progress: Path) -> dict[int, dict[str, Any]]:
+    """The last line of each seed; a line that was cut off is left out."""
+    lines: dict[int, dict[str, Any]] = {}
+    for text in progress.read_text().splitlines() if progress.exists() else ():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        lines[line["seed"]] = line
+    return lines
+
+
+def summary(lines: dict[int, dict[str, Any]]) -> str:
+    """Sums over the seeds."""
+    totals: Counter[str] = Counter()
+    for line in lines.values():
+        totals.update(
+            {name: value for name, value in line.items() if name not in ("seed", "error")}
+        )
+    failed = [seed for seed, line in lines.items() if "error" in line]
+    told = ", ".join(f"{name} {round(number)}" for name, number in totals.items())
+    return f"{len(lines)} seeds, {len(failed)} failed: {told}"
+
+
+def main() -> int:
+    """Play the seeds that are missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=10000, help="FIRST .. FIRST + SEEDS - 1")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="play this one only, with every check")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that play")
+    parser.add_argument("--progress", type=Path, default=Path("seeds.jsonl"))
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        make_cluster(arguments.seed).play()
+        return 0
+    wanted = range(arguments.first, arguments.first + arguments.seeds)
+    lines = {seed: line for seed, line in played(arguments.progress).items() if seed in wanted}
+    missing = [seed for seed in wanted if "error" in lines.get(seed, {"error": "not played"})]
+    print(f"{len(wanted) - len(missing)} of {len(wanted)} seeds were right before", flush=True)
+    with Pool(arguments.jobs) as pool, arguments.progress.open("a") as file:
+        print(file=file)  # The last line may have been cut off.
+        for line in pool.imap_unordered(play, missing):
+            seed = line["seed"]
+            lines[seed] = line
+            print(json.dumps(line), file=file, flush=True)
+            if "error" in line:
+                print(f"seed {seed} failed: {line['error']}", flush=True)
+            elif len(lines) % 100 == 0:
+                print(f"{len(lines)} of {len(wanted)} seeds", flush=True)
+    print(summary(lines))
+    return any("error" in line for line in lines.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
