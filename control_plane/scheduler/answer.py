@@ -53,7 +53,7 @@ class Answer:
             instances,
             tuple(self.transfers),
             tuple(self.fences),
-            tuple(request.placement(step) for request in self.placed.values()),
+            tuple([request.placement(step) for request in self.placed.values()]),
             tuple(self.ended),
             tuple(self.preempted),
             tuple(self.stows),

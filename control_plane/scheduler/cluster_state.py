@@ -17,7 +17,15 @@ from control_plane.scheduler.commitments import Commitments
 from control_plane.scheduler.frame_ledger import FrameLedger, FrameRun, cut_runs, frame_run
 from control_plane.scheduler.linked_rows import LinkedRows
 from control_plane.scheduler.proposal import Layout
-from control_plane.scheduler.request import HELD, PARKED, RUNNING, PageMove, Request, holders_of
+from control_plane.scheduler.request import (
+    HELD,
+    PARKED,
+    RUNNING,
+    PageMove,
+    Request,
+    holders_of,
+    runs_in,
+)
 from nanocp.config import ClusterConfig
 from nanocp.plan import PAGE_SIZE, Arrival, InstanceLoad, TargetRun
 
@@ -118,8 +126,10 @@ class ClusterState:
 
         pages_on: instance -> pages. Shared pages in frames that are not free are left out.
         """
-        if any(count > self.frames[i].num_free for i, count in pages_on.items()):
-            return False
+        frames = self.frames
+        for instance, count in pages_on.items():
+            if count > frames[instance].num_free:
+                return False
         return self.committed.bound_reached(moe_binding, pages_on) is None
 
     def can_reach(self, request: Request, instance: int) -> bool:
@@ -245,7 +255,7 @@ class ClusterState:
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
         if destination not in request.pages_on:
             self.committed.count_links(request.moe_binding, (destination,), +1)
-        targets = _runs(pages.start, destination, self.frames[destination].take(len(pages)))
+        targets = runs_in(pages.start, destination, self.frames[destination].take(len(pages)))
         self.num_falls += 1
         is_stopped = request.state is PARKED
         request.move = PageMove(
@@ -403,7 +413,7 @@ class ClusterState:
     def _add_runs(
         self, request: Request, instance: int, frames: Iterable[FrameRun]
     ) -> list[TargetRun]:
-        runs = _runs(request.num_pages, instance, frames)
+        runs = runs_in(request.num_pages, instance, frames)
         if not request.runs or request.runs[-1].instance != instance:
             request.holders += ((request.num_pages, instance),)
         request.runs += runs
@@ -436,12 +446,3 @@ class ClusterState:
             return
         self._fixed_tokens[move.source] -= sign * move.num_pages * PAGE_SIZE
         self._fixed_tokens[move.destination] += sign * move.num_pages * PAGE_SIZE
-
-
-def _runs(first_page: int, instance: int, frames: Iterable[FrameRun]) -> list[TargetRun]:
-    """The pages from first_page on in these frames of the instance."""
-    runs = []
-    for run in frames:
-        runs.append(TargetRun(first_page, run.num_pages, instance, run.frame))
-        first_page += run.num_pages
-    return runs

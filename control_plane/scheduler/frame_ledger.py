@@ -145,7 +145,9 @@ class FrameLedger:
 
     def quarantine(self, runs: list[FrameRun]) -> None:
         """Hold committed frames whose owner left, until nothing can write to them."""
-        count = sum(run.num_pages for run in runs)
+        count = 0
+        for _, num_pages in runs:
+            count += num_pages
         if self._cached:
             for page in self._pages_in(runs):
                 page.num_owners -= 1
@@ -159,8 +161,8 @@ class FrameLedger:
 
         Those without another owner become free.
         """
-        is_closed = self.num_withheld is not None
-        self.reopen()
+        if is_closed := self.num_withheld is not None:
+            self.reopen()
         # Of frames that are freed at once, those of a prompt's first pages are kept longest.
         for start, length in reversed(runs):
             end = start + length
@@ -256,10 +258,8 @@ class FrameLedger:
         for start in self._classes[own_class][:_MAX_SCANNED_RUNS]:
             if self._len_at[start] >= count:
                 return start
-        for runs in self._classes[own_class + 1 :]:
-            if runs:
-                return runs[0]
-        return next(runs[0] for runs in reversed(self._classes) if runs)
+        longer = next(filter(None, self._classes[own_class + 1 :]), None)
+        return (longer or next(filter(None, reversed(self._classes))))[0]
 
     def _join_run(self, start: int, length: int) -> None:
         if start in self._start_before:

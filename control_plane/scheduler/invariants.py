@@ -52,7 +52,7 @@ def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -
     _check_routes(scheduler)
     if tables is not None:
         _check_tables(scheduler, tables)
-    assert len(scheduler._rows.num_unreported) <= MAX_WINDOWS_IN_FLIGHT, (
+    assert len(scheduler._rows.in_flight) <= MAX_WINDOWS_IN_FLIGHT, (
         "more than two windows are in flight"
     )
     queue = scheduler._admission.queue

@@ -18,7 +18,7 @@ def num_growth_pages(length: int, num_tokens: int) -> int:
 
     The last token has no KV.
     """
-    return num_pages(length + max(num_tokens - 1, 0)) - num_pages(length)
+    return num_pages(length + num_tokens - 1) - num_pages(length) if num_tokens else 0
 
 
 def lay_out(
@@ -29,11 +29,12 @@ def lay_out(
     num_growth: pages for coming tokens. shared: pages that are in the cluster already.
     """
     moe_binding = proposal.moe_binding
-    frames_on = _summed(shared.frames_on, proposal.shares.items())
+    frames_on = dict(shared.frames_on)
+    _add(frames_on, proposal.shares.items())
     growth = _promised(state, proposal, frames_on, num_growth)
     if growth is None:
         return None
-    frames_on = _summed(frames_on, growth)
+    _add(frames_on, growth)
     if not state.can_allocate(moe_binding, frames_on):
         return None
     if not shared.runs and len(frames_on) == 1:
@@ -42,7 +43,10 @@ def lay_out(
     shares = proposal.shares.items()
     prompt = sorted(shares, key=lambda share: (share[0] == moe_binding, share[0]))
     pages = _joined([*prompt, *growth])
-    pages_on = _summed(shared.pages_on, pages) if shared.runs else frames_on
+    pages_on = frames_on
+    if shared.runs:
+        pages_on = dict(shared.pages_on)
+        _add(pages_on, pages)
     return Layout(proposal, pages, pages_on, shared)
 
 
@@ -138,11 +142,9 @@ def _in_turns(
     return pages
 
 
-def _summed(counts: Mapping[int, int], more: Iterable[tuple[int, int]]) -> dict[int, int]:
-    summed = dict(counts)
+def _add(counts: dict[int, int], more: Iterable[tuple[int, int]]) -> None:
     for instance, count in more:
-        summed[instance] = summed.get(instance, 0) + count
-    return summed
+        counts[instance] = counts.get(instance, 0) + count
 
 
 def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]) -> Iterable[int]:

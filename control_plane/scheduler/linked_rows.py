@@ -31,12 +31,15 @@ class LinkedRows:
         round.
         """
         degree = len(request.pages_on)
-        is_linked = degree > 1 or request.moe_binding not in request.pages_on
-        self._list(request, (degree, request.request_id) if is_linked else None, cut, added)
+        if degree > 1 or request.moe_binding not in request.pages_on:
+            self._list(request, (degree, request.request_id), cut, added)
+        elif request.linked_key is not None:
+            self._list(request, None, cut, added)
 
     def remove(self, request: Request) -> None:
         """The row stops. Nothing if it has no links."""
-        self._list(request, None, (), ())
+        if request.linked_key is not None:
+            self._list(request, None, (), ())
 
     def _list(
         self,
@@ -51,8 +54,6 @@ class LinkedRows:
                 del self.by_degree[bisect_left(self.by_degree, old)]
             if key is not None:
                 insort(self.by_degree, key)
-        elif key is None:
-            return
         if old is None:
             cut, added = (), request.runs
         elif key is None:

@@ -7,7 +7,7 @@ Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,12 @@ from nanocp.plan import PAGE_SIZE, HandOff, InstancePlan, RowStart, TargetRun
 from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
 from nanocp.table_changes import HolderChange, PageClear, PageRun, TableChanges
 
-# Every window makes one for each instance; this way they cost half.
+# Every window makes some for each instance; this way they cost half.
 _instance_plan: Callable[[tuple[Any, ...]], InstancePlan] = partial(tuple.__new__, InstancePlan)
+_table_changes: Callable[[Iterator[tuple[Any, ...]]], TableChanges] = partial(
+    tuple.__new__, TableChanges
+)
+_page_run: Callable[[tuple[int, int, int, int]], PageRun] = partial(tuple.__new__, PageRun)
 _NO_CHANGES = TableChanges()
 
 
@@ -210,38 +214,36 @@ class Lowering:
         q_route, res_route = routes.take_route_changes()
         pending, self._pending = self._pending, defaultdict(_Pending)
         changed = pending.keys() | rows.keys() | q_route.keys() | res_route.keys()
-        plans = []
+        unchanged: tuple[Any, ...] = (False, _NO_CHANGES, (), (), (), (), two_lanes)
+        digests, plans = self.digests, []
         for instance in self.seats:
-            digest = self.digests[instance]
-            header = (instance, window, first_step, num_steps, digest)
-            if instance not in changed:
-                unchanged = (digest, False, _NO_CHANGES, (), (), (), (), two_lanes)
-                plans.append(_instance_plan(header + unchanged))
-                continue
-            told = pending.get(instance, _NOTHING)
-            result = (routes.digests[instance] + self._told[instance]) & DIGEST_MASK
-            self.digests[instance] = result
-            changes = TableChanges(
-                tuple(told.forgotten),
-                tuple(rows.get(instance, ())),
-                tuple(q_route.get(instance, ())),
-                tuple(res_route.get(instance, ())),
-                tuple(told.cleared),
-                tuple(told.pages),
-                tuple(told.holders_forgotten),
-                tuple(told.holders),
-            )
-            changed_fields = (
-                result,
-                False,
-                changes,
-                tuple(told.starts),
-                tuple(told.hand_offs_out),
-                tuple(told.hand_offs_in),
-                tuple(told.ends),
-                two_lanes,
-            )
-            plans.append(_instance_plan(header + changed_fields))
+            before = after = digests[instance]
+            told = unchanged
+            if instance in changed:
+                of = pending.get(instance, _NOTHING)
+                after = (routes.digests[instance] + self._told[instance]) & DIGEST_MASK
+                digests[instance] = after
+                changes: tuple[Sequence[Any], ...] = (
+                    of.forgotten,
+                    rows.get(instance, ()),
+                    q_route.get(instance, ()),
+                    res_route.get(instance, ()),
+                    of.cleared,
+                    of.pages,
+                    of.holders_forgotten,
+                    of.holders,
+                )
+                told = (
+                    False,
+                    _table_changes(map(tuple, changes)),
+                    tuple(of.starts),
+                    tuple(of.hand_offs_out),
+                    tuple(of.hand_offs_in),
+                    tuple(of.ends),
+                    two_lanes,
+                )
+            header = (instance, window, first_step, num_steps, before, after)
+            plans.append(_instance_plan(header + told))
         return tuple(plans)
 
     def _forget_holders(self, request: Request, moe_binding: int) -> None:
@@ -259,11 +261,12 @@ class Lowering:
         request.holder_digest = 0
 
     def _tell_pages(self, request: Request, runs: Sequence[TargetRun]) -> None:
-        request_id = request.request_id
+        request_id, ever_bound = request.request_id, request.ever_bound
         for first_page, num_pages, instance, frame in runs:
-            self._pending[instance].pages.append(PageRun(request_id, first_page, num_pages, frame))
-            digest = entry_digest(PAGE, request_id, first_page, num_pages, frame)
-            request.ever_bound[instance] += digest
+            run = _page_run((request_id, first_page, num_pages, frame))
+            self._pending[instance].pages.append(run)
+            digest = entry_digest(PAGE, *run)
+            ever_bound[instance] += digest
             self._told[instance] += digest
 
     def _tell_holders(self, request: Request, position: int) -> None:

@@ -64,14 +64,29 @@ class Quarantine:
         self._num_held += 1
         return {}
 
-    def window_reported(self, instance: int, window: int) -> list[dict[int, list[FrameRun]]]:
-        """The instance has run every step of the window: what became free."""
-        assert window == self.last_reported[instance] + 1, (
-            f"instance {instance} reported window {window} out of order"
-        )
-        self.last_reported[instance] = window
-        awaited = self._by_window[instance].pop(window, None)
-        return [held.frames for held in awaited if self._is_released(held)] if awaited else []
+    @property
+    def last_complete(self) -> int:
+        """The last window that every instance of the term has reported."""
+        return min(map(self.last_reported.__getitem__, self.seats))
+
+    def windows_reported(
+        self, reports: Iterable[tuple[int, int]]
+    ) -> list[dict[int, list[FrameRun]]]:
+        """Instances have run every step of a window: what became free.
+
+        reports: (instance, window) of each.
+        """
+        last_reported, by_window = self.last_reported, self._by_window
+        freed: list[dict[int, list[FrameRun]]] = []
+        for instance, window in reports:
+            assert window == last_reported[instance] + 1, (
+                f"instance {instance} reported window {window} out of order"
+            )
+            last_reported[instance] = window
+            if by_window[instance]:
+                awaited = by_window[instance].pop(window, ())
+                freed += [held.frames for held in awaited if self._is_released(held)]
+        return freed
 
     def receiver_answered(self, ticket: int, instance: int) -> list[dict[int, list[FrameRun]]]:
         """The receiver has all pages of the ticket or refuses the rest: what became free."""

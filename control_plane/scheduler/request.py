@@ -7,9 +7,10 @@ read and change. Does not know: tokens, windows in flight, other requests.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from nanocp.plan import PAGE_SIZE, Arrival, Placement, TargetRun
@@ -225,6 +226,19 @@ def holders_of(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int]]:
         if run.instance != holder:
             holder = run.instance
             yield run.first_page, holder
+
+
+# Every placement makes some; this way they cost half.
+_target_run: Callable[[tuple[int, int, int, int]], TargetRun] = partial(tuple.__new__, TargetRun)
+
+
+def runs_in(first_page: int, instance: int, frames: Iterable[tuple[int, int]]) -> list[TargetRun]:
+    """The pages from first_page on, in these (first frame, number of frames) of the instance."""
+    runs = []
+    for frame, num_pages in frames:
+        runs.append(_target_run((first_page, num_pages, instance, frame)))
+        first_page += num_pages
+    return runs
 
 
 def _first_page(run: TargetRun) -> int:

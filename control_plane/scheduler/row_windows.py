@@ -51,8 +51,8 @@ class RowWindows:
         self._lanes = lanes
         self._fair_share = fair_share
         self.next_window = 0
-        self.num_unreported: dict[int, int] = {}
-        """Window in flight -> instances that have not reported it."""
+        self.in_flight: list[int] = []
+        """Windows that some instance has not reported, ascending."""
         self.num_running = 0
         """Rows that are in every window from the last one issued on."""
         self.runnable: dict[int, Request] = {}
@@ -71,7 +71,7 @@ class RowWindows:
     @property
     def may_issue(self) -> bool:
         """Whether fewer than two windows are in flight."""
-        return len(self.num_unreported) < MAX_WINDOWS_IN_FLIGHT
+        return len(self.in_flight) < MAX_WINDOWS_IN_FLIGHT
 
     def issue(self) -> tuple[int, tuple[InstancePlan, ...]]:
         """The next window goes to every instance: its number and its plans."""
@@ -83,28 +83,25 @@ class RowWindows:
             num_rows = max((state.num_rows[i] for i in state.open), default=0)
             two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
         plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes)
-        self.num_unreported[window] = len(plans)
+        self.in_flight.append(window)
         self.next_window += 1
         state.step += self._num_steps
         self._fair_share.window(self._num_steps)
         return window, plans
 
-    def reported(self, window: int) -> None:
-        """One more instance has run every step of the window."""
-        num_left = self.num_unreported[window] - 1
-        if num_left:
-            self.num_unreported[window] = num_left
-        else:
-            del self.num_unreported[window]
+    def reported(self, last_window: int) -> None:
+        """Every instance has run every step of the windows up to this one."""
+        while self.in_flight and self.in_flight[0] <= last_window:
+            del self.in_flight[0]
 
     def lost_in_first_window(self, lost: Set[int]) -> list[int] | None:
         """Requests of lost instances whose rows have begun with a window in flight.
 
         None if no window is in flight, or no instance is lost.
         """
-        if not (self.num_unreported and lost):
+        if not (self.in_flight and lost):
             return None
-        first_step = min(self.num_unreported) * self._num_steps
+        first_step = self.in_flight[0] * self._num_steps
         return [
             request.request_id
             for request in self._state.requests.values()
@@ -115,7 +112,7 @@ class RowWindows:
 
     def end_term(self) -> None:
         """No row is in any window, and no window is in flight."""
-        self.num_unreported.clear()
+        self.in_flight.clear()
         self.num_running = 0
         self._fair_share.end_term()
         self.runnable.clear()
@@ -181,7 +178,7 @@ class RowWindows:
     def is_stopped(self) -> bool:
         """Whether rows are parked and nothing in any window can free a frame for them."""
         is_parked = len(self.parked) > len(self.stopped)
-        return is_parked and not self.num_running and not self.num_unreported
+        return is_parked and not self.num_running and not self.in_flight
 
     # --- pages ahead
 

@@ -7,9 +7,10 @@ what it holds in `_release` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 from control_plane.scheduler.admission import Admission
@@ -55,6 +56,8 @@ from nanocp.plan import (
     WindowDone,
 )
 
+_instance_and_window = attrgetter("instance", "window")
+
 
 class Scheduler(Readings):
     """The one centralized scheduler of a cluster (4.1, 4.2)."""
@@ -95,7 +98,6 @@ class Scheduler(Readings):
         """Whether the term has come to its end without a loss: no window until the next one."""
         self._now_us = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
-            WindowDone: self._window_done,
             Arrival: self._arrive,
             TransferDone: self._transfer_done,
             AbortRequested: self._abort,
@@ -121,9 +123,13 @@ class Scheduler(Readings):
         assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
         self._now_us = now_us
         self._admission.noted = {}
-        handlers = self._handlers
-        for event in events:
-            handlers[type(event)](event)
+        by_kind: Iterable[tuple[type, Iterable[Any]]] = groupby(events, type)
+        for kind, of_kind in by_kind:
+            if kind is WindowDone:
+                self._windows_done([*of_kind])
+                continue
+            for event in of_kind:
+                self._handlers[kind](event)
         self._expire()
         rows = self._rows
         if self._is_between_terms or self._is_settled:
@@ -156,7 +162,7 @@ class Scheduler(Readings):
 
     def _settle(self) -> Plan:
         """Issue no window; the term may end once those in flight are reported."""
-        self._is_settled = not self._rows.num_unreported and not self._quarantine
+        self._is_settled = not self._rows.in_flight and not self._quarantine
         plan = self._answer.take(None, (), self._state.step)
         return replace(plan, is_settled=self._is_settled)
 
@@ -188,20 +194,27 @@ class Scheduler(Readings):
             self._release(request)
         admission.come_back(arrival, self._now_us)
 
-    def _window_done(self, event: WindowDone) -> None:
+    def _windows_done(self, reports: Sequence[WindowDone]) -> None:
         if self._admission.failure is not None:
             return
-        self.offload.written(event.written)
-        for request_id, num_tokens, _ in event.finished:
+        # Every instance reports every window, and most reports say no more than that.
+        for report in reports:
+            if report.written:
+                self.offload.written(report.written)
+            if report.finished:
+                self._finished(report)
+        for held in self._quarantine.windows_reported(map(_instance_and_window, reports)):
+            self._free(held)
+        self.offload.window_reported()
+        self._rows.reported(self._quarantine.last_complete)
+
+    def _finished(self, report: WindowDone) -> None:
+        for request_id, num_tokens, _ in report.finished:
             self._promise.ended(num_tokens)
             # Else it was aborted, or max_tokens were planned, or another attempt goes on.
             request = self._state.requests.get(request_id)
-            if request is not None and request.is_row_of(event.window):
+            if request is not None and request.is_row_of(report.window):
                 self._release(request)
-        for held in self._quarantine.window_reported(event.instance, event.window):
-            self._free(held)
-        self.offload.window_reported()
-        self._rows.reported(event.window)
 
     def _abort(self, event: AbortRequested) -> None:
         self._end_by_id(event.request_id, FinishReason.ABORTED, "aborted")

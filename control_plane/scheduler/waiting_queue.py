@@ -200,17 +200,20 @@ def invalidity(arrival: Arrival, cluster: ClusterConfig, num_open: int = 0) -> s
             f"a prompt of {arrival.prompt_len} tokens has {num_hashes} page_hashes; it fills "
             f"{num_full} pages"
         )
-    asked = f"prompt of {arrival.prompt_len} tokens and max_tokens {arrival.max_tokens}"
     total_len = arrival.prompt_len + arrival.max_tokens
-    if total_len > cluster.max_model_len:
-        return f"{asked} make {total_len} tokens; max_model_len is {cluster.max_model_len}"
     # The last generated token has no KV. A KV binding is the MoE binding and as many others as
     # partials may return.
     num_holders = min(num_open or cluster.num_instances, 1 + cluster.bounds.max_partials)
     pages, frames = num_pages(total_len - 1), num_holders * cluster.num_frames
+    asked = "prompt of {0.prompt_len} tokens and max_tokens {0.max_tokens}"
+    if total_len > cluster.max_model_len:
+        return (
+            f"{asked.format(arrival)} make {total_len} tokens; max_model_len is "
+            f"{cluster.max_model_len}"
+        )
     if pages > frames:
         return (
-            f"{asked} need {pages} frames of {PAGE_SIZE} tokens; {num_holders} instances hold "
-            f"{frames}"
+            f"{asked.format(arrival)} need {pages} frames of {PAGE_SIZE} tokens; {num_holders} "
+            f"instances hold {frames}"
         )
     return None

@@ -241,7 +241,7 @@ class PipelineScheduler:
                 self._release(request_id)
         assert event.number == self._oldest, f"pass {event.number} was reported out of order"
         self._prompts_in = {i: n for i, n in self._prompts_in.items() if n > event.number}
-        for held in self._quarantine.window_reported(0, event.number):
+        for held in self._quarantine.windows_reported([(0, event.number)]):
             self._free(held)
         self._oldest += 1
 

@@ -152,9 +152,9 @@ def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequen
     """
     if degree == 1:
         return [moe_binding]
-    home = state.cluster.node_of(moe_binding)
-    others = sorted(
-        (i for i in state.open if i != moe_binding),
-        key=lambda i: (state.cluster.node_of(i) != home, state.kv_tokens(i), i),
-    )
+    node = state.nodes[state.cluster.node_of(moe_binding)]
+    near = [i for i in state.open if i in node and i != moe_binding]
+    others = sorted(near, key=state.kv_tokens)
+    if len(others) < degree - 1:
+        others += sorted((i for i in state.open if i not in node), key=state.kv_tokens)
     return [moe_binding, *others[: degree - 1]]

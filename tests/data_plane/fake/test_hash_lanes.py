@@ -116,7 +116,7 @@ def test_rows_change_lanes_where_those_that_left_made_them_differ():
     scheduler.plan_window(arrivals, now_us=0)
     assert lanes._loads[0] == lanes._loads[1]
     for now_us in range(1, 9):
-        scheduler._rows.num_unreported.clear()
+        scheduler._rows.in_flight.clear()
         scheduler.plan_window([], now_us)
     loads = [load[0] for load in lanes._loads]
     assert len(lanes._places) == 6 and max(loads) <= 2 * min(loads)
