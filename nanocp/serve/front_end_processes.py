@@ -80,8 +80,9 @@ class FrontEndProcesses:
             self._lost,
             controller_number,
         )
-        self._living: Mapping[Member, FrontEndSpec] = living_of(launcher)
-        """Front ends that have lost their controller, and will dial this one."""
+        self._living: dict[Member, FrontEndSpec] = dict(living_of(launcher))
+        """Front ends that have lost their controller, and will dial this one unless they end."""
+        self._is_first = controller_number == 1
         for spec in self._living.values():
             self._port.secrets.take(spec.name, spec.secret)
         self._launcher = launcher
@@ -103,7 +104,9 @@ class FrontEndProcesses:
         specs = {each: self._spec(each) for each in members if each not in self._living}
         self._launcher.start(specs, self._exited)
         for member, hello in zip(members, self._port.hellos, strict=True):
-            if member in self._living and wait([hello], _DIAL_S).not_done:
+            if member not in self._living or not wait([hello], _DIAL_S).not_done:
+                continue
+            if member in self._living:  # else another process has taken its place meanwhile
                 logger.warning("%s has not dialled in %.0f s; it may be stopped", member, _DIAL_S)
                 self._launcher.kill(member)  # another process takes its place
         timeout_s = self._config.limits.start_timeout_ms / 1000
@@ -181,8 +184,9 @@ class FrontEndProcesses:
         hello = self._port.hellos[index]
         if self._stopping.is_set() or (hello.done() and hello.result().failure):
             return
-        is_of_another = number == 0 and member in self._living
-        if not (hello.done() or is_of_another):
+        if number == 0:
+            self._living.pop(member, None)
+        if self._is_first and not hello.done():
             hello.set_exception(RuntimeError(f"{member}: {how}"))
             return
         now_s = time.monotonic()
@@ -195,7 +199,9 @@ class FrontEndProcesses:
                 "%s: %s, for the %dth time in %.0f s; it is not started again",
                 member, how, _MAX_ENDS, _ENDS_S,
             )  # fmt: skip
-            if self._num_given_up == len(self._ends):
+            if not hello.done():
+                hello.set_exception(RuntimeError(f"{member}: {how}"))
+            elif self._num_given_up == len(self._ends):
                 self._failed(f"no front end is left: {member}: {how}")
             return
         pause_s = min(_FIRST_PAUSE_S * 2 ** (len(recent) - 1), _MAX_PAUSE_S)

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,23 @@ def test_a_front_end_that_is_stopped_when_the_controller_is_lost_is_replaced():
         os.kill(controller, signal.SIGKILL)
         check(running)
         assert not is_running(stopped)
+        check(answers(pool, targets))
+
+
+def test_front_ends_that_end_while_the_next_controller_starts_are_replaced():
+    """Those of the lost controller, and those that the next one has started itself."""
+    with supervised() as (supervisor, targets), ThreadPoolExecutor(8) as pool:
+        pid_of_it = partial(supervisor.hosts[FRONT_ENDS].call, "pid", [FRONT_END])
+        running, lost = answers(pool, targets), pid_of_it()
+        os.kill(lost, signal.SIGSTOP)  # so that it does not dial
+        os.kill(supervisor.process.pid, signal.SIGKILL)
+        for _ in range(2):
+            time.sleep(1)  # for the next controller to begin, if it has not
+            os.kill(lost, signal.SIGKILL)
+            until(lambda lost=lost: pid_of_it() not in (None, lost))
+            lost = pid_of_it()
+        os.kill(lost, signal.SIGKILL)
+        check(running)
         check(answers(pool, targets))
 
 
