@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from dataclasses import fields
+from functools import cache
 
 import pytest
 
@@ -33,6 +34,7 @@ ELSEWHERE = re.compile(
 """Paths in other projects, and results that only a GPU writes."""
 
 
+@cache
 def sentences(path):
     """What a file says to a person: all of it, or the comments and docstrings of Python."""
     text = path.read_text()
@@ -57,6 +59,7 @@ def paths(text):
     return re.findall(pattern, text)
 
 
+@cache
 def exists(name):
     """Whole, or by its last parts (step/cpu.py), or by its first (docs/decisions/0018)."""
     pattern = re.escape(re.sub(r"^(\.\./)+", "", name).rstrip("/")).replace(r"\*", "[^/]*")

@@ -54,7 +54,9 @@ def until_decoding(service):
 
 
 @pytest.mark.parametrize(("num_steps", "max_tokens"), [(1, 40), (4, 120)])
-@pytest.mark.parametrize("policy", ["dual_balanced", "chaos", "uniform_cp:4"])
+@pytest.mark.parametrize(
+    "policy", ["dual_balanced", "chaos", pytest.param("uniform_cp:4", marks=pytest.mark.system)]
+)
 def test_every_token_is_right(policy, num_steps, max_tokens):
     """There are windows enough for pages to move, whenever requests come."""
     lengths = [1, 2, 64, 65, 130, 300, 511, 900, 1, 200]

@@ -225,8 +225,12 @@ print(status("VmHWM") - before)
 @pytest.mark.parametrize(
     ("dtype", "packing"),
     [
-        *((torch.bfloat16, kernels) for kernels in ("torch", "native")),
-        *((torch.float8_e4m3fn, packing) for packing in ("torch", "kept")),
+        (torch.bfloat16, "native"),
+        (torch.float8_e4m3fn, "kept"),
+        *(
+            pytest.param(dtype, "torch", marks=pytest.mark.system)
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        ),
     ],
     ids=str,
 )
