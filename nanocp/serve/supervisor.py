@@ -101,6 +101,7 @@ class Supervisor:
         self._environment = more
         self._losses: deque[float] = deque(maxlen=_MAX_LOSSES)
         self._heard_s = 0.0
+        self._is_stopping = False
         self.process: subprocess.Popen[bytes] | None = None
         """The present controller's process."""
         self.has_served = threading.Event()
@@ -114,6 +115,10 @@ class Supervisor:
                 if status >= 0:
                     return status
                 how = f"ended by {signal.Signals(-status).name}"
+                if self._is_stopping:
+                    # It may have been starting, and knew no signal yet.
+                    logger.info("the controller was %s as the service was asked to stop", how)
+                    return int(status == -signal.SIGKILL)
                 if not self.has_served.is_set():
                     logger.error("the controller was %s before it served", how)
                     return 2
@@ -135,7 +140,8 @@ class Supervisor:
                 host.stop(0.0)
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the controller."""
+        """Pass a signal on to the controller, which ends with it; no other one follows."""
+        self._is_stopping = True
         if self.process is not None:
             self.process.send_signal(number)
 
@@ -154,6 +160,8 @@ class Supervisor:
                 start_new_session=True,
             )
             others.close()
+            if self._is_stopping:  # The signal came while there was no controller.
+                self.process.terminate()
             assert self.process.stdin is not None
             with suppress(BrokenPipeError), self.process.stdin:
                 pickle.dump(self._spec, self.process.stdin)
@@ -199,8 +207,6 @@ def check_adoptable(config: Config) -> None:
         ("cluster.layout", config.cluster.layout, "instances"),
         ("data_plane.device", plane.device, "cpu"),
         ("service.node_streams", service.node_streams, False),
-        ("kv_offload.host_gib", config.kv_offload.host_gib, 0),
-        ("scheduler.offload_host_pages", config.scheduler.offload_host_pages, 0),
     )
     for key, value, right in needed:
         require(

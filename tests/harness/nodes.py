@@ -168,6 +168,10 @@ class Node:
         """Cut the machine off the network: peers see silence."""
         _must("ip", "link", "set", self._link, "down")
 
+    def plug(self) -> None:
+        """Join the machine to the network again."""
+        _must("ip", "link", "set", self._link, "up")
+
     def close(self) -> None:
         """End the machine and remove its network."""
         self.kill()

@@ -34,11 +34,11 @@ KINDS = {
 PROMPT = [7 + 3 * number % 400 for number in range(150)]
 
 
-def answer(targets, options):
+def answer(targets, options, prompt_ids=PROMPT):
     """The tokens of each choice, with their log probabilities."""
     outputs, logprobs = {}, {}
     with Client(targets) as client:
-        for chunk in client.generate(PROMPT, **options):
+        for chunk in client.generate(prompt_ids, **options):
             outputs.setdefault(chunk.index, []).extend(chunk.token_ids)
             logprobs.setdefault(chunk.index, []).extend(chunk.logprobs)
     return outputs, logprobs
@@ -81,4 +81,33 @@ def test_answers_are_as_if_nothing_had_been_killed(tiny_checkpoint, tiny_oracle)
         assert "front end 0: its process was ended by SIGKILL; another process takes" in log
         assert "requests run on for 10 s" in log
         assert "the controller was ended by SIGKILL; another one takes its place" in log
+        assert service.stop() == 0
+
+
+def test_conversations_go_on_over_slots_when_the_controller_is_killed(tiny_checkpoint, tiny_oracle):
+    """Pages leave the frames between two rounds; the next controller knows no slot of the last."""
+    settings = SETTINGS | {"cluster.num_frames": 12, "kv_offload.host_gib": 0.25}
+    histories = [[(31 * number + 7 * each) % 500 for each in range(200)] for number in range(4)]
+    options = LONG | {"max_tokens": 40}
+    with (
+        serving(tiny_checkpoint, 2, settings, ray=False, synthetic_kv=False) as service,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        with Client(service.target) as client:
+            targets = client.server_info().front_ends
+        controller = service.member_pids()["controller"]
+        for number in range(6):
+            prompts = [[*history, *range(20, 53 + number)] for history in histories]
+            answers = [pool.submit(answer, targets, options, prompt) for prompt in prompts]
+            if number == 3:
+                assert service.metrics()["nanocp:kv_offload_hits_total", ""]
+                answers[0].result()
+                os.kill(controller, signal.SIGKILL)
+            for index, prompt in enumerate(prompts):
+                output_ids = answers[index].result()[0][0]
+                assert tiny_oracle.judge(prompt, output_ids).exact, (number, index)
+                histories[index] = [*prompt, *output_ids]
+        assert service.member_pids()["controller"] != controller
+        assert service.metrics()["nanocp:kv_offload_hits_total", ""], "of the second controller"
+        assert service.frames_not_back() == 0
         assert service.stop() == 0

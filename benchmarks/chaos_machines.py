@@ -1,0 +1,172 @@
+"""Chaos between three machines of namespaces under Ray; one of them is unplugged for good. As root.
+
+    PYTHONPATH=tests python benchmarks/chaos_machines.py [--minutes M] [--seed S] [--json PATH]
+
+Enters: a checkpoint of preset tiny with 12 experts, two of them redundant on each instance. Leaves:
+pauses by kind of loss, what was lost, wrong, doubled or left; exit status 1 if a claim of `nanocp
+chaos` does not hold. Does not know: how a service recovers.
+
+An instance is on each machine, and all KV and rows between them go by TCP. Members are killed and
+stopped, machines are unplugged for some seconds, and in the last fifth of the time one of them
+stays unplugged: the other two serve on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_lib
+import os
+import random
+import signal
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from machine import describe, write_results
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.nodes import Node, nodes, why_not
+from harness.ray_machines import RayCluster, Serve, make_checkpoint_of_12, serve
+from nanocp.chaos.judge import ReferenceJudge
+from nanocp.chaos.load import Asked
+from nanocp.chaos.losses import Loss
+from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share, total_losses
+from nanocp.chaos.run import ChaosRun, ask_all, settled
+from nanocp.cli.console import output, print_claims
+from nanocp.serve.process import HELD_FRAMES
+
+NUM_MACHINES = 3
+MEMBER = "ray::MemberActor"
+KILLED, STOPPED = "member killed", "member stopped"
+WHILE, FOR_GOOD = "machine unplugged for a while", "machine unplugged"
+_PAUSES_S = (5.0, 30.0)
+_WHILE_S = (2.0, 12.0)
+_HTTP_PORT, _STATUS_PORT = 8000, 9464
+_SETTINGS = {
+    "CLUSTER__REDUNDANT_EXPERTS": 2,
+    "CLUSTER__NUM_FRAMES": 128,
+    "CLUSTER__MAX_MODEL_LEN": 2048,
+    "SERVICE__HTTP_PORT": _HTTP_PORT,
+    "SERVICE__METRICS_PORT": _STATUS_PORT,
+    "LIMITS__RECOVERY_TIMEOUT_MS": 600_000,
+}
+"""All machines share the cores of this one: other work may hold up a recovery for minutes."""
+
+
+class Unplugging:
+    """Losses drawn by a seed. The first machine, with the controller and Ray's head, stays."""
+
+    def __init__(self, machines: Sequence[Node], seed: int) -> None:
+        self.happened: list[Loss] = []
+        self._machines = machines
+        self._draw = random.Random(f"unplugging {seed}")
+
+    async def cause_until(self, until_s: float) -> None:
+        """Cause one loss after the other, the last one for good."""
+        last_s = until_s - 0.2 * (until_s - time.monotonic())
+        while (now_s := time.monotonic()) < last_s:
+            await asyncio.sleep(min(self._draw.uniform(*_PAUSES_S), last_s - now_s))
+            await self._cause(self._draw.choice((KILLED, STOPPED, WHILE)))
+        self._note(FOR_GOOD, self._machines[-1].name)
+        await asyncio.to_thread(self._machines[-1].unplug)
+
+    async def _cause(self, kind: str) -> None:
+        if kind == WHILE:
+            machine = self._draw.choice(self._machines[1:])
+            self._note(kind, machine.name)
+            await asyncio.to_thread(machine.unplug)
+            await asyncio.sleep(self._draw.uniform(*_WHILE_S))
+            await asyncio.to_thread(machine.plug)
+            return
+        machine = self._draw.choice(self._machines)
+        found = await asyncio.to_thread(machine.run, f"pgrep -f {MEMBER}")
+        if pids := found.stdout.split():
+            number = signal.SIGKILL if kind == KILLED else signal.SIGSTOP
+            self._note(kind, machine.name)
+            await asyncio.to_thread(machine.run, f"kill -{number:d} {self._draw.choice(pids)}")
+
+    def _note(self, kind: str, name: str) -> None:
+        self.happened.append(Loss(kind, time.monotonic(), (name,)))
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="Time in which something is lost.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of the requests and the losses.")] = 0,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the result here, the machine beside it.")
+    ] = None,
+) -> None:
+    """Play chaos between machines; the reference model judges every token."""
+    load_before, console = os.getloadavg()[0], output()
+    if reason := why_not():
+        console.print(reason)
+        raise typer.Exit(2)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = folder / "tiny-12"
+        make_checkpoint_of_12(checkpoint)
+        with nodes(NUM_MACHINES, folder / "machines") as machines:
+            cluster = RayCluster(machines, folder)
+            service = serve(machines, checkpoint, NUM_MACHINES, 1, **_SETTINGS)
+            run = ChaosRun(checkpoint, seconds=60 * minutes, seed=seed)
+            result = play(machines, service, run)
+            cluster.down()
+    if json is not None:
+        write_results(json, [result], describe(load_before))
+    for key, value in result.items():
+        console.print(f"{key}: {value}", highlight=False, markup=False)
+    raise typer.Exit(not print_claims(console, claims_of(result)))
+
+
+def play(machines: Sequence[Node], service: Serve, run: ChaosRun) -> dict[str, Any]:
+    """Load the service, cause losses, and judge what came of it."""
+    asked: list[Asked] = []
+    losses, began_s = Unplugging(machines, run.seed), time.monotonic()
+    http_urls = [f"http://{machines[0].address}:{_HTTP_PORT}"]
+    asyncio.run(ask_all(run, [service.address], http_urls, losses.cause_until, asked))
+    took_s = time.monotonic() - began_s
+    seats: list[int] = []
+    frames = tickets = 0
+    if service.process.poll() is None:
+        seats = json_lib.loads(_status(machines[0], "cluster/seats"))["serving"]
+        frames = settled(lambda: _sum_of(machines[0], HELD_FRAMES))
+        tickets = settled(lambda: _sum_of(machines[0], ("nanocp:tickets_open",)))
+    exit_status, there = service.interrupt(), machines[:-1]
+    found = judged(asked, ReferenceJudge(run.checkpoint))
+    return {
+        "seed": run.seed,
+        "seconds": round(took_s, 1),
+        **found,
+        "losses": total_losses(losses.happened),
+        "seats_at_the_end": seats,
+        "frames_left": frames,
+        "tickets_left": tickets,
+        "segments_left": settled(lambda: sum(len(each.shared_memory()) for each in there)),
+        "processes_left": settled(lambda: sum(len(each.processes(MEMBER)) for each in there)),
+        "exit_status": exit_status,
+        "tokens_per_s": round(found["tokens"] / took_s, 1),
+        "serving_share": serving_share(asked, began_s, run.seconds),
+        "by_kind": pauses_by_kind(asked, losses.happened),
+        "log_end": service.lines[-20:] if exit_status else [],
+    }
+
+
+def _status(machine: Node, path: str) -> str:
+    address = f"http://{machine.address}:{_STATUS_PORT}/{path}"
+    with urllib.request.urlopen(address, timeout=10) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def _sum_of(machine: Node, names: Sequence[str]) -> int:
+    families = text_string_to_metric_families(_status(machine, "metrics"))
+    samples = (sample for family in families for sample in family.samples)
+    return round(sum(sample.value for sample in samples if sample.name in names))
+
+
+if __name__ == "__main__":
+    typer.run(main)
