@@ -33,7 +33,6 @@ from service import checkpoint_of, random_prompts
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.ticket import KEY, EngineTicket, accepted
 from nanocp.client import AsyncClient, ServiceError
-from nanocp.config import Config
 from nanocp.plan import PAGE_SIZE
 from nanocp.serve.process import free_port, serving
 
@@ -235,12 +234,17 @@ def _counted(url: str) -> dict[str, Any]:
 
 
 class _Engine:
-    """Writes pages: the embedded prefill's for a probe, and noise for held prompts."""
+    """Writes pages: the reference's for a probe, and noise for held prompts."""
 
     def __init__(self, checkpoint: Path) -> None:
-        from data_plane.startup.prefill import build_prefill
+        import torch
 
-        self._prefill = build_prefill(Config(), checkpoint)
+        from data_plane.model.config import ModelConfig
+        from data_plane.model.weights import load_weights
+
+        self._model = ModelConfig.from_folder(checkpoint)
+        experts = range(self._model.num_experts)
+        self._weights = load_weights(checkpoint, self._model, torch.float32, experts)
         self._writers = PageWriters(())
         self._lock = threading.Lock()
         self._noise = np.zeros(0, np.uint8)
@@ -248,7 +252,11 @@ class _Engine:
 
     def compute(self, ticket: EngineTicket, ids: Sequence[int]) -> None:
         """Write every page of a prompt."""
-        for page, payload in self._prefill.pages(ids, ticket.num_tokens):
+        from data_plane.prefill.pages import payload_of, prefill_pages
+
+        pages = prefill_pages(self._weights, self._model, ids, ticket.num_tokens, STREAM_TOKENS)
+        for page, kv_LSW in pages:
+            payload = payload_of(kv_LSW, None)
             self._noise = np.array(payload)
             self._write(ticket, page, payload)
 

@@ -30,6 +30,7 @@ from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from nanocp.config import Config
+from nanocp.passes import LayoutWanted, ServiceEvent
 from nanocp.plan import (
     AbortRequested,
     ClusterLost,
@@ -91,15 +92,16 @@ class Controller:
         self._front_end = front_end
         self._metrics = metrics
         self._view = view
-        self._event_log = open_event_log(config, time.time_ns() // 1000 - _now_us())
-        if event_log := self._event_log:
-            metrics.recovery.log_with(lambda: event_log.num_missing)
-        self._events: list[Event] = []
+        self._events: list[ServiceEvent] = []
         self._submitted: dict[int, Submission] = {}
         """By request, from submit until its prompt is on its way to the prefill."""
         self.members = Members(config, self, processes, metrics.recovery, num_experts)
         self._flights = make_flights(self.members)
         self._scheduler = self._flights.scheduler
+        wall_us = time.time_ns() // 1000 - _now_us()
+        self._event_log = open_event_log(config, wall_us, self._flights.pipeline)
+        if event_log := self._event_log:
+            metrics.recovery.log_with(lambda: event_log.num_missing)
         self._deadlines = Deadlines()
         self._resubmissions = 0
         """Front ends that have yet to submit their open requests again, once for each term."""
@@ -142,6 +144,7 @@ class Controller:
 
         async def want() -> None:
             wanted = self._flights.want_layout(tuple(split))
+            self._events.append(LayoutWanted(tuple(split)))
             self._look()
             await asyncio.wrap_future(wanted)
 

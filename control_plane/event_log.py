@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +29,8 @@ from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import Event, InstanceLost, Plan
+from nanocp.passes import PipelineConfig, ServiceEvent
+from nanocp.plan import InstanceLost, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +50,14 @@ def _kind(entry: Any) -> str | None:
 
 
 if TYPE_CHECKING:
-    _Entry = tuple[str, Event]
+    _Entry = tuple[str, ServiceEvent]
 else:
     # [name of the event's class, its fields]: some events differ in nothing but their class.
     _Entry = Annotated[
         Union[  # noqa: UP007 (of a list that is computed)
             tuple(
                 Annotated[tuple[Literal[kind.__name__], kind], Tag(kind.__name__)]
-                for kind in get_args(Event)
+                for kind in get_args(ServiceEvent)
             )
         ],
         Discriminator(_kind),
@@ -75,6 +76,8 @@ class Header:
     scheduler: SchedulerConfig
     wall_us: int = 0
     """Unix time at `now_us` 0, in us. 0: unknown, as in a simulation."""
+    pipeline: PipelineConfig | None = None
+    """None: the scheduler is that of a cluster of instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +108,8 @@ def digest(plan: Plan) -> dict[str, int | str]:
     the field, and the wire is made of nothing else.
     """
     digests: dict[str, int | str] = {}
-    for name in Plan.__annotations__:
-        value = getattr(plan, name)
+    for field in fields(plan):
+        name, value = field.name, getattr(plan, field.name)
         if name == "window" and value is not None:
             digests[name] = value
         elif value:
@@ -128,11 +131,12 @@ class EventLog:
         scheduler: SchedulerConfig,
         wall_us: int = 0,
         max_bytes: int = 0,
+        pipeline: PipelineConfig | None = None,
     ) -> None:
         """Begin a log. One that is there is kept: its files get the time of its last write as name.
 
-        wall_us: see Header. max_bytes: a part that has as many is followed by another; 0: one part.
-        Raises OSError if the log cannot be written.
+        wall_us, pipeline: see Header. max_bytes: a part that has as many is followed by another; 0:
+        one part. Raises OSError if the log cannot be written.
         """
         self._path = path
         self._max_bytes = max_bytes
@@ -140,15 +144,16 @@ class EventLog:
         self._has_calls = False
         self.num_missing = 0
         """Calls that the log lacks because it could not be written: at least so many."""
-        header = _HEADER.dump_json(Header(VERSION, cluster, scheduler, wall_us)) + b"\n"
+        header = Header(VERSION, cluster, scheduler, wall_us, pipeline)
+        first_line = _HEADER.dump_json(header) + b"\n"
         try:
             _keep(path)
-            path.write_bytes(header)
+            path.write_bytes(first_line)
             self._file = path.open("ab", buffering=_BUFFER_BYTES)
         except OSError as error:
             raise OSError(f"the event log {path} cannot be written: {error.strerror}") from error
 
-    def write(self, now_us: int, events: Sequence[Event], plan: Plan | None) -> None:
+    def write(self, now_us: int, events: Sequence[ServiceEvent], plan: Plan | None) -> None:
         """One call and its answer; no plan: the scheduler failed."""
         if self._file.closed:
             self.num_missing += 1
@@ -203,8 +208,8 @@ class LogThread:
 
     def __init__(self, log: EventLog, max_calls: int = _MAX_CALLS) -> None:
         self._log = log
-        self._calls: queue.Queue[tuple[int, Sequence[Event], Plan | None] | None] = queue.Queue(
-            max_calls
+        self._calls: queue.Queue[tuple[int, Sequence[ServiceEvent], Plan | None] | None] = (
+            queue.Queue(max_calls)
         )
         self.num_dropped = 0
         """Calls that are not in the log because the disk did not take those before them."""
@@ -216,7 +221,7 @@ class LogThread:
         """Calls that the log lacks, whether the disk is slow, full or broken."""
         return self.num_dropped + self._log.num_missing
 
-    def write(self, now_us: int, events: Sequence[Event], plan: Plan | None) -> None:
+    def write(self, now_us: int, events: Sequence[ServiceEvent], plan: Plan | None) -> None:
         """Queue one call and its answer; see EventLog.write. Never waits."""
         if self.num_dropped == 0:
             with contextlib.suppress(queue.Full):
@@ -297,17 +302,20 @@ def log_lines(
             yield from file
 
 
-def open_event_log(config: Config, wall_us: int) -> LogThread | None:
+def open_event_log(
+    config: Config, wall_us: int, pipeline: PipelineConfig | None = None
+) -> LogThread | None:
     """The log that the configuration asks for, which a thread writes; None without one.
 
-    wall_us: see EventLog. Raises OSError if it cannot be written.
+    wall_us, pipeline: see Header. Raises OSError if it cannot be written.
     """
     service = config.service
     if not service.event_log:
         return None
     max_bytes = service.event_log_part_mb * 10**6
     path = Path(service.event_log)
-    return LogThread(EventLog(path, config.cluster, config.scheduler, wall_us, max_bytes))
+    log = EventLog(path, config.cluster, config.scheduler, wall_us, max_bytes, pipeline)
+    return LogThread(log)
 
 
 class LogReader:

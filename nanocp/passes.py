@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanocp.choices import check_at_least, require
-from nanocp.plan import Ended, Finished, InstancePlan, Preempted
+from nanocp.plan import Ended, Event, Finished, InstancePlan, Plan, Preempted
 
 if TYPE_CHECKING:
     from nanocp.config import Config
@@ -179,10 +179,6 @@ def pipeline_obstacle(config: Config) -> str:
             config.cluster.spares != 0,
             f"cluster.spares {config.cluster.spares}: a spare has loaded no layers of a stage",
         ),
-        (
-            bool(config.service.event_log),
-            "service.event_log is set: its calls cannot be replayed yet",
-        ),
     )
     return next((sentence for is_asked, sentence in not_here if is_asked), "")
 
@@ -200,6 +196,15 @@ def layers_of(split: Sequence[int], stage: int) -> range:
     """The layers of a stage."""
     first = sum(split[:stage])
     return range(first, first + split[stage])
+
+
+def prompt_passes(num_stages: int) -> int:
+    """Passes in flight where nothing is sampled: two for each stage.
+
+    The first chunk of a prompt takes less time than the last. With a pass more a stage need not
+    wait for a long one that is before it.
+    """
+    return 2 * num_stages if num_stages > 1 else 1
 
 
 WAIT_CAUSES = ("fill", "tail", "kv", "work")
@@ -276,6 +281,16 @@ class PassDone:
 
 
 @dataclass(frozen=True, slots=True)
+class StageWorked:
+    """A stage has run its layers of a pass. Each reports its passes in their order."""
+
+    stage: int
+    number: int
+    us: float
+    """Time in which it did not wait."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayersMoved:
     """A stage has sent and received its part of LayerMoves. Every stage reports each of them."""
 
@@ -300,3 +315,16 @@ class PipelinePlan:
     """To be sent before the pass."""
     ended: tuple[Ended, ...] = ()
     preempted: tuple[Preempted, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PassesPlan(Plan):
+    """A plan of a pipeline for the controller: its window is a pass, of one table."""
+
+    pass_plan: PassPlan | None = None
+    layer_moves: LayerMoves | None = None
+    """To be sent before the pass."""
+
+
+ServiceEvent = Event | LayersMoved | LayoutWanted
+"""What happens in a cluster of instances, or in a pipeline."""

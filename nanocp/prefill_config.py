@@ -27,11 +27,11 @@ class PrefillConfig:
     since it is a secret. Empty: they ask for none."""
     stages: int = 1
     """Processes that compute prompts together, each with some layers of the model. 1: the embedded
-    prefill, with all layers in one process. All are on one machine."""
+    prefill, one process with all layers. All are on one machine."""
     synthetic_kv: bool = False
     """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
     chunk_tokens: int = 512
-    """Most tokens of one forward pass of the embedded prefill, and of a pass through stages."""
+    """Most tokens of a pass through the stages of the prefill."""
     ring_pages: int = 8
     """Pages in each receive ring; an instance has one ring for each engine or stage."""
     timeout_ms: int = 60_000
@@ -88,6 +88,4 @@ class PrefillConfig:
 
     def layers_from(self, writer: int, num_layers: int) -> range:
         """The layers of the pages that this writer writes: those of a stage, or all."""
-        if self.stages == 1:
-            return range(num_layers)
-        return layers_of(even_split(num_layers, self.stages), writer)
+        return layers_of(even_split(num_layers, self.stages), writer % self.stages)

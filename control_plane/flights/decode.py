@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 from control_plane.flights.transfers import Transfers, fetched_pages, num_cached
 from control_plane.flights.windows import WindowsInFlight
@@ -21,6 +21,7 @@ from control_plane.scheduler.invariants import check
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import Config
+from nanocp.passes import ServiceEvent
 from nanocp.plan import (
     Event,
     InstancePlan,
@@ -42,6 +43,7 @@ class DecodeFlights:
 
     def __init__(self, config: Config, members: Members, metrics: Metrics) -> None:
         """Raises ValueError for an unknown policy."""
+        self.pipeline = None
         self.scheduler = Scheduler(config.cluster, config.scheduler)
         self._members = members
         self._metrics = metrics
@@ -65,9 +67,9 @@ class DecodeFlights:
         """See Flights."""
         return self._windows.missing()
 
-    def plan(self, events: Sequence[Event], now_us: int) -> Plan:
+    def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
         """See Flights."""
-        plan = self.scheduler.plan_window(events, now_us)
+        plan = self.scheduler.plan_window(cast(Sequence[Event], events), now_us)
         if self.scheduler.offload.is_on:
             self._metrics.offload.planned(self.scheduler.offload.reading)
         return plan

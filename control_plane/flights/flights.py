@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.observed import ObservedScheduler
+from nanocp.passes import PipelineConfig, ServiceEvent
 from nanocp.plan import Event, Plan, WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -24,6 +25,10 @@ class Flights(Protocol):
     @property
     def scheduler(self) -> ObservedScheduler:
         """The scheduler."""
+
+    @property
+    def pipeline(self) -> PipelineConfig | None:
+        """What the scheduler was made with besides; None: it is that of a cluster of instances."""
 
     def __len__(self) -> int:
         """Windows or passes in flight."""
@@ -39,7 +44,7 @@ class Flights(Protocol):
     def missing(self) -> list[int]:
         """Instances that have not reported the oldest."""
 
-    def plan(self, events: Sequence[Event], now_us: int) -> Plan:
+    def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
         """Call the scheduler."""
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
@@ -60,7 +65,7 @@ class Flights(Protocol):
         Raises ValueError if the instance had no such flight to report.
         """
 
-    def reported(self, instance: int, message: pb.FromInstance) -> Event | None:
+    def reported(self, instance: int, message: pb.FromInstance) -> ServiceEvent | None:
         """Take any other report of an instance; returns what it is for the scheduler, if anything.
 
         Raises ValueError for one that has no meaning here.
@@ -92,7 +97,7 @@ class Flights(Protocol):
     def want_layout(self, split: tuple[int, ...]) -> Future[None]:
         """Let layers move to another layout of stages; done when every stage has reported it.
 
-        Raises ValueError saying why they cannot.
+        The scheduler hears of it by LayoutWanted. Raises ValueError saying why they cannot.
         """
 
     def stages(self) -> list[dict[str, Any]]:

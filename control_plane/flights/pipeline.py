@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from control_plane.frontend.controller_interface import Submission
@@ -17,29 +16,17 @@ from control_plane.member_streams import Member
 from control_plane.members.members import Members
 from control_plane.observe.stage_metrics import StageMetrics
 from control_plane.scheduler.pipeline.invariants import check_pipeline
-from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
+from control_plane.scheduler.pipeline.pass_planner import PassPlanner
 from nanocp.config import Config
 from nanocp.passes import (
     LayersMoved,
-    LayoutWanted,
-    PassDone,
+    PassesPlan,
+    PassPlan,
     PipelineConfig,
-    PipelinePlan,
+    ServiceEvent,
     layers_of,
 )
-from nanocp.plan import (
-    AbortRequested,
-    Arrival,
-    ClusterLost,
-    Event,
-    InstanceLost,
-    Placement,
-    Plan,
-    Regrouped,
-    Resubmitted,
-    TermEnded,
-    WindowDone,
-)
+from nanocp.plan import ClusterLost, Event, Plan, Regrouped, WindowDone
 from nanocp.table import InstanceTable
 from nanocp.wire import passes
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -52,19 +39,16 @@ class PipelineFlights:
         self, config: Config, members: Members, num_layers: int, metrics: StageMetrics
     ) -> None:
         """Raises ValueError if the configuration and the model do not fit."""
-        self._pipeline = PipelineConfig.of(config, num_layers)
-        self._last = self._pipeline.num_stages - 1
-        cluster = replace(config.cluster, num_instances=1)
-        self.scheduler = PipelineScheduler(cluster, config.scheduler, self._pipeline)
+        self.pipeline = PipelineConfig.of(config, num_layers)
+        self._last = self.pipeline.num_stages - 1
+        self._planner = PassPlanner(config.cluster, config.scheduler, self.pipeline)
+        self.scheduler = self._planner.scheduler
         self._members, self._metrics = members, metrics
         self._table = InstanceTable(0, 1)
         """The stages' table after all passes that were sent."""
-        self._planned = PipelinePlan(None)
-        self._news: list[PipelineEvent] = []
-        """What the scheduler gets with the next call, besides the controller's events."""
-        self._next_reports = [0] * self._pipeline.num_stages
+        self._next_reports = [0] * self.pipeline.num_stages
         """For each stage, the oldest pass that it has not reported."""
-        self._reports: list[WindowDone | None] = [None] * self._pipeline.num_stages
+        self._reports: list[WindowDone | None] = [None] * self.pipeline.num_stages
         self._after_rest: set[int] = set()
         """Passes that were sent when none was in flight, until every stage has reported them."""
         self._is_between_terms = False
@@ -78,7 +62,7 @@ class PipelineFlights:
     @property
     def is_full(self) -> bool:
         """See Flights: one pass more than there are stages waits at the first one."""
-        return len(self) > self._pipeline.num_stages
+        return len(self) > self.pipeline.num_stages
 
     @property
     def oldest(self) -> int | None:
@@ -90,51 +74,26 @@ class PipelineFlights:
         oldest = self._next_reports[-1]
         return [stage for stage, number in enumerate(self._next_reports) if number <= oldest]
 
-    def plan(self, events: Sequence[Event], now_us: int) -> Plan:
+    def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
         """See Flights."""
-        taken = [taken for event in events for taken in self._events_of(event)]
-        news, self._news = self._news, []
-        planned = self._planned = self.scheduler.plan_pass([*news, *taken], now_us)
-        self._answer_operator()
-        pass_plan, placements = planned.pass_plan, []
-        if pass_plan is not None:
-            for start in pass_plan.table.starts:
-                holders = ((0, self._last),)
-                placements.append(
-                    Placement(start.request_id, self._last, start.position + 1, holders)
-                )
-        return Plan(
-            None if pass_plan is None else pass_plan.number,
-            () if pass_plan is None else (pass_plan.table,),
-            placements=tuple(placements),
-            ended=planned.ended,
-            preempted=planned.preempted,
-        )
-
-    def _events_of(self, event: Event) -> list[PipelineEvent]:
-        match event:
-            case WindowDone(instance, window, finished):
-                # The other stages' reports are telemetry: the last one runs a pass last.
-                return [PassDone(window, finished)] if instance == self._last else []
-            case Arrival() | AbortRequested() | InstanceLost() | TermEnded() | Resubmitted():
-                return [event]
-            case Regrouped():
-                self._is_between_terms = False
-                return [event]
-            case ClusterLost():
-                if self._asked is not None:
+        plan = self._planner.plan_window(events, now_us)
+        for event in events:
+            match event:
+                case Regrouped():
+                    self._is_between_terms = False
+                case ClusterLost() if self._asked is not None:
                     self._asked[1].set_exception(RuntimeError(event.message))
                     self._asked = None
-                return [event]
-        return []  # of a prefill's tickets, and of seats: all must be taken
+        self._answer_operator()
+        return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
         """See Flights. Layers move before the pass; the first stage gets the prompts.
 
         The last one gets those whose log probabilities it reports.
         """
-        if self._planned.layer_moves is not None:
-            moves = passes.layer_moves_to_wire(self._planned.layer_moves)
+        if isinstance(plan, PassesPlan) and plan.layer_moves is not None:
+            moves = passes.layer_moves_to_wire(plan.layer_moves)
             self._to_all(pb.ToInstance(layer_moves=moves))
         for placement in plan.placements:
             submission = submitted[placement.request_id]
@@ -151,14 +110,12 @@ class PipelineFlights:
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:
         """See Flights."""
-        assert self._planned.pass_plan is not None
-        spans = self._planned.pass_plan.spans
+        spans = _pass_of(plan).spans
         return next(span.first for span in spans if span.request_id == submission.request_id)
 
     def send(self, plan: Plan) -> None:
         """See Flights."""
-        pass_plan = self._planned.pass_plan
-        assert pass_plan is not None and pass_plan.number == plan.window
+        pass_plan = _pass_of(plan)
         self._table.apply(pass_plan.table.changes)
         if len(self) == 1:
             oldest = min(self._next_reports)
@@ -167,7 +124,7 @@ class PipelineFlights:
         self._to_all(pb.ToInstance(pass_plan=passes.pass_plan_to_wire(pass_plan)))
 
     def _to_all(self, message: pb.ToInstance) -> None:
-        for stage in range(self._pipeline.num_stages):
+        for stage in range(self.pipeline.num_stages):
             self._members.send(Member("instance", stage), message)
 
     def window_done(self, done: WindowDone) -> bool:
@@ -180,27 +137,22 @@ class PipelineFlights:
         self._metrics.ran(done, done.window in self._after_rest)
         return stage == self._last
 
-    def reported(self, instance: int, message: pb.FromInstance) -> Event | None:
+    def reported(self, instance: int, message: pb.FromInstance) -> ServiceEvent | None:
         """See Flights."""
         kind = message.WhichOneof("message")
         if kind != "layers_moved":
             raise ValueError(f"stage {instance} sent {kind}, which has no meaning here")
-        self._news.append(LayersMoved(instance, message.layers_moved))
-        return None
+        return LayersMoved(instance, message.layers_moved)
 
     # --- an operator's layout
 
     def want_layout(self, split: tuple[int, ...]) -> Future[None]:
-        """Let layers move to another layout; done when every stage has reported it.
-
-        Raises ValueError saying why they cannot.
-        """
+        """See Flights."""
         if self._asked is not None:
             raise ValueError("another layout is asked for already; ask again later")
         if obstacle := self.scheduler.layouts.obstacle(split):
             raise ValueError(obstacle)
         self._asked = split, Future()
-        self._news.append(LayoutWanted(split))
         return self._asked[1]
 
     def _answer_operator(self) -> None:
@@ -229,12 +181,13 @@ class PipelineFlights:
                     "stage": stage,
                     "first_layer": layers.start,
                     "num_layers": len(layers),
-                    "max_layers": self._pipeline.num_places,
+                    "max_layers": self.pipeline.num_places,
                     "pass_ms": report.step_us / 1e3 if report else None,
                     "waits": self._metrics.shares(stage),
                     "layout": layouts.layout,
                     "layout_changes": layouts.num_changes,
                     "is_moving": layouts.is_moving,
+                    "slowness": layouts.speeds.slowness[stage],
                 }
             )
         return stages
@@ -254,15 +207,12 @@ class PipelineFlights:
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
         """See Flights: every stage is as at the start, and passes count from 0 again."""
         self._table = InstanceTable(0, 1)
-        self._next_reports = [0] * self._pipeline.num_stages
+        self._next_reports = [0] * self.pipeline.num_stages
 
     def end_term(self) -> None:
         """See Flights."""
         self._is_between_terms = True
-        self._news.clear()
         self._after_rest.clear()
-        if self._asked is not None:  # The scheduler may have heard of it or not.
-            self._news.append(LayoutWanted(self._asked[0]))
 
     def prefill_arrived(self) -> None:
         """See Flights: a pipeline has no prefill."""
@@ -274,3 +224,8 @@ class PipelineFlights:
     def check(self) -> None:
         """See Flights."""
         check_pipeline(self.scheduler, self._table)
+
+
+def _pass_of(plan: Plan) -> PassPlan:
+    assert isinstance(plan, PassesPlan) and plan.pass_plan is not None
+    return plan.pass_plan

@@ -28,7 +28,8 @@ from control_plane.observe.tenant_loads import TenantLoad, tenant_loads
 from control_plane.observe.timelines import NOTHING_NOTED, Timeline, Timelines, sentences
 from control_plane.scheduler.request import TRANSFERRING, Request, num_pages
 from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE, Event, Finished, InstanceLoad, Plan, WindowDone
+from nanocp.passes import ServiceEvent
+from nanocp.plan import PAGE_SIZE, Finished, InstanceLoad, Plan, WindowDone
 
 _PERIOD_S = 0.5
 """Time between two snapshots, and between two points of the curves."""
@@ -125,7 +126,7 @@ class ClusterView:
     def planned(
         self,
         now_us: int,
-        events: Sequence[Event],
+        events: Sequence[ServiceEvent],
         plan: Plan,
         noted: Mapping[int, str] = NOTHING_NOTED,
     ) -> None:

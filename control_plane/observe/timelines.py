@@ -16,10 +16,10 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from nanocp.passes import ServiceEvent
 from nanocp.plan import (
     Arrival,
     Ended,
-    Event,
     Finished,
     Placement,
     Plan,
@@ -197,7 +197,7 @@ class Timelines:
     def planned(
         self,
         now_us: int,
-        events: Sequence[Event],
+        events: Sequence[ServiceEvent],
         plan: Plan,
         noted: Mapping[int, str] = NOTHING_NOTED,
     ) -> None:

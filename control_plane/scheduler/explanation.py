@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.cp_degree import cp_degree
@@ -22,7 +22,7 @@ from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 _MAX_REASONS = 16
 """Most reasons to wait in a row that a story keeps: the first ones and the last."""
 
-PlanWindow = Callable[[Sequence[Event], int], Plan]
+PlanWindow = Callable[[Sequence[Any], int], Plan]
 
 
 class NodeLoad(NamedTuple):

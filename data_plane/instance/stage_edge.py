@@ -87,6 +87,8 @@ class StageEdge(ABC):
         """At the last stage, which samples."""
         self._asked: dict[int, tuple[Sequence[int], PromptLogprobs]] = {}
         """At the last stage: request -> (known tokens, who gets their log probabilities)."""
+        self._asked_next: dict[int, tuple[Sequence[int], PromptLogprobs]] = {}
+        """Those of attempts that have not started: an earlier one of the request may still run."""
         self._tokens_until = -1
         """The last pass whose tokens are here."""
         self._newest_moves = 0
@@ -193,7 +195,7 @@ class StageEdge(ABC):
         token_ids: all that are known; each but the first has one. They come in order, before the
         pass is reported in which they were computed.
         """
-        self._asked[request_id] = token_ids, wanted
+        self._asked_next[request_id] = token_ids, wanted
 
     def run(self, item: PassPlan | LayerMoves) -> Waits:
         """Run what comes next; yields what it waits for. Raises RuntimeError if it cannot be."""
@@ -202,6 +204,10 @@ class StageEdge(ABC):
         else:
             yield from self._run_pass(item)
         self.progress()
+
+    def skip(self, plan: PassPlan) -> None:
+        """Pass over a pass of a pipeline of one stage that failed; its requests must end."""
+        self._links.send_tokens(PassTokens(plan.number, ()))
 
     def progress(self) -> None:
         """Take KV that arrived, and send what finds a place. Call it when idle; never blocks."""
@@ -290,14 +296,16 @@ class StageEdge(ABC):
         started = {start.request_id for start in table.starts}
         for request_id in table.ends:
             self._rows.pop(request_id, None)
+            self._asked.pop(request_id, None)
             if request_id not in started:
                 self._ids.pop(request_id, None)
                 self._first_pass.pop(request_id, None)
-                self._asked.pop(request_id, None)
         if self._stage == 0:
             self._first_pass |= dict.fromkeys(started, plan.number)
         if self._is_last:
             for start in table.starts:
+                if start.request_id in self._asked_next:
+                    self._asked[start.request_id] = self._asked_next.pop(start.request_id)
                 if start.row_start:  # else no span of it samples
                     self._rows[start.request_id] = Row.start(start)
         self._empty_frames(table, plan.spans)

@@ -37,8 +37,12 @@ class RingStageLinks:
         max_pass_tokens: int,
         row: torch.Tensor,
         limits: LimitsConfig,
+        max_in_flight: int | None = None,
     ) -> None:
-        """row: one hidden row of zeros, [X] in the rows' dtype."""
+        """row: one hidden row of zeros, [X] in the rows' dtype.
+
+        max_in_flight: passes that may be in flight. None: one for each stage.
+        """
         self._segments, self._stage, self._num_stages = segments, stage, num_stages
         self._row, self._limits = row, limits
         self._own_tokens: list[PassTokens] = []
@@ -48,7 +52,7 @@ class RingStageLinks:
         if num_stages > 1:
             row_bytes = _TOKEN_WORDS * 8 if stage == 0 else row.nbytes
             kind = _TOKENS if stage == 0 else _HIDDEN
-            places = num_stages + 2
+            places = (max_in_flight or num_stages) + 2
             self._ring = PageRing.create(segments, stage, places, max_pass_tokens * row_bytes, kind)
 
     def connect(self) -> None:

@@ -36,7 +36,7 @@ class FailureReported(Exception):
 
 
 Make = Callable[..., Any]
-"""Makes an instance, prefill or probe; see instance_runner.run_instance and its siblings."""
+"""Makes an instance, a stage or a probe; see instance_runner.run_instance and its siblings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class MemberSpec:
     """All that a member's process needs to know; picklable."""
 
     factory: str
-    """module:function that makes the instance or prefill; launchers must not import the module."""
+    """module:function that makes the instance, the probe of a prefill or a stage of one; launchers
+    must not import the module."""
     config: Config
     cluster_id: str
     """Prefix of every shared-memory name of this cluster."""
@@ -79,6 +80,8 @@ class MemberSpec:
     carrier: str = ""
     """Address on this machine of the process that carries an instance's stream to the controller,
     or at which this one does. Empty: the instance dials the controller."""
+    planner: str = ""
+    """module:function of a configuration, which makes what plans the passes of a prefill."""
 
     @property
     def name(self) -> str:
@@ -96,6 +99,11 @@ class MemberSpec:
     def make(self) -> Make:
         """The factory, whose module is imported here."""
         return _named(self.factory)
+
+    @property
+    def make_planner(self) -> Make:
+        """What makes the planner, whose module is imported here."""
+        return _named(self.planner)
 
 
 def _named(factory: str) -> Make:

@@ -1,22 +1,26 @@
-"""A stage of the prefill: `python -m data_plane.member.prefill_stage`, started by the prefill.
+"""A stage of the prefill: `python -m data_plane.member.prefill_stage`, or a thread of the prefill.
 
-Enters: a StageSpec, then passes, prompts and terms, through a pipe. Leaves: KV of its layers, page
-by page into the instances' rings; to front ends, log probabilities of prompts; reports, through the
-pipe. Does not know: the controller, who plans passes. It ends when the pipe does.
+Enters: a StageSpec, then passes, prompts and terms, from the prefill. Leaves: KV of its layers,
+page by page into the instances' rings; to front ends, log probabilities of prompts; reports to the
+prefill. Does not know: the controller, who plans passes, what a layer computes. As a process it
+ends when the pipe to the prefill does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.page_ring import PageRingWriter, prefill_ring
 from data_plane.member.lifetime import segments_of, sentence, whole_percents
 from data_plane.member.stage_messages import (
@@ -32,15 +36,39 @@ from data_plane.member.stage_messages import (
     StageSuspects,
 )
 from data_plane.member.token_streams import TokenStreams
-from data_plane.startup.prefill import PrefillStage, build_prefill_stage
 from data_plane.transport.exchange import ExchangeError, PeerLost, Term, TermOver
 from data_plane.transport.segments import Segments
 from nanocp.logs import configure
 from nanocp.passes import PassPlan, Span
 from nanocp.plan import PAGE_SIZE, Transfer
 
+logger = logging.getLogger(__name__)
+
 _WAIT_MS = 2.0
 """Longest single wait for hidden rows: messages are looked for in between."""
+
+
+class PrefillEnds(Exception):
+    """The prefill lets its stage end."""
+
+
+class StageEnd(NamedTuple):
+    """A stage's end of its connection to the prefill."""
+
+    recv: Callable[[], Any]
+    """Wait for the next message; None is the last one. Raises EOFError if the prefill is gone."""
+    send: Callable[[Any], None]
+
+
+class PagesOfStage(Protocol):
+    """A stage, and the pages that it computes."""
+
+    @property
+    def stage(self) -> StageEdge:
+        """What runs passes."""
+
+    def payload(self, ticket: int, page: int) -> Any:
+        """Its layers of a page that it has computed, as an instance's ring takes them."""
 
 
 class PrefillStageLoop:
@@ -48,9 +76,9 @@ class PrefillStageLoop:
 
     def __init__(
         self,
-        built: PrefillStage,
+        built: PagesOfStage,
         spec: StageSpec,
-        pipe: Connection,
+        pipe: StageEnd,
         segments: Segments,
         streams: TokenStreams,
     ) -> None:
@@ -62,6 +90,8 @@ class PrefillStageLoop:
         self._limits = spec.member.config.limits
         self._num_instances = spec.member.config.cluster.num_instances
         self._ring = prefill_ring(spec.stage)
+        self._is_alone = spec.member.config.prefill.stages == 1
+        """Then a pass that fails costs its prompts, and else the prefill: others wait for it."""
         self._inbox: Queue[Any] = Queue()
         self._writers: dict[int, PageRingWriter] = {}
         """By instance: the rings of the present term."""
@@ -71,7 +101,7 @@ class PrefillStageLoop:
         """Ticket -> (transfer, {page: instance}), of pages that this stage has yet to send."""
 
     def run(self) -> None:
-        """Work until the pipe ends, which ends the process."""
+        """Work until the prefill lets it end, which raises PrefillEnds."""
         threading.Thread(target=self._read, name="from the prefill", daemon=True).start()
         while True:
             if self._next_term is not None:
@@ -98,14 +128,23 @@ class PrefillStageLoop:
             self._segments.term.end(math.inf)
             self._inbox.put(None)
             return
-        # The prefill is gone. Its successor's stages need the rings, so nothing may be finished.
+        # The process of the prefill is gone. Its successor's stages need the rings, so nothing may
+        # be finished.
         os._exit(1)
 
     def _run(self, plan: PassPlan) -> None:
-        for _ in self._built.stage.run(plan):
-            # Unbounded on purpose: the prefill bounds how long a pass takes.
-            self._built.stage.wait(_WAIT_MS)
-            self._take_all()
+        try:
+            for _ in self._built.stage.run(plan):
+                # Unbounded on purpose: the prefill bounds how long a pass takes.
+                self._built.stage.wait(_WAIT_MS)
+                self._take_all()
+        except (ValueError, RuntimeError, MemoryError) as error:
+            if not self._is_alone:
+                raise
+            logger.error("pass %d failed", plan.number, exc_info=error)
+            self._built.stage.skip(plan)
+            for span in plan.spans:
+                self._give_up(span.request_id, sentence(error))
         self._take_all()
         for span in plan.spans:
             self._send_pages(span)
@@ -137,6 +176,10 @@ class PrefillStageLoop:
             is_last = True
         if is_last:
             self._tickets.pop(ticket, None)
+
+    def _give_up(self, ticket: int, reason: str) -> None:
+        if self._tickets.pop(ticket, None) is not None:
+            self._pipe.send(StageGaveUp(ticket, reason))
 
     def _is_cancelled(self, ticket: int) -> bool:
         self._take_all()
@@ -184,7 +227,7 @@ class PrefillStageLoop:
                         transfer.request_id,
                         num_top,
                         front_end,
-                        lambda reason: self._pipe.send(StageGaveUp(ticket, reason)),
+                        lambda reason: self._give_up(ticket, reason),
                     )
                     stage.ask_logprobs(ticket, token_ids, wanted)
                 self._tickets[ticket] = transfer, transfer.instances()
@@ -194,35 +237,44 @@ class PrefillStageLoop:
                 self._tickets.clear()
                 self._next_term = message
             case None:
-                raise SystemExit(0)
+                raise PrefillEnds
 
 
-def main() -> int:
-    """Read the spec and run the stage; returns the exit status."""
-    pipe = Connection(int(sys.argv[1]))
-    spec: StageSpec = pipe.recv()
-    member, service = spec.member, spec.member.config.service
-    configure(service.log_format, service.log_level, f"prefill stage {spec.stage}")
-    loading = whole_percents(lambda percent: pipe.send(StageLoading(percent)))
+def serve_stage(end: StageEnd, spec: StageSpec) -> bool:
+    """Make the stage that the member's factory names, and run it until the prefill lets it end.
+
+    Returns False after a failure, which it reports.
+    """
+    member = spec.member
+    loading = whole_percents(lambda percent: end.send(StageLoading(percent)))
     try:
         with contextlib.ExitStack() as held:
             links = Segments(spec.links_id)
-            built = build_prefill_stage(
-                member.config, spec.stage, links, member.checkpoint, loading
-            )
+            built = member.make(member.config, spec.stage, links, member.checkpoint, loading)
             held.callback(built.stage.close)
             built.stage.connect()
             term = Term(member.term)
             streams = TokenStreams(0, member.config.limits, member.metadata)
             held.callback(streams.close)
             segments = segments_of(member, term)
-            loop = PrefillStageLoop(built, spec, pipe, segments, streams)
+            loop = PrefillStageLoop(built, spec, end, segments, streams)
             held.callback(loop.close)
             loop.run()
+    except PrefillEnds:
+        return True
     except Exception as error:
-        pipe.send(StageEnded(sentence(error)))
-        return 1
-    return 0
+        logger.debug("the stage failed", exc_info=True)
+        end.send(StageEnded(sentence(error)))
+    return False
+
+
+def main() -> int:
+    """Read the spec and run the stage; returns the exit status."""
+    pipe = Connection(int(sys.argv[1]))
+    spec: StageSpec = pipe.recv()
+    service = spec.member.config.service
+    configure(service.log_format, service.log_level, f"prefill stage {spec.stage}")
+    return 0 if serve_stage(StageEnd(pipe.recv, pipe.send), spec) else 1
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from pathlib import Path
 from data_plane.member.instance_runner import run_instance
 from data_plane.member.lifetime import FailureReported, Make, MemberSpec, SpareSpec, sentence
 from data_plane.member.node_streams import run_node_streams
-from data_plane.member.prefill_runner import run_prefill
 from data_plane.member.stage_runner import StageLoop
+from data_plane.member.staged_prefill import run_staged_prefill
 from data_plane.transport.shared_memory import sweep_stale
 from nanocp.logs import configure
 
@@ -40,12 +40,8 @@ def run_member(spec: MemberSpec, make: Make | None = None) -> None:
             from data_plane.member.external_prefill import run_external_prefill
 
             run_external_prefill(spec)
-        elif spec.config.prefill.stages > 1:
-            from data_plane.member.staged_prefill import run_staged_prefill
-
-            run_staged_prefill(spec)
         else:
-            run_prefill(spec)
+            run_staged_prefill(spec)
     finally:
         # Segments of peers on this machine that were killed, which may be why this member leaves.
         sweep_stale(spec.cluster_id)

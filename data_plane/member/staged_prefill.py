@@ -1,11 +1,12 @@
-"""The prefill as several stages: processes with some layers each, and who plans their passes.
+"""The prefill: who plans passes over prompts, and the stages that run them, with some layers each.
 
 Enters: prefill requests and cancellations from the controller; what the stages report. Leaves:
 passes, prompts and terms to the stages; failures and suspicions to the controller. Does not know:
 how passes are formed, KV, rings.
 
-The controller sees one member. A stage that is lost ends it, and another prefill takes its place
-with new stages: what a stage had of a prompt is of no use without the others.
+The controller sees one member. Several stages are processes, and one alone is a thread. A stage
+that is lost ends the prefill, and another prefill takes its place with new stages: what a stage had
+of a prompt is of no use without the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import Empty, Queue, SimpleQueue
@@ -26,7 +28,7 @@ from typing import Any, Protocol
 from data_plane.member.controller_link import ControllerLink
 from data_plane.member.heartbeat import Heartbeat
 from data_plane.member.lifetime import MemberSpec, places_in, run_under_controllers, running
-from data_plane.member.prefill_runner import TicketLoop
+from data_plane.member.prefill_stage import StageEnd, serve_stage
 from data_plane.member.stage_messages import (
     BeginPrompt,
     CancelPrompt,
@@ -40,6 +42,7 @@ from data_plane.member.stage_messages import (
     StageSuspects,
 )
 from data_plane.member.term_loop import LOOK, wake
+from data_plane.member.ticket_loop import TicketLoop
 from nanocp.passes import PassDone, PassPlan, PipelinePlan
 from nanocp.plan import AbortRequested, Arrival, Transfer
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -62,15 +65,17 @@ class PassScheduler(Protocol):
 def run_staged_prefill(spec: MemberSpec) -> None:
     """Run the prefill and its stages until the controller asks for a shutdown.
 
-    `spec.factory` names a callable(config, checkpoint) that makes a PassScheduler. Raises
-    FailureReported or ControllerLost if the prefill, or one of its stages, failed.
+    `spec.planner` names a callable(config) that makes a PassScheduler, and `spec.factory` what
+    makes a prefill_stage.PagesOfStage. Raises FailureReported or ControllerLost if the prefill, or
+    one of its stages, failed.
     """
     with running(spec) as (link, held):
-        scheduler: PassScheduler = spec.make(spec.config, spec.checkpoint)
+        scheduler: PassScheduler = spec.make_planner(spec.config)
         prefill = spec.config.prefill
         limit_ms = prefill.limit_ms(prefill.chunk_tokens)
         loop = StagedPrefillLoop(scheduler, link, prefill.stages, limit_ms)
-        stages = StageProcesses(spec, loop.report)
+        make_stages = StageProcesses if prefill.stages > 1 else StageThread
+        stages = make_stages(spec, loop.report)
         held.callback(stages.close)
         loop.stages = stages
         beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
@@ -244,6 +249,32 @@ class StagedPrefillLoop(TicketLoop):
                 raise RuntimeError(f"stage {stage} of the prefill: {reason}")
 
 
+def _spec_of(prefill: MemberSpec, stage: int) -> StageSpec:
+    return StageSpec(prefill, stage, f"{prefill.cluster_id}.prefill{os.getpid()}")
+
+
+class StageThread:
+    """The only stage, in a thread of the prefill's own process."""
+
+    def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
+        """Start it. report: see StageProcesses."""
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        end = StageEnd(self._inbox.get, partial(report, 0))
+        self._thread = threading.Thread(
+            target=serve_stage, args=(end, _spec_of(spec, 0)), name="prefill stage", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, message: Any, stage: int | None = None) -> None:
+        """Queue a message for the stage. Never blocks."""
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        """Let the stage end, a bounded time. Idempotent."""
+        self.send(None)
+        self._thread.join(_LEAVE_S)
+
+
 class StageProcesses:
     """The processes of the stages: a pipe to each, and two threads that keep it going."""
 
@@ -252,7 +283,6 @@ class StageProcesses:
         self._report = report
         self._outboxes: list[Queue[Any]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        links_id = f"{spec.cluster_id}.prefill{os.getpid()}"
         for stage in range(spec.config.prefill.stages):
             own, theirs = Pipe()
             command = [sys.executable, "-m", "data_plane.member.prefill_stage"]
@@ -263,7 +293,7 @@ class StageProcesses:
             )
             theirs.close()
             outbox: Queue[Any] = Queue()
-            outbox.put(StageSpec(spec, stage, links_id))
+            outbox.put(_spec_of(spec, stage))
             self._outboxes.append(outbox)
             self._processes.append(process)
             for work in (self._write, self._read):

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.sampler import report_prompt
 from data_plane.model import layers as ops
@@ -109,3 +111,13 @@ def _mlp(x_TX: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:
     expert_TK, weight_TK = gate(x_TX, layer.moe, config)
     routed_TX = experts_forward(x_TX, expert_TK, weight_TK, layer.moe)
     return routed_TX + ops.gated_mlp(x_TX, layer.moe.shared) if layer.moe.shared else routed_TX
+
+
+def payload_of(kv_LSW: Tensor, fp8_rank: int | None) -> np.ndarray:
+    """The bytes of a page, or of some layers of it, as instances keep them: uint8.
+
+    fp8_rank: the model's kv_lora_rank if they keep KV in FP8, else None.
+    """
+    kept = kv_LSW if fp8_rank is None else quantise(kv_LSW, fp8_rank)
+    payload: np.ndarray = kept.contiguous().view(torch.uint8).numpy()
+    return payload

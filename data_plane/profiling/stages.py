@@ -25,7 +25,7 @@ from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from nanocp.config import Config
-from nanocp.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span
+from nanocp.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span, StageWorked
 
 _IDLE_S = 0.001
 
@@ -74,14 +74,21 @@ class _Timed:
 class TimedStages:
     """The stages of one pipeline. Close them at the end."""
 
-    def __init__(self, config: Config, checkpoint: Path) -> None:
-        """Load all stages. Raises what build_stage does."""
+    def __init__(
+        self, config: Config, checkpoint: Path, slowness: Sequence[float] | None = None
+    ) -> None:
+        """Load all stages. Raises what build_stage does.
+
+        slowness: for each stage, what its processor's time counts: 2 is a host of half the speed.
+        """
         self._cluster_id = f"profile-{secrets.token_hex(4)}"
         segments = Segments(self._cluster_id)
+        num_stages = config.cluster.num_instances
         self._timed = [
-            _Timed(build_stage(config, stage, segments, checkpoint))
-            for stage in range(config.cluster.num_instances)
+            _Timed(build_stage(config, stage, segments, checkpoint)) for stage in range(num_stages)
         ]
+        self._slowness = slowness or [1.0] * num_stages
+        self._worked: list[StageWorked] = []
         self.num_layers = sum(len(each.stage._layers) for each in self._timed)
         self.passes: list[PassTime] = []
         self.moves: list[MoveTime] = []
@@ -108,13 +115,15 @@ class TimedStages:
         for timed in self._timed:
             timed.items.append(item)
 
-    def run(self) -> Iterator[PassDone | LayersMoved]:
+    def run(self) -> Iterator[PassDone | LayersMoved | StageWorked]:
         """Run every stage until it waits for something; yields what they report."""
         has_gone_on = True
         while has_gone_on:
             has_gone_on = False
             for number, timed in enumerate(self._timed):
                 has_gone_on |= self._go_on(number, timed)
+                yield from self._worked
+                self._worked.clear()
                 polled = timed.stage.poll()
                 yield from polled.events
         if any(timed.running for timed in self._timed):
@@ -130,12 +139,13 @@ class TimedStages:
             has_ended = False
         else:
             has_ended = next(timed.running, None) is None
-        timed.spent_us += (time.thread_time_ns() - begin_ns) / 1e3
+        timed.spent_us += self._slowness[number] * (time.thread_time_ns() - begin_ns) / 1e3
         if has_ended:
             item = timed.items.popleft()
             timed.running = None
             if isinstance(item, PassPlan):
                 self.passes[item.number].stage_us[number] = timed.spent_us
+                self._worked.append(StageWorked(number, item.number, timed.spent_us))
                 timed.spent_us = 0.0
         return has_ended
 

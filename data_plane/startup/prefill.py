@@ -1,8 +1,7 @@
-"""Start-up of the prefill: from a checkpoint folder to a model that makes pages, or to a probe.
+"""Start-up of the prefill: from a checkpoint folder to a stage that makes pages, or to a probe.
 
-Enters: Config, checkpoint folder. Leaves: an EmbeddedPrefill with every expert, a stage of several
-that make the pages together, or a LatentProbe for engines that make them. Does not know: what
-starts it, gRPC, Ray.
+Enters: Config, checkpoint folder. Leaves: a stage with all layers or some of them, or a LatentProbe
+for engines that make the pages. Does not know: what starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -21,32 +20,15 @@ from data_plane.connectors.fingerprint import fingerprint
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import Progress, load_weights, say_nothing, stored_shapes
-from data_plane.prefill.embedded import EmbeddedPrefill, payload_of
-from data_plane.prefill.pages import prefill_pages
+from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
-from nanocp.passes import even_split
+from nanocp.passes import even_split, prompt_passes
 from nanocp.plan import PAGE_SIZE
-
-
-def build_prefill(
-    config: Config, checkpoint: Path, progress: Progress = say_nothing
-) -> EmbeddedPrefill:
-    """Load the whole model, every expert included; a MemberSpec names this factory.
-
-    progress: see model.weights.Progress. Raises ValueError naming what is wrong with the
-    checkpoint, or that it does not fit this machine's free memory.
-    """
-    torch.set_num_threads(config.data_plane.threads_per_instance)
-    model, dtype = ModelConfig.from_folder(checkpoint), torch_dtype(config)
-    _refuse_too_large(config, model, dtype)
-    weights = load_weights(checkpoint, model, dtype, range(model.num_experts), progress)
-    is_fp8 = config.data_plane.kv_dtype == "fp8"
-    return EmbeddedPrefill(model, weights, config.prefill.chunk_tokens, is_fp8)
 
 
 class PrefillStage(NamedTuple):
@@ -68,16 +50,19 @@ def build_prefill_stage(
     checkpoint: Path,
     progress: Progress = say_nothing,
 ) -> PrefillStage:
-    """Load the layers of one of `prefill.stages`; none of them samples.
+    """Load the layers of one of `prefill.stages`, every expert included; none of them samples.
 
-    segments: those of the stages, apart from the instances'. Raises as `build_prefill` does.
+    segments: those of the stages, apart from the instances'. progress: see model.weights.Progress.
+    Raises ValueError naming what is wrong with the checkpoint, or that the whole model does not fit
+    this machine's free memory.
     """
     model, own = ModelConfig.from_folder(checkpoint), config.of_prefill_stages
     if stage == 0:
         _refuse_too_large(config, model, torch_dtype(config))
     most = even_split(model.num_layers, config.prefill.stages)[0]
     own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
-    built = build_stage(own, stage, segments, checkpoint, progress)
+    max_in_flight = prompt_passes(config.prefill.stages)
+    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight)
     fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
     return PrefillStage(built, fp8_rank)
 

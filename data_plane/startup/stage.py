@@ -30,10 +30,11 @@ def build_stage(
     segments: Segments,
     checkpoint: Path,
     progress: Progress = say_nothing,
+    max_in_flight: int | None = None,
 ) -> ModelStage:
     """Load this stage's first layers, and allocate its frames and its ends of the links.
 
-    progress: see model.weights.Progress.
+    progress: see model.weights.Progress. max_in_flight: see RingStageLinks.
     Raises ValueError naming what is wrong with the checkpoint, what does not fit it, or what this
     machine does not have.
     """
@@ -51,7 +52,9 @@ def build_stage(
     def ends() -> tuple[RingStageLinks, PeerRings]:
         """In the segments' present term."""
         return (
-            RingStageLinks(segments, stage, num_stages, max_tokens, row, config.limits),
+            RingStageLinks(
+                segments, stage, num_stages, max_tokens, row, config.limits, max_in_flight
+            ),
             PeerRings(segments, stage, num_stages, page_bytes, config.limits),
         )
 

@@ -64,8 +64,12 @@ class PipelinePlay:
         num_stages: int = 2,
         params: SamplingParams = GREEDY,
         data_plane: DataPlaneConfig | None = None,
+        slowness: Sequence[float] | None = None,
     ) -> None:
-        """Load the stages. Raises ValueError for a checkpoint that does not fit."""
+        """Load the stages. Raises ValueError for a checkpoint that does not fit.
+
+        slowness: see TimedStages.
+        """
         self._phases, self._params, self._random = phases, params, Random(0)
         max_len = 64 + max(2 * phase.prompt_len + phase.max_tokens for phase in phases)
         max_rows = max(phase.num_rows for phase in phases)
@@ -89,7 +93,7 @@ class PipelinePlay:
             config.scheduler,
             PipelineConfig.of(config, model.num_layers),
         )
-        self._stages = TimedStages(config, checkpoint)
+        self._stages = TimedStages(config, checkpoint, slowness)
         self._prompts: dict[int, Sequence[int]] = {}
         self._events: list[PipelineEvent] = []
 

@@ -17,8 +17,8 @@ from nanocp.passes import PipelineConfig
 
 INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"
 STAGE_FACTORY = "data_plane.startup.stage:build_stage"
-PREFILL_FACTORY = "data_plane.startup.prefill:build_prefill"
-STAGED_PREFILL_FACTORY = "nanocp.serve.prefill_scheduler:make_prefill_scheduler"
+PREFILL_FACTORY = "data_plane.startup.prefill:build_prefill_stage"
+PREFILL_PLANNER = "nanocp.serve.prefill_scheduler:make_prefill_scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Served:
     checkpoint: Path
     instance_factory: str = INSTANCE_FACTORY
     prefill_factory: str = PREFILL_FACTORY
+    """Makes a stage of the prefill."""
     probe_factory: str = "data_plane.startup.prefill:build_probe"
     """Makes what engines are probed with, where they take the prefill's place."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
@@ -84,7 +85,6 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         load_tokenizer(checkpoint),
         checkpoint,
         STAGE_FACTORY if is_pipeline else INSTANCE_FACTORY,
-        STAGED_PREFILL_FACTORY if num_stages > 1 else PREFILL_FACTORY,
         num_experts=model.num_experts,
         num_layers=model.num_layers,
         page_bytes=page_bytes(model, config),

@@ -50,6 +50,7 @@ from nanocp.serve.garbage import freeze_long_lived
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 from nanocp.serve.member_processes import MemberProcesses
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
+from nanocp.serve.served import PREFILL_PLANNER
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
@@ -434,4 +435,5 @@ class Service:
             term=term,
             node=number if member.kind == "node" else None,
             carrier=carrier,
+            planner=PREFILL_PLANNER if member == PREFILL else "",
         )

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 from control_plane.event_log import Call, LogReader, digest
 from control_plane.scheduler.explanation import Explainer, PlanWindow
+from control_plane.scheduler.pipeline.pass_planner import PassPlanner
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.plan import Arrival, Event, Plan
+from nanocp.choices import require
+from nanocp.passes import ServiceEvent
+from nanocp.plan import Arrival, Plan
 
-Watch = Callable[[int, Sequence[Event], Plan, Mapping[int, str]], None]
+Watch = Callable[[int, Sequence[ServiceEvent], Plan, Mapping[int, str]], None]
 """(now_us, events, plan) of a call."""
 
 
@@ -59,10 +62,16 @@ def replay(
     """Play a log to its end or to the first difference.
 
     explainer: takes notes of some requests. watch: gets each call with its answer and
-    with Scheduler.noted. Raises ValueError for a damaged log and an unknown policy.
+    with Scheduler.noted. Raises ValueError for a damaged log, for an unknown policy, and for an
+    explainer of a pipeline's log.
     """
-    header = log.header
-    scheduler = Scheduler(header.cluster, header.scheduler, explainer)
+    header, pipeline = log.header, log.header.pipeline
+    scheduler: Scheduler | PassPlanner
+    if pipeline is None:
+        scheduler = Scheduler(header.cluster, header.scheduler, explainer)
+    else:
+        require(explainer is None, "the log is that of a pipeline, which places on no instances")
+        scheduler = PassPlanner(header.cluster, header.scheduler, pipeline)
     plan_window: PlanWindow = scheduler.plan_window
     if explainer is not None:
         plan_window = explainer.around(plan_window)
@@ -86,7 +95,7 @@ def replay(
             break
         num_windows += "window" in answer
     return Replayed(
-        policy=header.scheduler.policy,
+        policy=pipeline.layer_policy if pipeline else header.scheduler.policy,
         num_instances=header.cluster.num_instances,
         num_calls=num_calls,
         num_windows=num_windows,
@@ -98,8 +107,10 @@ def replay(
     )
 
 
-def _watched(plan_window: PlanWindow, scheduler: Scheduler, watch: Watch) -> PlanWindow:
-    def plan_and_show(events: Sequence[Event], now_us: int) -> Plan:
+def _watched(
+    plan_window: PlanWindow, scheduler: Scheduler | PassPlanner, watch: Watch
+) -> PlanWindow:
+    def plan_and_show(events: Sequence[ServiceEvent], now_us: int) -> Plan:
         plan = plan_window(events, now_us)
         watch(now_us, events, plan, scheduler.noted)
         return plan

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
+from nanocp.passes import PassPlan
 from nanocp.plan import PAGE_SIZE, InstancePlan
 from nanocp.sampling import PromptLogprobs, TokenLogprobs
 
@@ -64,26 +65,47 @@ class ForgetfulMember(HashInstance):
 
 
 class HashPrefill:
-    """A prefill_runner.PrefillModel."""
+    """The only stage of a prefill: a prefill_stage.PagesOfStage, and its stage too.
 
-    def pages(
-        self,
-        token_ids: Sequence[int],
-        num_tokens: int,
-        prompt_logprobs: PromptLogprobs | None = None,
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """The prompt's KV. A log probability is minus the token id; tops are the ids after it."""
-        if prompt_logprobs is not None:
-            for first in range(1, num_tokens + 1, 100):
-                scored = token_ids[first : min(first + 100, num_tokens + 1)]
-                tops = range(prompt_logprobs.num_top)
-                prompt_logprobs.report(
+    A log probability is minus the token id; tops are the ids after it.
+    """
+
+    def __init__(self) -> None:
+        self.stage: Any = self
+        self._ids: dict[int, Sequence[int]] = {}
+        self._asked: dict[int, PromptLogprobs] = {}
+        self._pages: dict[int, list[np.ndarray]] = {}
+
+    def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
+        self._ids[request_id] = token_ids
+
+    def ask_logprobs(self, request_id: int, ids: Sequence[int], wanted: PromptLogprobs) -> None:
+        self._asked[request_id] = wanted
+
+    def run(self, plan: PassPlan) -> Iterator[str]:
+        for request_id in plan.table.ends:
+            for each in (self._ids, self._asked, self._pages):
+                each.pop(request_id, None)
+        for span in plan.spans:
+            ids, end = self._ids[span.request_id], span.first + span.num_tokens
+            self._pages[span.request_id] = MODEL.prefill(ids, end)
+            if wanted := self._asked.get(span.request_id):
+                scored, tops = ids[span.first + 1 : end + 1], range(wanted.num_top)
+                wanted.report(
                     [
                         TokenLogprobs(-float(i), tuple((i + n, -float(n)) for n in tops))
                         for i in scored
                     ]
                 )
-        yield from enumerate(MODEL.prefill(token_ids, num_tokens))
+        yield from ()
+
+    def payload(self, ticket: int, page: int) -> np.ndarray:
+        return self._pages[ticket][page]
+
+    def connect(self) -> None:
+        """There are no other stages."""
+
+    poll = close = connect
 
 
 class HashProbe:
@@ -154,7 +176,9 @@ def build_dying(
     return build_instance(config, instance, segments, checkpoint, progress)
 
 
-def build_prefill(config: Config, checkpoint: Path, progress: Progress) -> HashPrefill:
+def build_prefill(
+    config: Config, stage: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashPrefill:
     progress(1, 1)
     return HashPrefill()
 

@@ -21,7 +21,7 @@ def check_pipeline(scheduler: PipelineScheduler, table: InstanceTable) -> None:
     check_commitments(state)
     assert rows.keys() == state.requests.keys(), "a placed request has no row"
     assert scheduler._starved.keys() <= rows.keys(), "a row starves that is gone"
-    assert scheduler.num_in_flight <= scheduler._pipeline.num_stages + 1
+    assert scheduler.num_in_flight <= scheduler._rows.max_in_flight + 1
     for request_id, row in rows.items():
         request = row.request
         assert not row.is_planned, f"request {request_id} has no token left and is still placed"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from control_plane.scheduler.pipeline.layer_policies import Split, stages_of
+from control_plane.scheduler.pipeline.layer_policies import Split, has_room, stages_of
 from nanocp.passes import LayerMove, PipelineConfig
 
 
@@ -33,12 +33,7 @@ class LayerPlaces:
 
     def is_legal(self, split: Split) -> bool:
         """Whether every stage has room for the layers that it has and those that it gets."""
-        old, new = stages_of(self.split), stages_of(split)
-        num_needed = [0] * len(split)
-        for a, b in zip(old, new, strict=True):
-            num_needed[a] += 1
-            num_needed[b] += a != b
-        return max(num_needed) <= self._num_places
+        return has_room(self.split, split, self._num_places)
 
     def write(self, first_frame: int, num_frames: int) -> None:
         """Let the frames belong to other pages from now on: no copy of them is good."""

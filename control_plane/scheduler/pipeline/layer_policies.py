@@ -20,7 +20,7 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Protocol
 
-from control_plane.scheduler.pipeline.predictor import PassTimes
+from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, stage_times
 from nanocp.passes import PipelineConfig, even_split
 
 Split = tuple[int, ...]
@@ -40,10 +40,11 @@ class LayerPolicy(Protocol):
         """
 
 
-def longest_us(split: Sequence[int], times: PassTimes) -> float:
-    """Time of the stage that takes longest, in us."""
-    *upstream, last = split
-    return max(last * times.layer_us + times.sample_us, max(upstream, default=0) * times.layer_us)
+def longest_us(
+    split: Sequence[int], times: PassTimes, slowness: Sequence[float] | None = None
+) -> float:
+    """Time of the stage that takes longest, in us; see stage_times."""
+    return max(stage_times(split, times, slowness))
 
 
 def stages_of(split: Sequence[int]) -> list[int]:
@@ -54,6 +55,22 @@ def stages_of(split: Sequence[int]) -> list[int]:
 def num_moved(old: Sequence[int], new: Sequence[int]) -> int:
     """Layers whose stage changes."""
     return sum(a != b for a, b in zip(stages_of(old), stages_of(new), strict=True))
+
+
+def has_room(old: Sequence[int], new: Sequence[int], num_places: int) -> bool:
+    """Whether each stage has room for the layers that it has and those that it gets, at once."""
+    first = new_first = 0
+    for count, new_count in zip(old, new, strict=True):
+        if num_needed(first, count, new_first, new_count) > num_places:
+            return False
+        first, new_first = first + count, new_first + new_count
+    return True
+
+
+def num_needed(first: int, count: int, new_first: int, new_count: int) -> int:
+    """Layers that a stage has or gets: old ones from layer `first` on, others from `new_first`."""
+    common = min(first + count, new_first + new_count) - max(first, new_first)
+    return count + new_count - max(common, 0)
 
 
 class FixedLayout:
@@ -76,14 +93,14 @@ class DeltaLayout:
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
         """See LayerPolicy."""
-        return min(self._candidates(), key=lambda candidate: self._delta(candidate, times))
+        candidates = (
+            each for each in self._candidates() if has_room(split, each, self._num_places)
+        )
+        return min(candidates, key=lambda candidate: self._delta(candidate, times), default=split)
 
     def _candidates(self) -> Iterator[Split]:
         """Layouts with k = 0, 1, ... layers less in the last stage."""
-        for k in range(self._even[-1] if len(self._even) > 1 else 1):
-            candidate = self._without(k)
-            if max(candidate) <= self._num_places:
-                yield candidate
+        return map(self._without, range(self._even[-1] if len(self._even) > 1 else 1))
 
     def _without(self, k: int) -> Split:
         """Take k layers from the last stage and spread them over min(k, S - 1) before it."""
@@ -128,7 +145,9 @@ class LevelLayout:
     each stay saves less than a move costs.
     """
 
-    def __init__(self, pipeline: PipelineConfig) -> None:
+    def __init__(self, pipeline: PipelineConfig, speeds: StageSpeeds | None = None) -> None:
+        """speeds: a slow stage gets fewer layers. None: all are equal."""
+        self._speeds = speeds or StageSpeeds(pipeline.num_stages)
         self._num_places = pipeline.num_places
         self._frame_move_us = pipeline.frame_move_us
         self._window = pipeline.layout_window
@@ -149,9 +168,10 @@ class LevelLayout:
         self._latest.append(times)
         mean = PassTimes(*(fmean(us) for us in zip(*self._latest, strict=True)))
         self._saved_us.setdefault(self._best(split, mean), 0.0)
-        present_us = longest_us(split, mean)
+        slowness = self._speeds.slowness
+        present_us = longest_us(split, mean, slowness)
         summed = {
-            layout: saved_us + present_us - longest_us(layout, mean)
+            layout: saved_us + present_us - longest_us(layout, mean, slowness)
             for layout, saved_us in self._saved_us.items()
         }
         self._saved_us = {layout: us for layout, us in summed.items() if us > 0}
@@ -166,25 +186,38 @@ class LevelLayout:
         return best if gain_us(best) > 0 else split
 
     def _best(self, split: Split, times: PassTimes) -> Split:
-        """A layout with the least longest stage; of these, one with the fewest moved layers."""
-        num_layers, last = sum(split), len(split) - 1
-        extras = [0.0] * last + [times.sample_us]
+        """A layout with the least longest stage; of these, one with the fewest moved layers.
+
+        If room is too short to go there at once: of the best that can be had, the nearest to it.
+        """
+        num_layers, slowness = sum(split), self._speeds.slowness
+        # What each stage takes for a layer, and besides.
+        kinds = [(times.layer_us * slow, 0.0) for slow in slowness]
+        kinds[-1] = kinds[-1][0], times.sample_us * slowness[-1]
         bounds = sorted(
             {
-                count * times.layer_us + extra
-                for extra in set(extras)
+                count * layer_us + extra_us
+                for layer_us, extra_us in set(kinds)
                 for count in range(1, self._num_places + 1)
             }
         )
 
-        def most(bound: float) -> Split:
-            return tuple(self._most(bound - extra, times.layer_us) for extra in extras)
+        def least(wanted: Split, num_places: int) -> Split | None:
+            """The nearest to what is wanted, of those with the least longest stage."""
 
-        def is_enough(bound: float) -> bool:
-            return min(most(bound)) >= 1 and sum(most(bound)) >= num_layers
+            def within(bound: float) -> Split | None:
+                most = tuple(self._most(bound - extra_us, us) for us, extra_us in kinds)
+                if min(most) < 1 or sum(most) < num_layers:
+                    return None
+                return _nearest(wanted, most, split, num_places)
 
-        least = bisect_left(bounds, True, key=is_enough)
-        return _nearest(split, most(bounds[least])) if least < len(bounds) else split
+            index = bisect_left(bounds, True, key=lambda bound: within(bound) is not None)
+            return within(bounds[index]) if index < len(bounds) else None
+
+        best = least(split, num_layers) or split
+        if has_room(split, best, self._num_places):
+            return best
+        return least(best, self._num_places) or split
 
     def _most(self, us: float, layer_us: float) -> int:
         """The layers that a stage can run in this time."""
@@ -193,24 +226,31 @@ class LevelLayout:
         return min(fits, self._num_places)
 
 
-@lru_cache(maxsize=256)
-def _nearest(split: Split, most: Split) -> Split:
-    """The layout within these limits that moves the fewest layers from their stage; exact."""
-    old = stages_of(split)
-    num_layers = len(old)
-    # (layers that moved, layout) of the stages so far, by the layers that they have.
+@lru_cache(maxsize=1024)
+def _nearest(wanted: Split, most: Split, split: Split, num_places: int) -> Split | None:
+    """The layout within these limits that has the fewest layers elsewhere than wanted; exact.
+
+    split: the layout that is: stages have room for `num_places` layers while they go from it. None
+    if there is no such layout.
+    """
+    stage_of = stages_of(wanted)
+    num_layers = len(stage_of)
+    # (layers elsewhere, layout) of the stages so far, by the layers that they have.
     reached: dict[int, tuple[int, Split]] = {0: (0, ())}
     for stage, limit in enumerate(most):
         following: dict[int, tuple[int, Split]] = {}
-        for first, (moved, counts) in reached.items():
+        old_first = sum(split[:stage])
+        for first, (elsewhere, counts) in reached.items():
             for count in range(1, min(limit, num_layers - first) + 1):
-                moved += old[first + count - 1] != stage
-                candidate = moved, (*counts, count)
+                elsewhere += stage_of[first + count - 1] != stage
+                if num_needed(old_first, split[stage], first, count) > num_places:
+                    continue
+                candidate = elsewhere, (*counts, count)
                 end = first + count
                 if end not in following or candidate < following[end]:
                     following[end] = candidate
         reached = following
-    return reached[num_layers][1]
+    return reached[num_layers][1] if num_layers in reached else None
 
 
 class ChaosLayers:
@@ -239,15 +279,18 @@ class ChaosLayers:
         return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") % bound
 
 
-def make_layer_policy(pipeline: PipelineConfig) -> LayerPolicy:
-    """The policy that pipeline.layer_policy names. Raises ValueError naming the nearest one."""
+def make_layer_policy(pipeline: PipelineConfig, speeds: StageSpeeds | None = None) -> LayerPolicy:
+    """The policy that pipeline.layer_policy names. Raises ValueError naming the nearest one.
+
+    speeds: what is learned of the stages; None: nothing.
+    """
     match pipeline.layer_policy.partition(":")[0]:
         case "even" | "static":
             return FixedLayout(pipeline.first_split)
         case "delta":
             return LastingWish(DeltaLayout(pipeline), pipeline.layout_window)
         case "level":
-            return LevelLayout(pipeline)
+            return LevelLayout(pipeline, speeds)
         case "chaos_layers":
             return LastingWish(ChaosLayers(pipeline), pipeline.layout_window)
     nearest = difflib.get_close_matches(pipeline.layer_policy, LAYER_POLICY_NAMES, 1, 0.0)[0]

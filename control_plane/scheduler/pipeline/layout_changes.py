@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from control_plane.scheduler.pipeline.layer_places import LayerPlaces
 from control_plane.scheduler.pipeline.layer_policies import LayerPolicy, Split, make_layer_policy
-from control_plane.scheduler.pipeline.predictor import PassTimes
+from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, stage_times
 from nanocp.passes import LayerMoves, PipelineConfig
 
 _MAX_ROUNDS = 4
@@ -25,7 +25,8 @@ class LayoutChanges:
     def __init__(self, pipeline: PipelineConfig) -> None:
         """Raises ValueError for an unknown policy."""
         self._pipeline = pipeline
-        self._policy: LayerPolicy = make_layer_policy(pipeline)
+        self.speeds = StageSpeeds(pipeline.num_stages)
+        self._policy: LayerPolicy = make_layer_policy(pipeline, self.speeds)
         self.asked: Split | None = None
         """The layout that an operator asked for last; the policy is not heard since then."""
         self.num_changes = 0
@@ -37,6 +38,7 @@ class LayoutChanges:
         What an operator asked for is forgotten if it takes a layout in between from there.
         """
         self.places = LayerPlaces(self._pipeline)
+        self.speeds.begin_term()
         self.layout = 0
         """The LayerMoves that made the present layout; 0: it is that of the start."""
         self._newest = 0
@@ -76,9 +78,13 @@ class LayoutChanges:
 
     def consider(self, times: PassTimes, number: int, num_frames: int) -> None:
         """A pass was planned: a change may begin. num_frames: frames with KV."""
+        split = self.places.split
+        predicted_us = stage_times(split, times)
+        if not times.sample_us:  # then the last layer ends with its KV
+            predicted_us[-1] -= times.layer_us
+        self.speeds.planned(number, predicted_us)
         if self.asked is not None:
             return
-        split = self.places.split
         wish = self._policy.wish(split, times, number, num_frames)
         if not self.is_moving and wish != split and self.places.is_legal(wish):
             self._target, self._num_rounds = wish, 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.scheduler.request import Request
-from nanocp.passes import Span
+from nanocp.passes import Span, prompt_passes
 from nanocp.plan import PAGE_SIZE
 
 
@@ -46,6 +46,8 @@ class PassRows:
         """max_tokens: most tokens of a pass."""
         self._num_stages = num_stages
         self._max_tokens = max_tokens
+        self.max_in_flight = num_stages
+        """Passes that stages work on: with more of them, each would have fewer rows."""
         self.by_id: dict[int, PassRow] = {}
 
     def decoding(self, newest: int) -> list[PassRow]:
@@ -104,6 +106,11 @@ class PassRows:
 
 class PromptRows(PassRows):
     """Prompts of which KV alone is wanted."""
+
+    def __init__(self, num_stages: int, max_tokens: int) -> None:
+        """See PassRows."""
+        super().__init__(num_stages, max_tokens)
+        self.max_in_flight = prompt_passes(num_stages)
 
     def chunks(self, num_decoding: int) -> list[tuple[PassRow, int]]:
         """See PassRows. No pass takes less than an equal chunk of a prompt, one for each stage.

@@ -35,6 +35,7 @@ from nanocp.passes import (
     PipelineConfig,
     PipelinePlan,
     Span,
+    StageWorked,
 )
 from nanocp.plan import (
     PAGE_SIZE,
@@ -54,6 +55,7 @@ PipelineEvent = (
     Arrival
     | AbortRequested
     | PassDone
+    | StageWorked
     | LayersMoved
     | LayoutWanted
     | InstanceLost
@@ -101,6 +103,7 @@ class PipelineScheduler:
         self._now_us = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             PassDone: self._pass_done,
+            StageWorked: self._stage_worked,
             LayersMoved: self._layers_moved,
             LayoutWanted: self._layout_wanted,
             InstanceLost: self._stage_lost,
@@ -129,8 +132,8 @@ class PipelineScheduler:
     def plan_pass(self, events: Sequence[PipelineEvent], now_us: int) -> PipelinePlan:
         """Take events in order and decide.
 
-        The plan has a pass if a row can go on and at most one pass for each stage is in flight: the
-        one that comes on top waits at the first stage.
+        The plan has a pass if a row can go on and at most `PassRows.max_in_flight` passes are in
+        flight: the one that comes on top waits at the first stage.
 
         now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
@@ -149,10 +152,10 @@ class PipelineScheduler:
         self._place_waiting()
         if self._admission.failure is None:
             moves = self.layouts.next_moves(len(self._rows.by_id), self._full_and_live)
-        if self._admission.failure is None and self.num_in_flight <= self._pipeline.num_stages:
-            # The first stage waits for the oldest pass in flight if there is one for each stage.
-            # Else it would keep others from going on: then a row that waits for it goes alone.
-            is_full = self.num_in_flight == self._pipeline.num_stages
+        if self._admission.failure is None and self.num_in_flight <= self._rows.max_in_flight:
+            # The first stage waits for the oldest pass if as many are in flight as may be. Else it
+            # would keep others from going on: then a row that waits for it goes alone.
+            is_full = self.num_in_flight == self._rows.max_in_flight
             spans, sampled = self._form(self._oldest if is_full else self._oldest - 1)
             if not spans:
                 spans, sampled = self._form(self._oldest)
@@ -244,6 +247,9 @@ class PipelineScheduler:
         for held in self._quarantine.windows_reported([(0, event.number)]):
             self._free(held)
         self._oldest += 1
+
+    def _stage_worked(self, event: StageWorked) -> None:
+        self.layouts.speeds.ran(event.stage, event.number, event.us)
 
     def _layers_moved(self, event: LayersMoved) -> None:
         self.layouts.reported(event.number)
@@ -418,7 +424,7 @@ class PipelineScheduler:
             if row.is_planned:
                 self._release(span.request_id)
         self._next_pass += 1
-        after = max(sampled, number - self._pipeline.num_stages, -1)
+        after = max(sampled, number - self._rows.max_in_flight, -1)
         plan = PassPlan(number, self.layouts.layout, after, table, tuple(spans))
         num_frames = self._state.frames[0].num_committed
         self.layouts.consider(predict_pass(spans, self._pipeline.costs), number, num_frames)

@@ -1,7 +1,7 @@
-"""How long a pass takes, before it runs: a layer, and sampling.
+"""How long a pass takes, before it runs: a layer, and sampling; and which stages are slower.
 
-Enters: the spans of a pass and fitted constants. Leaves: microseconds. Does not know: layouts, how
-the constants were fitted.
+Enters: the spans of a pass and fitted constants, what stages took. Leaves: microseconds, slowness.
+Does not know: how the constants were fitted, why a stage is slow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,15 @@ from typing import NamedTuple
 
 from nanocp.passes import PassCosts, Span
 
+_PASSES_REMEMBERED = 4
+"""Passes whose prediction is kept, for each stage: more than can be in flight."""
+_MEMORY = 0.98
+"""Weight of what was learned when another pass comes: about 50 passes count."""
+_LEAST_PASSES = 10
+"""Passes of each stage before its speed counts."""
+_LEAST_SLOWNESS = 1.3
+"""What is less may be the prediction's error: logits and sampling are in the last stage's time."""
+
 
 class PassTimes(NamedTuple):
     """What is predicted of one pass."""
@@ -19,6 +28,59 @@ class PassTimes(NamedTuple):
     """Time of one layer."""
     sample_us: float
     """Time of the last stage for logits and sampling."""
+
+
+def stage_times(
+    split: Sequence[int], times: PassTimes, slowness: Sequence[float] | None = None
+) -> list[float]:
+    """What each stage takes for a pass, in us.
+
+    split: layers of each stage. slowness: what each stage takes for 1 us of the prediction.
+    """
+    us = [count * times.layer_us for count in split]
+    us[-1] += times.sample_us
+    return us if slowness is None else [a * b for a, b in zip(us, slowness, strict=True)]
+
+
+class StageSpeeds:
+    """How slow each stage is beside the fastest: learned from the passes that it has run."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self.begin_term()
+
+    def begin_term(self) -> None:
+        """Passes count from 0 again, and a stage may be on another host."""
+        self._predicted: dict[int, list[float]] = {}
+        """Pass -> what each stage was to take for it, of the latest passes."""
+        self._sums = [(0.0, 0.0)] * self._num_stages
+        """For each stage, what passes were to take and took, in us; older ones weigh less."""
+        self._num_ran = 0
+        self.slowness = (1.0,) * self._num_stages
+        """For each stage, its time over that of the fastest stage, for the same work. Differences
+        that may be the prediction's own error count for nothing."""
+
+    def planned(self, number: int, predicted_us: list[float]) -> None:
+        """A pass was planned, and this is what each stage is to take for it."""
+        self._predicted[number] = predicted_us
+        if len(self._predicted) > _PASSES_REMEMBERED * self._num_stages:
+            del self._predicted[next(iter(self._predicted))]
+
+    def ran(self, stage: int, number: int, us: float) -> None:
+        """A stage has worked so long on a pass."""
+        if number not in self._predicted:
+            return
+        predicted_us, took_us = self._sums[stage]
+        self._sums[stage] = (
+            predicted_us * _MEMORY + self._predicted[number][stage],
+            took_us * _MEMORY + us,
+        )
+        self._num_ran += 1
+        if stage == self._num_stages - 1 and self._num_ran > _LEAST_PASSES * self._num_stages:
+            ratios = [took / predicted if predicted else 1.0 for predicted, took in self._sums]
+            fastest = min(ratios) or 1.0
+            slow = [round(ratio / fastest, 1) for ratio in ratios]
+            self.slowness = tuple(each if each >= _LEAST_SLOWNESS else 1.0 for each in slow)
 
 
 class PassFeatures(NamedTuple):

@@ -26,7 +26,7 @@ _CLUSTER, _WORKLOAD, _POLICIES = "a100x4-qwen2.5-14b", "sharegpt", ["even", "lev
 _HAVE_MEANING = {
     *("cluster", "constants", "workload", "policy", "seconds", "warm_up", "seed", "burstiness"),
     *("length_scale", "slo_tpot_ms", "slo_ttft_ms", "rate", "as_json"),
-    *("layout", "passes", "predictor", "layout_window"),
+    *("layout", "passes", "predictor", "layout_window", "slow_stage"),
 }
 _SECONDS, _WARM_UP = 60.0, 15.0
 _ROWS = (
@@ -77,6 +77,13 @@ class PipelineOptions:
         int,
         typer.Option(min=1, help="Passes in a row that must want the layers of a pipeline moved."),
     ] = 25
+    slow_stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE:TIMES",
+            help="A stage of a pipeline that takes so many times as long; may be repeated.",
+        ),
+    ] = None
 
 
 def run_pipeline(
@@ -131,10 +138,19 @@ def _play(
         passes=options.passes,
         predictor=options.predictor,
         layout_window=options.layout_window,
+        slow_stages=tuple(map(_slow_stage, options.slow_stage or ())),
         warm_up_us=round(1e6 * scenario.warm_up),
         slo=Slo(round(1e3 * scenario.slo_tpot_ms), round(1e3 * scenario.slo_ttft_ms)),
     )
     return trial.play(requests)
+
+
+def _slow_stage(given: str) -> tuple[int, float]:
+    stage, _, times = given.partition(":")
+    try:
+        return int(stage), float(times)
+    except ValueError:
+        raise ValueError(f"--slow-stage is {given!r}; it must be STAGE:TIMES, as 2:1.5") from None
 
 
 def _show(

@@ -27,6 +27,7 @@ from nanocp.passes import (
     PipelineConfig,
     PipelinePlan,
     Span,
+    StageWorked,
     even_split,
 )
 from nanocp.plan import PAGE_SIZE, Arrival, Finished, FinishReason, Preempted
@@ -62,6 +63,8 @@ class PipelineTrial:
     layout_window: int = 25
     copy_ahead: bool = True
     max_pass_tokens: int = 2048
+    slow_stages: tuple[tuple[int, float], ...] = ()
+    """(stage, how many times as long it takes)."""
     moves_are_free: bool = False
     """Policy level takes moving for free."""
     warm_up_us: int = 0
@@ -128,6 +131,12 @@ class PipelineSimulation:
     def __init__(self, trial: PipelineTrial) -> None:
         """Raises ValueError for unknown names and for a model that does not fit."""
         check_one_of(PASS_FORMS, passes=trial.passes)
+        for stage, slowness in trial.slow_stages:
+            require(
+                0 <= stage < trial.file.num_stages and slowness > 0,
+                f"slow_stages has {stage}:{slowness:g}; it must be a stage from 0 to "
+                f"{trial.file.num_stages - 1} and a number above 0",
+            )
         self._file, self._costs = trial.file, trial.file.costs_of(trial.constants)
         self._policy = trial.policy
         self.pipeline = trial.pipeline()
@@ -140,6 +149,8 @@ class PipelineSimulation:
             self._move_us,
             self._pass_done,
             self._layers_moved,
+            lambda *worked: self._events.append(StageWorked(*worked)),
+            slowness=dict(trial.slow_stages),
             is_fluid=trial.policy == FLUID,
         )
         self._recorder = PipelineRecorder(trial.warm_up_us, trial.slo)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanocp.passes import WAIT_CAUSES, LayerMoves
@@ -57,8 +58,8 @@ class EventHeap:
 class SimulatedStage:
     """One stage."""
 
-    def __init__(self, index: int, first: int, num_layers: int) -> None:
-        self.index = index
+    def __init__(self, index: int, first: int, num_layers: int, slowness: float) -> None:
+        self.index, self.slowness = index, slowness
         self.first, self.num_layers = first, num_layers
         """The layers that it has."""
         self.items: deque[TimedPass | LayerMoves] = deque()
@@ -71,6 +72,8 @@ class SimulatedStage:
         was told of it."""
         self.current: TimedPass | None = None
         self.next_layer = 0
+        self.worked_us = 0.0
+        """What it has taken for the current pass so far."""
         self.is_busy = False
         self.out_free_us = self.in_free_us = 0.0
         """When its link is free to send and to receive."""
@@ -95,21 +98,26 @@ class Stages:
         move_us: Callable[[int], float],
         passed: Callable[[int], None],
         moved: Callable[[int, int], None],
+        worked: Callable[[int, int, float], None],
         *,
+        slowness: Mapping[int, float] = MappingProxyType({}),
         is_fluid: bool = False,
     ) -> None:
         """split: layers of each stage. move_us: time that KV of so many frames of a layer takes.
 
         passed: called with a pass when all its tokens are known. moved: called with a stage and the
-        number of layer moves when it has sent and received its part. is_fluid: each stage has an
+        number of layer moves when it has sent and received its part. worked: called with a stage,
+        a pass and the time that it took. slowness: stages that take longer, and how many times as
+        long. is_fluid: each stage has an
         equal share of all layers and of sampling, which is the bound of what any layout can do.
         """
         self._heap, self._move_us, self._is_fluid = heap, move_us, is_fluid
-        self._passed, self._moved = passed, moved
+        self._passed, self._moved, self._worked = passed, moved, worked
         self._split = split
         self.stages = []
         for index, count in enumerate(split):
-            self.stages.append(SimulatedStage(index, sum(split[:index]), count))
+            stage = SimulatedStage(index, sum(split[:index]), count, slowness.get(index, 1.0))
+            self.stages.append(stage)
         self.num_done = 0
         """Passes that are done, and so are all before: the first stage has their tokens."""
         self._shares_left: dict[int, int] = {}
@@ -181,6 +189,8 @@ class Stages:
             us = (sum(self._split) * item.layer_us + item.tail_us) / len(self.stages)
         elif stop == end and stage is self.stages[-1]:
             us += item.tail_us
+        us *= stage.slowness
+        stage.worked_us += us
         stage.is_busy = True
         self._heap.at(self._heap.now_us + us, self._ran, stage, stop)
 
@@ -191,6 +201,8 @@ class Stages:
         assert item is not None
         if stop == stage.first + stage.num_layers:
             stage.current = None
+            self._worked(stage.index, item.number, stage.worked_us)
+            stage.worked_us = 0.0
             self._hand_on(stage, item)
         self._go_on(stage)
 

@@ -16,7 +16,7 @@ from data_plane.transport.stage_links import HiddenRows, LocalStageLinks
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.passes import LayerMove, LayerMoves, LayersMoved, PassPlan, PipelineConfig, Span
 from nanocp.plan import Arrival
-from nanocp.sampling import RowInput, SamplingParams
+from nanocp.sampling import PromptLogprobs, RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
 
 PIPELINE = PipelineConfig(num_stages=2, num_layers=4)
@@ -101,6 +101,25 @@ def test_a_token_after_a_gap_is_not_run(stages, first_pass):
         RuntimeError, match=r"position 66, and its frames are filled with \[64, 0\]"
     ):
         run(stages[0], again(first_pass, spans=(Span(1, 66, 2, False),)))
+
+
+def test_what_an_attempt_asked_for_ends_with_it(stages, first_pass):
+    """The next attempt of a request, which goes on in the same pass, may ask for nothing."""
+    last, prompt = stages[1], [7] * 70
+    last.ask_logprobs(1, prompt, first := PromptLogprobs(2, list))
+    next(last.run(first_pass))
+    assert last._asked == {1: (prompt, first)}
+    table = first_pass.table._replace(ends=(1,))
+    for asks in (True, False):
+        last.leave()
+        last.enter(last._links, last._mover)
+        last.ask_logprobs(1, prompt, first)
+        next(last.run(first_pass))
+        if asks:
+            last.ask_logprobs(1, prompt, other := PromptLogprobs(5, list))
+            assert last._asked == {1: (prompt, first)}, "the earlier attempt still runs"
+        next(last.run(again(first_pass._replace(table=table), number=1)))
+        assert last._asked == ({1: (prompt, other)} if asks else {})
 
 
 AHEAD = LayerMoves(1, None, (LayerMove(1, 0, 1, 2, ((0, 1),)),))

@@ -1,7 +1,8 @@
 """Stages of the prefill: their pages are the reference's, and what goes wrong is said by name.
 
-Real stages with real rings between and behind them, in threads instead of processes. The processes
-are in tests/nanocp/serve/test_staged_prefill_service.py.
+Real stages with real rings between and behind them, in threads instead of processes, which one
+stage alone is in a service too. The processes are in
+tests/nanocp/serve/test_staged_prefill_service.py.
 """
 
 import contextlib
@@ -16,9 +17,9 @@ import torch
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import prefill_rings
-from data_plane.member import prefill_runner
+from data_plane.member import ticket_loop
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
-from data_plane.member.prefill_stage import PrefillStageLoop
+from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop
 from data_plane.member.stage_messages import (
     BeginPrompt,
     CancelPrompt,
@@ -29,7 +30,7 @@ from data_plane.member.stage_messages import (
     StageSpec,
     StageSuspects,
 )
-from data_plane.member.staged_prefill import StagedPrefillLoop
+from data_plane.member.staged_prefill import StagedPrefillLoop, StageThread
 from data_plane.member.token_streams import TokenStreams
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
@@ -42,6 +43,7 @@ from nanocp.config import ClusterConfig, Config, DataPlaneConfig, PrefillConfig
 from nanocp.passes import PassPlan
 from nanocp.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone, TransferFenced
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
+from nanocp.serve.served import PREFILL_FACTORY
 from nanocp.wire.convert import transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -76,12 +78,12 @@ class NoMoves:
 class Receiver(PageTransfers):
     """An instance as far as pages go."""
 
-    def __init__(self, instance, term, model):
+    def __init__(self, instance, term, model, config):
         self.frames = FramePool(NUM_LAYERS, 20, model.attention.kv_width, torch.float32)
         segments = Segments(CLUSTER_ID, term=Term(term))
         page_bytes = self.frames.page_bytes
-        rings = prefill_rings(CONFIG.prefill, segments, instance, page_bytes, NUM_LAYERS)
-        super().__init__(instance, 2, rings, NoMoves(), num_parts=2)
+        rings = prefill_rings(config.prefill, segments, instance, page_bytes, NUM_LAYERS)
+        super().__init__(instance, 2, rings, NoMoves(), num_parts=config.prefill.stages)
 
     def _read_page(self, frame):
         raise NotImplementedError
@@ -132,15 +134,20 @@ class Threads:
                 loop.report(stage, pipe.recv())
 
     def _run(self, loop):
-        with contextlib.suppress(SystemExit):
+        with contextlib.suppress(PrefillEnds):
             loop.run()
 
 
 @contextlib.contextmanager
-def staged(checkpoint, link):
+def staged(checkpoint, link, config):
     """The loop of the prefill with its stages, which is asked to shut down at the end."""
-    loop = StagedPrefillLoop(make_prefill_scheduler(CONFIG, checkpoint), link, 2, 60_000.0)
-    loop.stages = Threads(checkpoint, loop)
+    num_stages = config.prefill.stages
+    loop = StagedPrefillLoop(make_prefill_scheduler(config), link, num_stages, 60_000.0)
+    if num_stages > 1:
+        loop.stages = Threads(checkpoint, loop)
+    else:
+        member = MemberSpec(PREFILL_FACTORY, config, CLUSTER_ID, "", "", checkpoint)
+        loop.stages = StageThread(member, loop.report)
     errors = []
 
     def run():
@@ -170,13 +177,17 @@ def assert_kv(checkpoint, model, receiver, ids, frame_of):
             torch.testing.assert_close(found, kv_LSW[:, :count], atol=1e-4, rtol=0)
 
 
-def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(tiny_checkpoint):
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(
+    tiny_checkpoint, num_stages
+):
+    config = replace(CONFIG, prefill=replace(CONFIG.prefill, stages=num_stages))
     model, random = ModelConfig.from_folder(tiny_checkpoint), Random(1)
     prompts = [[random.randrange(2, 512) for _ in range(n)] for n in (300, 64, 31, 250)]
     link = Link(join(1))
-    with staged(tiny_checkpoint, link) as loop:
+    with staged(tiny_checkpoint, link, config) as loop:
         for term in (1, 2):
-            receivers = [Receiver(instance, term, model) for instance in range(2)]
+            receivers = [Receiver(instance, term, model, config) for instance in range(2)]
             first = 10 * term
             # Page 0 of the first prompt is shared: it is there already.
             transfers = [
@@ -235,7 +246,7 @@ class Recorder:
 def scripted(tiny_checkpoint, *messages, limit_ms=60_000.0):
     """A loop with stages that do nothing; it runs until it would wait."""
     link = Link(*messages)
-    loop = StagedPrefillLoop(make_prefill_scheduler(CONFIG, tiny_checkpoint), link, 2, limit_ms)
+    loop = StagedPrefillLoop(make_prefill_scheduler(CONFIG), link, 2, limit_ms)
     loop.stages = Recorder()
     return loop, link
 
@@ -246,32 +257,35 @@ def run_to_the_end(loop, link):
         loop.run()
 
 
-def test_two_passes_are_in_flight_and_one_waits_and_prompts_go_before_their_pass(tiny_checkpoint):
+def test_two_passes_a_stage_are_in_flight_and_one_waits_and_prompts_go_first(tiny_checkpoint):
     target = TargetRun(0, 5, 0, 0)
-    loop, link = scripted(tiny_checkpoint, join(1), prefill([7] * 300, target, ticket=3)[1])
+    both = [prefill([7] * 300, target, ticket=ticket)[1] for ticket in (3, 4)]
+    loop, link = scripted(tiny_checkpoint, join(1), *both)
     run_to_the_end(loop, link)
     sent = loop.stages.sent
     assert isinstance(sent[0][1], JoinTerm)
     assert [(stage, len(begin.token_ids)) for stage, begin in sent[1:3]] == [(0, 300), (1, 0)]
     passes = [message for _, message in sent if isinstance(message, PassPlan)]
-    assert [plan.number for plan in passes] == [0, 1, 2]
+    assert [(plan.number, plan.after) for plan in passes] == [(n, max(n - 4, -1)) for n in range(5)]
     assert [span[:3] for plan in passes for span in plan.spans] == [
         (3, 0, 100),
         (3, 100, 100),
         (3, 200, 100),
+        (4, 0, 100),
+        (4, 100, 100),
     ]
     assert not any(span.samples for plan in passes for span in plan.spans)
 
 
 def test_a_ticket_that_was_cancelled_in_the_queue_reaches_no_stage(tiny_checkpoint):
-    target = TargetRun(0, 5, 0, 0)
-    both = [prefill([7] * 300, target, ticket=ticket)[1] for ticket in (3, 4)]
+    target = TargetRun(0, 8, 0, 0)
+    both = [prefill([7] * 500, target, ticket=ticket)[1] for ticket in (3, 4)]
     cancels = [pb.ToPrefill(cancel=ticket) for ticket in (4, 3, 99)]
     loop, link = scripted(tiny_checkpoint, join(1), *both, *cancels)
     run_to_the_end(loop, link)
     kinds = [type(message) for _, message in loop.stages.sent]
     assert kinds.count(BeginPrompt) == 2 and CancelPrompt(3) in [m for _, m in loop.stages.sent]
-    for number in range(3):
+    for number in range(5):
         loop.report(1, StageRan(number))
     run_to_the_end(loop, link)
     assert loop._scheduler.num_running == loop._scheduler.num_waiting == 0
@@ -309,7 +323,7 @@ def test_it_is_ready_when_every_stage_has_joined_the_present_term(tiny_checkpoin
 
 
 def test_its_queue_has_a_limit(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(prefill_runner, "MAX_QUEUED_PROMPTS", 1)
+    monkeypatch.setattr(ticket_loop, "MAX_QUEUED_PROMPTS", 1)
     target = TargetRun(0, 8, 0, 0)
     three = [prefill([7] * 500, target, ticket=ticket)[1] for ticket in (1, 2, 3, 4)]
     loop, link = scripted(tiny_checkpoint, join(1), *three)

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.weights import load_weights
+from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS
-from data_plane.startup.prefill import build_prefill, build_probe
+from data_plane.startup.prefill import build_probe
 from nanocp.config import Config, DataPlaneConfig
 
 RANK, ROPE_DIM, NUM_LAYERS = 64, 32, 4
@@ -21,12 +24,12 @@ CONFIGS = {
 
 
 def pages_of(config, checkpoint, token_ids):
-    """Pages as the embedded prefill writes them, which is what an engine must write."""
-    prefill = build_prefill(config, checkpoint)
-    return {
-        page: payload.reshape(-1).copy()
-        for page, payload in prefill.pages(list(token_ids), NUM_TOKENS)
-    }
+    """Pages as a stage with all layers writes them, which is what an engine must write."""
+    model = ModelConfig.from_folder(checkpoint)
+    dtype = getattr(torch, config.data_plane.dtype)
+    weights = load_weights(checkpoint, model, dtype, range(model.num_experts))
+    pages = prefill_pages(weights, model, list(token_ids), NUM_TOKENS, NUM_TOKENS)
+    return {page: payload_of(kv, None).reshape(-1).copy() for page, kv in pages}
 
 
 def changed(pages, dtype, change):

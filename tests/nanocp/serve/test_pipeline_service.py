@@ -1,5 +1,6 @@
 """A model served as a pipeline: real processes, gRPC, HTTP and shared memory, every token exact."""
 
+import json
 import os
 import random
 import signal
@@ -91,9 +92,11 @@ def until_free(service):
         time.sleep(0.05)
 
 
-def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle):
+def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle, tmp_path):
     """Clients of both APIs, one that goes away, an operator, and a stage that is replaced."""
-    with pipeline_service(tiny_checkpoint) as service, ThreadPoolExecutor(8) as pool:
+    log = str(tmp_path / "log")
+    config = replace(CONFIG, service=replace(CONFIG.service, event_log=log))
+    with pipeline_service(tiny_checkpoint, config) as service, ThreadPoolExecutor(8) as pool:
         ids = [prompt(length, length) for length in (1, 64, 150, 300)]
         running = [pool.submit(generate, service, each, 100) for each in ids]
         with Client(service.address) as client:
@@ -146,6 +149,14 @@ def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle):
         until_free(service)
         while "stage 0 has layers 0 to 0" not in layout(service).output:
             time.sleep(0.1)  # what the operator asked for comes back
+        live = command(service, "why", "1", "--json").output
+    runner = typer.testing.CliRunner()
+    played = runner.invoke(app, ["simulate", "replay", log]).output
+    assert "on 2 instances, policy even" in played and "every plan is the same" in played
+    logged = runner.invoke(app, ["why", "1", "--event-log", log, "--json"]).output
+    (one,), (other,) = json.loads(live), json.loads(logged)
+    assert one["num_generated"] == 100 and one["reason"] == "length"
+    assert one | {"arrived": ""} == other | {"arrived": ""}
 
 
 @pytest.mark.system
@@ -203,7 +214,6 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
         "scheduler.policy cost_aware": {"scheduler": SchedulerConfig(policy="cost_aware")},
         "cluster.redundant_experts 2": {"cluster": replace(CONFIG.cluster, redundant_experts=2)},
         "cluster.spares 1": {"cluster": replace(CONFIG.cluster, spares=1)},
-        "service.event_log is set": {"service": replace(CONFIG.service, event_log="log")},
     }
     for sentence, sections in cases.items():
         with pytest.raises(ValueError, match=f"cluster.layout is pipeline, and {sentence}"):

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from control_plane.scheduler.pipeline.layer_policies import (
     DeltaLayout,
     LevelLayout,
+    has_room,
     longest_us,
     make_layer_policy,
     num_moved,
     stages_of,
 )
-from control_plane.scheduler.pipeline.predictor import PassTimes, predict_pass
+from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, predict_pass
 from nanocp.passes import PassCosts, PipelineConfig, Span
 
 
@@ -58,6 +59,34 @@ def test_delta_punishes_a_short_last_stage_where_level_does_not():
     assert longest_us(levelled, times) == pytest.approx(17.0)
 
 
+def by_layers(old, new, num_places):
+    """Slow reference of `has_room`: each stage's layers, before and after, one by one."""
+    held = zip(stages_of(old), stages_of(new), strict=True)
+    needed = [{each} | {new_stage} for each, new_stage in held]
+    return all(sum(s in both for both in needed) <= num_places for s in range(len(old)))
+
+
+@pytest.mark.parametrize("num_places", [3, 4, 5])
+def test_room_is_counted_while_a_stage_has_what_it_gives_and_what_it_gets(num_places):
+    splits = all_splits(7, 3, num_places)
+    for old, new in product(splits, repeat=2):
+        assert has_room(old, new, num_places) == by_layers(old, new, num_places), (old, new)
+
+
+@pytest.mark.parametrize("policy", ["level", "delta"])
+def test_where_room_is_short_the_best_layout_is_reached_by_legal_steps(policy):
+    """Layers of three stages shift down the chain: the one in the middle has both ends' at once."""
+    pipeline = config(3, 12, max_layers=6, layer_policy=policy, layout_window=1)
+    heard, split, steps = make_layer_policy(pipeline), (4, 4, 4), []
+    for _ in range(10):
+        wished = wish(heard, split, 1.0, 5.1)
+        assert has_room(split, wished, 6), (split, wished)
+        if wished != split:
+            steps.append(wished)
+        split = wished
+    assert steps == [(5, 5, 2), (5, 6, 1)]
+
+
 def all_splits(num_layers, num_stages, num_places):
     counts = range(1, num_places + 1)
     return [s for s in product(counts, repeat=num_stages) if sum(s) == num_layers]
@@ -73,18 +102,52 @@ def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
     split = data.draw(st.sampled_from(splits))
     layer_us = data.draw(st.sampled_from([0.1, 1.0, 7.3]))
     times = PassTimes(layer_us, data.draw(st.floats(0, 60)))
+    speeds = StageSpeeds(num_stages)
+    speeds.slowness = slow = tuple(
+        data.draw(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.1])) for _ in range(num_stages)
+    )
     pipeline = config(num_stages, num_layers, max_layers=num_places, layout_window=1)
-    policy = LevelLayout(pipeline)
-    wished = policy.wish(split, times, 0, 0)
-    least = min(longest_us(each, times) for each in splits)
-    assert longest_us(wished, times) == pytest.approx(least)
-    if longest_us(split, times) > least * (1 + 1e-6):
-        moved = min(
-            num_moved(split, s) for s in splits if longest_us(s, times) <= least * (1 + 1e-9)
-        )
-        assert num_moved(split, wished) == moved
-    else:
+    wished = LevelLayout(pipeline, speeds).wish(split, times, 0, 0)
+    reachable = [each for each in splits if has_room(split, each, num_places)]
+    least = min(longest_us(each, times, slow) for each in reachable)
+    assert longest_us(wished, times, slow) == pytest.approx(least)
+    if longest_us(split, times, slow) <= least * (1 + 1e-6):
         assert wished == split
+    elif num_places == num_layers:
+        best = (s for s in splits if longest_us(s, times, slow) <= least * (1 + 1e-9))
+        assert num_moved(split, wished) == min(num_moved(split, each) for each in best)
+
+
+def ran(speeds, number, *us):
+    for stage, each in enumerate(us):
+        speeds.ran(stage, number, each)
+
+
+def test_a_stage_that_takes_twice_as_long_is_known_after_some_passes_and_gets_fewer_layers():
+    speeds = StageSpeeds(3)
+    for number in range(60):
+        if number == 10:
+            assert speeds.slowness == (1.0, 1.0, 1.0), "too few passes"
+        speeds.planned(number, [4.0, 4.0, 5.0])
+        ran(speeds, number, 40.0, 80.0, 55.0)  # constants that are ten times too small
+    assert speeds.slowness == (1.0, 2.0, 1.0)
+    policy = LevelLayout(config(3, 12, layout_window=1), speeds)
+    assert wish(policy, (4, 4, 4), 1.0, 0.0) == (5, 2, 5)
+    for number in range(60, 260):
+        speeds.planned(number, [4.0, 4.0, 5.0])
+        ran(speeds, number, 40.0, 40.0, 55.0)
+    assert speeds.slowness == (1.0, 1.0, 1.0), "it is as fast as the others again"
+
+
+def test_speeds_forget_passes_that_are_never_reported_and_begin_anew_with_a_term():
+    speeds = StageSpeeds(2)
+    for number in range(100):
+        speeds.planned(number, [4.0, 4.0])
+    assert len(speeds._predicted) == 8
+    ran(speeds, 3, 1.0, 1.0)
+    assert speeds._num_ran == 0
+    speeds.begin_term()
+    assert not speeds._predicted
 
 
 def test_level_moves_a_layer_once_what_that_would_have_saved_pays_for_its_kv():

@@ -46,6 +46,20 @@ def test_nothing_moves_where_sampling_costs_nothing():
     assert level.e2el_ms_mean == even.e2el_ms_mean
 
 
+def test_a_slow_stage_gets_fewer_layers():
+    slow = ((1, 1.6),)
+    equal = play()
+    even, level = (play(policy, slow_stages=slow) for policy in ("even", "level"))
+    assert level.split[1] == min(level.split) < equal.split[1]
+    lost = even.e2el_ms_mean - equal.e2el_ms_mean
+    assert even.e2el_ms_mean - level.e2el_ms_mean > 0.5 * lost > 0
+
+
+def test_a_slow_stage_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"slow_stages has 4:2; it must be a stage from 0 to 3"):
+        play(slow_stages=((4, 2.0),))
+
+
 def test_window_1_moves_more_often():
     once, often = play("delta", rate=30), play("delta", rate=30, layout_window=1)
     assert often.num_changes > 3 * once.num_changes > 0

@@ -16,12 +16,14 @@ class Played:
         self.heap = EventHeap()
         self.done = {}
         self.moved = []
+        self.worked = []
         self.stages = Stages(
             self.heap,
             split,
             lambda num_frames: FRAME_US * num_frames,
             lambda number: self.done.setdefault(number, self.heap.now_us),
             lambda stage, number: self.moved.append((stage, number)),
+            lambda *worked: self.worked.append(worked),
             **options,
         )
 
@@ -106,3 +108,10 @@ def test_each_stage_of_the_bound_has_an_equal_share():
     played = Played((2, 2), is_fluid=True)
     played.play(a_pass(0, 10.0, tail_us=20.0))
     assert played.done == {0: 30.0 + HOP_US + 30.0 + HOP_US}
+
+
+def test_a_slow_stage_takes_longer_and_says_so():
+    played = Played((2, 2), slowness={1: 3.0})
+    played.play(a_pass(0, 5.0, tail_us=4.0))
+    assert played.worked == [(0, 0, 10.0), (1, 0, 42.0)]
+    assert played.done == {0: 10 + HOP_US + 42 + HOP_US}

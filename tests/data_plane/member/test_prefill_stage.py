@@ -1,22 +1,28 @@
-"""The loop around the prefill, with a scripted controller and a scripted model."""
+"""A prefill of one stage, with a scripted controller and a scripted stage."""
 
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 from data_plane.kv.page_ring import PageRing
-from data_plane.member import prefill_runner
-from data_plane.member.lifetime import ShutdownRequested
-from data_plane.member.prefill_runner import PrefillLoop
+from data_plane.member.lifetime import MemberSpec, ShutdownRequested
+from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop, StageEnd
+from data_plane.member.stage_messages import JoinTerm, StageSpec
+from data_plane.member.staged_prefill import StagedPrefillLoop
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link, Sink, serve, until
+from nanocp.config import ClusterConfig, Config
 from nanocp.plan import TargetRun, Transfer
 from nanocp.sampling import TokenLogprobs
+from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.wire.convert import transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -26,23 +32,38 @@ PREFILL_SHUTDOWN = pb.ToPrefill(shutdown=pb.Shutdown(reason="enough"))
 
 
 class Model:
-    """A model whose pages are zeros."""
+    """A stage whose pages are zeros."""
 
     def __init__(self, error=None):
+        self.stage = self
         self.error = error
         self.num_pages = 0
+        self.asked = {}
 
-    def pages(self, token_ids, num_tokens, prompt_logprobs=None):
-        if prompt_logprobs is not None:
-            for token_id in token_ids[1 : num_tokens + 1]:
-                prompt_logprobs.report(
-                    [TokenLogprobs(-token_id, ((prompt_logprobs.num_top, -0.5),))]
-                )
-        for page in range(-(-num_tokens // 64)):
-            if self.error:
-                raise self.error
-            self.num_pages += 1
-            yield page, np.zeros(64, np.uint8)
+    def take_prompt(self, request_id, token_ids):
+        """It has no use for tokens."""
+
+    def ask_logprobs(self, request_id, token_ids, wanted):
+        self.asked[request_id] = token_ids, wanted
+
+    def run(self, plan):
+        if self.error:
+            raise self.error
+        for request_id, first, num_tokens, _ in plan.spans:
+            ids, wanted = self.asked.get(request_id, ((), None))
+            for token_id in ids[first + 1 : first + num_tokens + 1]:
+                wanted.report([TokenLogprobs(-token_id, ((wanted.num_top, -0.5),))])
+        return ()
+
+    def payload(self, ticket, page):
+        self.num_pages += 1
+        return np.zeros(64, np.uint8)
+
+    def poll(self):
+        """It has nothing to report."""
+
+    def skip(self, plan):
+        """Its passes have no tokens."""
 
 
 def prefill(ticket, num_pages):
@@ -53,34 +74,57 @@ def prefill(ticket, num_pages):
     )
 
 
-def prefill_loop(model, link, streams, limits=LIMITS):
-    return PrefillLoop(model, link, Segments(CLUSTER_ID), 1, streams, limits)
-
-
 def reports(link):
     """What the prefill sent, but for being ready."""
     return [message for message in link.sent if message.WhichOneof("message") != "ready"]
 
 
+class StageOf:
+    """The stage of a prefill, in a thread: `loop`."""
+
+    def __init__(self, prefill, model, config, streams):
+        self.inbox = SimpleQueue()
+        spec = StageSpec(MemberSpec("", config, CLUSTER_ID, "", "", Path()), 0, "unused")
+        end = StageEnd(self.inbox.get, lambda message: prefill.report(0, message))
+        self.loop = PrefillStageLoop(model, spec, end, Segments(CLUSTER_ID), streams)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def send(self, message, stage=None):
+        self.inbox.put(message)
+
+    def close(self):
+        self.send(None)
+        self.thread.join(WAIT_S)
+        self.loop.close()
+
+    def _run(self):
+        with contextlib.suppress(PrefillEnds):
+            self.loop.run()
+
+
 @contextlib.contextmanager
 def running(link, model, limits=PATIENT):
-    """Run a prefill, which is asked to shut down at the end."""
+    """Run a prefill, which is asked to shut down at the end; yields its stage."""
+    cluster = ClusterConfig(num_instances=1, num_frames=20, max_model_len=1024)
+    config = Config(cluster=cluster, limits=limits)
+    loop = StagedPrefillLoop(make_prefill_scheduler(config), link, 1, 60_000.0)
 
-    def loop():
-        with (
-            pytest.raises(ShutdownRequested),
-            contextlib.closing(TokenStreams(0, limits)) as streams,
-            contextlib.closing(prefill_loop(model, link, streams, limits)) as loop,
-        ):
+    def run():
+        with pytest.raises(ShutdownRequested):
             loop.run()
 
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(loop)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        contextlib.closing(TokenStreams(0, limits)) as streams,
+        contextlib.closing(StageOf(loop, model, config, streams)) as loop.stages,
+    ):
+        done = pool.submit(run)
         try:
-            yield
+            yield loop.stages.loop
         finally:
             link.inbox.put(PREFILL_SHUTDOWN)
-        done.result(WAIT_S)
+            done.result(WAIT_S)
 
 
 def test_pages_go_out_with_their_lengths(ring):
@@ -99,19 +143,19 @@ def test_pages_go_out_with_their_lengths(ring):
 def test_a_cancelled_ticket_stops_waiting_for_a_full_ring_and_the_next_is_served(ring):
     link = Link(JOIN, prefill(1, 9), prefill(2, 1), prefill(3, 1))
     model = Model()
-    with running(link, model):
+    with running(link, model) as stage:
         until(lambda: model.num_pages == 3)
         link.inbox.put(pb.ToPrefill(cancel=2))
         link.inbox.put(pb.ToPrefill(cancel=1))
         link.inbox.put(pb.ToPrefill(cancel=99))
-        until(link.inbox.empty)
+        until(lambda: list(stage._tickets) == [3])
         tickets = []
         until(lambda: tickets.extend(page.ticket for page in ring.arrived()) or 3 in tickets)
     assert tickets == [1, 1, 3]
     assert reports(link) == []
 
 
-def test_a_prefill_that_fails_gives_up_its_ticket_only(ring):
+def test_a_pass_that_fails_costs_its_prompts_only(ring):
     model = Model(ValueError("the prompt is cursed"))
     link = Link(JOIN, prefill(1, 1))
     with running(link, model):
@@ -131,14 +175,6 @@ def test_a_ring_that_nobody_empties_is_reported_in_a_bounded_time(ring):
     suspect = reports(link)[0].suspect
     assert (suspect.instance, suspect.is_gone) == (0, False)
     assert "ExchangeTimeout" in suspect.message
-
-
-def test_the_prefills_queue_has_a_limit(ring, monkeypatch):
-    monkeypatch.setattr(prefill_runner, "MAX_QUEUED_PROMPTS", 2)
-    loop = prefill_loop(Model(), link := Link(), TokenStreams(0, LIMITS))
-    for ticket in range(4):
-        loop._take(prefill(ticket, 1))
-    assert [message.failed.ticket for message in reports(link)] == [2, 3]
 
 
 def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, free_port):
@@ -192,12 +228,10 @@ def test_a_new_term_forgets_every_ticket_and_writes_into_rings_of_its_own(ring):
     assert [message.term for message in link.sent] == [1, 4] and reports(link) == []
 
 
-def test_a_term_that_ends_while_the_prefill_joins_it_is_left(ring):
-    link = Link(pb.ToPrefill(term=7, join=pb.Join()))
-    with contextlib.closing(TokenStreams(0, PATIENT)) as streams:
-        loop = prefill_loop(Model(), link, streams, PATIENT)
-        loop._segments.term.end(7)
-        link.inbox.put(PREFILL_SHUTDOWN)
-        with pytest.raises(ShutdownRequested):
-            loop.run()
+def test_a_term_that_ends_while_a_stage_joins_it_is_left(ring):
+    link = Link()
+    with running(link, Model()) as stage:
+        stage._segments.term.end(7)
+        stage._inbox.put(JoinTerm(7, ()))
+        until(lambda: stage._segments.term.number == 7)
     assert link.sent == []

@@ -1,0 +1,87 @@
+"""Messages of the controller to a prefill that computes prompts itself.
+
+Enters: prefill requests, cancellations, terms. Leaves: prompts that are given up at once. Does not
+know: what computes prompts, pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from data_plane.member.controller_link import ControllerLink, ControllerLost
+from data_plane.member.lifetime import ShutdownRequested
+from nanocp.plan import Transfer
+from nanocp.wire import convert
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+MAX_QUEUED_PROMPTS = 4096
+"""Transfers that may wait for the prefill; more are given up at once."""
+
+
+class TicketLoop(ABC):
+    """Takes the controller's messages to a prefill that computes prompts itself."""
+
+    def __init__(self, link: ControllerLink) -> None:
+        self._link = link
+
+    @abstractmethod
+    def run(self) -> None:
+        """Prefill until the controller asks for a shutdown, which raises ShutdownRequested.
+
+        Any other exception is a failure of the prefill, or ControllerLost.
+        """
+
+    @abstractmethod
+    def forget_term(self) -> None:
+        """Drop every prompt of a term that is over."""
+
+    @property
+    @abstractmethod
+    def _term(self) -> int:
+        """The number of the present term."""
+
+    @abstractmethod
+    def _join(self, message: pb.ToPrefill) -> None:
+        """Join another term."""
+
+    @abstractmethod
+    def _queue(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
+        """Prefill this prompt after those that came before."""
+
+    @abstractmethod
+    def _cancel(self, ticket: int) -> None:
+        """Send no page of the ticket any more."""
+
+    @abstractmethod
+    def _num_queued(self) -> int:
+        """Prompts that wait."""
+
+    def _take(self, message: Any) -> None:
+        if message is None:
+            raise ControllerLost("the controller's stream ended")
+        match message.WhichOneof("message"):
+            case "prefill":
+                transfer = convert.transfer_from_wire(message.prefill.transfer)
+                if self._num_queued() >= MAX_QUEUED_PROMPTS:
+                    reason = f"{MAX_QUEUED_PROMPTS} prompts wait for the prefill"
+                    self._give_up(transfer.ticket, reason)
+                else:
+                    self._queue(transfer, message.prefill)
+            case "cancel":
+                self._cancel(message.cancel)
+            case "arrived":
+                pass  # There is no attempt to repeat.
+            case "join":
+                self.forget_term()
+                self._join(message)
+            case "shutdown":
+                raise ShutdownRequested(message.shutdown.reason)
+            case kind:
+                raise AssertionError(f"the controller sent {kind} to a running prefill")
+
+    def _send(self, **message: Any) -> None:
+        self._link.send(pb.FromPrefill(term=self._term, **message))
+
+    def _give_up(self, ticket: int, message: str) -> None:
+        self._send(failed=pb.PrefillFailure(ticket=ticket, message=message))
