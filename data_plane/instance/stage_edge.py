@@ -270,6 +270,8 @@ class StageEdge(ABC):
             place = self._place_of[layer]
             self._fill(layer, place, spans)
             rows = self._run_layer(layer, place, spans, rows)
+            if self.is_moving:  # a stage that never waits would else send a ring's worth a pass
+                self.progress()
         if self._is_last:
             self._events.append(PassDone(plan.number, self._commit(plan, rows)))
         else:

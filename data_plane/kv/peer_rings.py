@@ -31,13 +31,15 @@ class PeerRings:
         num_instances: int,
         page_bytes: int,
         limits: LimitsConfig,
+        ring_pages: int = _RING_PAGES,
     ) -> None:
+        """Make this instance's rings. ring_pages: places of each."""
         self._segments = segments
         self._instance = instance
         self._limits = limits
         self._writers: dict[int, PageRingWriter] = {}
         self._rings = {
-            peer: PageRing.create(segments, instance, _RING_PAGES, page_bytes, _kind(peer))
+            peer: PageRing.create(segments, instance, ring_pages, page_bytes, _kind(peer))
             for peer in range(num_instances)
             if peer != instance
         }

@@ -20,6 +20,14 @@ from nanocp.config import LimitsConfig
 _HIDDEN, _TOKENS = "hidden_rows", "pass_tokens"
 _TOKEN_WORDS = 2
 """u64 words of a token: request id, token id."""
+RING_FRAMES = 64
+"""Frames of one layer in a ring of KV between two stages: they are small, and a stage that computes
+looks into its rings between two layers only."""
+
+
+def places_of(max_in_flight: int) -> int:
+    """Passes that a ring of hidden rows has places for."""
+    return max_in_flight + 2
 
 
 class RingStageLinks:
@@ -52,7 +60,7 @@ class RingStageLinks:
         if num_stages > 1:
             row_bytes = _TOKEN_WORDS * 8 if stage == 0 else row.nbytes
             kind = _TOKENS if stage == 0 else _HIDDEN
-            places = (max_in_flight or num_stages) + 2
+            places = places_of(max_in_flight or num_stages)
             self._ring = PageRing.create(segments, stage, places, max_pass_tokens * row_bytes, kind)
 
     def connect(self) -> None:

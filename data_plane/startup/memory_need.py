@@ -7,16 +7,25 @@ the exchange and of a page. Does not know: files, devices.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from data_plane.attention.fp8_latent import token_bytes
+from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
-from data_plane.model.weights import is_packed, stored_shapes
+from data_plane.model.weights import (
+    embedding_shapes,
+    head_shapes,
+    is_packed,
+    layer_shapes,
+    stored_shapes,
+)
 from data_plane.transport.regions import step_layout
 from nanocp.config import Config
 from nanocp.experts import num_slots
+from nanocp.passes import PipelineConfig, layers_of
 from nanocp.plan import PAGE_SIZE
 
 
@@ -51,8 +60,8 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     item_bytes = 2 if data_plane.dtype == "bfloat16" else 4
     matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else item_bytes
     experts = range(model.num_experts and num_slots(model.num_experts, num_instances, redundant))
-    other = _bytes(model, range(0), item_bytes, matrix_bytes)
-    of_experts = _bytes(model, experts, item_bytes, matrix_bytes) - other
+    other = _bytes(stored_shapes(model, range(0)), item_bytes, matrix_bytes)
+    of_experts = _bytes(stored_shapes(model, experts), item_bytes, matrix_bytes) - other
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
         other += model.vocab_size * model.hidden_size * matrix_bytes
@@ -69,6 +78,44 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
         exchange=2 * region * (num_instances - 1),
         page=page_bytes(model, config),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeed:
+    """Bytes that a stage of a pipeline needs at its start; the rest may hold frames."""
+
+    weights: int
+    """Weights of its layers with all experts, and of the embedding or the head."""
+    rings: int
+    """Hidden rows from the stage before, or tokens from the last one, and KV of layers that move.
+    """
+    page: int
+    """One frame: a page of its layers."""
+
+
+def stage_needs(model: ModelConfig, config: Config, stores_bf16: bool) -> list[StageNeed]:
+    """Compute what each stage of the pipeline that `config` describes needs.
+
+    stores_bf16: see memory_need. Raises ValueError if stages and layers do not fit.
+    """
+    pipeline = PipelineConfig.of(config, model.num_layers)
+    item_bytes = 2 if config.data_plane.dtype == "bfloat16" else 4
+    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else item_bytes
+    pass_bytes = pipeline.max_pass_tokens * model.hidden_size * item_bytes
+    frame_bytes = page_bytes(model, config) // model.num_layers
+    needs, last = [], pipeline.num_stages - 1
+    for stage, count in enumerate(pipeline.first_split):
+        shapes = embedding_shapes(model) if stage == 0 else {}
+        for layer in layers_of(pipeline.first_split, stage):
+            shapes |= layer_shapes(model, layer, range(model.num_experts))
+        weights = _bytes(shapes, item_bytes, matrix_bytes)
+        if stage == last:
+            weights += _bytes(head_shapes(model), item_bytes, matrix_bytes)
+        rings = last * RING_FRAMES * frame_bytes
+        if stage:
+            rings += places_of(pipeline.num_stages) * pass_bytes
+        needs.append(StageNeed(weights, rings, count * frame_bytes))
+    return needs
 
 
 def keeps_bf16(config: Config, stores_bf16: bool) -> bool:
@@ -95,10 +142,10 @@ def smallest_cluster(
     return None
 
 
-def _bytes(model: ModelConfig, experts: range, item_bytes: int, matrix_bytes: int) -> int:
+def _bytes(shapes: Mapping[str, tuple[int, ...]], item_bytes: int, matrix_bytes: int) -> int:
     return sum(
         math.prod(shape) * (matrix_bytes if is_packed(name, shape) else item_bytes)
-        for name, shape in stored_shapes(model, experts).items()
+        for name, shape in shapes.items()
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.peer_rings import PeerRings
-from data_plane.kv.stage_rings import RingStageLinks
+from data_plane.kv.stage_rings import RING_FRAMES, RingStageLinks
 from data_plane.model.config import ModelConfig
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import Progress, say_nothing
@@ -55,7 +55,7 @@ def build_stage(
             RingStageLinks(
                 segments, stage, num_stages, max_tokens, row, config.limits, max_in_flight
             ),
-            PeerRings(segments, stage, num_stages, page_bytes, config.limits),
+            PeerRings(segments, stage, num_stages, page_bytes, config.limits, RING_FRAMES),
         )
 
     masks = grammar_masks(config, checkpoint) if is_last else None

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.plan import PAGE_SIZE
+
 if TYPE_CHECKING:
     from data_plane.model.config import ModelConfig
     from nanocp.config import Config
@@ -69,28 +71,34 @@ def plan(
     kv_dtype: Annotated[
         str, typer.Option(help="auto: as dtype; fp8: latent KV on a GPU.")
     ] = "auto",
+    layout: Annotated[
+        str, typer.Option(help="instances; or pipeline, whose stages have some layers each.")
+    ] = "instances",
 ) -> None:
     """Say what each instance needs, how many tokens fit, and what would make the model fit."""
     from data_plane.model.config import ModelConfig
 
     try:
         model = ModelConfig.from_folder(checkpoint)
-        config = _config(instances, device, dtype, kv_dtype)
-        fits = _report(checkpoint, model, config, device, memory_gb)
+        config = _config(instances, device, dtype, kv_dtype, layout)
+        report = _report_stages if layout == "pipeline" else _report
+        fits = report(checkpoint, model, config, device, memory_gb)
     except ValueError as error:
         print(f"nanocp plan: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if fits else 1)
 
 
-def _config(instances: int, device: str, dtype: ModelDtype | None, kv_dtype: str) -> Config:
+def _config(
+    instances: int, device: str, dtype: ModelDtype | None, kv_dtype: str, layout: str
+) -> Config:
     from nanocp.config import Config
 
     config, is_gpu = Config(), device != "cpu"
     chosen = dtype or (ModelDtype.bfloat16 if is_gpu else ModelDtype.float32)
     return replace(
         config,
-        cluster=replace(config.cluster, num_instances=instances),
+        cluster=replace(config.cluster, num_instances=instances, layout=layout),
         data_plane=replace(
             config.data_plane,
             device="cuda" if is_gpu else "cpu",
@@ -132,7 +140,7 @@ def _report(
         ("exchange", need.exchange, f"regions for {num_instances - 1} peers"),
     ]
     num_frames = int(left // need.page) if left > 0 else 0
-    tokens = num_frames * 64
+    tokens = num_frames * PAGE_SIZE
     rows.append(
         ("frames", num_frames * need.page, f"{num_frames:,} pages of {need.page / 1e6:.2f} MB")
     )
@@ -146,6 +154,46 @@ def _report(
         f"It fits. KV: {tokens:,} tokens on one instance, {tokens * num_instances:,} on all. The "
         f"model was made for {model.max_len:,}: such a request needs "
         f"{-(-model.max_len // max(tokens, 1))} of {num_instances} instances at least."
+    )
+    typer.echo(_weights(folder, model))
+    return True
+
+
+def _report_stages(
+    folder: Path, model: ModelConfig, config: Config, name: str, memory_gb: float | None
+) -> bool:
+    """Print what each stage of a pipeline needs; return whether the model fits."""
+    from data_plane.startup.memory_need import stage_needs
+    from nanocp.passes import PipelineConfig, layers_of
+
+    device, num_stages = DEVICES[name], config.cluster.num_instances
+    memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_stages))
+    usable, reserve = device.usable_share * memory, _GB * device.reserve_gb
+    split = PipelineConfig.of(config, model.num_layers).first_split
+    needs = stage_needs(model, config, _stores_bf16(folder, model))
+    typer.echo(f"{folder}: {_describe(model)}")
+    typer.echo(
+        f"on {num_stages} stages of {memory / _GB:.1f} GB, {usable / _GB:.1f} of them usable; "
+        f"{config.data_plane.dtype}"
+    )
+    num_frames = []
+    for stage, need in enumerate(needs):
+        layers = layers_of(split, stage)
+        left = usable - reserve - need.weights - need.rings
+        num_frames.append(int(left // need.page))
+        typer.echo(
+            f"  stage {stage:<4} layers {layers.start:>3} to {layers.stop - 1:<3}"
+            f"{need.weights / _GB:9.2f} GB of weights, rings {need.rings / _GB:.2f} GB, "
+            f"room for {max(num_frames[-1], 0):,} pages of {need.page / 1e6:.2f} MB"
+        )
+    fewest = min(num_frames)
+    if fewest < 1:
+        worst = num_frames.index(fewest)
+        typer.echo(f"It does not fit: stage {worst} has no room for a page. Take more stages.")
+        return False
+    typer.echo(
+        f"It fits. KV: {fewest * PAGE_SIZE:,} tokens, by the stage with the least room. A layer "
+        "that moves needs its weights and KV at its new stage too (pipeline.max_layers)."
     )
     typer.echo(_weights(folder, model))
     return True

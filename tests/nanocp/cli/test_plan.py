@@ -12,7 +12,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.presets import PRESETS
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.startup.memory_need import memory_need
+from data_plane.startup.memory_need import memory_need, page_bytes, stage_needs
 from nanocp.cli.main import app
 from nanocp.config import ClusterConfig, Config
 
@@ -110,3 +110,22 @@ def test_the_weights_take_what_was_said(tmp_path, preset):
     assert need.experts + need.other_weights == 4 * (elements[-1] + head)
     assert 2 * kept.experts == need.experts
     assert 0.5 < kept.other_weights / need.other_weights < 0.52  # norms, biases, gates
+
+
+def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):
+    make_checkpoint(tmp_path, "tiny")
+    result = plan(tmp_path, "--layout", "pipeline", "--instances", 3, "--memory-gb", 2)
+    assert result.exit_code == 0, result.output
+    assert "stage 0    layers   0 to 1" in result.output and "3 to 3" in result.output
+    assert "It fits. KV: " in result.output and "The folder has all" in result.output
+    model = ModelConfig.from_folder(tmp_path)
+    cluster = ClusterConfig(num_instances=3, layout="pipeline")
+    needs = stage_needs(model, Config(cluster=cluster), stores_bf16=False)
+    elements, experts = [], range(model.num_experts)
+    load_weights(tmp_path, model, torch.float32, experts, lambda _, total: elements.append(total))
+    assert sum(need.weights for need in needs) == 4 * elements[-1]
+    assert sum(need.page for need in needs) == page_bytes(model, Config())
+    tight = plan(tmp_path, "--layout", "pipeline", "--instances", 2, "--memory-gb", 0.5)
+    assert tight.exit_code == 1 and "has no room for a page" in tight.output
+    absent = plan(tmp_path, "--layout", "pipeline", "--instances", 2, "--device", "h200")
+    assert absent.exit_code == 2 and "stages run on CPUs" in absent.stderr
