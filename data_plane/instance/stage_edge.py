@@ -239,8 +239,7 @@ class StageEdge(ABC):
     def poll(self) -> StagePolled:
         """What happened since the last call."""
         polled = StagePolled(tuple(self._events), tuple(self._tokens))
-        self._events.clear()
-        self._tokens.clear()
+        self._events, self._tokens = [], []
         return polled
 
     # --- a pass
@@ -252,12 +251,8 @@ class StageEdge(ABC):
                 f"pass {plan.number} is for layout {plan.layout}, not {self._layout}"
             )
         if self._stage == 0:
-            yield from self._until(
-                lambda: self._take_tokens(plan.after),
-                f"tokens of pass {plan.after}",
-                self._num_stages - 1,
-                "tail",
-            )
+            is_here, what = partial(self._take_tokens, plan.after), f"tokens of pass {plan.after}"
+            yield from self._until(is_here, what, self._num_stages - 1, "tail")
             rows = self._embed([(span, self._inputs(span)) for span in plan.spans])
         else:
             rows = yield from self._receive_rows(plan)
@@ -327,8 +322,7 @@ class StageEdge(ABC):
     def _take_tokens(self, until: int) -> bool:
         """Take the tokens that are here; whether those of pass `until` are among them."""
         while self._tokens_until < until:
-            tokens = self._links.receive_tokens()
-            if tokens is None:
+            if (tokens := self._links.receive_tokens()) is None:
                 return False
             if tokens.number != self._tokens_until + 1:
                 raise RuntimeError(f"tokens of pass {tokens.number} after {self._tokens_until}")
@@ -393,9 +387,7 @@ class StageEdge(ABC):
         ]
         sampled = iter(self._sample(plan.spans, samplers, rows))
         finished, tokens = [], []
-        for row in samplers:
-            if row is None:
-                continue
+        for row in (row for row in samplers if row is not None):
             token = row.commit(*next(sampled))
             self._tokens.append(token)
             tokens.append((token.request_id, token.token_id))

@@ -68,7 +68,7 @@ class PagesOfStage(Protocol):
         """What runs passes."""
 
     def payload(self, ticket: int, page: int) -> Any:
-        """Its layers of a page that it has computed, as an instance's ring takes them."""
+        """The stage's layers of a page that it has computed, as an instance's ring takes them."""
 
 
 class PrefillStageLoop:

@@ -41,7 +41,7 @@ class Model:
         self.asked = {}
 
     def take_prompt(self, request_id, token_ids):
-        """It has no use for tokens."""
+        """Tokens are of no use here."""
 
     def ask_logprobs(self, request_id, token_ids, wanted):
         self.asked[request_id] = token_ids, wanted
@@ -60,10 +60,10 @@ class Model:
         return np.zeros(64, np.uint8)
 
     def poll(self):
-        """It has nothing to report."""
+        """There is nothing to report."""
 
     def skip(self, plan):
-        """Its passes have no tokens."""
+        """There are no tokens."""
 
 
 def prefill(ticket, num_pages):
