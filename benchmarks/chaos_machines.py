@@ -52,9 +52,10 @@ _SETTINGS = {
     "CLUSTER__MAX_MODEL_LEN": 2048,
     "SERVICE__HTTP_PORT": _HTTP_PORT,
     "SERVICE__METRICS_PORT": _STATUS_PORT,
+    "LIMITS__START_TIMEOUT_MS": 280_000,
     "LIMITS__RECOVERY_TIMEOUT_MS": 600_000,
 }
-"""All machines share the cores of this one: other work may hold up a recovery for minutes."""
+"""All machines share the cores of this one: other work may hold up a start for minutes."""
 
 
 class Unplugging:

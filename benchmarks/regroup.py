@@ -33,6 +33,9 @@ from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
 NUM_INSTANCES = 4
 PAUSE_S = 1.0
 """Time from one end of a term to the next."""
+MAX_REGROUP_S = 1.0
+JUDGED_S = 60.0
+"""Times are judged in runs of this length or more."""
 CONFIG = Config(
     cluster=ClusterConfig(num_instances=NUM_INSTANCES, num_frames=128, max_model_len=2048),
     scheduler=SchedulerConfig(policy="chaos"),
@@ -78,14 +81,20 @@ def regrouping(checkpoint: Path, judge: Judge, seconds: float) -> dict[str, Any]
 
     run = ChaosRun(checkpoint, seconds=seconds)
     result, disturbed = play_in_process(CONFIG, run, judge, regroup)
-    return result | {"losses": disturbed.service.term - 1}
+    num, sum_s = (disturbed.sample(f"nanocp:recovery_seconds_{each}") for each in ("count", "sum"))
+    return result | {"losses": disturbed.service.term - 1, "regroup_s": round(sum_s / num, 3)}
 
 
 def show(result: dict[str, Any], console: Console) -> bool:
     """Print a phase's numbers and claims; True if all claims hold."""
     for name, value in result.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    return print_claims(console, claims_of(result))
+    claims = claims_of(result)
+    mean_s = result.get("regroup_s")
+    if mean_s is not None and result["seconds"] >= JUDGED_S:
+        sentence = f"{mean_s} s from the end of a term to the next one, at most {MAX_REGROUP_S}"
+        claims.append((sentence, mean_s <= MAX_REGROUP_S))
+    return print_claims(console, claims)
 
 
 if __name__ == "__main__":

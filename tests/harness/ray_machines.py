@@ -99,7 +99,7 @@ class Serve:
         self._has_served = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._has_served.wait(120) and self.address, "\n".join(self.lines)
+        assert self._has_served.wait(300) and self.address, "\n".join(self.lines)
 
     def _read(self):
         for line in self.process.stderr:
