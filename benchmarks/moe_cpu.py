@@ -34,6 +34,7 @@ from service import checkpoint_of
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots_of
 from data_plane.moe.all_to_all_cpu import ExpertExchange
+from data_plane.moe.mixture import MoeSchedule
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
 from data_plane.profiling.batch import BatchRequest
@@ -42,15 +43,22 @@ from data_plane.profiling.late_puts import LateExchange
 from data_plane.transport.regions import TensorExchange, step_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
+from data_plane.transport.shm import ShmExchange
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, LimitsConfig
 from nanocp.experts import home_experts
 from nanocp.serve.service import member_environment
 
 MAX_ROWS = 128
 PARTS, CALL, TWO, EARLY = "parts", "one call", "two processors", "arrival"
-"""Variants: a call for each part of a mixture; one call; that on two processors; that with tasks
-that start as rows arrive."""
+"""Variants: a call for each part of a mixture; one call, with moe_schedule barrier; that on two
+processors; one call with moe_schedule arrival."""
 STEP_LENGTH = 256
+REPEATS = 3
+"""How often the layers follow each other in what is timed: its ends count little."""
+_LATE = "late"
+"""The end of the name of segments that puts reach late."""
+ROWS = (8, 16, 96, 128)
+"""Rows of an instance, where schedules are compared."""
 
 
 class MixturePoint(NamedTuple):
@@ -76,9 +84,9 @@ class MixtureClaim(NamedTuple):
 POINTS = (
     *(MixturePoint("processors", 1, rows, (PARTS, CALL, TWO)) for rows in (1, 4, 8, 16, 32)),
     *(MixturePoint("four", 4, rows, (PARTS, CALL, EARLY)) for rows in (1, 8)),
-    *(MixturePoint("arrival", 2, rows, (CALL, EARLY)) for rows in (8, 16, 128)),
-    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 0.0, 1.5) for rows in (16, 128)),
-    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 1.0) for rows in (16, 128)),
+    *(MixturePoint("arrival", 2, rows, (CALL, EARLY)) for rows in ROWS),
+    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 0.0, 1.5) for rows in ROWS),
+    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 1.0) for rows in ROWS),
     MixturePoint("arrival", 2, 128, (CALL, EARLY), 5.0),
     MixturePoint("step", 1, 1, (PARTS, CALL, TWO)),
     MixturePoint("step", 1, 8, (PARTS, CALL, TWO)),
@@ -96,10 +104,12 @@ def claims(point: MixturePoint) -> list[MixtureClaim]:
             return [MixtureClaim(TWO, CALL, 0.60)]
         case MixturePoint("step", rows=32):
             return [MixtureClaim(TWO, CALL, 0.80)]
-        case MixturePoint("arrival", late_ms=5.0):
-            return [MixtureClaim(EARLY, CALL, 0.95)]
-        case MixturePoint("arrival", rows=8 | 16):
+        case MixturePoint("arrival", late_ms=0.0, straggler_ms=0.0) | MixturePoint("four"):
             return [MixtureClaim(EARLY, CALL, 1.02)]
+        case MixturePoint("arrival", late_ms=0.0):
+            return [MixtureClaim(EARLY, CALL, 0.93)]
+        case MixturePoint("arrival"):
+            return [MixtureClaim(EARLY, CALL, 0.95)]
     return []
 
 
@@ -125,7 +135,7 @@ def main(
     unknown = wanted - set(PART_NAMES)
     if unknown:
         raise typer.BadParameter(f"{unknown}; parts are {', '.join(PART_NAMES)}", param_hint="only")
-    rounds, layers = (8, 2) if quick else (60, 8)
+    rounds, layers = (8, 2) if quick else (24, 8)
     results: list[dict[str, Any]] = []
     for instances in (1, 2, 4):
         points = [p for p in POINTS if p.instances == instances and p.part in wanted - {"step"}]
@@ -134,7 +144,7 @@ def main(
                 for point in points:
                     results += measure(pipes, point, rounds, console)
     if "step" in wanted:
-        results += measure_steps([p for p in POINTS if p.part == "step"], rounds // 4, dtype)
+        results += measure_steps([p for p in POINTS if p.part == "step"], rounds // 2, dtype)
     wrong = show(results, console)
     if json is not None:
         about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}
@@ -171,6 +181,7 @@ def members(
             process.kill()
             process.join()
         unlink_cluster(cluster_id)
+        unlink_cluster(cluster_id + _LATE)
 
 
 def measure(
@@ -233,19 +244,29 @@ class _Member:
         layers = _draw(model, one, instance, num_instances, num_layers, self._dtype)
         bounds = BoundsConfig(max_rows=MAX_ROWS, max_attention_rows=MAX_ROWS)
         layout = step_layout(bounds, DataPlaneConfig(dtype=dtype), model)
-        self._end = LateExchange.create(
-            Segments(cluster_id), instance, num_instances, layout, LimitsConfig()
-        )
-        self._end.connect(60_000)
-        exchange = TensorExchange(self._end, layout)
+        where = (instance, num_instances, layout, LimitsConfig())
+        self._late = LateExchange.create(Segments(cluster_id + _LATE), *where)
+        self._late.connect(60_000)
+        at_once = ShmExchange.create(Segments(cluster_id), *where)
+        at_once.connect(60_000)
+        exchange = TensorExchange(at_once, layout)
 
-        def in_one_call(kernels: NativeKernels, early_rows: int = 0) -> NativeMixtures:
-            return NativeMixtures(exchange, model, layers, kernels, MAX_ROWS, _quiet, early_rows)
+        def in_one_call(
+            kernels: NativeKernels,
+            schedule: MoeSchedule = MoeSchedule.BARRIER,
+            exchange: TensorExchange = exchange,
+        ) -> NativeMixtures:
+            return NativeMixtures(exchange, model, layers, kernels, MAX_ROWS, _quiet, schedule)
 
         self._mixtures: dict[str, Any] = {
             PARTS: ExpertExchange(exchange, model, layers, one, _quiet),
             CALL: in_one_call(one),
-            EARLY: in_one_call(one, one.early_rows),
+            EARLY: in_one_call(one, MoeSchedule.ARRIVAL),
+        }
+        late = TensorExchange(self._late, layout)
+        self._late_mixtures = {
+            CALL: in_one_call(one, exchange=late),
+            EARLY: in_one_call(one, MoeSchedule.ARRIVAL, late),
         }
         if num_instances == 1:
             self._mixtures[TWO] = in_one_call(NativeKernels(self._dtype, kernels, 2))
@@ -257,16 +278,17 @@ class _Member:
     @torch.inference_mode()
     def run(self, variant: str, rows: int, late_ms: float, straggler_ms: float) -> float:
         """Microseconds of a layer, the mean over all layers."""
-        self._end.late_s = late_ms / 1000
-        mixtures, live = self._mixtures[variant], self._live[:rows]
+        self._late.late_s = late_ms / 1000
+        mixtures = self._late_mixtures[variant] if late_ms else self._mixtures[variant]
+        live = self._live[:rows]
         began = time.perf_counter()
-        for layer in range(len(self._rows)):
+        for layer in [*range(len(self._rows))] * REPEATS:
             if straggler_ms and layer % self._num_instances == self._instance:
                 time.sleep(straggler_ms / 1000)
             x_BX = self._rows[layer, :rows]
             for _ in mixtures.phases(x_BX, x_BX, live, layer):
                 pass
-        return (time.perf_counter() - began) / len(self._rows) * 1e6
+        return (time.perf_counter() - began) / len(self._rows) / REPEATS * 1e6
 
 
 def _quiet(phase: str) -> None:
@@ -293,7 +315,10 @@ def _draw(
     here = home_experts(experts, instance, num_instances)
     moes = [
         MoeWeights(
-            gate=kernels.gate_weight(torch.randn(experts, hidden, generator=generator)),
+            # Scores of 1 would be ties, which the experts of the first instance win.
+            gate=kernels.gate_weight(
+                torch.randn(experts, hidden, generator=generator) * hidden**-0.5
+            ),
             gate_bias=torch.zeros(experts),
             slot_E=slots_of(here, experts),
             mlps=[mlp() for _ in here],

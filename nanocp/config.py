@@ -28,7 +28,7 @@ CPU_KERNELS = ("auto", "torch", "native", "avx2")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashmla", "flash_attention")
 EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
 DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "fused")
-MOE_SCHEDULES = ("barrier", "arrival")
+MOE_SCHEDULES = ("auto", "barrier", "arrival")
 EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 PAGE_BACKENDS = ("auto", "nixl")
 SECRETS = ("api_key", "api_keys", "tenant_keys")
@@ -312,10 +312,11 @@ class DataPlaneConfig:
     """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
     mixture of experts is one call, with native kernels on a CPU (docs/mixture.md). auto: fused
     where it can run, else deep_ep where it can, else exchange."""
-    moe_schedule: str = "barrier"
-    """When a fused mixture starts its experts. barrier: once the rows of all instances are here.
-    arrival: on those that are here when nothing else can run, if they are many. That pays where
-    rows travel for as long as experts run (docs/mixture.md). Tokens are the same."""
+    moe_schedule: str = "auto"
+    """What a fused mixture runs when, on a CPU (docs/mixture.md). barrier: the shared expert, then,
+    once all rows are here, the experts. arrival: first what other instances wait for; while rows
+    are awaited, the shared expert, and experts that will have ended by then. auto: arrival where
+    the mixture is fused. Tokens are the same."""
     exchange_backend: str = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
     shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'

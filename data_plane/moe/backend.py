@@ -14,6 +14,7 @@ import torch
 from data_plane.model.config import ModelConfig
 from data_plane.moe.deep_ep import deep_ep_obstacle
 from data_plane.moe.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
+from data_plane.moe.mixture import MoeSchedule
 
 
 def expert_backend(
@@ -135,14 +136,16 @@ def dispatch_backend(
     return "deep_ep, as configured"
 
 
-def fused_start(schedule: str, is_fused: bool) -> str | None:
-    """When the experts of a fused mixture start: barrier or arrival; None if it is not fused.
+def moe_schedule(schedule: str, is_fused: bool) -> MoeSchedule | None:
+    """What a fused mixture runs when; None if it is not fused.
 
-    Raises ValueError for arrival if the mixture is not fused.
+    schedule: one of MOE_SCHEDULES. Raises ValueError for arrival if the mixture is not fused.
     """
     if schedule == "arrival" and not is_fused:
         raise ValueError(
             "moe_schedule is arrival, which needs a fused mixture (dispatch_backend fused, native "
-            "kernels); barrier works everywhere"
+            "kernels); auto works everywhere"
         )
-    return schedule if is_fused else None
+    if not is_fused:
+        return None
+    return MoeSchedule.BARRIER if schedule == "barrier" else MoeSchedule.ARRIVAL

@@ -9,12 +9,23 @@ Legend: B rows, X hidden size.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from enum import IntEnum
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 Wait = TypeVar("Wait", covariant=True)
 """What the generator yields before a wait: the put that it awaits on a CPU, None on a GPU."""
+
+
+class MoeSchedule(IntEnum):
+    """What an instance on a CPU runs when: Schedule of native/peers.h. Outputs are the same."""
+
+    BARRIER = 0
+    """The shared expert, then, once the rows of all instances are here, all experts."""
+    ARRIVAL = 1
+    """First what other instances wait for; while rows are awaited, experts that will have ended by
+    then."""
 
 
 class MixtureOfExperts(Protocol[Wait]):

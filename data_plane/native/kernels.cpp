@@ -202,10 +202,10 @@ int nanocp_allow_amx() {
     void nanocp_delete_mixture_##name(Mixture<T, W>* mixture) { delete mixture; }                  \
     long nanocp_run_mixture_##name(Mixture<T, W>* mixture, const MixtureLayer<T, W>* layer,        \
                                    const T* x, const T* normed, const bool* live, long B,          \
-                                   const Peer<T>* peers, uint64_t epoch, long early_rows, T* out,  \
+                                   const Peer<T>* peers, uint64_t epoch, long schedule, T* out,    \
                                    long* awaited, long* counts) {                                  \
-        return mixture->run(layer, x, normed, live, B, peers, epoch, early_rows, out, awaited,     \
-                            counts);                                                               \
+        return mixture->run(layer, x, normed, live, B, peers, epoch, Schedule(schedule), out,      \
+                            awaited, counts);                                                      \
     }                                                                                              \
     long nanocp_resume_mixture_##name(Mixture<T, W>* mixture, long* awaited, long* counts) {       \
         return mixture->resume(awaited, counts);                                                   \

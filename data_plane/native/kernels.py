@@ -29,9 +29,6 @@ from data_plane.native.heads import NativeHeads
 from data_plane.native.packing import NativePacking, packed_address
 from data_plane.native.processors import Processors
 
-_EARLY_ROWS = {"avx2": 6, "avx512": 12, "amx": 32}
-"""By instruction set: the rows of one pass over a weight (ROWS of avx2.h and avx512.h, amx.h)."""
-
 
 class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
     """The compiled kernels of one dtype; see step.cpu_kernels.Kernels.
@@ -57,8 +54,6 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
         NativeHeads.__init__(self, self._calls)
         # By the id of a layer. The layer is kept too, so that no other object can get its id.
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
-        self.early_rows = _EARLY_ROWS[self.instructions]
-        """Rows of an expert from which on its time is arithmetic, not reading its weights."""
         self.calls = self._calls
         """The compiled functions, for NativeMixtures."""
         self.attention_call = self._calls.attention

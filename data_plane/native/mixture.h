@@ -7,44 +7,12 @@
 // data_plane/moe/all_to_all_cpu.py.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include <cmath>
 
-#include <climits>
-#include <memory>
-
+#include "arrivals.h"
+#include "forecast.h"
+#include "peers.h"
 #include "processors.h"
-#include "waves.h"
-
-// A peer's regions and flags of one parity. A flag that is raised here is null if the caller puts.
-template <class T>
-struct Peer {
-    Region<T> sent, arrived;
-    T* answers;
-    const T* returned;
-    uint64_t *sent_flag, *answered_flag;
-    const uint64_t *arrived_flag, *returned_flag;
-};
-
-// How a call ended.
-enum Outcome : long {
-    // Rows that the layer put are in awaited[0], sums in awaited[1].
-    DONE,
-    // The caller waits for one of the peers in `awaited`, which -1 ends.
-    AWAITS_ROWS,
-    AWAITS_SUMS,
-    // The caller puts to the peers in `awaited`, with their counts.
-    PUTS_ROWS,
-    PUTS_SUMS,
-    // The peer in awaited[0] says that it sent counts[0] rows, which is impossible.
-    WRONG_COUNT,
-};
-
-static inline void raise_flag(uint64_t* flag, uint64_t value) {
-    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-    syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
 
 template <class T, class W>
 class Mixture {
@@ -57,7 +25,6 @@ class Mixture {
             sources[n].number = n;
         }
         shared.mixture = this;
-        shared.reserve_experts(1);
     }
 
     // Run what is left of a layer that is given up, while its rows and regions are still there.
@@ -66,21 +33,23 @@ class Mixture {
             idle = processors->run_one() ? 0 : Processors::relaxed(idle);
     }
 
-    // Begin a layer, and go on as far as possible. x, normed [B, X]; out [B, X]. early_rows: see
-    // take_rows; 0 if all rows are awaited.
+    // Begin a layer, and go on as far as possible. x, normed [B, X]; out [B, X].
     long run(const MixtureLayer<T, W>* layer, const T* x, const T* normed, const bool* live,
-             long num_rows, const Peer<T>* peers, uint64_t epoch, long early_rows, T* out,
+             long num_rows, const Peer<T>* peers, uint64_t epoch, Schedule schedule, T* out,
              long* awaited, long* counts) {
         of = *layer;
         this->x = x;
         this->normed = normed;
         this->peers = peers;
         this->out = out;
-        this->early_rows = early_rows;
+        this->schedule = schedule;
         B = num_rows;
         flag = epoch + 1;
-        rows_sent = num_waves = 0;
+        rows_sent = shared_left = 0;
         wrong = -1;
+        has_all_rows = false;
+        arrivals.clear(of.num_slots);
+        forecast.layer_begins();
         num_summed.store(0, std::memory_order_relaxed);
         own_sum.resize(B * of.X);
         for (Source<T, W>& source : sources) {
@@ -100,6 +69,7 @@ class Mixture {
             if (num_summed.load(std::memory_order_acquire)) return must_put_sums(awaited, counts);
             const bool was_idle = !tasks_left.load(std::memory_order_acquire);
             take_rows();
+            look_ahead();
             if (processors->run_one()) {
                 idle = 0;
                 continue;
@@ -115,22 +85,35 @@ class Mixture {
     }
 
    private:
-    // Each processor finds so many tasks of a wave, if its weights can be cut into as many.
+    // Each processor finds so many tasks, if the weights can be cut into as many.
     static constexpr long TASKS_EACH = 4;
     // Rows whose sums are one task.
     static constexpr long SUMMED_ROWS = 8;
+    // A piece of the shared expert for each so many rows of the batch.
+    static constexpr long SHARED_ROWS = 12;
+    // What runs first. Others wait for sums, then for experts that their rows visit. Own rows and
+    // the shared expert fill the time until this instance's sums are back.
+    enum Rank : long { SUMS, PEERS, OWN, SHARED };
 
     void begin_shared() {
-        ExpertRows<T, W>& rows = shared.experts[0];
-        rows.wave = &shared;
-        rows.gate_up = of.shared_gate_up;
-        rows.down = of.shared_down;
-        rows.first = 0;
-        rows.M = B;
-        rows.I = of.shared_I;
-        shared.inner.resize(B * apart<T>(rows.I));
+        shared.gate_up = of.shared_gate_up;
+        shared.down = of.shared_down;
+        shared.M = B;
+        shared.I = of.shared_I;
         shared_out.resize(B * of.X);
-        publish_expert(rows, wanted_blocks(1));
+        if (schedule == BARRIER) return publish_expert(shared, PEERS, wanted_blocks(1));
+        // In pieces that take as long as an expert, because peers' rows may have to await one.
+        prepare(shared, SHARED, std::max(wanted_blocks(1), blocks(B, SHARED_ROWS)));
+        // What fits into the wait for sums is held back: experts can begin instead.
+        const double now = forecast.exceeding(double(B * shared.I));
+        shared_left = shared.inner_blocks;
+        publish_shared(long(std::ceil(now * double(shared_left))));
+    }
+
+    void publish_shared(long count) {
+        const long first = shared.inner_blocks - shared_left;
+        shared_left -= count;
+        publish(run_inner, &shared, count, SHARED, false, first);
     }
 
     // The experts of each row, and the rows into their instances' regions.
@@ -184,11 +167,11 @@ class Mixture {
         return n == own || __atomic_load_n(peers[n].arrived_flag, __ATOMIC_ACQUIRE) == flag;
     }
 
-    // Take in the sources that are here as one wave: all of them together, or earlier, when nothing
-    // else can run and each expert gets early_rows. Fewer take as long as reading the weights, which
-    // a later wave reads again.
+    // Take in the rows that are here. Once all are, their experts run. Before that, a processor
+    // without a task begins the expert that most rows wait for, if there is time: rows that come
+    // later read its weights again, and would otherwise await its end.
     void take_rows() {
-        if (wrong >= 0 || (early_rows && processors->has_ready())) return;
+        if (has_all_rows || wrong >= 0) return;
         taken.clear();
         bool is_complete = true;
         for (Source<T, W>& source : sources) {
@@ -198,54 +181,73 @@ class Mixture {
             else
                 is_complete = false;
         }
-        if (taken.empty() || !(is_complete || early_rows)) return;
-        for (Source<T, W>* source : taken) {
-            const Region<T>& from = peers[source->number].arrived;
-            const bool is_own = source->number == own;
-            source->count = is_own ? counts_of[own] : *from.count;
-            source->which = is_own ? rows.data() + own * B : nullptr;
-            source->hidden = is_own ? normed : from.hidden;
-            source->expert = is_own ? expert.data() : from.expert;
-            source->weight = is_own ? weight.data() : from.weight;
-            if (source->count < 0 || source->count > max_rows) wrong = source->number;
+        if (is_complete || schedule == ARRIVAL)
+            for (Source<T, W>* source : taken) take(*source);
+        if (wrong >= 0) return;
+        if ((has_all_rows = is_complete)) {
+            forecast.rows_arrived();
+            return begin_experts();
         }
-        if (wrong < 0 && (is_complete || is_worth_a_wave())) begin_wave();
+        forecast.rows_awaited();
+        if (schedule == BARRIER || processors->has_ready()) return;
+        if (ExpertRows<T, W>* rows = has_time() ? arrivals.take_fullest() : nullptr)
+            publish_expert(*rows, rows->has_peers ? PEERS : OWN, wanted_blocks(1));
+        else
+            publish_shared(shared_left);
     }
 
-    bool is_worth_a_wave() {
-        is_visited.assign(of.num_slots, 0);
-        long pairs = 0, visited = 0;
-        for (const Source<T, W>* source : taken)
-            for (long i = 0; i < source->count * of.K; ++i) {
-                const long at = source->at(i / of.K) * of.K + i % of.K;
-                const long slot = of.slot[source->expert[at]];
-                if (slot < 0) continue;
-                ++pairs;
-                visited += !is_visited[slot];
-                is_visited[slot] = 1;
-            }
-        return pairs >= early_rows * visited;
+    // Whether an expert can end before rows come. Who else wants this core may be who sends them.
+    bool has_time() const {
+        if (!forecast.has_time()) return false;
+        sched_yield();
+        for (const Source<T, W>& source : sources)
+            if (source.state.load(std::memory_order_relaxed) == Source<T, W>::AWAY &&
+                is_here(source.number))
+                return false;
+        return forecast.has_time();
     }
 
-    void begin_wave() {
-        if (long(waves.size()) == num_waves) waves.emplace_back(new Wave<T, W>());
-        Wave<T, W>& wave = *waves[num_waves++];
-        wave.mixture = this;
-        wave.fill(of, taken);
-        for (Source<T, W>* source : taken)
-            source->state.store(Source<T, W>::TAKEN, std::memory_order_relaxed);
-        // Sources none of whose rows has an expert here wait for nobody.
-        for (Source<T, W>* source : taken)
-            if (!source->experts_left.load(std::memory_order_relaxed)) publish_sums(*source);
-        order.resize(wave.num_experts);
-        for (long i = 0; i < wave.num_experts; ++i) order[i] = &wave.experts[i];
+    // Note when experts have ended and sums are back.
+    void look_ahead() {
+        if (!has_all_rows) return;
+        for (const Source<T, W>& source : sources)
+            if (source.state.load(std::memory_order_relaxed) != Source<T, W>::ANSWERED) return;
+        long num_rows = 0;
+        for (const ExpertRows<T, W>* rows : order) num_rows += rows->M;
+        forecast.experts_ended(long(order.size()), double(num_rows * of.I));
+        if (!await_sums(nullptr)) forecast.sums_arrived();
+    }
+
+    void take(Source<T, W>& source) {
+        const Region<T>& from = peers[source.number].arrived;
+        const bool is_own = source.number == own;
+        source.count = is_own ? counts_of[own] : *from.count;
+        source.which = is_own ? rows.data() + own * B : nullptr;
+        source.hidden = is_own ? normed : from.hidden;
+        source.expert = is_own ? expert.data() : from.expert;
+        source.weight = is_own ? weight.data() : from.weight;
+        if (source.count < 0 || source.count > max_rows) {
+            wrong = source.number;
+            return;
+        }
+        source.state.store(Source<T, W>::TAKEN, std::memory_order_relaxed);
+        arrivals.add(of, source, !is_own);
+        // A source none of whose rows has an expert here waits for nobody.
+        if (!source.experts_left.load(std::memory_order_relaxed)) publish_sums(source);
+    }
+
+    void begin_experts() {
+        arrivals.take_all(order);
         // The expert with most rows first: the last ones to run are short. One processor takes them
         // as they lie in memory, because what follows an expert's weights is fetched with them.
         if (processors->count() > 1)
             std::stable_sort(
                 order.begin(), order.end(),
-                [](const ExpertRows<T, W>* a, const ExpertRows<T, W>* b) { return a->M > b->M; });
-        for (ExpertRows<T, W>* rows : order) publish_expert(*rows, wanted_blocks(wave.num_experts));
+                [](const auto* a, const auto* b) { return a->rows.size() > b->rows.size(); });
+        for (ExpertRows<T, W>* rows : order)
+            publish_expert(*rows, rows->has_peers || schedule == BARRIER ? PEERS : OWN,
+                           wanted_blocks(long(order.size())));
+        publish_shared(shared_left);
     }
 
     long wanted_blocks(long num_experts) const {
@@ -253,18 +255,29 @@ class Mixture {
         return P > 1 ? blocks(TASKS_EACH * P, num_experts) : 1;
     }
 
-    void publish_expert(ExpertRows<T, W>& rows, long num_blocks) {
+    void publish_expert(ExpertRows<T, W>& rows, Rank rank, long num_blocks) {
+        prepare(rows, rank, num_blocks);
+        publish(run_inner, &rows, rows.inner_blocks, rank, false);
+    }
+
+    void prepare(ExpertRows<T, W>& rows, Rank rank, long num_blocks) {
+        rows.mixture = this;
+        rows.rank = rank;
+        if (&rows != &shared) rows.M = long(rows.rows.size());
+        rows.inner.resize(rows.M * apart<T>(rows.I));
+        rows.out.resize(&rows == &shared ? 0 : rows.M * of.X);
         // The columns of gate and of up are cut alike, where a block of both can begin there.
         rows.inner_blocks = rows.I % GROUP ? 1 : std::min(num_blocks, rows.I / GROUP);
         rows.out_blocks = std::min(num_blocks, blocks(of.X, GROUP));
         rows.inner_left.store(rows.inner_blocks, std::memory_order_relaxed);
         rows.outs_left.store(rows.out_blocks, std::memory_order_relaxed);
-        publish(run_inner, &rows, rows.inner_blocks, false);
     }
 
-    void publish(void (*run)(void*, long), void* on, long count, bool is_next) {
+    void publish(void (*run)(void*, long), void* on, long count, long rank, bool is_next = true,
+                 long first = 0) {
+        if (!count) return;
         tasks_left.fetch_add(count, std::memory_order_relaxed);
-        processors->publish(run, on, count, is_next);
+        processors->publish(run, on, first, count, rank, is_next);
     }
 
     // The last thing of every task.
@@ -278,19 +291,18 @@ class Mixture {
     // silu(gate) * up of an expert's rows, for a block of its inner columns.
     static void run_inner(void* on, long number) {
         ExpertRows<T, W>& rows = *static_cast<ExpertRows<T, W>*>(on);
-        Wave<T, W>& wave = *rows.wave;
-        Mixture& mixture = *wave.mixture;
+        Mixture& mixture = *rows.mixture;
         const long X = mixture.of.X, I = rows.I, M = rows.M;
         const T* from = mixture.normed;
         long stride = X;
-        if (&wave != &mixture.shared) {
+        if (&rows != &mixture.shared) {
             stride = apart<T>(X);
             T* gathered = scratch<T, 25>(M * stride);
             for (long m = 0; m < M; ++m)
-                memcpy(gathered + m * stride, wave.pair[rows.first + m].x, X * sizeof(T));
+                memcpy(gathered + m * stride, rows.rows[m].x, X * sizeof(T));
             from = gathered;
         }
-        T* inner = wave.inner.data() + rows.first * apart<T>(I);
+        T* inner = rows.inner.data();
         if (rows.inner_blocks == 1) {
             float* wide = scratch<float, 26>(M * 2 * I);
             linear(from, stride, rows.gate_up, M, 2 * I, X, wide, 2 * I);
@@ -306,29 +318,27 @@ class Mixture {
             gated(wide, M, width, inner + begin, apart<T>(I));
         }
         if (rows.inner_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-            mixture.publish(run_outs, &rows, rows.out_blocks, true);
+            mixture.publish(run_outs, &rows, rows.out_blocks, rows.rank);
         mixture.ended();
     }
 
     // An expert's outputs, for a block of their columns.
     static void run_outs(void* on, long number) {
         ExpertRows<T, W>& rows = *static_cast<ExpertRows<T, W>*>(on);
-        Wave<T, W>& wave = *rows.wave;
-        Mixture& mixture = *wave.mixture;
-        const bool is_shared = &wave == &mixture.shared;
+        Mixture& mixture = *rows.mixture;
+        const bool is_shared = &rows == &mixture.shared;
         const long X = mixture.of.X, I = rows.I;
         const long begin = cut(X, number, rows.out_blocks);
         const long width = cut(X, number + 1, rows.out_blocks) - begin;
-        const T* inner = wave.inner.data() + rows.first * apart<T>(I);
+        const T* inner = rows.inner.data();
         const W* down = rows.down + packed_elements(begin, I, rows.down);
         if (is_shared)
             linear(inner, apart<T>(I), down, rows.M, width, I, mixture.shared_out.data() + begin,
                    X);
         else
-            linear(inner, apart<T>(I), down, rows.M, width, I,
-                   wave.out.data() + rows.first * X + begin, X);
+            linear(inner, apart<T>(I), down, rows.M, width, I, rows.out.data() + begin, X);
         if (rows.outs_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !is_shared)
-            wave.each_source(rows, [&](Source<T, W>& source) {
+            rows.each_source([&](Source<T, W>& source) {
                 if (source.experts_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
                     mixture.publish_sums(source);
             });
@@ -340,7 +350,7 @@ class Mixture {
         const long num_blocks = blocks(source.count, SUMMED_ROWS);
         source.blocks_left.store(num_blocks, std::memory_order_relaxed);
         if (num_blocks)
-            publish(run_sums, &source, num_blocks, true);
+            publish(run_sums, &source, num_blocks, SUMS);
         else
             source.state.store(Source<T, W>::ANSWERED, std::memory_order_release);
     }
@@ -349,29 +359,13 @@ class Mixture {
     static void run_sums(void* on, long number) {
         Source<T, W>& source = *static_cast<Source<T, W>*>(on);
         Mixture& mixture = *source.mixture;
-        const Wave<T, W>& wave = *source.wave;
         const long X = mixture.of.X;
         const bool is_own = source.number == mixture.own;
         const Peer<T>& peer = mixture.peers[source.number];
         T* sums = is_own ? mixture.own_sum.data() : peer.answers;
         float* wide = scratch<float, 27>(X);
         const long end = std::min((number + 1) * SUMMED_ROWS, source.count);
-        for (long i = number * SUMMED_ROWS; i < end; ++i) {
-            memset(wide, 0, X * sizeof(float));
-            for (long at = source.first_pair[i]; at < source.first_pair[i + 1]; ++at) {
-                const long pair = source.pairs[at];
-                const Vector by = splat(wave.pair[pair].weight);
-                for (long c = 0; c < X; c += LANES) {
-                    const Mask mask = first_lanes(X - c);
-                    const Vector out = load(wave.out.data() + pair * X + c, mask);
-                    store(wide + c, multiply_add(by, out, load(wide + c, mask)), mask);
-                }
-            }
-            for (long c = 0; c < X; c += LANES) {
-                const Mask mask = first_lanes(X - c);
-                store(sums + i * X + c, load(wide + c, mask), mask);
-            }
-        }
+        for (long i = number * SUMMED_ROWS; i < end; ++i) source.sum(i, X, wide, sums + i * X);
         if (source.blocks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
             const bool is_put = is_own || peer.answered_flag;
             if (!is_own && is_put) raise_flag(peer.answered_flag, mixture.flag);
@@ -380,6 +374,18 @@ class Mixture {
             if (!is_put) mixture.num_summed.fetch_add(1, std::memory_order_release);
         }
         mixture.ended();
+    }
+
+    // How many instances' sums are not here yet; their numbers, if `awaited` is there.
+    long await_sums(long* awaited) const {
+        long found = 0;
+        for (long n = 0; n < N; ++n) {
+            if (n == own || !counts_of[n]) continue;
+            if (__atomic_load_n(peers[n].returned_flag, __ATOMIC_ACQUIRE) == flag) continue;
+            if (awaited) awaited[found] = n;
+            ++found;
+        }
+        return found;
     }
 
     // What the layer lacks, once nothing can run; -1 if something can.
@@ -398,10 +404,7 @@ class Mixture {
         }
         awaited[found] = -1;
         if (is_away) return found ? AWAITS_ROWS : -1;
-        for (long n = 0; n < N; ++n)
-            if (n != own && counts_of[n] &&
-                __atomic_load_n(peers[n].returned_flag, __ATOMIC_ACQUIRE) != flag)
-                awaited[found++] = n;
+        found = await_sums(awaited);
         awaited[found] = -1;
         if (found) return AWAITS_SUMS;
         awaited[0] = rows_sent;
@@ -421,17 +424,19 @@ class Mixture {
     const T *x, *normed;
     const Peer<T>* peers;
     T* out;
-    long B = 0, rows_sent = 0, num_waves = 0;
+    long B = 0, rows_sent = 0;
     long wrong = -1;  // the source whose count is impossible
+    bool has_all_rows = false;
     uint64_t flag = 0;
-    long early_rows = 0;
+    Schedule schedule = BARRIER;
+    long shared_left = 0;  // tasks of its inner columns that are not published
     // Tasks that were published and have not ended; sources whose sums the caller must put.
     std::atomic<long> tasks_left{0}, num_summed{0};
     std::vector<Source<T, W>> sources;
     std::vector<Source<T, W>*> taken;
-    std::vector<char> is_visited;  // by slot
-    std::vector<std::unique_ptr<Wave<T, W>>> waves;
-    Wave<T, W> shared;
+    Arrivals<T, W> arrivals;
+    Forecast forecast;
+    ExpertRows<T, W> shared;
     std::vector<ExpertRows<T, W>*> order;
     std::vector<T> shared_out, own_sum;
     std::vector<int64_t> expert, rows, counts_of;

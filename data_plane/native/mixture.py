@@ -20,6 +20,7 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights
 from data_plane.moe.all_to_all_cpu import MoePhase
+from data_plane.moe.mixture import MoeSchedule
 from data_plane.native.calls import LONG, POINTER, MixtureFields
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.packing import packed_address
@@ -49,16 +50,15 @@ class NativeMixtures:
         kernels: NativeKernels,
         max_rows: int,
         probe: Callable[[MoePhase], None],
-        early_rows: int = 0,
+        schedule: MoeSchedule = MoeSchedule.BARRIER,
     ) -> None:
         """max_rows: bound of every instance's batch.
 
-        early_rows: experts start before the rows of all peers are here once each expert that is
-        visited gets so many; 0: they never do. probe: called when a phase begins; the gate and the
+        probe: called when a phase begins; the gate and the
         shared expert count as experts here.
         """
         self._exchange, self._model, self._layers = exchange, model, layers
-        self._kernels, self._probe, self._early_rows = kernels, probe, early_rows
+        self._kernels, self._probe, self._schedule = kernels, probe, schedule
         self._instance = exchange.exchange.instance
         self._num_instances = exchange.exchange.num_instances
         calls = kernels.calls
@@ -111,7 +111,7 @@ class NativeMixtures:
             x_BX.shape[0],
             self._peers[epoch & 1],
             epoch,
-            self._early_rows,
+            self._schedule,
             out_BX.data_ptr(),
             awaited,
             self._counts,
@@ -145,7 +145,7 @@ class NativeMixtures:
                 exchange.put(channel, peer, epoch, count)
             return
         puts = [exchange.awaited(channel, peer, epoch) for peer in peers]
-        if self._early_rows and ended == _AWAITS_ROWS:
+        if self._schedule is MoeSchedule.ARRIVAL and ended == _AWAITS_ROWS:
             yield puts[0]
             exchange.exchange.wait_any(puts)
         else:

@@ -1,7 +1,7 @@
 // The processors of an instance: the thread that calls, and others that run tasks beside it.
 //
 // A task is a function, what it works on, and a number. It is published when it can run, so no
-// processor holds one that must wait, and none is idle while one is ready.
+// processor holds one that must wait, and none is idle while one is ready. A lower rank runs first.
 #pragma once
 
 #include <immintrin.h>
@@ -23,6 +23,8 @@ struct Task {
 
 class Processors {
    public:
+    static constexpr long RANKS = 4;
+
     explicit Processors(long count) {
         for (long i = 1; i < count; ++i) threads.emplace_back([this] { work(); });
     }
@@ -42,19 +44,20 @@ class Processors {
 
     bool has_ready() const { return num_ready.load(std::memory_order_relaxed) != 0; }
 
-    // Publish the tasks 0 to count - 1 of something. is_next: before those that were published
-    // earlier, because what they read is in the cache.
-    void publish(void (*run)(void*, long), void* of, long count, bool is_next) {
+    // Publish `count` tasks of something, from number `first` on. is_next: before those of the rank
+    // that were published earlier, because what they read is in the cache.
+    void publish(void (*run)(void*, long), void* of, long first, long count, long rank,
+                 bool is_next) {
         bool is_asleep;
         {
             std::lock_guard<std::mutex> held(lock);
             for (long i = 0; i < count; ++i) {
                 if (is_next)
-                    ready.push_front({run, of, count - 1 - i});
+                    ready[rank].push_front({run, of, first + count - 1 - i});
                 else
-                    ready.push_back({run, of, i});
+                    ready[rank].push_back({run, of, first + i});
             }
-            num_ready.store(long(ready.size()), std::memory_order_relaxed);
+            num_ready.fetch_add(count, std::memory_order_relaxed);
             is_asleep = num_asleep > 0;
         }
         if (is_asleep) woken.notify_all();
@@ -66,10 +69,12 @@ class Processors {
         Task task;
         {
             std::lock_guard<std::mutex> held(lock);
-            if (ready.empty()) return false;
-            task = ready.front();
-            ready.pop_front();
-            num_ready.store(long(ready.size()), std::memory_order_relaxed);
+            if (!has_ready()) return false;
+            std::deque<Task>* first = ready;
+            while (first->empty()) ++first;
+            task = first->front();
+            first->pop_front();
+            num_ready.fetch_sub(1, std::memory_order_relaxed);
         }
         task.run(task.of, task.number);
         return true;
@@ -92,7 +97,7 @@ class Processors {
                 its.run(number);
                 its.left.fetch_sub(1, std::memory_order_release);
             },
-            &call, count, true);
+            &call, 0, count, 0, true);
         for (long idle = 0; call.left.load(std::memory_order_acquire);)
             idle = run_one() ? 0 : relaxed(idle);
     }
@@ -122,16 +127,16 @@ class Processors {
             if (idle % 64 || std::chrono::steady_clock::now() - idle_since < AWAKE) continue;
             std::unique_lock<std::mutex> held(lock);
             ++num_asleep;
-            woken.wait(held, [this] { return is_over || !ready.empty(); });
+            woken.wait(held, [this] { return is_over || has_ready(); });
             --num_asleep;
             if (is_over) return;
             idle = 0;
         }
     }
 
-    std::mutex lock;  // guards `ready`, num_asleep and is_over
+    std::mutex lock;  // guards `ready` and its number, num_asleep and is_over
     std::condition_variable woken;
-    std::deque<Task> ready;
+    std::deque<Task> ready[RANKS];
     std::atomic<long> num_ready{0};
     long num_asleep = 0;
     bool is_over = false;

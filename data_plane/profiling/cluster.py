@@ -225,7 +225,7 @@ class _Instance:
                 kernels,
                 attention,
                 cpu_mixtures(
-                    moe.fused_start, tensors, model, weights, kernels, bounds.max_rows, self._clock
+                    moe.schedule, tensors, model, weights, kernels, bounds.max_rows, self._clock
                 ),
                 config.data_plane.wire_form,
                 bounds,

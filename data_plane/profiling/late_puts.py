@@ -5,9 +5,11 @@ Enters: a delay. Leaves: an Exchange (transport/exchange.py). Does not know: who
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from data_plane.transport.exchange import Channel, Flags
 from data_plane.transport.shm import ShmExchange
@@ -37,6 +39,9 @@ class LateExchange(ShmExchange):
         return Flags(None, super().flags(channel, peer, epoch).incoming)
 
     def _publish(self) -> None:
+        # A link does not wait for a core. Where that may not be asked for, it does.
+        with suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(2))
         while self._made.acquire():
             due, channel, target, epoch, num_rows = self._late.popleft()
             time.sleep(max(0.0, due - time.monotonic()))

@@ -89,7 +89,7 @@ def build_cpu_instance(
     def new_lane(number: int) -> StepLane:
         tensors = TensorExchange(exchange, layout, number)
         mixtures = cpu_mixtures(
-            moe.fused_start, tensors, model, weights, kernels, cluster.bounds.max_rows
+            moe.schedule, tensors, model, weights, kernels, cluster.bounds.max_rows
         )
         form = config.data_plane.wire_form
         step = CpuStep(

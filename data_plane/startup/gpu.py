@@ -74,7 +74,7 @@ def build_gpu_instance(
     assert moe.gemm is not None, "a GPU has no loop"
     keeps_fp8, weights_choice = fp8_experts(model, moe.gemm, data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
-    is_fused = moe.fused_start is not None
+    is_fused = moe.schedule is not None
     placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused)
     parts = gpu_parts(
         cluster,

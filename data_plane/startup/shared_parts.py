@@ -17,8 +17,9 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
-from data_plane.moe.backend import dispatch_backend, expert_backend, fused_start
+from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.grouped import GroupedGemm
+from data_plane.moe.mixture import MoeSchedule
 from data_plane.transport.nixl import nixl_package
 from data_plane.transport.segments import Segments
 from nanocp.config import Config
@@ -57,8 +58,8 @@ class MoeBackends(NamedTuple):
     gemm: GroupedGemm | None
     """None: the loop of moe/experts.py."""
     has_deep_ep: bool
-    fused_start: str | None
-    """When experts of a fused mixture start: barrier or arrival; None if it is not fused."""
+    schedule: MoeSchedule | None
+    """What a fused mixture runs when; None if it is not fused."""
     sentences: list[str]
     """For an operator: both choices, each with its reason."""
 
@@ -85,20 +86,25 @@ def moe_backends(
     dispatch = dispatch_backend(
         data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
     )
-    start = fused_start(data_plane.moe_schedule, dispatch.startswith("fused"))
-    on_gpu = device.type == "cuda"  # there they start when rows arrive
+    schedule = moe_schedule(data_plane.moe_schedule, dispatch.startswith("fused"))
     return MoeBackends(
         gemm,
         has_deep_ep=dispatch.startswith("deep_ep"),
-        fused_start=start,
+        schedule=schedule,
         sentences=[
             f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}"
             f"{_redundant(config)}",
             f"expert GEMMs: {why_gemm}",
             f"dispatch: {dispatch}",
-            *([f"experts start: {start}, as configured"] if start and not on_gpu else []),
+            *_start(schedule, device),
         ],
     )
+
+
+def _start(schedule: MoeSchedule | None, device: torch.device) -> list[str]:
+    if schedule is None or device.type == "cuda":  # there they start when rows arrive
+        return []
+    return [f"experts start: {schedule.name.lower()}"]
 
 
 def _redundant(config: Config) -> str:

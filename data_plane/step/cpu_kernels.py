@@ -27,7 +27,7 @@ from data_plane.model.weights import (
 from data_plane.moe.all_to_all_cpu import ExpertExchange, ExpertKernels
 from data_plane.moe.experts import visit_experts
 from data_plane.moe.gate import gate
-from data_plane.moe.mixture import MixtureOfExperts
+from data_plane.moe.mixture import MixtureOfExperts, MoeSchedule
 from data_plane.moe.rows import combine_sums, pack_rows
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
@@ -158,7 +158,7 @@ def fused_obstacle(kernels: Kernels) -> str:
 
 
 def cpu_mixtures(
-    fused_start: str | None,
+    schedule: MoeSchedule | None,
     exchange: TensorExchange,
     model: ModelConfig,
     weights: ModelWeights,
@@ -168,10 +168,9 @@ def cpu_mixtures(
 ) -> MixtureOfExperts[Awaited]:
     """The mixtures of an instance: each in one native call, or in a call for each part.
 
-    fused_start: when experts start in one call, barrier or arrival; None for the parts.
+    schedule: what runs when in one call; None for the parts.
     """
-    if fused_start is None:
+    if schedule is None:
         return ExpertExchange(exchange, model, weights.layers, kernels, probe)
     assert isinstance(kernels, NativeKernels), "dispatch_backend has refused it"
-    early_rows = kernels.early_rows if fused_start == "arrival" else 0
-    return NativeMixtures(exchange, model, weights.layers, kernels, max_rows, probe, early_rows)
+    return NativeMixtures(exchange, model, weights.layers, kernels, max_rows, probe, schedule)

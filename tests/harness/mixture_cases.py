@@ -121,7 +121,7 @@ class MixtureCase:
             end, self.model, self.layers_of(instance), self.packing, lambda phase: None
         )
 
-    def in_one_call(self, num_processors, early_rows):
+    def in_one_call(self, num_processors, schedule):
         """A maker of mixtures in one native call."""
         kernels = [
             NativeKernels(*self.form, num_processors, self.keeps_bf16)
@@ -136,7 +136,7 @@ class MixtureCase:
                 kernels[instance],
                 MAX_ROWS,
                 lambda phase: None,
-                early_rows,
+                schedule,
             )
 
         return make

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import slots_of
 from data_plane.moe import backend, deep_ep
-from data_plane.moe.backend import dispatch_backend, expert_backend, fused_start
+from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.moe.deep_gemm import DeepGemm
 from data_plane.moe.grouped import (
@@ -21,6 +21,7 @@ from data_plane.moe.grouped import (
     group_rows,
     ungroup_rows,
 )
+from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.instance import build_instance
 from harness.kernel_cases import ExpertCase
 from harness.published_packages import deep_ep as package
@@ -139,11 +140,16 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_experts_start_as_configured_and_early_only_in_a_fused_mixture():
-    assert fused_start("barrier", is_fused=False) is None
-    assert fused_start("barrier", is_fused=True) == "barrier"
-    assert fused_start("arrival", is_fused=True) == "arrival"
+    for schedule, chosen in (
+        ("auto", MoeSchedule.ARRIVAL),
+        ("arrival", MoeSchedule.ARRIVAL),
+        ("barrier", MoeSchedule.BARRIER),
+    ):
+        assert moe_schedule(schedule, is_fused=True) is chosen
+    for schedule in ("auto", "barrier"):
+        assert moe_schedule(schedule, is_fused=False) is None
     with pytest.raises(ValueError, match="moe_schedule is arrival, which needs a fused mixture"):
-        fused_start("arrival", is_fused=False)
+        moe_schedule("arrival", is_fused=False)
 
 
 def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_checkpoint):

@@ -2,7 +2,7 @@
 // ThreadSanitizer: it sees a flag that is raised before the rows it announces, where x86 shows no
 // fault. The regions are those of the exchange: two parities, each with its flag.
 //
-//     driver INSTANCES PROCESSORS EPOCHS EARLY_ROWS SEED
+//     driver INSTANCES PROCESSORS EPOCHS SCHEDULE SEED
 //
 // Exit status 1 if an output is not that of one processor with all rows at once, bit by bit, or if
 // a wait takes longer than 60 s.
@@ -119,8 +119,8 @@ struct Cluster {
 
 // The layers of one instance, one after another.
 static void run_instance(Cluster& cluster, const Weights& weights, std::vector<Rows>& rows,
-                         std::vector<Values>& outs, long own, long num_processors, long early_rows,
-                         uint64_t seed) {
+                         std::vector<Values>& outs, long own, long num_processors,
+                         Schedule schedule, uint64_t seed) {
     Processors processors(num_processors);
     Mixture<float, float> mixture(&processors, cluster.N, own, MAX_ROWS);
     const Layer layer(weights, own, cluster.N);
@@ -135,7 +135,7 @@ static void run_instance(Cluster& cluster, const Weights& weights, std::vector<R
         const auto began = std::chrono::steady_clock::now();
         long ended = mixture.run(&layer.of, own_rows.x.data(), own_rows.normed.data(),
                                  own_rows.live.get(), own_rows.count, peers[epoch & 1].data(),
-                                 uint64_t(epoch), early_rows, outs[epoch].data(), awaited.data(),
+                                 uint64_t(epoch), schedule, outs[epoch].data(), awaited.data(),
                                  counts.data());
         while (ended != DONE) {
             if (ended != AWAITS_ROWS && ended != AWAITS_SUMS) {
@@ -152,7 +152,8 @@ static void run_instance(Cluster& cluster, const Weights& weights, std::vector<R
 
 int main(int, char** arguments) {
     const long N = atol(arguments[1]), num_processors = atol(arguments[2]);
-    const long num_epochs = atol(arguments[3]), early_rows = atol(arguments[4]);
+    const long num_epochs = atol(arguments[3]);
+    const Schedule schedule = Schedule(atol(arguments[4]));
     const uint64_t seed = uint64_t(atol(arguments[5]));
     Random random{std::mt19937_64(seed)};
     const Weights weights(random);
@@ -174,7 +175,7 @@ int main(int, char** arguments) {
         for (long n = 0; n < N; ++n)
             instances.emplace_back([&, n] {
                 run_instance(cluster, weights, rows[n], outs[turn][n], n, turn ? num_processors : 1,
-                             turn ? early_rows : 0, seed + uint64_t(n));
+                             turn ? schedule : BARRIER, seed + uint64_t(n));
             });
         for (std::thread& each : instances) each.join();
     }

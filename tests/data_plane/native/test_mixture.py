@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.model.config import ModelConfig
+from data_plane.moe.mixture import MoeSchedule
 from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import cpu_kernels
 from data_plane.transport.exchange import (
@@ -63,8 +64,8 @@ def test_bit_equal_to_the_parts_on_any_processors(config, form, num_instances):
         case = MixtureCase(config, form, num_instances, seed, **shape)
         expected = case.run(case.in_parts)
         for num_processors in (1, 2, 3):
-            for early_rows in (0, 1, 3):
-                outs = case.run(case.in_one_call(num_processors, early_rows), "shm")
+            for schedule in MoeSchedule:
+                outs = case.run(case.in_one_call(num_processors, schedule), "shm")
                 assert_equal(outs, expected)
 
 
@@ -80,12 +81,12 @@ def test_bit_equal_whatever_arrives_first(config, form, kind, seed):
     late = random.Random(seed)
     delays = {(i, epoch): late.choice((0, 0, 0.002)) for i in range(4) for epoch in range(4)}
     expected = case.run(case.in_parts)
-    outs = case.run(case.in_one_call(2, 1), kind, lambda *where: delays[where])
+    outs = case.run(case.in_one_call(2, MoeSchedule.ARRIVAL), kind, lambda *where: delays[where])
     assert_equal(outs, expected)
 
 
-@pytest.mark.parametrize("early_rows", [0, 1])
-def test_all_rows_visit_one_expert_and_none_is_live(config, early_rows):
+@pytest.mark.parametrize("schedule", MoeSchedule)
+def test_all_rows_visit_one_expert_and_none_is_live(config, schedule):
     case = MixtureCase(config, FASTEST, 2, seed=3, num_epochs=3)
     for moe in case.layers:
         moe.gate_bias[:] = -1e4
@@ -93,17 +94,17 @@ def test_all_rows_visit_one_expert_and_none_is_live(config, early_rows):
     for of_instance in case.rows:
         of_instance[1][2][:] = False
     expected = case.run(case.in_parts)
-    assert_equal(case.run(case.in_one_call(2, early_rows), "shm"), expected)
+    assert_equal(case.run(case.in_one_call(2, schedule), "shm"), expected)
 
 
 class Two:
     """Two instances of which only instance 0 runs its mixture in one call."""
 
-    def __init__(self, config, kind, early_rows=0, limits=PATIENT):
+    def __init__(self, config, kind, schedule=MoeSchedule.BARRIER, limits=PATIENT):
         self.case = MixtureCase(config, FASTEST, 2, seed=1)
         layout = moe_layout(self.case.model, self.case.dtype)
         self.ends = [TensorExchange(end, layout) for end in exchanges(kind, 2, layout, limits)]
-        self.mixtures = self.case.in_one_call(2, early_rows)(self.ends[0], 0)
+        self.mixtures = self.case.in_one_call(2, schedule)(self.ends[0], 0)
 
     def run(self):
         hidden = self.case.model.hidden_size
@@ -116,9 +117,9 @@ class Two:
 
 
 @pytest.mark.parametrize("kind", ["local", "shm"])
-@pytest.mark.parametrize("early_rows", [0, 1])
-def test_a_peer_that_sends_nothing_ends_the_wait_within_its_limit(config, kind, early_rows):
-    two = Two(config, kind, early_rows, replace(PATIENT, exchange_timeout_ms=300))
+@pytest.mark.parametrize("schedule", MoeSchedule)
+def test_a_peer_that_sends_nothing_ends_the_wait_within_its_limit(config, kind, schedule):
+    two = Two(config, kind, schedule, replace(PATIENT, exchange_timeout_ms=300))
     began = time.monotonic()
     with pytest.raises(ExchangeTimeout, match="DISPATCH of epoch 1"):
         two.run()
@@ -127,9 +128,9 @@ def test_a_peer_that_sends_nothing_ends_the_wait_within_its_limit(config, kind, 
 
 
 @pytest.mark.parametrize("kind", ["local", "shm"])
-@pytest.mark.parametrize("early_rows", [0, 1])
-def test_a_peer_that_is_gone_is_lost(config, kind, early_rows):
-    two = Two(config, kind, early_rows)
+@pytest.mark.parametrize("schedule", MoeSchedule)
+def test_a_peer_that_is_gone_is_lost(config, kind, schedule):
+    two = Two(config, kind, schedule)
     timer = threading.Timer(0.1, two.ends[1].close)
     timer.start()
     with pytest.raises(PeerLost):
@@ -139,10 +140,10 @@ def test_a_peer_that_is_gone_is_lost(config, kind, early_rows):
 
 
 @pytest.mark.parametrize("kind", ["local", "shm"])
-@pytest.mark.parametrize("early_rows", [0, 1])
-def test_rows_of_a_later_epoch_are_an_error(config, kind, early_rows):
+@pytest.mark.parametrize("schedule", MoeSchedule)
+def test_rows_of_a_later_epoch_are_an_error(config, kind, schedule):
     """The region of epoch 1 was put again for epoch 3 before it was read."""
-    two = Two(config, kind, early_rows, replace(PATIENT, exchange_timeout_ms=2000))
+    two = Two(config, kind, schedule, replace(PATIENT, exchange_timeout_ms=2000))
     two.ends[1].outgoing(Channel.DISPATCH, 0, 3)["count"][0] = 0
     two.ends[1].put(Channel.DISPATCH, 0, 3, 0)
     with pytest.raises(EpochError, match="epoch 3"):

@@ -41,14 +41,14 @@ def run(driver, *arguments):
 
 def test_outputs_are_those_of_one_processor(tmp_path):
     driver = build_driver(tmp_path, "-O1")
-    for instances, processors, early_rows in [
+    for instances, processors, schedule in [
         (1, 3, 0),
         (2, 2, 0),
         (2, 2, 1),
         (4, 2, 1),
         (4, 1, 1),
     ]:
-        run(driver, instances, processors, 40, early_rows, instances + processors)
+        run(driver, instances, processors, 40, schedule, instances + processors)
 
 
 @pytest.mark.system
@@ -56,5 +56,5 @@ def test_no_store_races(tmp_path):
     driver = build_driver(tmp_path, "-O1", "-g", "-fsanitize=thread")
     for seed in range(3):
         for instances in (1, 2, 4):
-            for early_rows in (0, 1):
-                run(driver, instances, 3, 60, early_rows, seed)
+            for schedule in (0, 1):
+                run(driver, instances, 3, 60, schedule, seed)
