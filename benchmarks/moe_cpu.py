@@ -53,7 +53,7 @@ PARTS, CALL, TWO, EARLY = "parts", "one call", "two processors", "arrival"
 """Variants: a call for each part of a mixture; one call, with moe_schedule barrier; that on two
 processors; one call with moe_schedule arrival."""
 STEP_LENGTH = 256
-REPEATS = 3
+REPEATS = 7
 """How often the layers follow each other in what is timed: its ends count little."""
 _LATE = "late"
 """The end of the name of segments that puts reach late."""
@@ -135,7 +135,7 @@ def main(
     unknown = wanted - set(PART_NAMES)
     if unknown:
         raise typer.BadParameter(f"{unknown}; parts are {', '.join(PART_NAMES)}", param_hint="only")
-    rounds, layers = (8, 2) if quick else (24, 8)
+    rounds, layers = (8, 2) if quick else (10, 8)
     results: list[dict[str, Any]] = []
     for instances in (1, 2, 4):
         points = [p for p in POINTS if p.instances == instances and p.part in wanted - {"step"}]
@@ -144,7 +144,7 @@ def main(
                 for point in points:
                     results += measure(pipes, point, rounds, console)
     if "step" in wanted:
-        results += measure_steps([p for p in POINTS if p.part == "step"], rounds // 2, dtype)
+        results += measure_steps([p for p in POINTS if p.part == "step"], rounds, dtype)
     wrong = show(results, console)
     if json is not None:
         about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}

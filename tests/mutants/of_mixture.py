@@ -24,10 +24,18 @@ MUTANTS = [
     Mutant(
         name="sums-in-another-order",
         why="a row's experts are summed backwards, so tokens depend on the form of the call",
-        path="data_plane/native/waves.h",
-        text="for (long at = 0; at < long(pair.size()); ++at) {",
-        fault="for (long at = long(pair.size()) - 1; at >= 0; --at) {",
+        path="data_plane/native/arrivals.h",
+        text="return a.rows->slot < b.rows->slot;",
+        fault="return a.rows->slot > b.rows->slot;",
         tests=MIXTURE,
+    ),
+    Mutant(
+        name="joins-what-has-begun",
+        why="late rows join an expert that has begun without them",
+        path="data_plane/native/arrivals.h",
+        text="if (fullest) waiting[fullest->slot] = nullptr;",
+        fault="",
+        tests=("tests/data_plane/native/test_mixture.py", "-k", "begin_while_rows_are_awaited"),
     ),
     Mutant(
         name="no-release",

@@ -85,6 +85,14 @@ def test_bit_equal_whatever_arrives_first(config, form, kind, seed):
     assert_equal(outs, expected)
 
 
+def test_experts_that_begin_while_rows_are_awaited(config):
+    """An instance is 3 ms late in every layer, so the other one expects to wait."""
+    case = MixtureCase(config, FASTEST, 2, seed=4, num_epochs=8)
+    expected = case.run(case.in_parts)
+    make = case.in_one_call(1, MoeSchedule.ARRIVAL)
+    assert_equal(case.run(make, "shm", lambda instance, epoch: 0.003 * instance), expected)
+
+
 @pytest.mark.parametrize("schedule", MoeSchedule)
 def test_all_rows_visit_one_expert_and_none_is_live(config, schedule):
     case = MixtureCase(config, FASTEST, 2, seed=3, num_epochs=3)
