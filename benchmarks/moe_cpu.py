@@ -53,7 +53,7 @@ PARTS, CALL, TWO, EARLY = "parts", "one call", "two processors", "arrival"
 """Variants: a call for each part of a mixture; one call, with moe_schedule barrier; that on two
 processors; one call with moe_schedule arrival."""
 STEP_LENGTH = 256
-REPEATS = 7
+REPEATS = 3
 """How often the layers follow each other in what is timed: its ends count little."""
 _LATE = "late"
 """The end of the name of segments that puts reach late."""
@@ -135,7 +135,7 @@ def main(
     unknown = wanted - set(PART_NAMES)
     if unknown:
         raise typer.BadParameter(f"{unknown}; parts are {', '.join(PART_NAMES)}", param_hint="only")
-    rounds, layers = (8, 2) if quick else (10, 8)
+    rounds, layers = (8, 2) if quick else (16, 8)
     results: list[dict[str, Any]] = []
     for instances in (1, 2, 4):
         points = [p for p in POINTS if p.instances == instances and p.part in wanted - {"step"}]
@@ -338,7 +338,7 @@ def measure_steps(points: Sequence[MixturePoint], rounds: int, dtype: str) -> li
     settings = {PARTS: (1, "exchange"), CALL: (1, "fused"), TWO: (2, "fused")}
     times: dict[tuple[MixturePoint, str], list[float]] = {}
     base = Config(cluster=ClusterConfig(num_instances=1, num_frames=256))
-    for _ in range(max(1, rounds // 5)):
+    for _ in range(max(1, rounds // 8)):
         for variant, (threads, dispatch) in settings.items():
             data_plane = replace(
                 base.data_plane,
