@@ -315,8 +315,8 @@ class DataPlaneConfig:
     moe_schedule: str = "auto"
     """What a fused mixture runs when, on a CPU (docs/mixture.md). barrier: the shared expert, then,
     once all rows are here, the experts. arrival: first what other instances wait for; while rows
-    are awaited, the shared expert, and experts that will have ended by then. auto: arrival where
-    the mixture is fused. Tokens are the same."""
+    are awaited, the shared expert, and experts that will have ended by then, unless another lane
+    computes. auto: arrival where the mixture is fused. Tokens are the same."""
     exchange_backend: str = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
     shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'

@@ -136,10 +136,11 @@ def dispatch_backend(
     return "deep_ep, as configured"
 
 
-def moe_schedule(schedule: str, is_fused: bool) -> MoeSchedule | None:
+def moe_schedule(schedule: str, is_fused: bool, has_lanes: bool) -> MoeSchedule | None:
     """What a fused mixture runs when; None if it is not fused.
 
-    schedule: one of MOE_SCHEDULES. Raises ValueError for arrival if the mixture is not fused.
+    schedule: one of MOE_SCHEDULES. has_lanes: another lane computes while rows are awaited. Raises
+    ValueError for arrival if the mixture is not fused.
     """
     if schedule == "arrival" and not is_fused:
         raise ValueError(
@@ -148,4 +149,6 @@ def moe_schedule(schedule: str, is_fused: bool) -> MoeSchedule | None:
         )
     if not is_fused:
         return None
-    return MoeSchedule.BARRIER if schedule == "barrier" else MoeSchedule.ARRIVAL
+    if schedule == "barrier":
+        return MoeSchedule.BARRIER
+    return MoeSchedule.ORDERED if has_lanes else MoeSchedule.ARRIVAL

@@ -23,9 +23,11 @@ class MoeSchedule(IntEnum):
 
     BARRIER = 0
     """The shared expert, then, once the rows of all instances are here, all experts."""
-    ARRIVAL = 1
-    """First what other instances wait for; while rows are awaited, experts that will have ended by
-    then."""
+    ORDERED = 1
+    """Once all rows are here, first what other instances wait for; own rows and the shared expert
+    fill waits."""
+    ARRIVAL = 2
+    """As ORDERED; while rows are awaited, experts begin that will have ended by then."""
 
 
 class MixtureOfExperts(Protocol[Wait]):

@@ -6,9 +6,7 @@
 
 class Forecast {
    public:
-    void layer_begins() {
-        phase = GATE;
-    }
+    void layer_begins() { phase = GATE; }
 
     // Rows of some instance are not here yet.
     void rows_awaited() {
@@ -41,7 +39,14 @@ class Forecast {
 
     // Whether an expert that begins now will have ended when all rows are here.
     bool has_time() const {
-        return num_experts && Clock::now() - began + experts_time / num_experts <= rows_wait;
+        return num_experts && Clock::now() - began + an_expert() <= rows_wait;
+    }
+
+    // Whether rows should come about now.
+    bool is_due() const {
+        const auto waited = Clock::now() - began;
+        return phase == ROWS && waited <= rows_wait + an_expert() &&
+               waited + an_expert() >= rows_wait;
     }
 
     // The share of other work that will not fit into the wait for sums.
@@ -60,6 +65,8 @@ class Forecast {
     enum { GATE, ROWS, EXPERTS, SUMS, NONE } phase = NONE;
     long num_experts = 0;
     double work = 0;
+
+    Clock::duration an_expert() const { return experts_time / std::max(1L, num_experts); }
 
     void average(Clock::duration& wait) { wait += (Clock::now() - began - wait) / 8; }
 };

@@ -80,7 +80,10 @@ class Mixture {
             }
             if (!was_idle || num_summed.load(std::memory_order_acquire)) continue;
             const long ended = outcome(awaited, counts);
-            if (ended >= 0) return ended;
+            if (ended == AWAITS_ROWS && schedule == ARRIVAL && forecast.is_due())
+                idle = Processors::relaxed(idle);  // waking from a sleep takes longer
+            else if (ended >= 0)
+                return ended;
         }
     }
 
@@ -105,7 +108,7 @@ class Mixture {
         // In pieces that take as long as an expert, because peers' rows may have to await one.
         prepare(shared, SHARED, std::max(wanted_blocks(1), blocks(B, SHARED_ROWS)));
         // What fits into the wait for sums is held back: experts can begin instead.
-        const double now = forecast.exceeding(double(B * shared.I));
+        const double now = schedule == ARRIVAL ? forecast.exceeding(double(B * shared.I)) : 1;
         shared_left = shared.inner_blocks;
         publish_shared(long(std::ceil(now * double(shared_left))));
     }
@@ -189,7 +192,7 @@ class Mixture {
             return begin_experts();
         }
         forecast.rows_awaited();
-        if (schedule == BARRIER || processors->has_ready()) return;
+        if (schedule != ARRIVAL || processors->has_ready()) return;
         if (ExpertRows<T, W>* rows = has_time() ? arrivals.take_fullest() : nullptr)
             publish_expert(*rows, rows->has_peers ? PEERS : OWN, wanted_blocks(1));
         else

@@ -20,9 +20,8 @@ struct Peer {
     const uint64_t *arrived_flag, *returned_flag;
 };
 
-// What runs when. The shared expert, then, once all rows are here, their experts; or first what
-// other instances wait for, and experts while rows are awaited.
-enum Schedule : long { BARRIER, ARRIVAL };
+// What runs when: see MoeSchedule of data_plane/moe/mixture.py.
+enum Schedule : long { BARRIER, ORDERED, ARRIVAL };
 
 // How a call ended.
 enum Outcome : long {

@@ -86,7 +86,8 @@ def moe_backends(
     dispatch = dispatch_backend(
         data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
     )
-    schedule = moe_schedule(data_plane.moe_schedule, dispatch.startswith("fused"))
+    is_fused, has_lanes = dispatch.startswith("fused"), config.scheduler.has_lanes
+    schedule = moe_schedule(data_plane.moe_schedule, is_fused, has_lanes)
     return MoeBackends(
         gemm,
         has_deep_ep=dispatch.startswith("deep_ep"),

@@ -140,16 +140,17 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_experts_start_as_configured_and_early_only_in_a_fused_mixture():
-    for schedule, chosen in (
-        ("auto", MoeSchedule.ARRIVAL),
-        ("arrival", MoeSchedule.ARRIVAL),
-        ("barrier", MoeSchedule.BARRIER),
+    for schedule, alone, in_lanes in (
+        ("auto", MoeSchedule.ARRIVAL, MoeSchedule.ORDERED),
+        ("arrival", MoeSchedule.ARRIVAL, MoeSchedule.ORDERED),
+        ("barrier", MoeSchedule.BARRIER, MoeSchedule.BARRIER),
     ):
-        assert moe_schedule(schedule, is_fused=True) is chosen
+        assert moe_schedule(schedule, is_fused=True, has_lanes=False) is alone
+        assert moe_schedule(schedule, is_fused=True, has_lanes=True) is in_lanes
     for schedule in ("auto", "barrier"):
-        assert moe_schedule(schedule, is_fused=False) is None
+        assert moe_schedule(schedule, is_fused=False, has_lanes=False) is None
     with pytest.raises(ValueError, match="moe_schedule is arrival, which needs a fused mixture"):
-        moe_schedule("arrival", is_fused=False)
+        moe_schedule("arrival", is_fused=False, has_lanes=False)
 
 
 def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_checkpoint):
