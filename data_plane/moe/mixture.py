@@ -27,7 +27,7 @@ class MoeSchedule(IntEnum):
     """Once all rows are here, first what other instances wait for; own rows and the shared expert
     fill waits."""
     ARRIVAL = 2
-    """As ORDERED; while rows are awaited, experts begin that will have ended by then."""
+    """ORDERED, and while rows are awaited, experts begin that will have ended by then."""
 
 
 class MixtureOfExperts(Protocol[Wait]):
