@@ -28,6 +28,14 @@ OF_SCHEDULING = [
         tests=("tests/control_plane/scheduler/policies/test_cost_aware.py", "-k", "charges"),
     ),
     Mutant(
+        name="never-home",
+        why="pages that went to another node stay there, with their links, as long as the row runs",
+        path="control_plane/scheduler/policies/relevel_nodes.py",
+        text="_home(state, tokens, load_of) or _away(",
+        fault="_away(",
+        tests=("tests/control_plane/scheduler/policies/test_relevel_nodes.py", "-k", "go_home"),
+    ),
+    Mutant(
         name="early-end",
         why="a run ends, as if it could not pass, with misses that its SLO allows",
         path="nanocp/simulator/sweep.py",

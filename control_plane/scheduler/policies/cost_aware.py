@@ -12,6 +12,7 @@ more at the peak of either makes the step as much longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush, nsmallest
 from operator import itemgetter
 
@@ -25,6 +26,7 @@ from control_plane.scheduler.policies.dual_balanced import (
 from control_plane.scheduler.policies.on_time import OnTime
 from control_plane.scheduler.policies.policy import Candidate, Explanation
 from control_plane.scheduler.policies.relevel import relevel
+from control_plane.scheduler.policies.relevel_nodes import relevel_nodes
 from control_plane.scheduler.proposal import Proposal
 from control_plane.scheduler.request import Request, num_pages
 from control_plane.scheduler.waterfill import waterfill
@@ -113,13 +115,20 @@ class CostAware:
         return Explanation((rule,), tuple(candidates))
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Re-bind rows as dual_balanced does."""
-        return self._dual_balanced.rebindings(state, window)
+        """Re-bind rows as dual_balanced does, but to no other node than their own."""
+        node_of = state.cluster.node_of
+        for request, new in self._dual_balanced.rebindings(state, window):
+            if node_of(new) == node_of(request.moe_binding):
+                yield request, new
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """Re-levelling, of one node in each window."""
+        """Re-levelling, of one node in each window, and between nodes in every second one."""
         node = state.nodes[window % len(state.nodes)]
-        return relevel(state, {i: self._load(state, i) for i in node if i in state.open})
+        yield from relevel(state, {i: self._load(state, i) for i in node if i in state.open})
+        if window % 2 == 0 and len(state.open) == state.cluster.num_instances:
+            costs = self._costs
+            first_link = costs.exchange_tokens_between_nodes + costs.link_tokens_between_nodes
+            yield from relevel_nodes(state, partial(self._load, state), first_link)
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Choose the next page's holder as dual_balanced does."""

@@ -6,11 +6,11 @@ travel. (Page moves are not in the paper: docs/decisions/0008.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.request import Request
-from nanocp.plan import PAGE_SIZE
+from nanocp.plan import PAGE_SIZE, TargetRun
 
 MIN_PAGES, MAX_PAGES = 8, 512
 """Pages of one move: fewer are not worth a ticket; more would be under way for longer than a step.
@@ -35,17 +35,27 @@ def relevel(state: ClusterState, loads: Mapping[int, int]) -> Iterator[tuple[Req
         num_pages = min(gap // (2 * PAGE_SIZE), MAX_PAGES)
         if num_pages < MIN_PAGES or gap < least_gap:
             return
-        if found := _find(state, source, destination, num_pages):
+        if found := _find(state, source, destination, num_pages, loads):
             request, pages = found
             yield request, pages[-num_pages:], destination
 
 
+def pages_to_move(state: ClusterState, request: Request, run: TargetRun, num_pages: int) -> range:
+    """Pages of a run that may move now; none if moving num_pages of them cut too many runs."""
+    if request.move is None:
+        pages = state.movable_pages(request, run)
+        is_whole = len(pages) == run.num_pages <= num_pages
+        if is_whole or len(request.runs) < MAX_RUNS * len(request.pages_on):
+            return pages
+    return range(0)
+
+
 def _find(
-    state: ClusterState, source: int, destination: int, num_pages: int
+    state: ClusterState, source: int, destination: int, num_pages: int, node: Container[int]
 ) -> tuple[Request, range] | None:
     """Find the request with the most full pages in a row at the source.
 
-    One that needs no new link comes first.
+    One that needs no new link comes first. None gets a new link to a row of another node.
     """
     best: tuple[Request, range] | None = None
     most = MIN_PAGES - 1
@@ -55,11 +65,9 @@ def _find(
                 break
             request = state.requests[request_id]
             reaches = destination == request.moe_binding or destination in request.pages_on
-            if request.move is None and reaches == is_linked:
-                pages = state.movable_pages(request, run)
-                is_whole = len(pages) == run.num_pages <= num_pages
-                may_move = is_whole or len(request.runs) < MAX_RUNS * len(request.pages_on)
-                if may_move and len(pages) > most:
+            if reaches == is_linked and (reaches or request.moe_binding in node):
+                pages = pages_to_move(state, request, run, num_pages)
+                if len(pages) > most:
                     best, most = (request, pages), len(pages)
         if best is not None:
             return best

@@ -1,0 +1,94 @@
+"""Re-levelling between nodes: pages go to one instance of the least loaded node, and home again.
+
+Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages
+travel. (docs/decisions/0044.)
+
+A link between nodes has a fixed cost at both ends, so few instances should have any. A node takes
+pages in at its gateway, an instance that has such links already. Re-levelling within the node then
+moves pages of the node's own rows away from there. Pages go home once their row's node has no more
+load than the one where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.policies.relevel import MAX_PAGES, MIN_PAGES, pages_to_move
+from control_plane.scheduler.request import Request
+from nanocp.plan import PAGE_SIZE
+
+LEAST_NODE_SHARE = 32
+"""A gap between two nodes is worth a move if it is one in this many tokens of a node's mean load,
+or more."""
+LEAST_PAGES = 64
+"""Fewer pages are not worth a ticket."""
+LINK_WORTH = 2
+"""A new link between nodes comes with this many times the tokens that it costs, or more."""
+
+_Move = tuple[Request, range, int]
+_LoadOf = Callable[[int], int]
+
+
+def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int) -> Iterator[_Move]:
+    """Yield at most one move between nodes, all instances of which are open.
+
+    load_of: what an instance carries, in tokens. first_link_tokens: what its first link to another
+    node costs an instance.
+    """
+    tokens = [state.kv_tokens_on(node) for node in state.nodes]
+    least_pages = LINK_WORTH * first_link_tokens // PAGE_SIZE
+    if found := _home(state, tokens, load_of) or _away(state, tokens, load_of, least_pages):
+        yield found
+
+
+def _home(state: ClusterState, tokens: Sequence[int], load_of: _LoadOf) -> _Move | None:
+    """Find the longest run of pages whose row is on another node that has no more load."""
+    node_of, best, most = state.cluster.node_of, None, MIN_PAGES - 1
+    for gateway, num_links in enumerate(state.committed.far_to):
+        for minus_pages, request_id, run in state.linked.runs[gateway] if num_links else ():
+            if -minus_pages <= most:
+                break
+            request = state.requests[request_id]
+            here, home = node_of(gateway), node_of(request.moe_binding)
+            if here == home or tokens[home] > tokens[here]:
+                continue
+            pages = pages_to_move(state, request, run, MAX_PAGES)
+            if len(pages) > most:
+                members = {request.moe_binding, *request.pages_on}
+                near = [i for i in state.nodes[home] if i in members]
+                best, most = (request, pages[-MAX_PAGES:], min(near, key=load_of)), len(pages)
+    return best
+
+
+def _away(
+    state: ClusterState, tokens: Sequence[int], load_of: _LoadOf, least_pages: int
+) -> _Move | None:
+    """Find pages of the node with the most load for the gateway of the one with the least.
+
+    A request that has pages at the gateway goes first. Another one needs least_pages in a row; one
+    whose MoE binding has links to other nodes goes before the rest.
+    """
+    most, gap = max(tokens), max(tokens) - min(tokens)
+    if gap * len(tokens) * LEAST_NODE_SHARE < sum(tokens):
+        return None
+    here, there = state.nodes[tokens.index(most)], state.nodes[tokens.index(min(tokens))]
+    far_links = state.committed.num_far_links
+    gateway = min(there, key=lambda i: (not far_links(i), load_of(i), i))
+    # More would make the gateway what the step waits for.
+    room = most // len(here) - load_of(gateway)
+    num_pages = min(gap // (2 * PAGE_SIZE), room // PAGE_SIZE, MAX_PAGES)
+    if num_pages < LEAST_PAGES:
+        return None
+    best, best_rank = None, (False, False, MIN_PAGES - 1)
+    for source in here:
+        for _, request_id, run in state.linked.runs[source]:
+            request = state.requests[request_id]
+            if request.moe_binding not in here:
+                continue
+            pages = pages_to_move(state, request, run, num_pages)[-num_pages:]
+            is_near = gateway in request.pages_on
+            rank = is_near, far_links(request.moe_binding) > 0, len(pages)
+            if len(pages) >= (MIN_PAGES if is_near else least_pages) and rank > best_rank:
+                best, best_rank = (request, pages, gateway), rank
+    return best
