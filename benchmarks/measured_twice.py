@@ -6,8 +6,10 @@ noisy to judge. Does not know: what the ways are.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +41,15 @@ def point_of(first: Ways, second: Ways, *, other_is_chosen: bool) -> dict[str, A
     }
 
 
+CANNOT_JUDGE = 2
+"""Exit status of a run that was too noisy to judge: it is no success."""
+
+
 def judged(points: list[dict[str, Any]], console: Console) -> list[dict[str, Any]]:
-    """The points that can be judged; none, and a sentence, if most of them cannot."""
+    """The points that can be judged.
+
+    Exits with status 2 (`CANNOT_JUDGE`), after a sentence, if most of them cannot.
+    """
     quiet = [point for point in points if point["noise"] <= MAX_NOISE]
     if 2 * len(quiet) >= len(points):
         return quiet
@@ -48,7 +57,7 @@ def judged(points: list[dict[str, Any]], console: Console) -> list[dict[str, Any
         f"cannot judge: {len(points) - len(quiet)} of {len(points)} points differ by more than "
         f"{MAX_NOISE:.2f} between two measurements; run it on a quiet machine"
     )
-    return []
+    raise typer.Exit(CANNOT_JUDGE)
 
 
 def claims_of_choices(points: list[dict[str, Any]], max_of_plain: float) -> list[tuple[str, bool]]:
@@ -76,6 +85,12 @@ def claims_of_choices(points: list[dict[str, Any]], max_of_plain: float) -> list
             )
         )
     return claims
+
+
+def priority() -> dict[str, bool]:
+    """Whether this process has a real-time priority: then it measures beside other work too."""
+    policies = os.SCHED_FIFO, os.SCHED_RR
+    return {"has_real_time_priority": os.sched_getscheduler(0) in policies}
 
 
 def show(title: str, points: list[dict[str, Any]], console: Console) -> None:

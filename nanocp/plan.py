@@ -184,6 +184,8 @@ class WindowDone:
     instance."""
     written: tuple[WrittenPage, ...] = ()
     """Pages that rows of this instance have filled in this window; none without kv_offload."""
+    hidden_us: int = 0
+    """Mean time of a step in which one lane computed while the other waited for the exchange."""
 
 
 class TargetRun(NamedTuple):

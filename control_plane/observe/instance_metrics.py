@@ -121,6 +121,7 @@ class _EngineHistograms(Collector):
 class _EngineSums:
     """What one instance has reported since the start."""
 
+    hidden_us: int = 0
     route_bytes: int = 0
     expert_bytes: int = 0
     own_slots: int = 0
@@ -141,6 +142,7 @@ class _Sums(Collector):
     def add(self, done: WindowDone, num_steps: int) -> None:
         """Add one instance's report of a window."""
         engine = self.engines[done.instance]
+        engine.hidden_us += done.hidden_us * num_steps
         engine.route_bytes += done.route_bytes
         engine.expert_bytes += done.expert_bytes
         engine.own_slots += done.bucket_rows * num_steps
@@ -174,6 +176,14 @@ class _Sums(Collector):
                 for kind in kinds:
                     family.add_metric([str(engine), kind.split("_")[0]], getattr(sums, kind))
             yield family
+        family = CounterMetricFamily(
+            f"{PREFIX}hidden_exchange_seconds",
+            "Time that one lane of a step computed while the other waited for the exchange.",
+            labels=["engine"],
+        )
+        for engine, sums in enumerate(self.engines):
+            family.add_metric([str(engine)], sums.hidden_us / 1e6)
+        yield family
         family = CounterMetricFamily(
             f"{PREFIX}graph_windows",
             "Windows by the bucket replayed.",

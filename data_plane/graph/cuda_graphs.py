@@ -8,7 +8,7 @@ Algorithm 2.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -68,6 +68,50 @@ class CudaGraphs:
     def report(self) -> str:
         """A line for an operator: the number of graphs and their memory."""
         return f"graphs: {self.num_graphs} captured, {self.num_bytes / 2**30:.2f} GiB"
+
+
+class LaneGraphs:
+    """Steps of an instance's lanes, captured as one graph in which the lanes fork and join.
+
+    Each lane has a stream of its own, so one computes while a wait of the other one spins. A wait
+    is a kernel of one block: no kernel of a lane may need all of the GPU at once to go on.
+    """
+
+    def __init__(self, lanes: Sequence[tuple[GpuPool, Run]]) -> None:
+        """lanes: the pool and the step of each."""
+        self._lanes = lanes
+        self._device = lanes[0][0].device
+        self._streams = [
+            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            for _ in lanes
+        ]
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def capture(self, contexts: Sequence[GpuContext]) -> Callable[[], None]:
+        """Capture a step over a context of each lane; returns what replays it.
+
+        Each lane's step has run over its context before.
+        """
+        graph, first = torch.cuda.CUDAGraph(), self._streams[0]
+        with torch.cuda.graph(graph, self._memory, first, capture_error_mode="thread_local"):
+            for stream in self._streams[1:]:
+                stream.wait_stream(first)
+            for (_, run), stream, context in zip(self._lanes, self._streams, contexts, strict=True):
+                with torch.cuda.stream(stream):
+                    run(context)
+            for stream in self._streams[1:]:
+                first.wait_stream(stream)
+
+        def replay() -> None:
+            outside = torch.cuda.current_stream(self._device)
+            first.wait_stream(outside)
+            with torch.cuda.stream(first):
+                for pool, _ in self._lanes:
+                    pool.start()
+                graph.replay()
+            outside.wait_stream(first)
+
+        return replay
 
 
 def eager(pool: GpuPool, run: Run) -> Callable[[GpuContext], Callable[[], None]]:

@@ -175,14 +175,14 @@ class DecodeInstance(WindowEdge):
             if len(window.lanes) == 1:
                 self._lanes[0].engine.replay()
             else:
-                self._run_in_turns()
+                window.hidden_ns += self._run_in_turns()
             self._lanes[0].step.check()
             self._sample(window, masks)
 
     @inference_mode()
-    def _run_in_turns(self) -> None:
+    def _run_in_turns(self) -> int:
         steps: list[Any] = [lane.engine.next_step() for lane in self._lanes]
-        run_in_turns([step.phases() for step in steps], self._exchange)
+        return run_in_turns([step.phases() for step in steps], self._exchange)
 
     def _bucket(self, window: Window) -> Bucket:
         buckets = [self._lanes[lane.number].engine.bucket for lane in window.lanes]

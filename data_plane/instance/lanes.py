@@ -7,7 +7,8 @@ computes, who chose the lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 from data_plane.instance.rows import Row
@@ -44,20 +45,31 @@ def window_lanes(
     return tuple(lanes)
 
 
-def run_in_turns(lanes: Sequence[Iterator[Awaited]], exchange: Exchange) -> None:
-    """Run the lanes' steps to their end. Raises what a wait of the exchange raises."""
-    for awaited in in_turns(lanes, lambda put: exchange.arrived(*put)):
+def run_in_turns(lanes: Sequence[Iterator[Awaited]], exchange: Exchange) -> int:
+    """Run the lanes' steps to their end; returns what `in_turns` returns.
+
+    Raises what a wait of the exchange raises.
+    """
+    turns = in_turns(lanes, lambda put: exchange.arrived(*put))
+    while True:
+        try:
+            awaited = next(turns)
+        except StopIteration as stop:
+            hidden_ns: int = stop.value
+            return hidden_ns
         exchange.wait_any(awaited)
 
 
 def in_turns(
     lanes: Sequence[Iterator[Awaited]], arrived: Callable[[Awaited], bool]
-) -> Iterator[tuple[Awaited, ...]]:
+) -> Generator[tuple[Awaited, ...], None, int]:
     """Run the lanes' steps in turns; yields what they await when none of them can go on.
 
     Of those that can, the one that is behind goes on. Whoever resumes this must have waited until
-    one of the puts is here: a peer may await this instance in the other lane.
+    one of the puts is here: a peer may await this instance in the other lane. Returns nanoseconds
+    in which a lane computed while the other one awaited a put that was not here when this began.
     """
+    hidden_ns = 0
     awaited: dict[int, Awaited | None] = dict.fromkeys(range(len(lanes)))
     num_waits = [0] * len(lanes)
     while awaited:
@@ -66,8 +78,12 @@ def in_turns(
             yield tuple(put for put in awaited.values() if put is not None)
             continue
         lane = min(ready, key=num_waits.__getitem__)
+        one_waits, begin_ns = len(ready) < len(awaited), time.perf_counter_ns()
         try:
             awaited[lane] = next(lanes[lane])
         except StopIteration:
             del awaited[lane]
+        if one_waits:
+            hidden_ns += time.perf_counter_ns() - begin_ns
         num_waits[lane] += 1
+    return hidden_ns

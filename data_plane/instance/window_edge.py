@@ -52,6 +52,8 @@ class Window:
     steps_done: int = 0
     step_ns: int = 0
     waited_ns: int = 0
+    hidden_ns: int = 0
+    """Time that one lane computed while the other waited; 0: there is one lane."""
     mask_ns: int = 0
     """Time that the steps waited for masks of structured output; 0: no row has a grammar."""
     num_tokens: int = 0
@@ -310,6 +312,7 @@ class WindowEdge(PageTransfers):
             written=tuple(window.written),
             step_us=window.step_ns // window.steps_done // 1000,
             exchange_us=window.waited_ns // window.steps_done // 1000,
+            hidden_us=window.hidden_ns // window.steps_done // 1000,
             mask_us=-(-window.mask_ns // (window.steps_done * 1000)),
             num_tokens=window.num_tokens,
             num_rows=window.num_rows,

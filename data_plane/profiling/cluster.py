@@ -78,13 +78,13 @@ class MeasuringCluster:
         """
         return self._ask((batch, num_steps))
 
-    def measure_lanes(self, batch: Batch, num_steps: int, late_ms: float = 0.0) -> LaneTimes:
+    def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float = 0.0) -> LaneTimes:
         """The batch in one lane and in two, by turns; the times of the slowest instance.
 
-        late_ms: how late each put is published. The configuration must have lanes. Raises
-        RuntimeError if an instance fails.
+        ns_per_byte: how long the link of each instance needs for what is put. The configuration
+        must have lanes. Raises RuntimeError if an instance fails.
         """
-        return LaneTimes(*map(max, zip(*self._ask((batch, num_steps, late_ms)), strict=True)))
+        return LaneTimes(*map(max, zip(*self._ask((batch, num_steps, ns_per_byte)), strict=True)))
 
     def ingest_gb_per_s(self) -> float:
         """How fast the slowest instance copies pages into its frames, in 10^9 bytes a second."""
@@ -260,16 +260,19 @@ class _Instance:
         return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
 
     @torch.inference_mode()
-    def measure_lanes(self, batch: Batch, num_steps: int, late_ms: float) -> LaneTimes:
+    def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float) -> LaneTimes:
         """The fastest step in one lane and in two, of as many that were run by turns."""
         assert isinstance(self._exchange, LateExchange), "the configuration has one lane"
-        self._exchange.late_s = late_ms / 1000
+        self._exchange.ns_per_byte = ns_per_byte
         self._fill(num_frames(batch, self._instance))
         halves: tuple[list[BatchRequest], ...] = ([], [])
-        num_rows: Counter[int] = Counter()
+        num_rows: Counter[tuple[int, int]] = Counter()
         for request in batch:
-            halves[num_rows[request.moe_binding] & 1].append(request)
-            num_rows[request.moe_binding] += 1
+            # Each lane has half of the links too, as the scheduler gives them: a lane without any
+            # would have fewer waits than the other, and hide few of those.
+            kind = request.moe_binding, len(request.kv_binding)
+            halves[num_rows[kind] & 1].append(request)
+            num_rows[kind] += 1
         best = [(float("inf"), 0.0)] * 2
         for number in range(_NUM_WARM_STEPS + num_steps):
             for index, parts in enumerate(((batch,), halves)):

@@ -49,16 +49,20 @@ def gpu_parts(
     attention: Attention,
     timeout_ms: float,
     is_fused: bool = False,
+    frames: FramePool | None = None,
 ) -> GpuParts:
     """Build a step and its parts.
 
     weights: one instance's, on its device, where everything is allocated. timeout_ms: longest wait
-    for a peer. is_fused: whether a mixture is one launch; `weights` are placed for that.
+    for a peer. is_fused: whether a mixture is one launch; `weights` are placed for that. frames:
+    another lane's, which this one shares; all else, its exchange too, is this lane's own.
     """
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None
     kv_width = model.attention.kv_width
-    frames = FramePool(model.num_layers, cluster.num_frames, kv_width, dtype, device, fp8_rank)
+    frames = frames or FramePool(
+        model.num_layers, cluster.num_frames, kv_width, dtype, device, fp8_rank
+    )
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)

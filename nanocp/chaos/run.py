@@ -155,12 +155,16 @@ async def ask_all(
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
-    """Frames that are held and tickets that are unanswered though nothing runs."""
+    """Frames that are held and tickets that are unanswered though nothing runs.
+
+    And, of all the time, prompt tokens that were found outside the frames.
+    """
     if service.process.poll() is not None:
-        return {"frames_left": 0, "tickets_left": 0}
+        return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}
     return {
         "frames_left": service.settled(*HELD_FRAMES),
         "tickets_left": service.settled("nanocp:tickets_open"),
+        "outside_tokens": round(service.metrics().get(("nanocp:kv_offload_hits_total", ""), 0)),
     }
 
 

@@ -7,7 +7,7 @@ Does not know: when anything runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +27,25 @@ class Operation:
     """Operations of the same layer whose outputs it reads."""
     needs_before: tuple[str, ...] = ()
     """Operations of the layer before whose outputs it reads."""
+
+
+def without_empty(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Those that take time. What needed another one needs what that one needed."""
+    named = {operation.name: operation for operation in operations}
+
+    def present(names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            yield from (name,) if named[name].us else present(named[name].needs)
+
+    return tuple(
+        replace(
+            operation,
+            needs=tuple(dict.fromkeys(present(operation.needs))),
+            needs_before=tuple(dict.fromkeys(present(operation.needs_before))),
+        )
+        for operation in operations
+        if operation.us
+    )
 
 
 class NanoOperation(NamedTuple):

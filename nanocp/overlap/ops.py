@@ -73,12 +73,16 @@ class Ops(Protocol):
     def get_ready_ops(self, micro_batch: int) -> tuple[Op, ...]:
         """The micro-batch's operators whose inputs are there, in program order."""
 
-    def execute(self, ops: Sequence[Op], replace_func: Fused | None = None) -> None:
+    def execute(
+        self, ops: Sequence[Op], replace_func: Fused | None = None, stream: str = ""
+    ) -> None:
         """Run ready operators.
 
         The same operator of several micro-batches runs once, on all of their rows. Different ones
-        run one after the other, or all of them as one call of `replace_func`. Raises ValueError for
-        an operator that is not ready, and for one that was executed.
+        run one after the other, or all of them as one call of `replace_func`. stream: where they
+        are launched on a GPU; what is on streams of other names may run at the same time. Empty:
+        where the model's caller launches. A CPU has no streams. Raises ValueError for an operator
+        that is not ready, and for one that was executed.
         """
 
 

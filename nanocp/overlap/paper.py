@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nanocp.overlap.interference import Interference
+from nanocp.overlap.layers import NANO_BATCHING_COST, dense_layer
 from nanocp.overlap.operations import Operation
 from nanocp.overlap.roofline import MODELS, Gpu, Machine, Requests
 
@@ -74,8 +75,6 @@ TABLE_3 = Interference(
 )
 """Table 3, with decode attention's 0.8 at 0.4 (4.1.4); between them lines are straight."""
 
-NANO_BATCHING_COST = 0.132
-"""Nano-batches by themselves cost 13.2% (Figure 9, ablation), read as time of dense operations."""
 NANO_BATCHING_COST_OF_THROUGHPUT = 0.24
 """Those 13.2% read as throughput: dense operations then take 1.24 times as long."""
 ABLATION = {"network": 1.07, "network and memory": 1.17}
@@ -88,24 +87,4 @@ def layer(nano_batching_cost: float = NANO_BATCHING_COST) -> tuple[Operation, ..
     Each dense operation costs `nano_batching_cost` of its time again for every nano-operation more:
     weights are read again, and smaller GEMMs are less efficient.
     """
-
-    def dense(name: str, *needs: str) -> Operation:
-        us = MEASURED_US[name]
-        before = ("all-reduce",) if name == "KQV" else ()
-        return Operation(name, "compute", us, nano_batching_cost * us, needs, before)
-
-    def network(name: str, share: float, needs: str) -> Operation:
-        return Operation(name, "network", share * MEASURED_US["Net"], 0.0, tuple(needs.split()))
-
-    return (
-        dense("KQV"),
-        Operation("DecAttn", "memory", MEASURED_US["DecAttn"], 0.0, ("KQV",)),
-        Operation("PfAttn", "compute", MEASURED_US["PfAttn"], 0.0, ("KQV",)),
-        # An all-reduce moves twice what an all-gather does.
-        network("all-gather-1", 0.25, "DecAttn PfAttn"),
-        dense("O", "all-gather-1"),
-        network("all-gather-2", 0.25, "O"),
-        dense("UG", "all-gather-2"),
-        dense("D", "UG"),
-        network("all-reduce", 0.5, "D"),
-    )
+    return dense_layer(MEASURED_US, {}, nano_batching_cost)

@@ -10,7 +10,7 @@ next layer. Its file is read only for the operations and the interference it was
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,11 +98,16 @@ def digest(operations: Sequence[Operation], interference: Interference) -> str:
 
 
 def write(
-    path: Path, schedule: Schedule, operations: Sequence[Operation], interference: Interference
+    path: Path,
+    schedule: Schedule,
+    operations: Sequence[Operation],
+    interference: Interference,
+    case: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the schedule as YAML."""
+    """Write the schedule as YAML. case: what the operations' times were computed from."""
     content = {
         "version": VERSION,
+        **({"case": dict(case)} if case else {}),
         "made_for": digest(operations, interference),
         "period_us": round(schedule.period_us, 3),
         "nano_operations": [
@@ -123,9 +128,7 @@ def read(path: Path, operations: Sequence[Operation], interference: Interference
 
     Raises ValueError if it is no schedule, if it was made for others, or if it breaks a law.
     """
-    content: Any = yaml.safe_load(path.read_text())
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise ValueError(f"{path}: not a schedule of version {VERSION}")
+    content = _content(path)
     expected = digest(operations, interference)
     if content.get("made_for") != expected:
         raise ValueError(
@@ -148,3 +151,22 @@ def read(path: Path, operations: Sequence[Operation], interference: Interference
     if broken := next(violations(schedule, interference), None):
         raise ValueError(f"{path}: {broken}")
     return schedule
+
+
+def case_of(path: Path) -> dict[str, Any]:
+    """The case that `write` was given; empty if there was none.
+
+    Raises ValueError if the file is no schedule.
+    """
+    case = _content(path).get("case", {})
+    return case if isinstance(case, dict) else {}
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the schedule {path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"{path}: not a schedule of version {VERSION}")
+    return content

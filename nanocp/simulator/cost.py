@@ -57,6 +57,8 @@ class StepTime(NamedTuple):
     two_lanes: bool = False
     """Whether rows run in two lanes; of the layer's exchange, dispatch and combine, then, only what
     no compute of the other lane hides."""
+    by_schedule: bool = False
+    """Whether its layers run in the order of a searched schedule."""
 
 
 class CostModel:
@@ -75,6 +77,8 @@ class CostModel:
         self._costs = costs
         self._model = file.model
         self._num_shares = num_shares
+        self.once_us = costs.step_us
+        """Microseconds of a step beside its layers."""
         self._row_buckets = file.row_buckets
         self._attention_buckets = file.attention_row_buckets or file.row_buckets
         self._dispatch_us = self._us_per_row = 0.0
@@ -99,7 +103,7 @@ class CostModel:
         total = (
             model.num_layers * sum(first)
             + model.num_moe_layers * (dispatch_combine + expert)
-            + self._costs.step_us
+            + self.once_us
         )
         return StepTime(round(total), LayerTime(*first, dispatch_combine, expert))
 
@@ -128,7 +132,7 @@ class CostModel:
         moe_us = _of_both_lanes(compute_us, network_us)
         num_moe = self._model.num_moe_layers
         num_dense = self._model.num_layers - num_moe
-        total_us = num_dense * dense_us + num_moe * moe_us + self._costs.step_us
+        total_us = num_dense * dense_us + num_moe * moe_us + self.once_us
         seen = (moe_us - 2 * compute_us) / network_us if network_us else 0.0
         return StepTime(
             round(total_us),

@@ -151,6 +151,8 @@ class Outcome:
     """The drift is more than chance: the numbers are not those of a steady state."""
     two_lanes_share: float = 0.0
     """Share of the windows that ran in two lanes."""
+    scheduled_share: float = 0.0
+    """Share of the windows whose layers ran in the order of a searched schedule."""
     prefix_hit_rate: float = 0.0
     """Share of the whole run's prompt tokens with page hashes whose pages were there and were
     shared."""
@@ -203,6 +205,7 @@ class _Sums:
     waiting_max: int = 0
     cp_share_max: float = 0.0
     two_lanes: int = 0
+    scheduled: int = 0
     layer_max: list[float] = field(default_factory=lambda: [0.0] * len(LayerTime._fields))
     plan_ns: int = 0
     halves: list[Half] = field(default_factory=lambda: [Half(), Half()])
@@ -302,6 +305,7 @@ class Recorder:
         sums.steps += num_steps
         sums.windows += 1
         sums.two_lanes += step.two_lanes
+        sums.scheduled += step.by_schedule
         sums.rows += num_rows * time_us
         sums.kv_tokens += sum(loads.kv_tokens) * time_us
         sums.kv_tokens_median += median(loads.kv_tokens) * time_us
@@ -392,6 +396,7 @@ class Recorder:
             num_windows=sums.windows,
             is_hopeless=self.is_hopeless,
             two_lanes_share=sums.two_lanes / max(sums.windows, 1),
+            scheduled_share=sums.scheduled / max(sums.windows, 1),
             drift=drift,
             is_drifting=abs(drift) > _drift_by_chance(before),
         )

@@ -22,6 +22,7 @@ from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import BoundsConfig, SchedulerConfig
+from nanocp.overlap.schedule import Schedule
 from nanocp.plan import (
     PAGE_SIZE,
     Arrival,
@@ -35,8 +36,9 @@ from nanocp.plan import (
     WindowDone,
 )
 from nanocp.simulator.cluster_file import ClusterFile
-from nanocp.simulator.cost import CostModel, StepTime, profile_cp_degrees
+from nanocp.simulator.cost import CostModel, Loads, StepTime, profile_cp_degrees
 from nanocp.simulator.decided import DecidedLoads
+from nanocp.simulator.nano_batches import ScheduledSteps
 from nanocp.simulator.nics import Nics
 from nanocp.simulator.outcome import Outcome, Recorder, Run
 from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
@@ -68,12 +70,14 @@ def make_simulation(
     prefix_sharing: bool = True,
     wire_form: str = "",
     lanes: bool = False,
+    schedule: Schedule | None = None,
 ) -> Simulation:
     """Make a simulation of a policy, or of the fluid bound.
 
     recorder: takes the notes instead of a plain one of the run. event_log: takes every call of the
     scheduler. explainer: takes notes of some requests. lanes: windows run in two lanes where the
-    cost model says that they pay; the fluid bound's never do. Raises ValueError for an unknown
+    cost model says that they pay. schedule: layers run in its order where that pays. The fluid
+    bound's never do either. Raises ValueError for an unknown
     policy or constants, OSError if the event log cannot be written.
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
@@ -86,6 +90,9 @@ def make_simulation(
     if lanes and policy != FLUID:
         table = model.lane_table(file.cluster)
         scheduler = replace(scheduler, lanes="measured", lane_table=table)
+    time_of = model.step
+    if schedule is not None and policy != FLUID:
+        time_of = ScheduledSteps(model, file, schedule).step
     notes = recorder or Recorder(run)
     return Simulation(
         _as_one_instance(file) if policy == FLUID else file,
@@ -94,6 +101,7 @@ def make_simulation(
         notes,
         event_log,
         explainer,
+        time_of,
     )
 
 
@@ -125,9 +133,12 @@ class Simulation:
         recorder: Recorder,
         event_log: Path | None = None,
         explainer: Explainer | None = None,
+        time_of: Callable[[Loads], StepTime] | None = None,
     ) -> None:
+        """time_of: how long a step of one lane takes; by default what the model says."""
         self._file = file
         self.model = model
+        self._time_of = time_of or model.step
         """What a step takes."""
         self._num_steps = config.steps_per_window
         self._scheduler = Scheduler(file.cluster, config, explainer)
@@ -257,7 +268,7 @@ class Simulation:
             self._row_leaves(request_id, window)
         instance_loads = self._scheduler.loads()
         loads = self._decided.loads(instance_loads)
-        time_of = self.model.step_in_two_lanes if plans[0].two_lanes else self.model.step
+        time_of = self.model.step_in_two_lanes if plans[0].two_lanes else self._time_of
         step = time_of(loads)
         begins_us = self._windows[-1].ends_us if self._windows else now_us
         for request_id in joined:

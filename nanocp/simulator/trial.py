@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from control_plane.scheduler.explanation import Explainer
+from nanocp.overlap.schedule import Schedule
 from nanocp.plan import PAGE_SIZE
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel, Loads
@@ -54,6 +55,8 @@ class Trial:
     """What travels between instances; empty: the cluster file's first."""
     lanes: bool = False
     """Whether windows run in two lanes where the cost model says that they pay."""
+    schedule: Schedule | None = None
+    """The order in which layers run where that pays; None: program order."""
     begins_empty: bool = False
     """Whether `filled` leaves the cluster empty."""
 
@@ -93,6 +96,7 @@ class Trial:
             prefix_sharing=self.prefix_sharing,
             wire_form=self.wire_form,
             lanes=self.lanes,
+            schedule=self.schedule,
         )
 
     def play(self, recorder: Recorder | None = None) -> Outcome:

@@ -151,6 +151,7 @@ def window_done_to_wire(done: WindowDone) -> pb.WindowDone:
         mask_us=done.mask_us,
         wait_us=done.waits_us,
         written=[pb.WrittenPage(**page._asdict()) for page in done.written],
+        hidden_us=done.hidden_us,
     )
 
 
@@ -181,6 +182,7 @@ def window_done_from_wire(instance: int, message: pb.WindowDone) -> WindowDone:
             WrittenPage(page.request_id, page.attempt, page.page, page.page_hash)
             for page in message.written
         ),
+        hidden_us=message.hidden_us,
     )
 
 

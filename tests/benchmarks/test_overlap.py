@@ -14,7 +14,7 @@ QUIET = Console(quiet=True)
 
 def lane_point(**change):
     ways = Ways(100.0, 80.0), Ways(101.0, 80.0)
-    found = {"rows": 8, "waits_of_compute": 1.0, "hidden": 0.7}
+    found = {"rows": 8, "waits_of_compute": 1.0, "hidden": 0.7, "halves_on_time": 1.1}
     return found | point_of(*ways, other_is_chosen=True) | change
 
 
@@ -31,6 +31,7 @@ def broken(claims):
         ({"regret": 1.06}, "within 5% of the better way at 0 of 1 points"),
         ({"ratio": 1.2, "chosen_of_plain": 1.03, "waits_of_compute": 0}, "the choice takes 1.03"),
         ({"waits_of_compute": 0.6}, "a point has waits of 0.7 to 1.2 of compute"),
+        ({"halves_on_time": 1.21}, "halves on time take 1.2 of the whole"),
     ],
 )
 def test_each_claim_of_two_lanes_can_fail(change, sentence):
@@ -42,13 +43,14 @@ def test_each_claim_of_two_lanes_can_fail(change, sentence):
     ("change", "sentence"),
     [
         ({"ratio": 0.7, "hidden": 0.6}, None),
+        ({"ratio": 0.7, "of_longer": 1.11}, "they take 1.11 of the longer, at most 1.1"),
         ({"ratio": 0.76, "hidden": 0.6}, "halves take 0.76 of the whole, at most 0.75"),
         ({"ratio": 0.7, "hidden": 0.49}, "0.49 of it is hidden, at least 0.5"),
         ({"link_of_compute": 2.0}, "a link is 0.8 to 1.25 of compute"),
     ],
 )
 def test_each_claim_of_a_link_can_fail(change, sentence):
-    point = lane_point() | {"link_of_compute": 1.0} | change
+    point = lane_point() | {"link_of_compute": 1.0, "of_longer": 1.0} | change
     found = broken(overlap_link.claims_of([point]))
     assert [sentence in claim for claim in found] == ([True] if sentence else [])
 
@@ -56,7 +58,9 @@ def test_each_claim_of_a_link_can_fail(change, sentence):
 def test_points_that_differ_between_two_measurements_are_not_judged():
     loud = lane_point() | point_of(Ways(100, 80), Ways(100, 95), other_is_chosen=True)
     assert loud["noise"] == 1.188 and loud["ratio"] == 0.8 and loud["regret"] == 1
-    assert judged([loud, loud, lane_point()], QUIET) == []
+    with pytest.raises(typer.Exit) as ended:
+        judged([loud, loud, lane_point()], QUIET)
+    assert ended.value.exit_code == 2, "what judges nothing is no success"
     assert judged([loud, lane_point()], QUIET) == [lane_point()]
     assert claims_of_choices([], 1.02) == overlap_lanes.claims_of([]) == []
 

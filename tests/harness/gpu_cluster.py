@@ -70,7 +70,7 @@ class GpuCluster:
     def __init__(
         self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS,
         num_frames=24, max_len=512, seed=0, timeout_ms=1.0, num_parts=None, is_captured=False,
-        group=None,
+        group=None, num_lanes=1,
     ):  # fmt: skip
         self.device = torch.device(device)
         self.data_plane = data_plane or DataPlaneConfig()
@@ -90,7 +90,7 @@ class GpuCluster:
             attention = TritonHeads(kind.num_kv_heads, kind.head_dim, kind.num_heads, num_parts)
         else:
             attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, num_parts)
-        parts = {}
+        lanes = [{} for _ in range(num_lanes)]
         for instance in range(num_instances) if group is None else [dist.get_rank(group)]:
             experts = expert_range(model, instance, num_instances)
             gemm = TritonGemm()
@@ -100,17 +100,23 @@ class GpuCluster:
             )
             is_fused = self.data_plane.dispatch_backend == "fused"
             placed = place_weights(weights, self.device, gemm, max_len, is_fused)
-            parts[instance] = gpu_parts(
-                self.cluster, self.data_plane, model, placed, attention, timeout_ms, is_fused
-            )  # fmt: skip
-        places = next(iter(parts.values())).places
-        if group is None:
-            memories = PeerMemory.create_all(places, self.device)
-        else:
-            memories = [PeerMemory.create(places, self.device, group)]
-        self.instances = {
-            memory.instance: GpuInstance(parts[memory.instance], memory) for memory in memories
-        }
+            frames = None
+            for lane in lanes:
+                lane[instance] = gpu_parts(
+                    self.cluster, self.data_plane, model, placed, attention, timeout_ms, is_fused,
+                    frames,
+                )  # fmt: skip
+                frames = lane[instance].frames
+        self.lanes = []
+        """[lane][instance]: each lane has an exchange of its own."""
+        for parts in lanes:
+            places = next(iter(parts.values())).places
+            if group is None:
+                memories = PeerMemory.create_all(places, self.device)
+            else:
+                memories = [PeerMemory.create(places, self.device, group)]
+            self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
+        self.instances = self.lanes[0]
         self.free = [
             [*range(0, num_frames, 2), *range(1, num_frames, 2)] for _ in range(num_instances)
         ]
@@ -150,37 +156,40 @@ class GpuCluster:
                 moe_binding = self.random.choice(request.kv_binding)
                 self.num_moved += moe_binding != request.moe_binding
                 request.moe_binding = moe_binding
-        rows = self._stage()
+        rows_of_lanes = [self._stage(number) for number in range(len(self.lanes))]
         self._run()
-        found = {}
-        for index, instance in self.instances.items():
-            instance.step.check()
-            found[index] = instance.step.logits_of(list(range(len(rows[index])))).cpu()
-        if self.group is not None:
-            everybodys = [None] * self.cluster.num_instances
-            dist.all_gather_object(everybodys, found, group=self.group)
-            found = {index: logits for own in everybodys for index, logits in own.items()}
-        for index, requests in enumerate(rows):
-            for request, logits_V in zip(requests, found[index], strict=True):
-                request.logits.append(logits_V)
-                request.ids.append(int(logits_V.argmax()))
+        for lane, rows in zip(self.lanes, rows_of_lanes, strict=True):
+            found = {}
+            for index, instance in lane.items():
+                instance.step.check()
+                found[index] = instance.step.logits_of(list(range(len(rows[index])))).cpu()
+            if self.group is not None:
+                everybodys = [None] * self.cluster.num_instances
+                dist.all_gather_object(everybodys, found, group=self.group)
+                found = {index: logits for own in everybodys for index, logits in own.items()}
+            for index, requests in enumerate(rows):
+                for request, logits_V in zip(requests, found[index], strict=True):
+                    request.logits.append(logits_V)
+                    request.ids.append(int(logits_V.argmax()))
 
     def _allocate(self, request):
         holder = request.kv_binding[len(request.pages) % len(request.kv_binding)]
         request.pages.append((holder, self.free[holder].pop(0)))
         return request.pages[-1]
 
-    def _stage(self):
-        """Fill the tables, as DecodeInstance does; return the requests of every instance's rows."""
-        bindings = [
-            (number, r.moe_binding, tuple(r.kv_binding)) for number, r in enumerate(self.requests)
-        ]
+    def _stage(self, lane):
+        """Fill a lane's tables, as DecodeInstance does; return every instance's rows of the lane.
+
+        Requests are in the lanes by turns.
+        """
+        here = {n: r for n, r in enumerate(self.requests) if n % len(self.lanes) == lane}
+        bindings = [(number, r.moe_binding, tuple(r.kv_binding)) for number, r in here.items()]
         q_route, res_route = build_routes(bindings, self.cluster.num_instances)
         rows = [
-            [r for r in self.requests if r.moe_binding == i]
+            [r for r in here.values() if r.moe_binding == i]
             for i in range(self.cluster.num_instances)
         ]
-        for index, instance in self.instances.items():
+        for index, instance in self.lanes[lane].items():
             instance.window += 1
             tables, state = instance.pool.staging[instance.window & 1], instance.pool.rows
             for array in (
@@ -219,7 +228,7 @@ class GpuCluster:
 
     def _take_turns(self, takes_turns):
         """Say whether a launch of a fused mixture may wait for peers; all share this device."""
-        for instance in self.instances.values():
+        for instance in (instance for lane in self.lanes for instance in lane.values()):
             mixture = instance.step.mixture
             if isinstance(mixture, FusedMixtures):
                 # Nothing can be read from a device that only compiles.
@@ -250,24 +259,21 @@ class GpuCluster:
         return graphs
 
     def _run(self):
-        buckets = {}
-        for index, instance in self.instances.items():
-            tables = instance.pool.staging[instance.window & 1]
-            buckets[index] = self.buckets.lookup(
-                int(tables.num_rows[0]), int(tables.num_received.sum())
-            )
         if self.graphs is None:
-            for instance in self.instances.values():
+            instances = [instance for lane in self.lanes for instance in lane.values()]
+            for instance in instances:
                 instance.pool.adopt(instance.window & 1)
-            run_in_turn(
-                [(i, i.pool.context(buckets[index])) for index, i in self.instances.items()]
-            )
+            run_in_turn([(i, i.pool.context(self._bucket(i))) for i in instances])
             return
         for index, instance in self.instances.items():
             with torch.cuda.stream(self.streams[index]):
                 instance.pool.adopt(instance.window & 1)
-                self.graphs[index][buckets[index]]()
+                self.graphs[index][self._bucket(instance)]()
         torch.cuda.synchronize(self.device)
+
+    def _bucket(self, instance):
+        tables = instance.pool.staging[instance.window & 1]
+        return self.buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
 
 
 def run_in_turn(contexts):

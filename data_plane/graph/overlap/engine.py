@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from data_plane.graph.overlap.merge import Writers, joined
 from data_plane.graph.overlap.partition import Cut, Program, Size, Value
 from data_plane.graph.overlap.recording import RecordedStep, Recording, describe, record
+from data_plane.graph.overlap.streams import Streams, streams_of
 from nanocp.overlap.ops import Op, OverlapPolicy
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,18 @@ _TOLERANCES = {
 class OverlapEngine:
     """Runs one program under one policy."""
 
-    def __init__(self, program: Program, policy: OverlapPolicy, whole: Callable[..., Any]) -> None:
-        """whole: the model in program order, for batches that the policy does not split."""
+    def __init__(
+        self,
+        program: Program,
+        policy: OverlapPolicy,
+        whole: Callable[..., Any],
+        streams_of: Callable[[Sequence[Any]], Streams | None] = streams_of,
+    ) -> None:
+        """Begin without a recording.
+
+        whole: the model in program order, for batches that the policy does not split. streams_of:
+        makes the streams of the device that the inputs are on.
+        """
         self.recordings: dict[int, Recording | None] = {}
         """By batch size; None: program order on the whole batch, nothing is fused."""
         self.num_copied_bytes = 0
@@ -45,6 +56,8 @@ class OverlapEngine:
         self._policy = policy
         self._whole = whole
         self._writers = Writers(program)
+        self._streams_of = streams_of
+        self._streams: Streams | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """One forward."""
@@ -84,7 +97,12 @@ class OverlapEngine:
 
     def _run(self, inputs: Sequence[Any], recording: Recording) -> Any:
         forward = Forward(self.program, inputs, recording, self._writers)
-        result = forward.run()
+        if recording.has_streams and self._streams is None:
+            self._streams = self._streams_of(inputs)
+        if recording.has_streams and self._streams is not None:
+            result = forward.run_on(self._streams)
+        else:
+            result = forward.run()
         self.num_copied_bytes += forward.num_copied_bytes
         return result
 
@@ -132,11 +150,33 @@ class Forward:
             except Exception as error:
                 error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
                 raise
-            for micro_batch, number in step.freed:
-                values_of[micro_batch][number] = None
-            for number in step.freed_merged:
-                self._merged_tensors.pop(number, None)
+            self._free(step)
         return self._result()
+
+    def run_on(self, streams: Streams) -> Any:
+        """Launch every step on its stream, see `run`."""
+        steps = self._recording.steps
+        awaited = {place for step in steps for place in step.after}
+        events: dict[int, Any] = {}
+        with streams.forked():
+            for place, step in enumerate(steps):
+                with streams.on(step.stream):
+                    for earlier in step.after:
+                        streams.wait(events[earlier])
+                    if step.after or step.stream:
+                        streams.use([each for op in step.ops for each in self._read(op)])
+                    self._run_step(step)
+                    if place in awaited:
+                        events[place] = streams.record()
+                self._free(step)
+        streams.use(tree_leaves([*self._values, *self._merged_tensors.values()]))
+        return self._result()
+
+    def _free(self, step: RecordedStep) -> None:
+        for micro_batch, number in step.freed:
+            self._values[micro_batch][number] = None
+        for number in step.freed_merged:
+            self._merged_tensors.pop(number, None)
 
     def _run_step(self, step: RecordedStep) -> None:
         """Run operators that are merged, replaced, or write to a place."""

@@ -92,23 +92,25 @@ class Writers:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._made: dict[int, tuple[int, GraphModule] | None] = {}
+        self._made: dict[tuple[int, Set[int]], tuple[int, GraphModule] | None] = {}
+        """By operator and its merged outputs: batch sizes may merge different ones."""
 
     def of(self, number: int, merged: Set[int]) -> tuple[int, GraphModule] | None:
         """(the output's place, the operator that writes it).
 
         None if the operator has no merged output, or cannot write it to given memory.
         """
-        if number not in self._made:
-            operator = self._program.operators[number]
-            self._made[number] = None
+        operator = self._program.operators[number]
+        key = number, merged & frozenset(operator.outputs)
+        if key not in self._made:
+            self._made[key] = None
             for place, value in enumerate(operator.outputs):
                 if value in merged:
                     module = writer(operator.module, place if operator.is_tuple else None)
                     if module is not None:
-                        self._made[number] = place, module
+                        self._made[key] = place, module
                         break
-        return self._made[number]
+        return self._made[key]
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:

@@ -30,6 +30,10 @@ class RecordedStep(NamedTuple):
     """(micro-batch, value) that nothing reads after this step."""
     freed_merged: tuple[int, ...]
     """Merged values of which no part is read after this step."""
+    stream: str
+    """Where it is launched on a GPU; empty: where the model's caller launches."""
+    after: tuple[int, ...]
+    """Places of steps on other streams that must have ended before."""
 
     @property
     def is_merged(self) -> bool:
@@ -46,9 +50,14 @@ class Recording(NamedTuple):
     merged: frozenset[int]
     """Values whose parts are needed as one tensor: they are written into one from the start."""
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether a step is launched elsewhere than the model's caller launches."""
+        return any(step.stream for step in self.steps)
+
 
 def record(program: Program, policy: OverlapPolicy, batch_size: int) -> Recording | None:
-    """Let a policy decide; None if it neither splits the batch nor replaces an operator.
+    """Let a policy decide; None if it neither splits the batch, nor replaces, nor has streams.
 
     Raises ValueError for a wrong call, RuntimeError for a policy that leaves out an operator or
     never ends.
@@ -105,7 +114,9 @@ class RecordedOps:
             for number in sorted(self._ready[micro_batch])
         )
 
-    def execute(self, ops: Sequence[Op], replace_func: Fused | None = None) -> None:
+    def execute(
+        self, ops: Sequence[Op], replace_func: Fused | None = None, stream: str = ""
+    ) -> None:
         """See ops.Ops.execute."""
         self._count_call()
         if not ops:
@@ -115,7 +126,7 @@ class RecordedOps:
                 raise ValueError(f"{describe(self._program, op)} was executed before")
             if op.number not in self._ready[op.micro_batch]:
                 raise ValueError(f"{describe(self._program, op)} is not ready")
-        self._steps.append(RecordedStep(tuple(ops), replace_func, None, (), ()))
+        self._steps.append(RecordedStep(tuple(ops), replace_func, None, (), (), stream, ()))
         for op in ops:
             self._ready[op.micro_batch].discard(op.number)
             self._executed[op.micro_batch].add(op.number)
@@ -135,7 +146,8 @@ class RecordedOps:
                 if number not in executed:
                     op = Op(number, operators[number].tag, micro_batch)
                     raise RuntimeError(f"the policy has not executed {describe(self._program, op)}")
-        if len(self._sizes) == 1 and all(step.replace_func is None for step in self._steps):
+        is_plain = all(step.replace_func is None and not step.stream for step in self._steps)
+        if len(self._sizes) == 1 and is_plain:
             return None
         merged = frozenset(self._merge_points())
         return Recording(self._sizes, tuple(self._complete(merged)), merged)
@@ -158,6 +170,7 @@ class RecordedOps:
                 freed[place].append((micro_batch, value))
                 if value in merged:
                     last_part[value] = max(place, last_part.get(value, 0))
+        after = self._after()
         for place, step in enumerate(self._steps):
             alone = program.operators[step.ops[0].number]
             is_plain = len(step.ops) == 1 and step.replace_func is None
@@ -165,7 +178,35 @@ class RecordedOps:
                 alone=alone if is_plain and merged.isdisjoint(alone.outputs) else None,
                 freed=tuple(freed[place]),
                 freed_merged=tuple(value for value, end in last_part.items() if end == place),
+                after=after[place],
             )
+
+    def _after(self) -> list[tuple[int, ...]]:
+        """For each step, the last one of each other stream that it reads from.
+
+        What touches an input that the model writes waits for all that touched it before.
+        """
+        operators, written = self._program.operators, self._program.written
+        made: dict[tuple[int, int], int] = {}
+        touched: dict[int, dict[str, int]] = {value: {} for value in written}
+        after = []
+        for place, step in enumerate(self._steps):
+            earlier: list[int] = []
+            for op in step.ops:
+                operator = operators[op.number]
+                for value in operator.inputs:
+                    earlier += touched.get(value, {}).values()
+                    if (op.micro_batch, value) in made:
+                        earlier.append(made[op.micro_batch, value])
+                    if value in written:
+                        touched[value][step.stream] = place
+                made.update(dict.fromkeys(((op.micro_batch, v) for v in operator.outputs), place))
+            last: dict[str, int] = {}
+            for number in sorted(earlier):
+                last[self._steps[number].stream] = number
+            last.pop(step.stream, None)
+            after.append(tuple(last.values()))
+        return after
 
     def _merge_points(self) -> Iterator[int]:
         """Values that an operator makes for each micro-batch, and that are read as one."""

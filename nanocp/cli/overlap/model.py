@@ -30,9 +30,8 @@ def model(
 ) -> None:
     """Print which resource bounds an iteration, and the best throughput that is possible."""
     from nanocp.cli.console import output as standard_output
-    from nanocp.overlap import paper as nanoflow
     from nanocp.overlap.comparison import compare
-    from nanocp.overlap.roofline import MODELS, Machine, Requests
+    from nanocp.overlap.roofline import Requests
 
     console = standard_output()
     if paper:
@@ -45,9 +44,7 @@ def model(
         judged = sum(each.holds is not None for each in compared)
         console.print(f"All {judged} numbers that are judged are the paper's")
         return
-    cards = {card.name: card for card, _ in nanoflow.TABLE_1}
-    machine = Machine(_named(cards, gpu), gpus)
-    dense = _named({each.name: each for each in MODELS}, name)
+    machine, dense = machine_of(gpu, gpus), model_of(name)
     console.print(_demands(machine, dense, Requests(prompt, output), batch))
     ratio = machine.memory_to_compute(dense, batch)
     console.print(
@@ -55,6 +52,22 @@ def model(
         f"{'compute' if ratio < 1 else 'memory'}-bound. At most "
         f"{machine.optimal_tokens_per_s(dense):,.0f} tokens a second and GPU (equation 5)."
     )
+
+
+def machine_of(gpu: str, num_gpus: int) -> Machine:
+    """GPUs by the name of one in the paper's Table 1. Raises typer.BadParameter."""
+    from nanocp.overlap.paper import TABLE_1
+    from nanocp.overlap.roofline import Machine
+
+    return Machine(_named({card.name: card for card, _ in TABLE_1}, gpu), num_gpus)
+
+
+def model_of(name: str) -> DenseModel:
+    """The dense model of that name. Raises typer.BadParameter."""
+    from nanocp.overlap.roofline import MODELS
+
+    dense: DenseModel = _named({each.name: each for each in MODELS}, name)
+    return dense
 
 
 def _named(known: dict[str, Any], name: str) -> Any:

@@ -1,12 +1,14 @@
 """`nanocp overlap search`: the best schedule of nano-operations, and how good any could be.
 
-Enters: --paper, the only case with measured times; a bound of time. Leaves: a table, a schedule
-file; exit status 1 if the schedule is further from the bound than it should be. Does not know: how
-a schedule is found.
+Enters: the paper's case, a dense model on a GPU, or an instance of a simulated cluster; a bound of
+time. Leaves: a table, a schedule file; with --paper exit status 1 if the schedule is further from
+the bound than it should be. Does not know: how a schedule is found.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,15 +17,50 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from nanocp.overlap.interference import Interference
+    from nanocp.overlap.operations import Operation
+    from nanocp.overlap.schedule import Schedule
     from nanocp.overlap.search import BestSchedule
 
 LEAST_SHARE_OF_BOUND = 0.95
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a schedule is searched for."""
+
+    title: str
+    operations: Sequence[Operation]
+    interference: Interference
+    tokens_per_layer_s: float
+    """Tokens of an iteration and GPU, by the number of layers."""
+    write: Callable[[Path, Schedule], None]
 
 
 def search(
     paper: Annotated[
         bool, typer.Option("--paper", help="LLaMA-2 70B on 8 A100 by the paper's measured times.")
     ] = False,
+    model: Annotated[
+        str, typer.Option(help="A dense model, by the data sheet of --gpu; see overlap model.")
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="With --model.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, help="With --model: tensor parallelism.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="With --model: mean prompt.")] = 512,
+    output: Annotated[int, typer.Option(min=1, help="With --model: mean output.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="With --model: tokens of an iteration.")] = 2048,
+    cluster: Annotated[
+        str,
+        typer.Option(help="An MoE layer of a simulated cluster, for nanocp simulate --schedule."),
+    ] = "",
+    constants: Annotated[str, typer.Option(help="With --cluster: peak or fitted.")] = "fitted",
+    rows: Annotated[int, typer.Option(min=1, help="With --cluster: of each instance.")] = 128,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="With --cluster: KV tokens that each instance reads.")
+    ] = 400_000,
+    links: Annotated[
+        int, typer.Option(min=1, help="With --cluster: rows that each instance sends to others.")
+    ] = 8,
     seconds: Annotated[float, typer.Option(min=1, help="Search for about as long.")] = 60.0,
     out: Annotated[
         Path | None,
@@ -31,38 +68,89 @@ def search(
     ] = None,
 ) -> None:
     """Search for the best order and division of the GPU (NanoFlow, 4.1)."""
-    from nanocp.cli.console import output, progress
-    from nanocp.overlap import paper as nanoflow
-    from nanocp.overlap import schedule
+    from nanocp.cli.console import output as standard_output
+    from nanocp.cli.console import progress
     from nanocp.overlap.search import search as find
 
-    if not paper:
-        raise typer.BadParameter("measured times are needed: today --paper is the only set of them")
-    operations, interference = nanoflow.layer(), nanoflow.TABLE_3
-    console = output()
+    if paper + bool(model) + bool(cluster) != 1:
+        raise typer.BadParameter("give one of --paper, --model and --cluster")
+    try:
+        if cluster:
+            case = _of_cluster(cluster, constants, rows, tokens, links)
+        else:
+            case = _of_paper() if paper else _of_model(model, gpu, gpus, prompt, output, batch)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = standard_output()
     with progress() as bar:
         task = bar.add_task("searching", total=None)
 
         def better(found: BestSchedule) -> None:
             bar.update(task, description=f"searching: {found.gain:.3f} x so far")
 
-        found = find(operations, interference, seconds, better)
-    console.print(_table(found))
+        found = find(case.operations, case.interference, seconds, better)
+    console.print(_table(case, found))
     share = found.fluid_us / found.schedule.period_us
     console.print(f"{share:.1%} of what any schedule could reach")
+    if not paper:
+        console.print("Parts of the GPU cost what the paper measured on an A100 (Table 3).")
     if out is not None:
-        schedule.write(out, found.schedule, operations, interference)
-    if share < LEAST_SHARE_OF_BOUND:
+        case.write(out, found.schedule)
+    if paper and share < LEAST_SHARE_OF_BOUND:
         raise typer.Exit(1)
 
 
-def _table(found: BestSchedule) -> Table:
+def _of_paper() -> _Case:
+    from nanocp.overlap import paper, schedule
+
+    operations, interference, model = paper.layer(), paper.TABLE_3, paper.LLAMA_2_70B
+    return _Case(
+        "A layer of LLaMA-2 70B, 2,048 tokens, 8 A100",
+        operations,
+        interference,
+        paper.BATCH / model.num_layers / paper.MACHINE.num_gpus,
+        lambda path, found: schedule.write(path, found, operations, interference),
+    )
+
+
+def _of_model(model: str, gpu: str, gpus: int, prompt: int, output: int, batch: int) -> _Case:
+    from nanocp.cli.overlap.model import machine_of, model_of
+    from nanocp.overlap import paper, schedule
+    from nanocp.overlap.layers import roofline_layer
+    from nanocp.overlap.roofline import Requests
+
+    dense = model_of(model)
+    operations = roofline_layer(machine_of(gpu, gpus), dense, Requests(prompt, output), batch)
+    return _Case(
+        f"A layer of {model}, {batch:,} tokens, {gpus} {gpu}, by the data sheet",
+        operations,
+        paper.TABLE_3,
+        batch / dense.num_layers / gpus,
+        lambda path, found: schedule.write(path, found, operations, paper.TABLE_3),
+    )
+
+
+def _of_cluster(cluster: str, constants: str, rows: int, tokens: int, links: int) -> _Case:
+    from nanocp.simulator import nano_batches
+    from nanocp.simulator.cluster_file import load_cluster_file
+    from nanocp.simulator.cost import CostModel
+
+    file = load_cluster_file(cluster)
+    model = CostModel(file, constants)
+    case = nano_batches.Case(cluster, constants, rows, tokens, links)
+    return _Case(
+        f"An MoE layer of {cluster}, {rows} rows and {tokens:,} KV tokens an instance",
+        nano_batches.layer_operations(model, case.loads),
+        nano_batches.INTERFERENCE,
+        rows / file.model.num_layers,
+        lambda path, found: nano_batches.write(path, found, case, model),
+    )
+
+
+def _table(case: _Case, found: BestSchedule) -> Table:
     from rich.table import Table
 
-    from nanocp.overlap import paper as nanoflow
-    from nanocp.overlap.comparison import machine_seconds
-
-    table = Table(title="A layer of LLaMA-2 70B, 2,048 tokens, 8 A100")
+    table = Table(title=case.title)
     for column in ("schedule", "us a layer", "gain", "tokens a second and GPU"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     lines = (
@@ -72,6 +160,6 @@ def _table(found: BestSchedule) -> Table:
         ("fluid bound: any mix at any time", found.fluid_us),
     )
     for name, us in lines:
-        tokens = nanoflow.BATCH / machine_seconds(us) / nanoflow.MACHINE.num_gpus
+        tokens = 1e6 * case.tokens_per_layer_s / us
         table.add_row(name, f"{us:,.0f}", f"{found.sequential_us / us:.3f}", f"{tokens:,.0f}")
     return table

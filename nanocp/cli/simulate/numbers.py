@@ -36,6 +36,7 @@ _ROWS = (
     ("row imbalance", "row_imbalance", "{:.1%}"),
     ("requests with CP", "cp_share", "{:.2%}"),
     ("windows in two lanes", "two_lanes_share", "{:.1%}"),
+    ("windows by the schedule", "scheduled_share", "{:.1%}"),
     ("prompt tokens shared", "prefix_hit_rate", "{:.1%}"),
     ("scheduler, ms a window", "plan_ms_mean", "{:.2f}"),
     ("scheduler, share of the step", "plan_share", "{:.2%}"),

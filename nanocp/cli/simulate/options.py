@@ -107,6 +107,15 @@ class Scenario:
             help="Run windows in two lanes where the cost model says that they pay. Not for fluid.",
         ),
     ] = False
+    schedule: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Run layers in the order of this schedule (nanocp overlap search --cluster) where "
+            "that is shorter. Not for fluid, nor with --lanes.",
+            dir_okay=False,
+        ),
+    ] = None
 
     def trials(self, rate: float) -> dict[str, Trial]:
         """What is simulated of each policy at a rate (requests/s); not filled yet.
@@ -132,6 +141,15 @@ class Scenario:
                     f"--ttft-target-ms is for policy cost_aware; given are {', '.join(self.policy)}"
                 )
             file = replace(file, ttft_targets=((0, self.ttft_target_ms),))
+        schedule = None
+        if self.schedule is not None:
+            if self.lanes:
+                raise ValueError("--schedule and --lanes are two orders of a layer; give one")
+            from nanocp.simulator.cost import CostModel
+            from nanocp.simulator.nano_batches import read
+
+            model = CostModel(file, self.constants, wire_form=self.wire_form)
+            schedule = read(self.schedule, self.cluster, self.constants, model)
         workload = Workload(
             self.workload,
             rate,
@@ -154,6 +172,7 @@ class Scenario:
                 wire_form=self.wire_form,
                 begins_empty=self.begin_empty,
                 lanes=self.lanes,
+                schedule=schedule,
             )
             for policy in self.policy
         }

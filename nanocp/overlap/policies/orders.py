@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from nanocp.overlap.ops import Fused, Ops, Rule
+from nanocp.overlap.ops import Fused, Op, Ops, Rule
 
 NETWORK = "network"
 """Communication. It may return before its result is there: what reads the result waits for it."""
@@ -30,13 +30,19 @@ class Sequential:
             ops.execute(ops.get_ready_ops(0)[:1])
 
 
+def stream_of(op: Op) -> str:
+    """Communication has a stream of its own."""
+    return NETWORK if op.tag == NETWORK else ""
+
+
 class SingleBatchOverlap(Sequential):
     """No split: communication starts as soon as it can, other ready operators run beside it."""
 
     def schedule(self, ops: Ops) -> None:
         """Execute what is ready, communication first."""
         while not ops.is_finished:
-            ops.execute(sorted(ops.get_ready_ops(0), key=lambda op: op.tag != NETWORK))
+            for op in sorted(ops.get_ready_ops(0), key=lambda op: op.tag != NETWORK):
+                ops.execute((op,), stream=stream_of(op))
 
 
 class NanoFlow(Sequential):
@@ -59,8 +65,11 @@ class NanoFlow(Sequential):
     def next_round(self, ops: Ops) -> None:
         """Execute the next operator of each half; what it sends leaves before the other's."""
         for micro_batch in (0, 1):
-            ops.execute(ops.get_ready_ops(micro_batch)[:1])
-            ops.execute([op for op in ops.get_ready_ops(micro_batch)[:1] if op.tag == NETWORK])
+            for op in ops.get_ready_ops(micro_batch)[:1]:
+                ops.execute((op,), stream=stream_of(op))
+            for op in ops.get_ready_ops(micro_batch)[:1]:
+                if op.tag == NETWORK:
+                    ops.execute((op,), stream=NETWORK)
 
 
 class DualBatchOverlap(NanoFlow):
@@ -72,7 +81,8 @@ class DualBatchOverlap(NanoFlow):
         if len(heads) == 2 and {op.tag for op in heads} == {ATTENTION}:
             ops.execute(heads)
         else:
-            ops.execute((min(heads, key=lambda op: (op.tag == ATTENTION, op.number)),))
+            op = min(heads, key=lambda op: (op.tag == ATTENTION, op.number))
+            ops.execute((op,), stream=stream_of(op))
 
 
 class TokenWeave(NanoFlow):

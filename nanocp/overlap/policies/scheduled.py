@@ -1,7 +1,7 @@
 """Policy of a schedule that was searched: operators run in the order in which it starts them.
 
 Enters: a schedule (`nanocp overlap search`), rules whose tags are its operations, `Ops`. Leaves: an
-order. Does not know: torch, parts of the GPU; without streams the order is all that is repeated.
+order; on a GPU each resource has a stream. Does not know: torch, parts of the GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
+from nanocp.overlap.interference import COMPUTE
 from nanocp.overlap.ops import Op, Ops, Rule
 from nanocp.overlap.policies.orders import Sequential
 from nanocp.overlap.schedule import Schedule
@@ -30,6 +31,10 @@ class Scheduled(Sequential):
         """
         super().__init__(rules)
         self._period_us = schedule.period_us
+        operations = {slot.nano.operation for slot in schedule.slots}
+        self._stream_of = {
+            each.name: "" if each.resource == COMPUTE else each.resource for each in operations
+        }
         edges = {edge for slot in schedule.slots for edge in (slot.nano.begin, slot.nano.end)}
         self._parts = list(pairwise(sorted(edges)))
         self._slots: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
@@ -79,7 +84,7 @@ class Scheduled(Sequential):
             _, chosen = min(starts, key=lambda start: start[0])
             for op in chosen:
                 num_run[op.tag, op.micro_batch] += 1
-            ops.execute(chosen)
+            ops.execute(chosen, stream=self._stream_of.get(chosen[0].tag, ""))
 
     def _heads(self, ops: Ops) -> dict[tuple[str, int], Op]:
         """The first ready operator of each tag in each micro-batch."""

@@ -159,7 +159,7 @@ class InstanceReady(_message.Message):
     def __init__(self, num_graphs: _Optional[int] = ..., selected: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WindowDone(_message.Message):
-    __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes", "mask_us", "wait_us", "written")
+    __slots__ = ("window", "finished", "step_us", "exchange_us", "num_tokens", "num_rows", "num_received", "bucket_rows", "bucket_received", "route_bytes", "expert_bytes", "mask_us", "wait_us", "written", "hidden_us")
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class WindowDone(_message.Message):
     MASK_US_FIELD_NUMBER: _ClassVar[int]
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_US_FIELD_NUMBER: _ClassVar[int]
     window: int
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     step_us: int
@@ -188,7 +189,8 @@ class WindowDone(_message.Message):
     mask_us: int
     wait_us: _containers.RepeatedScalarFieldContainer[int]
     written: _containers.RepeatedCompositeFieldContainer[WrittenPage]
-    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., bucket_rows: _Optional[int] = ..., bucket_received: _Optional[int] = ..., route_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., mask_us: _Optional[int] = ..., wait_us: _Optional[_Iterable[int]] = ..., written: _Optional[_Iterable[_Union[WrittenPage, _Mapping]]] = ...) -> None: ...
+    hidden_us: int
+    def __init__(self, window: _Optional[int] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., step_us: _Optional[int] = ..., exchange_us: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., bucket_rows: _Optional[int] = ..., bucket_received: _Optional[int] = ..., route_bytes: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., mask_us: _Optional[int] = ..., wait_us: _Optional[_Iterable[int]] = ..., written: _Optional[_Iterable[_Union[WrittenPage, _Mapping]]] = ..., hidden_us: _Optional[int] = ...) -> None: ...
 
 class WrittenPage(_message.Message):
     __slots__ = ("request_id", "attempt", "page", "page_hash")

@@ -186,6 +186,7 @@ def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
             step_us=25_000,
             exchange_us=9_000,
             mask_us=300,
+            hidden_us=1_500,
             num_tokens=4,
             route_bytes=20,
             num_received=2,
@@ -198,6 +199,8 @@ def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
     assert page["nanocp:step_exchange_seconds_sum", ("engine", "1")] == pytest.approx(0.009)
     assert page["nanocp:grammar_mask_seconds_sum", ("engine", "1")] == pytest.approx(0.0003)
     assert page["nanocp:grammar_mask_seconds_count", ("engine", "0")] == 0, "no grammar there"
+    # Two steps of a window hide 1.5 ms each.
+    assert page["nanocp:hidden_exchange_seconds_total", ("engine", "1")] == pytest.approx(0.003)
     assert page["nanocp:step_spread_seconds_sum",] == pytest.approx(0.007)
     assert page["nanocp:step_spread_seconds_count",] == 1, "instance 1 has yet to report window 8"
     assert page["nanocp:iteration_tokens_total_sum", ("engine", "0")] == 3

@@ -1,5 +1,6 @@
 """Two lanes: generators that take turns; the real step's tokens with lanes forced and random."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ def test_a_lane_computes_while_the_other_waits_and_who_is_behind_goes_first():
         for number in puts:
             order.append((name, number))
             yield put(number)
+            time.sleep(0.002)
         order.append((name, "end"))
 
     turns = in_turns([step("a", [1, 2]), step("b", [3])], lambda awaited: awaited.epoch in here)
@@ -29,7 +31,10 @@ def test_a_lane_computes_while_the_other_waits_and_who_is_behind_goes_first():
     here.add(3)
     assert next(turns) == (put(1),) and order[2:] == [("b", "end")]
     here.update((1, 2))
-    assert list(turns) == [] and order[3:] == [("a", 2), ("a", "end")]
+    with pytest.raises(StopIteration) as stop:
+        next(turns)
+    assert order[3:] == [("a", 2), ("a", "end")]
+    assert stop.value.value >= 2_000_000, "b computed while a waited"
 
 
 def test_each_lane_has_regions_of_its_own_and_the_mailbox_none():

@@ -53,6 +53,21 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini, dispa
     assert is_fused == (dispatch == "fused")
 
 
+def test_two_lanes_over_the_same_frames_give_the_tokens_of_one(mini):
+    """Each lane has tables, regions and epochs of its own; their steps take turns."""
+    path, oracle = mini
+    cluster = GpuCluster(path, num_parts=2, num_lanes=2)
+    for ids, degree in zip(prompts(1, 70, 63), (1, 2, 2), strict=True):
+        cluster.add(ids, degree)
+    with poisoned():
+        for _ in range(2):
+            cluster.step()
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    first, second = (lane[0] for lane in cluster.lanes)
+    assert first.frames is second.frames and first.pool is not second.pool
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A function: a preset's name -> a small checkpoint of it and its oracle."""

@@ -32,3 +32,28 @@ def test_fused_mixtures_and_lanes_give_every_token_through_losses(tiny_checkpoin
         result["log_end"],
     )
     assert result["requests"] >= NUM_CLIENTS and result["losses"] >= 2
+
+
+@pytest.mark.system
+def test_pages_outside_the_frames_give_every_token_through_losses(tiny_checkpoint, tmp_path):
+    """Few frames, little memory and a file behind it; instances are killed while pages move."""
+    run = ChaosRun(
+        tiny_checkpoint,
+        seconds=25.0,
+        seed=11,
+        pauses_s=(3.0, 8.0),
+        settings={
+            "cluster.num_frames": 12,
+            "cluster.max_model_len": 2048,
+            "scheduler.growth_promise": "tokens:0",
+            "kv_offload.host_gib": 0.005,
+            "kv_offload.file_gib": 0.05,
+            "kv_offload.file_dir": str(tmp_path),
+        },
+    )
+    result = play(run, lambda: ReferenceJudge(tiny_checkpoint), lambda step: None)
+    assert [claim for claim, holds in claims_of(result) if not holds] == [], (
+        result["failures"],
+        result["log_end"],
+    )
+    assert result["outside_tokens"] > 0 and result["losses"] >= 2

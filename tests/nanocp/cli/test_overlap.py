@@ -1,5 +1,7 @@
 """`nanocp overlap` from the command line."""
 
+import json
+
 import yaml
 from typer.testing import CliRunner
 
@@ -32,7 +34,9 @@ def test_what_is_not_known_is_a_sentence():
     result = nanocp("model", "--gpu", "H20000")
     assert result.exit_code == 2 and "is not known; it must be one of" in result.output
     result = nanocp("search")
-    assert result.exit_code == 2 and "--paper" in result.output
+    assert result.exit_code == 2 and "--paper, --model and" in result.output
+    result = nanocp("search", "--cluster", "h20000")
+    assert result.exit_code == 2 and "h20000" in result.output
 
 
 def test_a_search_prints_its_bound_and_writes_its_schedule(tmp_path):
@@ -41,6 +45,23 @@ def test_a_search_prints_its_bound_and_writes_its_schedule(tmp_path):
     assert result.exit_code == 0, result.output
     assert "fluid bound" in result.output and "of what any schedule could reach" in result.output
     assert len(yaml.safe_load(path.read_text())["nano_operations"]) >= 18
+
+
+def test_a_dense_model_is_searched_by_its_data_sheet():
+    result = nanocp("search", "--model", "LLaMA-3 8B", "--gpus", "2", "--seconds", "1")
+    assert result.exit_code == 0 and "LLaMA-3 8B, 2,048 tokens, 2 H200" in result.output
+
+
+def test_a_clusters_schedule_is_simulated(tmp_path):
+    path, cluster = tmp_path / "schedule.yaml", "h200x32-deepseek-v3"
+    result = nanocp("search", "--cluster", cluster, "--seconds", "3", "--out", str(path))
+    assert result.exit_code == 0 and "paper measured on an A100" in result.output, result.output
+    words = ["--rate", "30", "--seconds", "0.3", "--warm-up", "0", "--json", "--schedule"]
+    result = CliRunner().invoke(app, ["simulate", *words, str(path)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["dual_balanced"]["scheduled_share"] > 0.9
+    result = CliRunner().invoke(app, ["simulate", *words, str(path), "--lanes"])
+    assert result.exit_code != 0 and "two orders of a layer" in result.output
 
 
 def test_show_says_why_a_window_runs_in_one_lane(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from nanocp.overlap import paper, schedule
 from nanocp.overlap.interference import COMPUTE, MEMORY, NETWORK, RESOURCES, Interference
+from nanocp.overlap.layers import NANO_BATCHING_COST
 from nanocp.overlap.operations import Operation, cut, waits
 from nanocp.overlap.schedule import Schedule, duration_us, violations
 from nanocp.overlap.search import fluid_bound, search, sequence, totals
@@ -100,7 +101,7 @@ def test_nano_operations_wait_only_for_those_that_share_rows():
     assert ("KQV 0.25-0.50", "DecAttn 0.00-0.50") in pairs
     assert ("KQV 0.50-0.75", "DecAttn 0.00-0.50") not in pairs
     assert sum(one.us for one in nano if one.operation.name == "KQV") == pytest.approx(
-        paper.MEASURED_US["KQV"] * (1 + 3 * paper.NANO_BATCHING_COST)
+        paper.MEASURED_US["KQV"] * (1 + 3 * NANO_BATCHING_COST)
     )
 
 

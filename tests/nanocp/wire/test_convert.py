@@ -83,6 +83,7 @@ WINDOWS_DONE = st.builds(
     mask_us=U32,
     waits_us=tuples_of(U64),
     written=tuples_of(st.builds(p.WrittenPage, REQUEST, U32, U32, st.binary(max_size=16))),
+    hidden_us=U32,
 )
 PARAMS = st.builds(
     SamplingParams,

@@ -1,0 +1,121 @@
+"""Streams of a GPU by name, and what they wait for.
+
+Enters: a device, names, events. Leaves: streams on which operators are launched. Does not know:
+operators, orders. A CPU has none: there an operator has ended when its call returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class Streams(Protocol):
+    """Streams of one forward at a time."""
+
+    def forked(self) -> AbstractContextManager[None]:
+        """Begin a forward on the caller's stream, which at the end waits for all others."""
+
+    def on(self, name: str) -> AbstractContextManager[None]:
+        """Launch on this stream what runs inside; empty: on the caller's."""
+
+    def record(self) -> Any:
+        """An event at this place of the stream that is launched on."""
+
+    def wait(self, event: Any) -> None:
+        """Launch nothing further on this stream before the event."""
+
+    def use(self, values: Iterable[Any]) -> None:
+        """The stream that is launched on reads these tensors, which another one may have made.
+
+        Their memory is not used anew before it has.
+        """
+
+
+class CudaStreams:
+    """Streams of a CUDA device."""
+
+    def __init__(self, device: torch.device, num_sms: Mapping[str, int] | None = None) -> None:
+        """num_sms: streams whose kernels get so many multiprocessors, in green contexts."""
+        self._device = device
+        self._num_sms = num_sms or {}
+        self._contexts: list[Any] = []
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._forked: set[str] = set()
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """See Streams.forked."""
+        self._outside = torch.cuda.current_stream(self._device)
+        self._forked.clear()
+        yield
+        for name in self._forked:
+            self._outside.wait_stream(self._streams[name])
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """See Streams.on."""
+        stream = self._outside
+        if name:
+            stream = self._streams.get(name) or self._make(name)
+            if name not in self._forked:
+                self._forked.add(name)
+                stream.wait_stream(self._outside)
+        with torch.cuda.stream(stream):
+            yield
+
+    def record(self) -> torch.cuda.Event:
+        """See Streams.record."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """See Streams.wait."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def use(self, values: Iterable[Any]) -> None:
+        """See Streams.use."""
+        stream = torch.cuda.current_stream(self._device)
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(stream)
+
+    def _make(self, name: str) -> torch.cuda.Stream:
+        num_sms = self._num_sms.get(name)
+        if num_sms is None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        else:
+            context = green_context(num_sms, self._device)
+            self._contexts.append(context)  # the stream ends with it
+            stream = context.Stream()
+        self._streams[name] = stream
+        return stream
+
+
+def streams_of(inputs: Sequence[Any]) -> CudaStreams | None:
+    """Streams of the first CUDA tensor's device; None if there is none."""
+    for each in inputs:
+        if isinstance(each, torch.Tensor) and each.is_cuda:
+            return CudaStreams(each.device)
+    return None
+
+
+def green_context(num_sms: int, device: torch.device) -> Any:
+    """A part of the device with that many multiprocessors.
+
+    Raises RuntimeError if torch, or the driver, has no green contexts with streams. The arguments
+    of torch's class changed from release to release.
+    """
+    from torch.cuda import green_contexts
+
+    made = green_contexts.GreenContext
+    if not green_contexts.SUPPORTED or not hasattr(made, "Stream"):
+        raise RuntimeError(f"torch {torch.__version__} has no streams of green contexts")
+    known = inspect.signature(made.create).parameters
+    number = "device_id" if "device_id" in known else "device"
+    return made.create(**{"num_sms": num_sms, number: device.index or 0})

@@ -1,0 +1,63 @@
+"""A dense model's layer as a graph of operations, with tensor parallelism (NanoFlow, Figure 3).
+
+Enters: microseconds of each operation, or what a machine's data sheet says. Leaves: operations.
+Does not know: when anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nanocp.overlap.interference import COMPUTE, MEMORY, NETWORK, RESOURCES
+from nanocp.overlap.operations import Operation, without_empty
+from nanocp.overlap.roofline import DenseModel, Machine, Requests, demands
+
+NANO_BATCHING_COST = 0.132
+"""Nano-batches by themselves cost 13.2% (Figure 9, ablation), read as time of dense operations."""
+
+
+def dense_layer(
+    us: Mapping[str, float], resources: Mapping[str, str], nano_batching_cost: float
+) -> tuple[Operation, ...]:
+    """One layer of an iteration, from the microseconds of each line of Table 2.
+
+    resources: what bounds a line that is not bound by compute. Each dense operation costs
+    `nano_batching_cost` of its time again for every nano-operation more: weights are read again,
+    and smaller GEMMs are less efficient. One that is bound by memory costs all of its time again.
+    """
+
+    def dense(name: str, *needs: str) -> Operation:
+        resource = resources.get(name, COMPUTE)
+        cost = 1.0 if resource == MEMORY else nano_batching_cost
+        before = ("all-reduce",) if name == "KQV" else ()
+        return Operation(name, resource, us[name], cost * us[name], needs, before)
+
+    def network(name: str, share: float, *needs: str) -> Operation:
+        return Operation(name, NETWORK, share * us["Net"], 0.0, needs)
+
+    return without_empty(
+        (
+            dense("KQV"),
+            Operation("DecAttn", MEMORY, us["DecAttn"], 0.0, ("KQV",)),
+            Operation("PfAttn", COMPUTE, us["PfAttn"], 0.0, ("KQV",)),
+            # An all-reduce moves twice what an all-gather does.
+            network("all-gather-1", 0.25, "DecAttn", "PfAttn"),
+            dense("O", "all-gather-1"),
+            network("all-gather-2", 0.25, "O"),
+            dense("UG", "all-gather-2"),
+            dense("D", "UG"),
+            network("all-reduce", 0.5, "D"),
+        )
+    )
+
+
+def roofline_layer(
+    machine: Machine, model: DenseModel, requests: Requests, batch: int
+) -> tuple[Operation, ...]:
+    """One layer whose operations each take as long as the data sheet says of their resource."""
+    us, resources = {}, {}
+    for demand in demands(model, requests, batch, machine.num_gpus):
+        ms = machine.times(demand)
+        us[demand.name] = 1e3 * max(ms) / model.num_layers
+        resources[demand.name] = RESOURCES[ms.index(max(ms))]
+    return dense_layer(us, resources, NANO_BATCHING_COST)

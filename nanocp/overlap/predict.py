@@ -1,0 +1,88 @@
+"""How long layers take in the order of a schedule, if nano-operations take other times.
+
+Enters: a schedule, microseconds of each of its nano-operations. Leaves: microseconds of layers.
+Does not know: where times come from.
+
+An order says only what begins after the end of what. What did not run at once in the schedule never
+does, and so the parts of the GPU still add up to 1 at most, whatever the times are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+from nanocp.overlap.interference import Interference
+from nanocp.overlap.schedule import Schedule, duration_us
+
+_SLACK = 1e-3
+"""Share of a period by which an end may seem later than the start that followed it."""
+_FEW, _MANY = 4, 8
+"""Layers that are played; what each further one takes follows from these."""
+
+
+class _After(NamedTuple):
+    """What a nano-operation of a layer begins after."""
+
+    earlier: int
+    layers_before: int
+    """How many layers before it the earlier one belongs to; it may belong to a later layer."""
+
+
+class Order:
+    """In which order a schedule starts nano-operations, layer after layer."""
+
+    def __init__(self, schedule: Schedule, interference: Interference) -> None:
+        self.slots = schedule.slots
+        self._interference = interference
+        self._period_us = schedule.period_us
+        self._starts_us = [slot.start_us for slot in self.slots]
+        self._ends_us = [slot.start_us + duration_us(slot, interference) for slot in self.slots]
+        self._after = [self._afters(start_us) for start_us in self._starts_us]
+
+    def _afters(self, start_us: float) -> list[_After]:
+        """The last of each nano-operation to end before; those that imply others are enough."""
+        period, slack = self._period_us, _SLACK * self._period_us
+        last = [
+            _After(index, ceil((end_us - start_us - slack) / period))
+            for index, end_us in enumerate(self._ends_us)
+        ]
+        latest_us = max(self._starts_us[one.earlier] - one.layers_before * period for one in last)
+        return [
+            one
+            for one in last
+            if self._ends_us[one.earlier] - one.layers_before * period > latest_us + slack
+        ]
+
+    def layers_us(self, alone_us: Sequence[float], num_layers: int) -> float:
+        """Microseconds of so many layers, from the first start to the last end.
+
+        alone_us: of each slot's nano-operation, alone on the GPU.
+        """
+        lengths = [
+            us / self._interference.speed(slot.nano.operation.resource, slot.share)
+            for us, slot in zip(alone_us, self.slots, strict=True)
+        ]
+        if num_layers <= _MANY:
+            return self._played_us(lengths, num_layers)
+        few, many = self._played_us(lengths, _FEW), self._played_us(lengths, _MANY)
+        return many + (num_layers - _MANY) * (many - few) / (_MANY - _FEW)
+
+    def _played_us(self, lengths: Sequence[float], num_layers: int) -> float:
+        ends: dict[tuple[int, int], float] = {}
+        starts = sorted(
+            (start_us + layer * self._period_us, index, layer)
+            for index, start_us in enumerate(self._starts_us)
+            for layer in range(num_layers)
+        )
+        for _, index, layer in starts:
+            begin_us = max(
+                (
+                    ends.get((after.earlier, layer - after.layers_before), 0.0)
+                    for after in self._after[index]
+                ),
+                default=0.0,
+            )
+            ends[index, layer] = begin_us + lengths[index]
+        return max(ends.values(), default=0.0)

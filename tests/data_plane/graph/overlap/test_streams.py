@@ -1,0 +1,242 @@
+"""Streams: what reads waits for what was made elsewhere. Stand-ins note who waits for whom."""
+
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from data_plane.graph.cuda_graphs import LaneGraphs
+from data_plane.graph.overlap import engine as engines
+from data_plane.graph.overlap.backend import overlap
+from data_plane.graph.overlap.streams import CudaStreams, green_context, streams_of
+from nanocp.overlap.ops import SplitFunc, SplitModule
+from nanocp.overlap.policies.orders import NETWORK, NanoFlow, SingleBatchOverlap
+
+RULES = (SplitModule("Linear", "attention"), SplitFunc("relu", NETWORK))
+WIDTH = 16
+
+
+class Branches(torch.nn.Module):
+    """Two branches in each layer; one of them is sent, and they meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, rows):
+        for one, other in zip(self.layers[::2], self.layers[1::2], strict=True):
+            rows = torch.relu(one(rows)) + other(rows)
+        return rows
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+class Clocks:
+    """Stand-in for a device's streams: a vector clock of each."""
+
+    def __init__(self):
+        self.known = {"": Counter()}
+        self.name, self.used = "", Counter()
+
+    @contextmanager
+    def forked(self):
+        yield
+        for clock in self.known.values():
+            self.known[""] |= clock
+
+    @contextmanager
+    def on(self, name):
+        self.name = name
+        if name not in self.known:
+            self.known[name] = Counter(self.known[""])
+        self.used[name] += 1
+        yield
+        self.name = ""
+
+    def launch(self):
+        self.known[self.name][self.name] += 1
+        return self.name, self.known[self.name][self.name]
+
+    def has_ended(self, launched):
+        name, number = launched
+        return self.known[self.name][name] >= number
+
+    def record(self):
+        return Counter(self.known[self.name])
+
+    def wait(self, event):
+        self.known[self.name] |= event
+
+    def use(self, values):
+        pass
+
+
+class Watched(engines.Forward):
+    """A forward that notes when each value was made, and that its readers waited for it."""
+
+    def run_on(self, streams):
+        self.clocks, self.made = streams, {}
+        return super().run_on(streams)
+
+    def _run_step(self, step):
+        for op in step.ops:
+            for value in self._program.operators[op.number].inputs:
+                made = self.made.get((op.micro_batch, value))
+                assert made is None or self.clocks.has_ended(made), "read before it was made"
+        super()._run_step(step)
+        for op in step.ops:
+            launched = self.clocks.launch()
+            for value in self._program.operators[op.number].outputs:
+                self.made[op.micro_batch, value] = launched
+
+
+@pytest.mark.parametrize("policy", [NanoFlow, SingleBatchOverlap])
+def test_what_reads_waits_for_what_was_made_on_another_stream(monkeypatch, policy):
+    clocks = []
+
+    def streams(inputs):
+        clocks.append(Clocks())
+        return clocks[-1]
+
+    found = []
+    model = Branches().eval()
+    run = overlap(model, policy(RULES), found.append)
+    rows = torch.randn(8, WIDTH)
+    run(rows)
+    (engine,) = found
+    engine._streams_of = streams
+    monkeypatch.setattr(engines, "Forward", Watched)
+    assert torch.equal(run(rows), model(rows))
+    assert clocks[0].used[NETWORK] >= 2 and clocks[0].used[""] >= 2
+    assert any(step.after for step in engine.recordings[8].steps)
+
+
+class Cuda:
+    """Stand-in for torch.cuda: notes what is launched and awaited, and where."""
+
+    def __init__(self):
+        self.log, self.now = [], None
+
+    def stream_named(self, name):
+        def note(verb):
+            return lambda other: self.log.append((name, verb, getattr(other, "name", other)))
+
+        return SimpleNamespace(name=name, wait_stream=note("waits"), wait_event=note("awaits"))
+
+    def install(self, monkeypatch):
+        self.now, made = self.stream_named("caller"), []
+
+        def new(device):
+            made.append(self.stream_named(f"side {len(made)}"))
+            return made[-1]
+
+        @contextmanager
+        def inside(stream):
+            self.now, before = stream, self.now
+            yield
+            self.now = before
+
+        @contextmanager
+        def graph(graph, pool, stream, capture_error_mode):
+            assert capture_error_mode == "thread_local"
+            with inside(stream):
+                self.log.append("capture")
+                yield
+                self.log.append("captured")
+
+        def event():
+            return SimpleNamespace(record=lambda stream: self.log.append((stream.name, "records")))
+
+        replayed = SimpleNamespace(replay=lambda: self.log.append((self.now.name, "replays")))
+        for name, value in {
+            "Stream": new,
+            "Event": event,
+            "stream": inside,
+            "current_stream": lambda device: self.now,
+            "graph": graph,
+            "CUDAGraph": lambda: replayed,
+            "graph_pool_handle": lambda: "memory",
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_side_streams_fork_from_the_caller_and_join_it(monkeypatch):
+    cuda = Cuda()
+    cuda.install(monkeypatch)
+    streams = CudaStreams(torch.device("cuda", 0))
+    with streams.forked():
+        with streams.on(""):
+            event = streams.record()
+        with streams.on("network"):
+            streams.wait(event)
+        with streams.on("network"):
+            streams.record()
+    assert cuda.log == [
+        ("caller", "records"),
+        ("side 0", "waits", "caller"),
+        ("side 0", "awaits", event),
+        ("side 0", "records"),
+        ("caller", "waits", "side 0"),
+    ]
+    assert streams_of([torch.zeros(1), 3]) is None, "a CPU has none"
+
+
+def test_lanes_are_one_graph_in_which_they_fork_and_join(monkeypatch):
+    cuda = Cuda()
+    cuda.install(monkeypatch)
+
+    def lane(name):
+        pool = SimpleNamespace(
+            device="cuda:0", start=lambda: cuda.log.append((cuda.now.name, "starts", name))
+        )
+        return pool, lambda context: cuda.log.append((cuda.now.name, "runs", context))
+
+    replay = LaneGraphs([lane(0), lane(1)]).capture(["own", "other"])
+    assert cuda.log == [
+        "capture",
+        ("side 1", "waits", "side 0"),
+        ("side 0", "runs", "own"),
+        ("side 1", "runs", "other"),
+        ("side 0", "waits", "side 1"),
+        "captured",
+    ]
+    cuda.log.clear()
+    replay()
+    assert cuda.log == [
+        ("side 0", "waits", "caller"),
+        ("side 0", "starts", 0),
+        ("side 0", "starts", 1),
+        ("side 0", "replays"),
+        ("caller", "waits", "side 0"),
+    ]
+
+
+@pytest.mark.parametrize("number", ["device", "device_id"])
+def test_a_part_of_the_gpu_is_asked_for_as_this_release_of_torch_has_it(monkeypatch, number):
+    from torch.cuda import green_contexts
+
+    asked = []
+
+    class Context:
+        Stream = create = None
+
+    by_number = {
+        "device": lambda *, num_sms=None, device=None: asked.append((num_sms, device)),
+        "device_id": lambda *, num_sms=None, device_id=None: asked.append((num_sms, device_id)),
+    }
+    Context.create = staticmethod(by_number[number])
+    monkeypatch.setattr(green_contexts, "GreenContext", Context)
+    monkeypatch.setattr(green_contexts, "SUPPORTED", True)
+    green_context(24, torch.device("cuda", 1))
+    assert asked == [(24, 1)]
+    monkeypatch.setattr(green_contexts, "SUPPORTED", False)
+    with pytest.raises(RuntimeError, match="has no streams of green contexts"):
+        green_context(24, torch.device("cuda", 1))

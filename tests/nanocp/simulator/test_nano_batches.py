@@ -1,0 +1,63 @@
+"""Steps in the order of a searched schedule: searched for one load, simulated under others."""
+
+from pathlib import Path
+
+import pytest
+
+from nanocp.overlap.interference import MEMORY, NETWORK
+from nanocp.overlap.schedule import violations
+from nanocp.overlap.search import search
+from nanocp.simulator import nano_batches
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.cost import CostModel, Loads
+
+CLUSTER = "h200x32-deepseek-v3"
+CASE = nano_batches.Case(CLUSTER, "fitted", rows=128, tokens=400_000, links=8)
+FILE = load_cluster_file(CLUSTER)
+MODEL = CostModel(FILE, "fitted")
+
+
+@pytest.fixture(scope="module")
+def found():
+    operations = nano_batches.layer_operations(MODEL, CASE.loads)
+    return search(operations, nano_batches.INTERFERENCE, limit_s=3)
+
+
+def test_a_layers_operations_are_the_cost_models_layer(found):
+    operations = nano_batches.layer_operations(MODEL, CASE.loads)
+    assert sum(each.us for each in operations) == pytest.approx(sum(MODEL.step(CASE.loads).layer))
+    resources = {each.name: each.resource for each in operations}
+    assert resources["dispatch"] == resources["combine"] == NETWORK
+    assert resources["experts"] == resources["attention"] == MEMORY
+    half = next(each for each in operations if each.name == "experts")
+    layers = MODEL.step(Loads([200_000], [64], [68], [4], [0])).layer
+    assert half.fixed_us + (half.us - half.fixed_us) / 2 == pytest.approx(layers.expert_us)
+    assert list(violations(found.schedule, nano_batches.INTERFERENCE)) == []
+
+
+def test_a_step_by_the_schedule_is_shorter_where_it_was_searched_and_never_longer(found):
+    steps = nano_batches.ScheduledSteps(MODEL, FILE, found.schedule)
+    plain, by_schedule = MODEL.step(CASE.loads), steps.step(CASE.loads)
+    assert by_schedule.by_schedule and by_schedule.step_us < plain.step_us
+    layers_us = FILE.model.num_moe_layers * found.schedule.period_us
+    assert by_schedule.step_us == pytest.approx(
+        layers_us + 3 * sum(plain.layer[:3]) + MODEL.once_us, rel=0.1
+    )
+    small = Loads([100], [1], [1], [0], [0])
+    assert steps.step(small) == MODEL.step(small), "nothing is to be won there"
+
+
+def test_a_schedule_is_refused_for_what_it_was_not_made_for(found, tmp_path):
+    path = tmp_path / "schedule.yaml"
+    nano_batches.write(path, found.schedule, CASE, MODEL)
+    assert nano_batches.read(path, CLUSTER, "fitted", MODEL).slots
+    with pytest.raises(ValueError, match="made for cluster h200x32-deepseek-v3 and constants"):
+        nano_batches.read(path, CLUSTER, "peak", MODEL)
+    sixteen = CostModel(load_cluster_file(CLUSTER, 16), "fitted")
+    with pytest.raises(ValueError, match="search again"):
+        nano_batches.read(path, CLUSTER, "fitted", sixteen)
+    path.write_text(path.read_text().replace("case:", "cases:"))
+    with pytest.raises(ValueError, match="nanocp overlap search --cluster makes one"):
+        nano_batches.read(path, CLUSTER, "fitted", MODEL)
+    with pytest.raises(ValueError, match="cannot be read"):
+        nano_batches.read(Path("/nowhere"), CLUSTER, "fitted", MODEL)
