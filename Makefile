@@ -11,7 +11,7 @@ CHECKPOINT := models/tale
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo mutants seeds test test-system lint format proto gpu-check gpu-bench clean
+.PHONY: help setup demo mutants seeds test test-system lint format proto gpu-check gpu-bench gpu-overlap clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -73,6 +73,9 @@ gpu-check:  ## every kernel and whole steps against their references on this mac
 gpu-bench:  ## steps, exchange, attention and expert GEMMs against this GPU's ceilings; under 8 minutes, resumable
 	PYTHONPATH=.:tests $(GPU_PYTHON) benchmarks/gpu_step.py --limit-s 160 --json benchmarks/results/gpu_step.json; step=$$?; \
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_attention.py --limit-s 240 --json benchmarks/results/gpu_attention.json && exit $$step
+
+gpu-overlap:  ## interference, the overlap engine's streams and two lanes in one graph on this GPU; under 10 minutes, resumable
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_overlap.py --limit-s 480 --json benchmarks/results/gpu_overlap.json
 
 lint: $(STAMP)  ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .

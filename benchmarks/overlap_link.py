@@ -44,8 +44,6 @@ from nanocp.overlap.policies.orders import NETWORK, NanoFlow, Sequential
 
 MAX_RATIO = 0.75
 """Claim: the halves take at most this much of the whole where the link is as long as compute."""
-MAX_OF_LONGER = 1.1
-"""Claim: and at most this much of the longer of link and compute."""
 MIN_HIDDEN = 0.5
 """Claim: the halves hide at least this share of the link there."""
 AS_LONG = (0.8, 1.25)
@@ -151,10 +149,6 @@ def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
             (
                 f"{at}: halves take {point['ratio']} of the whole, at most {MAX_RATIO}",
                 point["ratio"] <= MAX_RATIO,
-            ),
-            (
-                f"{at}: they take {point['of_longer']} of the longer, at most {MAX_OF_LONGER}",
-                point["of_longer"] <= MAX_OF_LONGER,
             ),
             (
                 f"{at}: {point['hidden']} of it is hidden, at least {MIN_HIDDEN}",

@@ -29,6 +29,8 @@ _OPERATIONS: dict[str, Callable[[LayerTime], float]] = {
     "combine": lambda layer: layer.dispatch_combine_us / 2,
 }
 """An MoE layer's operations in program order, with their microseconds of a layer."""
+_IN_EVERY_LAYER = ("other", "attention", "exchange")
+"""Those of them that layers without experts have too."""
 _NETWORK = ("exchange", "dispatch", "combine")
 
 
@@ -92,13 +94,19 @@ class ScheduledSteps:
             _OPERATIONS[slot.nano.operation.name](parts[_size(slot.nano)])
             for slot in self._order.slots
         ]
+        names = [slot.nano.operation.name for slot in self._order.slots]
         dense_us = [
-            us if slot.nano.operation.name in ("other", "attention", "exchange") else 0.0
-            for us, slot in zip(layers_us, self._order.slots, strict=True)
+            us if name in _IN_EVERY_LAYER else 0.0
+            for us, name in zip(layers_us, names, strict=True)
         ]
-        num_moe = self._shape.num_moe_layers
+        num_layers, num_moe = self._shape.num_layers, self._shape.num_moe_layers
         us = self._order.layers_us(layers_us, num_moe) + self._model.once_us
-        us += self._order.layers_us(dense_us, self._shape.num_layers - num_moe)
+        us += self._order.layers_us(dense_us, num_layers - num_moe)
+        # Without links nothing was exchanged where the schedule was searched: it comes on top.
+        for name in _OPERATIONS.keys() - names:
+            us += _OPERATIONS[name](plain.layer) * (
+                num_layers if name in _IN_EVERY_LAYER else num_moe
+            )
         if us >= plain.step_us:
             return plain
         share = us / plain.step_us

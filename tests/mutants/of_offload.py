@@ -22,6 +22,14 @@ OF_OFFLOAD = [
         tests=(*STORY, "-k", "quarantined_until"),
     ),
     Mutant(
+        name="page-copied-while-written",
+        why="a page is reported as full, and copied, in the step that begins to write it",
+        path="data_plane/instance/rows.py",
+        text="self.written = WrittenPage(self.request_id, self.attempt, page - 1, self.page_hash)",
+        fault="self.written = WrittenPage(self.request_id, self.attempt, page, self.page_hash)",
+        tests=("tests/data_plane/fake/test_hash_offload.py", "-k", "find_their_history"),
+    ),
+    Mutant(
         name="held-row-rewrites",
         why="a held request's row starts again in a page that others may find",
         path="control_plane/scheduler/regroup.py",

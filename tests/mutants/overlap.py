@@ -95,6 +95,14 @@ MUTANTS = [
         tests=("tests/data_plane/graph/overlap/test_engine.py", "-k", "leaves_before"),
     ),
     Mutant(
+        name="stream-not-awaited",
+        why="an operator begins before what it reads has come on another stream",
+        path="data_plane/graph/overlap/recording.py",
+        text="after=after[place],",
+        fault="after=(),",
+        tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "reads_waits and NanoFlow"),
+    ),
+    Mutant(
         name="schedule-without-layers",
         why="a searched schedule forgets which layer a part of the batch is in",
         path="nanocp/overlap/policies/scheduled.py",

@@ -49,11 +49,8 @@ class Recording(NamedTuple):
     steps: tuple[RecordedStep, ...]
     merged: frozenset[int]
     """Values whose parts are needed as one tensor: they are written into one from the start."""
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether a step is launched elsewhere than the model's caller launches."""
-        return any(step.stream for step in self.steps)
+    has_streams: bool
+    """Whether a step is launched elsewhere than the model's caller launches."""
 
 
 def record(program: Program, policy: OverlapPolicy, batch_size: int) -> Recording | None:
@@ -146,11 +143,12 @@ class RecordedOps:
                 if number not in executed:
                     op = Op(number, operators[number].tag, micro_batch)
                     raise RuntimeError(f"the policy has not executed {describe(self._program, op)}")
-        is_plain = all(step.replace_func is None and not step.stream for step in self._steps)
+        has_streams = any(step.stream for step in self._steps)
+        is_plain = not has_streams and all(step.replace_func is None for step in self._steps)
         if len(self._sizes) == 1 and is_plain:
             return None
         merged = frozenset(self._merge_points())
-        return Recording(self._sizes, tuple(self._complete(merged)), merged)
+        return Recording(self._sizes, tuple(self._complete(merged)), merged, has_streams)
 
     def _complete(self, merged: frozenset[int]) -> Iterator[RecordedStep]:
         """The steps, with what each of them frees."""

@@ -70,7 +70,7 @@ class CudaStreams:
 
     def record(self) -> torch.cuda.Event:
         """See Streams.record."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -118,4 +118,5 @@ def green_context(num_sms: int, device: torch.device) -> Any:
         raise RuntimeError(f"torch {torch.__version__} has no streams of green contexts")
     known = inspect.signature(made.create).parameters
     number = "device_id" if "device_id" in known else "device"
-    return made.create(**{"num_sms": num_sms, number: device.index or 0})
+    arguments: dict[str, Any] = {"num_sms": num_sms, number: device.index or 0}
+    return made.create(**arguments)

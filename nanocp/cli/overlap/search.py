@@ -32,8 +32,8 @@ class _Case:
     title: str
     operations: Sequence[Operation]
     interference: Interference
-    tokens_per_layer_s: float
-    """Tokens of an iteration and GPU, by the number of layers."""
+    tokens_per_layer: float
+    """Tokens of an iteration, divided by the layers and the GPUs."""
     write: Callable[[Path, Schedule], None]
 
 
@@ -54,13 +54,13 @@ def search(
         typer.Option(help="An MoE layer of a simulated cluster, for nanocp simulate --schedule."),
     ] = "",
     constants: Annotated[str, typer.Option(help="With --cluster: peak or fitted.")] = "fitted",
-    rows: Annotated[int, typer.Option(min=1, help="With --cluster: of each instance.")] = 128,
+    rows: Annotated[int, typer.Option(min=1, help="With --cluster: of each instance.")] = 64,
     tokens: Annotated[
         int, typer.Option(min=1, help="With --cluster: KV tokens that each instance reads.")
-    ] = 400_000,
+    ] = 300_000,
     links: Annotated[
         int, typer.Option(min=1, help="With --cluster: rows that each instance sends to others.")
-    ] = 8,
+    ] = 4,
     seconds: Annotated[float, typer.Option(min=1, help="Search for about as long.")] = 60.0,
     out: Annotated[
         Path | None,
@@ -160,6 +160,6 @@ def _table(case: _Case, found: BestSchedule) -> Table:
         ("fluid bound: any mix at any time", found.fluid_us),
     )
     for name, us in lines:
-        tokens = 1e6 * case.tokens_per_layer_s / us
+        tokens = 1e6 * case.tokens_per_layer / us
         table.add_row(name, f"{us:,.0f}", f"{found.sequential_us / us:.3f}", f"{tokens:,.0f}")
     return table

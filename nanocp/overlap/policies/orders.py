@@ -9,7 +9,7 @@ that composes the parts is one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from nanocp.overlap.ops import Fused, Op, Ops, Rule
 
@@ -30,9 +30,10 @@ class Sequential:
             ops.execute(ops.get_ready_ops(0)[:1])
 
 
-def stream_of(op: Op) -> str:
-    """Communication has a stream of its own."""
-    return NETWORK if op.tag == NETWORK else ""
+def launch(ops: Ops, ready: Iterable[Op]) -> None:
+    """Execute one operator after the other; communication has a stream of its own."""
+    for op in ready:
+        ops.execute((op,), stream=NETWORK if op.tag == NETWORK else "")
 
 
 class SingleBatchOverlap(Sequential):
@@ -41,8 +42,7 @@ class SingleBatchOverlap(Sequential):
     def schedule(self, ops: Ops) -> None:
         """Execute what is ready, communication first."""
         while not ops.is_finished:
-            for op in sorted(ops.get_ready_ops(0), key=lambda op: op.tag != NETWORK):
-                ops.execute((op,), stream=stream_of(op))
+            launch(ops, sorted(ops.get_ready_ops(0), key=lambda op: op.tag != NETWORK))
 
 
 class NanoFlow(Sequential):
@@ -65,11 +65,8 @@ class NanoFlow(Sequential):
     def next_round(self, ops: Ops) -> None:
         """Execute the next operator of each half; what it sends leaves before the other's."""
         for micro_batch in (0, 1):
-            for op in ops.get_ready_ops(micro_batch)[:1]:
-                ops.execute((op,), stream=stream_of(op))
-            for op in ops.get_ready_ops(micro_batch)[:1]:
-                if op.tag == NETWORK:
-                    ops.execute((op,), stream=NETWORK)
+            launch(ops, ops.get_ready_ops(micro_batch)[:1])
+            launch(ops, [op for op in ops.get_ready_ops(micro_batch)[:1] if op.tag == NETWORK])
 
 
 class DualBatchOverlap(NanoFlow):
@@ -81,8 +78,7 @@ class DualBatchOverlap(NanoFlow):
         if len(heads) == 2 and {op.tag for op in heads} == {ATTENTION}:
             ops.execute(heads)
         else:
-            op = min(heads, key=lambda op: (op.tag == ATTENTION, op.number))
-            ops.execute((op,), stream=stream_of(op))
+            launch(ops, [min(heads, key=lambda op: (op.tag == ATTENTION, op.number))])
 
 
 class TokenWeave(NanoFlow):

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.first_schedule import first_schedule
 from nanocp.overlap.interference import MEMORY, NETWORK
 from nanocp.overlap.schedule import violations
-from nanocp.overlap.search import search
 from nanocp.simulator import nano_batches
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads
 
 CLUSTER = "h200x32-deepseek-v3"
-CASE = nano_batches.Case(CLUSTER, "fitted", rows=128, tokens=400_000, links=8)
+CASE = nano_batches.Case(CLUSTER, "fitted", rows=64, tokens=300_000, links=4)
 FILE = load_cluster_file(CLUSTER)
 MODEL = CostModel(FILE, "fitted")
 
@@ -20,7 +20,7 @@ MODEL = CostModel(FILE, "fitted")
 @pytest.fixture(scope="module")
 def found():
     operations = nano_batches.layer_operations(MODEL, CASE.loads)
-    return search(operations, nano_batches.INTERFERENCE, limit_s=3)
+    return first_schedule(operations, nano_batches.INTERFERENCE)
 
 
 def test_a_layers_operations_are_the_cost_models_layer(found):
@@ -30,7 +30,7 @@ def test_a_layers_operations_are_the_cost_models_layer(found):
     assert resources["dispatch"] == resources["combine"] == NETWORK
     assert resources["experts"] == resources["attention"] == MEMORY
     half = next(each for each in operations if each.name == "experts")
-    layers = MODEL.step(Loads([200_000], [64], [68], [4], [0])).layer
+    layers = MODEL.step(Loads([150_000], [32], [34], [2], [0])).layer
     assert half.fixed_us + (half.us - half.fixed_us) / 2 == pytest.approx(layers.expert_us)
     assert list(violations(found.schedule, nano_batches.INTERFERENCE)) == []
 

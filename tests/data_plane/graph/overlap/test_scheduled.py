@@ -44,7 +44,7 @@ class Noted(Scheduled):
     def schedule(self, ops):
         self.executed = []
         execute = ops.execute
-        ops.execute = lambda group, fused=None: (self.executed.append(group), execute(group, fused))
+        ops.execute = lambda group, **how: (self.executed.append(group), execute(group, **how))
         super().schedule(ops)
 
     def order(self):

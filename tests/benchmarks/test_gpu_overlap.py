@@ -1,0 +1,37 @@
+"""gpu_overlap without a GPU: what it claims, and that it says so where it cannot measure."""
+
+import gpu_overlap as bench
+import pytest
+
+LANES = {"kind": "lanes", "rows": 64, "waits_of_compute": 1.0, "ratio": 0.8, "hidden": 0.6}
+ENGINE = {"kind": "engine", "rows": 64, "equal": True, "ratio": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("result", "sentence"),
+    [
+        (LANES, None),
+        (LANES | {"ratio": 0.86}, "two lanes take 0.86 of one"),
+        (LANES | {"hidden": 0.4}, "0.4 of the waits are hidden"),
+        (LANES | {"ratio": 1.2, "waits_of_compute": 0.0}, None),
+        (ENGINE, None),
+        (ENGINE | {"equal": False}, "do not give the bits"),
+        (ENGINE | {"ratio": 1.01}, "halves take 1.01 of the whole"),
+    ],
+)
+def test_each_claim_can_fail(result, sentence):
+    broken = bench.broken_claims([result])
+    assert [sentence in each for each in broken] == ([True] if sentence else [])
+
+
+def test_the_spread_over_shapes_is_said_beside_the_papers():
+    pair = {"kind": "interference", "mechanism": "two streams", "of": "memory"}
+    (line,) = bench.spread([pair | {"r": 0.8, "p": 0.4}, pair | {"r": 0.7, "p": 0.3}])
+    assert "R + P is 1.10, its deviation between shapes 9.1% (paper: 5%)" in line
+
+
+def test_without_a_gpu_nothing_is_measured_and_that_is_no_success():
+    with pytest.raises(SystemExit, match="no NVIDIA GPU is here"):
+        bench.main([])
+    whats = [what for what, _ in bench.measurements(False)]
+    assert len(whats) == len(set(whats)) == 3 * 6 + 3 * 5
