@@ -42,7 +42,7 @@ class Case:
     """The name or path of a cluster file."""
     constants: str
     rows: int
-    """Of each instance."""
+    """Rows of each instance."""
     tokens: int
     """KV tokens that each instance reads."""
     links: int
