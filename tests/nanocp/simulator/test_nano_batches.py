@@ -7,9 +7,13 @@ import pytest
 from harness.first_schedule import first_schedule
 from nanocp.overlap.interference import MEMORY, NETWORK
 from nanocp.overlap.schedule import violations
+from nanocp.overlap.search import sequence
 from nanocp.simulator import nano_batches
 from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.cost import CostModel, LayerTime, Loads, StepTime
+from nanocp.simulator.outcome import Run
+from nanocp.simulator.simulation import FLUID, make_simulation
+from nanocp.simulator.workload import Workload
 
 CLUSTER = "h200x32-deepseek-v3"
 CASE = nano_batches.Case(CLUSTER, "fitted", rows=64, tokens=300_000, links=4)
@@ -61,3 +65,18 @@ def test_a_schedule_is_refused_for_what_it_was_not_made_for(found, tmp_path):
         nano_batches.read(path, CLUSTER, "fitted", MODEL)
     with pytest.raises(ValueError, match="cannot be read"):
         nano_batches.read(Path("/nowhere"), CLUSTER, "fitted", MODEL)
+
+
+def test_windows_take_as_long_as_their_schedule_says(monkeypatch):
+    """But for the fluid bound's, which have none."""
+    step = StepTime(7_000, LayerTime(1, 2, 3, 4, 5), by_schedule=True)
+    monkeypatch.setattr(nano_batches.ScheduledSteps, "step", lambda self, loads: step)
+    schedule = sequence(nano_batches.layer_operations(MODEL, CASE.loads))
+    scheduled, fluid = (
+        make_simulation(FILE, "fitted", policy, Run(0, 200_000), schedule=schedule).run(
+            Workload("issue-0", 600, 1).requests(20_000)
+        )
+        for policy in ("dual_balanced", FLUID)
+    )
+    assert scheduled.scheduled_share == 1 and scheduled.step_ms_mean == 7
+    assert fluid.scheduled_share == 0 and fluid.step_ms_mean != 7

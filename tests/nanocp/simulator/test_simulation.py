@@ -8,13 +8,11 @@ import pytest
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.request import State
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.overlap.search import sequence
 from nanocp.plan import Placement, Plan
 from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel, LayerTime, Loads, StepTime
-from nanocp.simulator.nano_batches import ScheduledSteps, layer_operations
+from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import Recorder, Run, Slo, measure_us_at, percentile
-from nanocp.simulator.simulation import FLUID, Simulation, make_simulation
+from nanocp.simulator.simulation import Simulation, make_simulation
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
@@ -285,23 +283,6 @@ def test_windows_run_in_two_lanes_where_the_cost_model_says_that_they_pay():
     assert 0 < two.two_lanes_share < 1, "windows with few rows run in one lane"
     assert two.step_ms_mean < one.step_ms_mean
     assert two.layer_us.dispatch_combine_us < one.layer_us.dispatch_combine_us
-
-
-def test_windows_take_as_long_as_their_schedule_says(monkeypatch):
-    """But for the fluid bound's, which have none."""
-    step = StepTime(7_000, LayerTime(1, 2, 3, 4, 5), by_schedule=True)
-    monkeypatch.setattr(ScheduledSteps, "step", lambda self, loads: step)
-    schedule = sequence(
-        layer_operations(CostModel(SMALL, "fitted"), Loads([9], [1], [1], [0], [0]))
-    )
-    scheduled, fluid = (
-        make_simulation(SMALL, "fitted", policy, Run(0, 200_000), schedule=schedule).run(
-            Workload("issue-0", 600, 1).requests(20_000)
-        )
-        for policy in ("dual_balanced", FLUID)
-    )
-    assert scheduled.scheduled_share == 1 and scheduled.step_ms_mean == 7
-    assert fluid.scheduled_share == 0 and fluid.step_ms_mean != 7
 
 
 def test_the_fluid_bound_is_faster_than_every_policy_under_the_same_load():
