@@ -1,7 +1,7 @@
 """Re-levelling between nodes: pages go to one instance of the least loaded node, and home again.
 
 Enters: the decided state and what each instance carries. Leaves: moves. Does not know: how pages
-travel. (docs/decisions/0044.)
+travel. (docs/decisions/0045.)
 
 A link between nodes has a fixed cost at both ends, so few instances should have any. A node takes
 pages in at its gateway, an instance that has such links already. Re-levelling within the node then
