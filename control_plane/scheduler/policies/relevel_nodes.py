@@ -36,7 +36,8 @@ def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int)
     load_of: what an instance carries, in tokens. first_link_tokens: what its first link to another
     node costs an instance.
     """
-    tokens = [state.kv_tokens_on(node) for node in state.nodes]
+    # Means of their instances: the last node may have fewer.
+    tokens = [state.kv_tokens_on(node) // len(node) for node in state.nodes]
     least_pages = LINK_WORTH * first_link_tokens // PAGE_SIZE
     if found := _home(state, tokens, load_of) or _away(state, tokens, load_of, least_pages):
         yield found
@@ -76,8 +77,8 @@ def _away(
     far_links = state.committed.num_far_links
     gateway = min(there, key=lambda i: (not far_links(i), load_of(i), i))
     # More would make the gateway what the step waits for.
-    room = most // len(here) - load_of(gateway)
-    num_pages = min(gap // (2 * PAGE_SIZE), room // PAGE_SIZE, MAX_PAGES)
+    room = most - load_of(gateway)
+    num_pages = min(gap * len(there) // (2 * PAGE_SIZE), room // PAGE_SIZE, MAX_PAGES)
     if num_pages < LEAST_PAGES:
         return None
     best, best_rank = None, (False, False, MIN_PAGES - 1)

@@ -68,6 +68,12 @@ def test_a_small_gap_and_a_full_gateway_are_left():
     assert moves([8 * PAGES, 8 * PAGES, 5 * PAGES, full], {7: far}) == []
 
 
+def test_a_smaller_node_is_not_taken_for_a_lighter_one():
+    state = state_of([8 * PAGES, 8 * PAGES, 8 * PAGES, 0], {7: LOCAL})
+    state.nodes = (range(2), range(2, 3))
+    assert list(relevel_nodes(state, [8 * PAGES, 8 * PAGES, 7 * PAGES].__getitem__, 0)) == []
+
+
 def test_who_has_links_to_the_gateway_or_to_other_nodes_goes_first():
     loads = [8 * PAGES, 8 * PAGES, 6 * PAGES, 7 * PAGES]
     far = request_on(1, TargetRun(0, 100, 1, 0), TargetRun(100, 20, 3, 0))
