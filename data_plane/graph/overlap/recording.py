@@ -184,6 +184,8 @@ class RecordedOps:
 
         What touches an input that the model writes waits for all that touched it before.
         """
+        if not any(step.stream for step in self._steps):
+            return [()] * len(self._steps)
         operators, written = self._program.operators, self._program.written
         made: dict[tuple[int, int], int] = {}
         touched: dict[int, dict[str, int]] = {value: {} for value in written}
