@@ -4,7 +4,7 @@
 
 Enters: a preset's checkpoint. Leaves: prompt tokens that no prefill had to write, beside those that
 were predicted; the processor time of a step with kv_offload over that without; exit status 1 if a
-claim does not hold. Does not know: which page is where.
+claim does not hold, 2 if a step cannot be judged. Does not know: which page is where.
 
 Conversations take turns on a service with few frames, so that their pages leave the frames between
 two rounds. The prediction counts each full page of a round's prompt that the round before had.
@@ -27,6 +27,7 @@ from typing import Annotated
 import psutil
 import typer
 from machine import describe, write_results
+from measured_twice import CANNOT_JUDGE
 from rich.console import Console
 from service import checkpoint_of, decode, random_prompts
 from structured_output import ratio_of
@@ -74,6 +75,8 @@ def main(
         console.print("--quick: preset tiny, whose steps are short. The claim is about small.")
     if not is_equal or (not quick and step.verdict == "does not hold"):
         raise typer.Exit(1)
+    if not quick and step.verdict != "holds":
+        raise typer.Exit(CANNOT_JUDGE)
 
 
 def converse(checkpoint: Path, num_conversations: int, num_rounds: int) -> dict[str, int]:
