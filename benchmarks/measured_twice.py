@@ -7,6 +7,7 @@ noisy to judge. Does not know: what the ways are.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import typer
@@ -17,6 +18,8 @@ from rich.table import Table
 MAX_NOISE = 1.15
 """Two measurements of one point may differ so much; beyond it nothing is judged."""
 MAX_REGRET = 1.05
+MIN_HIDDEN = 0.5
+"""Claim: at least this share of the waits is hidden where they are as long as compute."""
 MIN_RIGHT = 0.9
 """Claim: the chosen way is within 5% of the better one at 90% of the points."""
 
@@ -91,6 +94,19 @@ def priority() -> dict[str, bool]:
     """Whether this process has a real-time priority: then it measures beside other work too."""
     policies = os.SCHED_FIFO, os.SCHED_RR
     return {"has_real_time_priority": os.sched_getscheduler(0) in policies}
+
+
+def claims_of_long_waits(
+    points: Iterable[tuple[str, dict[str, Any]]], ways: str, max_ratio: float
+) -> Iterator[tuple[str, bool]]:
+    """What is claimed where waits are as long as compute, and whether it holds.
+
+    points: (what point it is, the point). ways: the sentence with {} for the ratio of the ways.
+    """
+    for at, point in points:
+        ratio, hidden = point["ratio"], point["hidden"]
+        yield f"{at}: {ways.format(ratio)}, at most {max_ratio}", ratio <= max_ratio
+        yield f"{at}: {hidden} of it is hidden, at least {MIN_HIDDEN}", hidden >= MIN_HIDDEN
 
 
 def show(title: str, points: list[dict[str, Any]], console: Console) -> None:

@@ -19,7 +19,15 @@ from typing import Annotated, Any
 
 import typer
 from machine import describe, write_results
-from measured_twice import Ways, claims_of_choices, judged, point_of, priority, show
+from measured_twice import (
+    Ways,
+    claims_of_choices,
+    claims_of_long_waits,
+    judged,
+    point_of,
+    priority,
+    show,
+)
 from service import checkpoint_of
 
 from data_plane.profiling.batch import Batch, BatchRequest
@@ -30,8 +38,6 @@ from nanocp.serve.service import member_environment
 
 MAX_RATIO = 0.85
 """Claim: two lanes take at most this much of one lane where waits are as long as compute."""
-MIN_HIDDEN = 0.5
-"""Claim: two lanes hide at least this share of one lane's waits there."""
 MAX_HALVES = 1.2
 """That is claimed where two lanes take at most this much of one lane's time with puts on time.
 
@@ -149,18 +155,11 @@ def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         if WAITS[0] <= point["waits_of_compute"] <= WAITS[1]
         and point["halves_on_time"] <= MAX_HALVES
     ]
-    for point in as_long:
-        at = f"{point['rows']} rows, waits of {point['waits_of_compute']} of compute"
-        claims += [
-            (
-                f"{at}: two lanes take {point['ratio']} of one, at most {MAX_RATIO}",
-                point["ratio"] <= MAX_RATIO,
-            ),
-            (
-                f"{at}: {point['hidden']} of the waits are hidden, at least {MIN_HIDDEN}",
-                point["hidden"] >= MIN_HIDDEN,
-            ),
-        ]
+    named = (
+        (f"{point['rows']} rows, a wait of {point['waits_of_compute']} of compute", point)
+        for point in as_long
+    )
+    claims += claims_of_long_waits(named, "two lanes take {} of one", MAX_RATIO)
     if points and not as_long:
         claims.append(
             (

@@ -31,7 +31,15 @@ import torch
 import torch.distributed as dist
 import typer
 from machine import describe, write_results
-from measured_twice import Ways, claims_of_choices, judged, point_of, priority, show
+from measured_twice import (
+    Ways,
+    claims_of_choices,
+    claims_of_long_waits,
+    judged,
+    point_of,
+    priority,
+    show,
+)
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,8 +52,6 @@ from nanocp.overlap.policies.orders import NETWORK, NanoFlow, Sequential
 
 MAX_RATIO = 0.75
 """Claim: the halves take at most this much of the whole where the link is as long as compute."""
-MIN_HIDDEN = 0.5
-"""Claim: the halves hide at least this share of the link there."""
 AS_LONG = (0.8, 1.25)
 """What counts as "as long": the link over compute."""
 MAX_OF_WHOLE = 1.03
@@ -143,18 +149,8 @@ def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """What is claimed of points that can be judged, and whether it holds."""
     claims = claims_of_choices(points, MAX_OF_WHOLE)
     as_long = [point for point in points if AS_LONG[0] <= point["link_of_compute"] <= AS_LONG[1]]
-    for point in as_long:
-        at = f"the link is {point['link_of_compute']} of compute"
-        claims += [
-            (
-                f"{at}: halves take {point['ratio']} of the whole, at most {MAX_RATIO}",
-                point["ratio"] <= MAX_RATIO,
-            ),
-            (
-                f"{at}: {point['hidden']} of it is hidden, at least {MIN_HIDDEN}",
-                point["hidden"] >= MIN_HIDDEN,
-            ),
-        ]
+    named = ((f"the link is {point['link_of_compute']} of compute", point) for point in as_long)
+    claims += claims_of_long_waits(named, "halves take {} of the whole", MAX_RATIO)
     if points and not as_long:
         claims.append((f"a link is {AS_LONG[0]} to {AS_LONG[1]} of compute", False))
     return claims

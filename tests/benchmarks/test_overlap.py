@@ -27,7 +27,7 @@ def broken(claims):
     [
         ({}, None),
         ({"ratio": 0.86}, "two lanes take 0.86 of one, at most 0.85"),
-        ({"hidden": 0.4}, "0.4 of the waits are hidden, at least 0.5"),
+        ({"hidden": 0.4}, "0.4 of it is hidden, at least 0.5"),
         ({"regret": 1.06}, "within 5% of the better way at 0 of 1 points"),
         ({"ratio": 1.2, "chosen_of_plain": 1.03, "waits_of_compute": 0}, "the choice takes 1.03"),
         ({"waits_of_compute": 0.6}, "a point has waits of 0.7 to 1.2 of compute"),
