@@ -116,10 +116,7 @@ class CostAware:
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Re-bind rows as dual_balanced does, but to no other node than their own."""
-        node_of = state.cluster.node_of
-        for request, new in self._dual_balanced.rebindings(state, window):
-            if node_of(new) == node_of(request.moe_binding):
-                yield request, new
+        return self._dual_balanced.rebindings(state, window, within_node=True)
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
         """Re-levelling, of one node in each window, and between nodes in every second one."""

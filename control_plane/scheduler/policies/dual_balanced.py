@@ -6,7 +6,7 @@ by. (The paper's section 4.2.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import itemgetter
 
 from control_plane.scheduler.cluster_state import ClusterState
@@ -75,10 +75,13 @@ class DualBalanced:
             )
         return Explanation(tuple(sentences))
 
-    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
+    def rebindings(
+        self, state: ClusterState, window: int, within_node: bool = False
+    ) -> Iterator[tuple[Request, int]]:
         """Move rows within their KV binding where that lowers the higher of two instances' counts.
 
-        (The paper's section 4.2.1; docs/protocol.md, hand-offs.)
+        within_node: only to instances of the node where the row is. (The paper's section 4.2.1;
+        docs/protocol.md, hand-offs.)
         """
         rows, requests = state.num_rows, state.requests
         most_kept = min(rows) + 1
@@ -89,8 +92,14 @@ class DualBalanced:
         for _, request_id in tuple(state.linked.by_degree):
             request = requests[request_id]
             num_rows = rows[request.moe_binding]
-            if num_rows > most_kept and min(map(rows_of, request.pages_on)) + 1 < num_rows:
-                yield request, min(request.pages_on, key=lambda i: (rows[i], i))
+            if num_rows <= most_kept:
+                continue
+            holders: Collection[int] = request.pages_on
+            if within_node:
+                node = state.nodes[state.cluster.node_of(request.moe_binding)]
+                holders = [i for i in holders if i in node]
+            if min(map(rows_of, holders), default=num_rows) + 1 < num_rows:
+                yield request, min(holders, key=lambda i: (rows[i], i))
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
         """None."""

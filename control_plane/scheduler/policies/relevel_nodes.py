@@ -6,7 +6,7 @@ travel. (docs/decisions/0045.)
 A link between nodes has a fixed cost at both ends, so few instances should have any. A node takes
 pages in at its gateway, an instance that has such links already. Re-levelling within the node then
 moves pages of the node's own rows away from there. Pages go home once their row's node has no more
-load than the one where they are.
+load than the one where they are, and not so many that others of that node would come back for it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int)
 def _home(state: ClusterState, tokens: Sequence[int], load_of: _LoadOf) -> _Move | None:
     """Find the longest run of pages whose row is on another node that has no more load."""
     node_of, best, most = state.cluster.node_of, None, MIN_PAGES - 1
+    # With a gap of this many tokens the home is not yet one that _away takes pages from.
+    slack = (sum(tokens) - 1) // (len(tokens) * LEAST_NODE_SHARE)
     for gateway, num_links in enumerate(state.committed.far_to):
         for minus_pages, request_id, run in state.linked.runs[gateway] if num_links else ():
             if -minus_pages <= most:
@@ -54,11 +56,15 @@ def _home(state: ClusterState, tokens: Sequence[int], load_of: _LoadOf) -> _Move
             here, home = node_of(gateway), node_of(request.moe_binding)
             if here == home or tokens[home] > tokens[here]:
                 continue
-            pages = pages_to_move(state, request, run, MAX_PAGES)
+            num_instances = min(len(state.nodes[here]), len(state.nodes[home]))
+            gap = tokens[here] - tokens[home] + slack
+            room = min(gap * num_instances // (2 * PAGE_SIZE), MAX_PAGES)
+            pages = pages_to_move(state, request, run, room)[-room:] if room else range(0)
             if len(pages) > most:
                 members = {request.moe_binding, *request.pages_on}
-                near = [i for i in state.nodes[home] if i in members]
-                best, most = (request, pages[-MAX_PAGES:], min(near, key=load_of)), len(pages)
+                to = min((i for i in state.nodes[home] if i in members), key=load_of)
+                if state.can_move(request, pages, to):
+                    best, most = (request, pages, to), len(pages)
     return best
 
 
@@ -90,6 +96,7 @@ def _away(
             pages = pages_to_move(state, request, run, num_pages)[-num_pages:]
             is_near = gateway in request.pages_on
             rank = is_near, far_links(request.moe_binding) > 0, len(pages)
-            if len(pages) >= (MIN_PAGES if is_near else least_pages) and rank > best_rank:
+            is_enough = len(pages) >= (MIN_PAGES if is_near else least_pages)
+            if is_enough and rank > best_rank and state.can_move(request, pages, gateway):
                 best, best_rank = (request, pages, gateway), rank
     return best

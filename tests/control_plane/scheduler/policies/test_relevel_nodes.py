@@ -1,8 +1,10 @@
 """Pages go to one instance of the lightest node, and home if their row's node has no more load."""
 
+from itertools import groupby
 from types import SimpleNamespace
 
 from control_plane.scheduler.policies.cost_aware import CostAware
+from control_plane.scheduler.policies.dual_balanced import DualBalanced
 from control_plane.scheduler.policies.relevel import relevel
 from control_plane.scheduler.policies.relevel_nodes import LEAST_PAGES, relevel_nodes
 from nanocp.config import SchedulerConfig
@@ -18,8 +20,8 @@ def request_on(moe_binding, *runs):
     return SimpleNamespace(move=None, moe_binding=moe_binding, pages_on=pages_on, runs=runs)
 
 
-def state_of(loads, requests):
-    """Two nodes of two; requests: id -> request, all of whose pages may move."""
+def state_of(loads, requests, full=()):
+    """Two nodes of two; requests: id -> request, all of whose pages may move, but to none of full."""
 
     def is_far(request, run):
         return request.moe_binding // 2 != run.instance // 2
@@ -41,11 +43,12 @@ def state_of(loads, requests):
         ),
         kv_tokens_on=lambda node: sum(loads[i] for i in node),
         movable_pages=lambda request, run: range(run.first_page, run.first_page + run.num_pages),
+        can_move=lambda request, pages, destination: destination not in full,
     )
 
 
-def moves(loads, requests, first_link_tokens=0):
-    state = state_of(loads, requests)
+def moves(loads, requests, first_link_tokens=0, full=()):
+    state = state_of(loads, requests, full)
     named = {id(request): request_id for request_id, request in requests.items()}
     found = relevel_nodes(state, loads.__getitem__, first_link_tokens)
     return [(named[id(request)], pages, to) for request, pages, to in found]
@@ -102,6 +105,34 @@ def test_pages_go_home_once_their_node_has_no_more_load():
     ]
 
 
+def test_pages_do_not_go_away_and_home_without_end():
+    loads, num_moved = [102_400, 102_400, 81_920, 81_920], 0
+    pages_on = [0] * 600
+    for _ in range(1000):
+        runs, first = [], 0
+        for instance, group in groupby(pages_on):
+            runs.append(TargetRun(first, num := len(list(group)), instance, 0))
+            first += num
+        for _, pages, to in moves(loads, {7: request_on(0, *runs)}):
+            loads[pages_on[pages.start]] -= len(pages) * PAGE_SIZE
+            loads[to] += len(pages) * PAGE_SIZE
+            pages_on[pages.start : pages.stop] = [to] * len(pages)
+            num_moved += len(pages)
+    assert 0 < num_moved < len(pages_on)
+    assert sum(loads[:2]) - sum(loads[2:]) < 20_000
+
+
+def test_a_move_that_cannot_start_is_in_the_way_of_no_other():
+    home = request_on(2, TargetRun(0, 100, 2, 0), TargetRun(100, 90, 0, 0))
+    other = request_on(3, TargetRun(0, 100, 3, 0), TargetRun(100, 50, 0, 0))
+    loads = [7 * PAGES, 6 * PAGES, 6 * PAGES, 6 * PAGES]
+    assert moves(loads, {8: home, 9: other}, full=[2]) == [(9, range(100, 150), 3)]
+    short = request_on(3, TargetRun(0, 100, 3, 0), TargetRun(100, 4, 0, 0))
+    loads[3] -= PAGES  # It is the gateway.
+    assert [move[::2] for move in moves(loads, {7: LOCAL, 8: home, 9: short}, full=[2])] == [(7, 3)]
+    assert moves(loads, {7: LOCAL}, full=[2, 3]) == []
+
+
 def test_within_a_node_no_row_of_another_gets_a_new_link():
     far = request_on(2, TargetRun(0, 100, 2, 0), TargetRun(100, 300, 0, 0))
     loads = {0: 8 * PAGES, 1: 2 * PAGES}
@@ -115,6 +146,8 @@ def test_a_row_is_bound_to_no_other_node_again():
     state = state_of([0] * 4, {8: far})
     state.num_rows, state.linked.by_degree = [5, 5, 1, 5], [(2, 8)]
     assert list(CostAware(SchedulerConfig(policy="cost_aware")).rebindings(state, 0)) == []
-    far.pages_on = {0: 100, 1: 50}
-    state.num_rows = [5, 1, 5, 5]
-    assert [new for _, new in CostAware(SchedulerConfig()).rebindings(state, 0)] == [1]
+    # Nor does a holder of another node with fewer rows keep it from one of its own node.
+    far.pages_on = {0: 100, 1: 50, 2: 50}
+    state.num_rows = [5, 2, 1, 5]
+    for policy, new in ((CostAware, 1), (DualBalanced, 2)):
+        assert [to for _, to in policy(SchedulerConfig()).rebindings(state, 0)] == [new]
