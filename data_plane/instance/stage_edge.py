@@ -206,7 +206,9 @@ class StageEdge(ABC):
         self.progress()
 
     def skip(self, plan: PassPlan) -> None:
-        """Pass over a pass of a pipeline of one stage that failed; its requests must end."""
+        """Pass over a pass of a pipeline of one stage, which may have failed; its requests end."""
+        if self._table.digest != plan.table.result_digest:
+            self._apply(plan)
         self._links.send_tokens(PassTokens(plan.number, ()))
 
     def progress(self) -> None:
@@ -367,7 +369,6 @@ class StageEdge(ABC):
         filled = self._filled[place]
         for (request_id, first, num_tokens, _), frames in spans:
             page, offset = divmod(first, PAGE_SIZE)
-            end = first + num_tokens
             before = filled[frames[: page + 1]]
             if before[-1] != offset or not (before[:-1] == PAGE_SIZE).all():
                 raise RuntimeError(
@@ -375,7 +376,7 @@ class StageEdge(ABC):
                     f"{first}, and its frames are filled with {before.tolist()} tokens"
                 )
             filled[frames[page:-1]] = PAGE_SIZE
-            filled[frames[-1]] = end - (len(frames) - 1) * PAGE_SIZE
+            filled[frames[-1]] = first + num_tokens - (len(frames) - 1) * PAGE_SIZE
 
     def _commit(self, plan: PassPlan, rows: Any) -> tuple[Finished, ...]:
         """Sample, and send the tokens to the first stage; returns the rows that stopped."""

@@ -99,6 +99,8 @@ class PrefillStageLoop:
         self._plans: deque[PassPlan] = deque()
         self._tickets: dict[int, tuple[Transfer, dict[int, int]]] = {}
         """Ticket -> (transfer, {page: instance}), of pages that this stage has yet to send."""
+        self._failed: set[int] = set()
+        """Tickets of passes that failed; later passes hold more of them until their table ends."""
 
     def run(self) -> None:
         """Work until the prefill lets it end, which raises PrefillEnds."""
@@ -133,17 +135,24 @@ class PrefillStageLoop:
         os._exit(1)
 
     def _run(self, plan: PassPlan) -> None:
+        self._failed -= set(plan.table.ends)
+        kept = tuple(span for span in plan.spans if span.request_id not in self._failed)
+        plan = plan._replace(spans=kept)
         try:
-            for _ in self._built.stage.run(plan):
-                # Unbounded on purpose: the prefill bounds how long a pass takes.
-                self._built.stage.wait(_WAIT_MS)
-                self._take_all()
+            if kept:
+                for _ in self._built.stage.run(plan):
+                    # Unbounded on purpose: the prefill bounds how long a pass takes.
+                    self._built.stage.wait(_WAIT_MS)
+                    self._take_all()
+            else:
+                self._built.stage.skip(plan)
         except (ValueError, RuntimeError, MemoryError) as error:
             if not self._is_alone:
                 raise
             logger.error("pass %d failed", plan.number, exc_info=error)
             self._built.stage.skip(plan)
             for span in plan.spans:
+                self._failed.add(span.request_id)
                 self._give_up(span.request_id, sentence(error))
         self._take_all()
         for span in plan.spans:

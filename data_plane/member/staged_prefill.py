@@ -113,7 +113,7 @@ class StagedPrefillLoop(TicketLoop):
         self._waiting: dict[int, tuple[Transfer, pb.PrefillRequest]] = {}
         """Ticket -> (transfer, request), until its first pass is planned."""
         self._open: set[int] = set()
-        """Tickets that were not cancelled, of the present term."""
+        """Tickets of the present term that were neither cancelled nor arrived."""
         self._events: list[Arrival | AbortRequested | PassDone] = []
         self._unjoined: set[int] = set()
         """Stages that have yet to join the term."""
@@ -181,6 +181,9 @@ class StagedPrefillLoop(TicketLoop):
             self._events.append(AbortRequested(ticket))
             if self._waiting.pop(ticket, None) is None:
                 self.stages.send(CancelPrompt(ticket))
+
+    def _arrived(self, ticket: int) -> None:
+        self._open.discard(ticket)
 
     def _num_queued(self) -> int:
         return len(self._waiting)

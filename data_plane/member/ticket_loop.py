@@ -54,6 +54,10 @@ class TicketLoop(ABC):
         """Send no page of the ticket any more."""
 
     @abstractmethod
+    def _arrived(self, ticket: int) -> None:
+        """Forget the ticket: all its pages are where they go, and there is no attempt to repeat."""
+
+    @abstractmethod
     def _num_queued(self) -> int:
         """Prompts that wait."""
 
@@ -71,7 +75,7 @@ class TicketLoop(ABC):
             case "cancel":
                 self._cancel(message.cancel)
             case "arrived":
-                pass  # There is no attempt to repeat.
+                self._arrived(message.arrived)
             case "join":
                 self.forget_term()
                 self._join(message)

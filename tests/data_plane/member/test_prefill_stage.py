@@ -10,17 +10,28 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from data_plane.fake.local_pages import local_peer_rings
+from data_plane.fake.model import HashModel
+from data_plane.fake.stage import HashStage
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
 from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop, StageEnd
-from data_plane.member.stage_messages import JoinTerm, StageSpec
+from data_plane.member.stage_messages import (
+    BeginPrompt,
+    JoinTerm,
+    StageGaveUp,
+    StageRan,
+    StageSpec,
+)
 from data_plane.member.staged_prefill import StagedPrefillLoop
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
+from data_plane.transport.stage_links import LocalStageLinks
 from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link, Sink, serve, until
-from nanocp.config import ClusterConfig, Config
-from nanocp.plan import TargetRun, Transfer
+from nanocp.config import ClusterConfig, Config, PrefillConfig
+from nanocp.passes import PassDone, PipelineConfig
+from nanocp.plan import Arrival, TargetRun, Transfer
 from nanocp.sampling import TokenLogprobs
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.wire.convert import transfer_to_wire
@@ -166,6 +177,80 @@ def test_a_pass_that_fails_costs_its_prompts_only(ring):
     assert [(message.failed.ticket, message.failed.message) for message in reports(link)] == [
         (1, "prefill failed: the prompt is cursed")
     ]
+
+
+class Cursed(HashStage):
+    """It cannot run the first pass of prompt 1."""
+
+    def _run_layer(self, layer, place, spans, rows):
+        if spans[0][0][:2] == (1, 0):
+            raise ValueError("the prompt is cursed")
+        return super()._run_layer(layer, place, spans, rows)
+
+    def payload(self, ticket, page):
+        return np.zeros(64, np.uint8)
+
+
+class Reports(list):
+    """What the stage says."""
+
+    def report(self, stage, message):
+        self.append(message)
+
+
+@contextlib.contextmanager
+def cursed_stage():
+    """Yields a real stage of the prefill, what it reports, and a function that plans a pass."""
+    cluster = ClusterConfig(num_instances=1, num_frames=20, max_model_len=1024)
+    config = Config(cluster=cluster, limits=PATIENT, prefill=PrefillConfig(chunk_tokens=320))
+    scheduler, pipeline = make_prefill_scheduler(config), PipelineConfig(num_stages=1, num_layers=2)
+    (links,), (mover,) = LocalStageLinks.create_all(1), local_peer_rings(1)
+    model = Cursed(0, pipeline, 32, HashModel(2), links, mover)
+    model.stage = model
+    reports = Reports()
+    with (
+        contextlib.closing(TokenStreams(0, PATIENT)) as streams,
+        contextlib.closing(StageOf(reports, model, config, streams)) as stage,
+    ):
+        stage.send(JoinTerm(1, ()))
+
+        def plan(*events):
+            found = scheduler.plan_pass(events, 0).pass_plan
+            for arrival in (each for each in events if isinstance(each, Arrival)):
+                ticket, num_tokens = arrival.request_id, arrival.prompt_len
+                transfer = Transfer(ticket, ticket, num_tokens, (TargetRun(0, 1, 0, 0),))
+                stage.send(BeginPrompt(transfer, (7,) * num_tokens))
+            return found
+
+        yield stage, reports, plan
+
+
+def test_a_pass_that_fails_costs_no_prompt_of_a_later_pass(ring):
+    """Passes that were planned before hold more of the failed prompt, alone and beside others."""
+    with cursed_stage() as (stage, reports, plan):
+        passes = [
+            plan(Arrival(1, 758, 1)),
+            plan(),
+            plan(PassDone(0), Arrival(2, 30, 1), Arrival(3, 30, 1)),
+        ]
+        assert [[span[0] for span in each.spans] for each in passes] == [[1], [1], [1, 2, 3]]
+        for each in passes:
+            stage.send(each)
+        until(lambda: StageRan(2) in reports)
+        assert [page.ticket for page in ring.arrived()] == [2, 3]
+        stage.send(plan(PassDone(1), PassDone(2), Arrival(4, 30, 1)))
+        until(lambda: StageRan(3) in reports)
+    assert not stage.loop._failed
+    assert [each for each in reports if isinstance(each, StageGaveUp)] == [
+        StageGaveUp(1, "the prompt is cursed")
+    ]
+
+
+def test_a_pass_for_another_page_table_ends_the_only_stage_too(ring):
+    with cursed_stage() as (stage, _, plan):
+        plan(Arrival(1, 758, 1))
+        with pytest.raises(RuntimeError, match="planned for another page table"):
+            stage.loop._run(plan())
 
 
 def test_a_ring_that_nobody_empties_is_reported_in_a_bounded_time(ring):

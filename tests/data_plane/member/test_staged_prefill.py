@@ -292,6 +292,14 @@ def test_a_ticket_that_was_cancelled_in_the_queue_reaches_no_stage(tiny_checkpoi
     assert loop._scheduler.load.frames_free == 16 and not loop._open and not loop._waiting
 
 
+def test_a_ticket_that_has_arrived_is_forgotten_and_a_new_term_cancels_none(tiny_checkpoint):
+    message = prefill([7] * 60, TargetRun(0, 1, 0, 0), ticket=3)[1]
+    loop, link = scripted(tiny_checkpoint, join(1), message, pb.ToPrefill(arrived=3), join(2))
+    run_to_the_end(loop, link)
+    assert not loop._open
+    assert not [each for _, each in loop.stages.sent if isinstance(each, CancelPrompt)]
+
+
 def test_a_lost_stage_ends_the_prefill_by_name(tiny_checkpoint):
     loop, _ = scripted(tiny_checkpoint, join(1))
     loop.report(1, StageEnded("its process ended with status -9"))
