@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 from nanocp.config import ClusterConfig, CostConfig
@@ -37,6 +38,21 @@ class Loads:
     """Rows sent to other instances, or rows received, whichever are more."""
     links_between_nodes: list[int]
     """Those of them that leave the node."""
+
+    def part(self, part: float) -> Loads:
+        """A part of each load, rounded up: one row is not divided, and does not vanish."""
+        return Loads(
+            *(
+                [ceil(part * value - 1e-9) for value in each]
+                for each in (
+                    self.kv_tokens,
+                    self.rows,
+                    self.attention_rows,
+                    self.links,
+                    self.links_between_nodes,
+                )
+            )
+        )
 
 
 class LayerTime(NamedTuple):
@@ -114,17 +130,7 @@ class CostModel:
         compute, as both travel, or as one lane computes and travels, whichever is longest. Each
         lane reads the weights.
         """
-        halves = (
-            [-(-load // 2) for load in each]
-            for each in (
-                loads.kv_tokens,
-                loads.rows,
-                loads.attention_rows,
-                loads.links,
-                loads.links_between_nodes,
-            )
-        )
-        lane = self.step(Loads(*halves)).layer
+        lane = self.step(loads.part(0.5)).layer
         first_us, exchange_us = lane.attention_us + lane.other_us, lane.exchange_us
         dense_us = _of_both_lanes(first_us, exchange_us)
         compute_us = first_us + lane.expert_us

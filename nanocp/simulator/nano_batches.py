@@ -61,7 +61,7 @@ def layer_operations(model: CostModel, loads: Loads) -> tuple[Operation, ...]:
     What half of the batch does not halve, such as reading weights, every nano-operation pays again.
     An operation of which this is most is bound by memory, as attention is.
     """
-    whole, half = (model.step(_part_of(loads, part)).layer for part in (1.0, 0.5))
+    whole, half = (model.step(loads.part(part)).layer for part in (1.0, 0.5))
     operations, names = [], list(_OPERATIONS)
     for number, (name, us_of) in enumerate(_OPERATIONS.items()):
         us = us_of(whole)
@@ -87,7 +87,7 @@ class ScheduledSteps:
         """
         plain = self._model.step(loads)
         parts = {
-            part: self._model.step(_part_of(loads, part)).layer
+            part: self._model.step(loads.part(part)).layer
             for part in {_size(slot.nano) for slot in self._order.slots}
         }
         layers_us = [
@@ -142,16 +142,3 @@ def read(path: Path, cluster: str, constants: str, model: CostModel) -> schedule
 
 def _size(nano: NanoOperation) -> float:
     return nano.end - nano.begin
-
-
-def _part_of(loads: Loads, part: float) -> Loads:
-    def of(values: list[int]) -> list[int]:
-        return [round(part * value) for value in values]
-
-    return Loads(
-        of(loads.kv_tokens),
-        of(loads.rows),
-        of(loads.attention_rows),
-        of(loads.links),
-        of(loads.links_between_nodes),
-    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from torch.fx.traceback import annotate
 from nanocp.overlap.ops import Rule, SplitFunc, SplitModule
 
 _MARK = "nanocp_overlap"
+_AUGMENTED = re.compile(r"i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift|matmul)")
+"""Functions of `operator` for `+=` and the like."""
 _RANDOM = re.compile(r"dropout|alpha_dropout|bernoulli_?|multinomial|rand(n|int|perm)?(_like)?")
 
 
@@ -91,6 +93,8 @@ class Program:
     """Inputs that the model writes to in place."""
     mutated: frozenset[int]
     """Those of them that are shared: each micro-batch gets a copy."""
+    memory: Mapping[int, int]
+    """Values in memory that an operator writes to in place, with the first value in the same."""
     batch: tuple[int, Cut]
     """An input, and how the batch size is read from it."""
 
@@ -107,15 +111,20 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
     _refuse_randomness(graph)
     symbol = _batch_symbol(graph)
     segment_of, tags = _segments(graph, rules)
-    written_names = _written_inputs(graph)
+    written_names, written_memory = _written(graph)
     whole = split_module(graph, graph, segment_of.__getitem__, keep_original_order=True)
     numbers: dict[str, int] = {}
     kinds: list[Kind] = []
+    memory: dict[int, int] = {}
+    first_in: dict[int, int] = {}
 
     def number(node: Node, made_by: Node | None = None) -> int:
         """The value's number; a new one is of the kind of the node that makes it."""
         if node.name not in numbers:
             numbers[node.name] = len(kinds)
+            where = _storage(made_by or node)
+            if where is not None and where in written_memory:
+                memory[len(kinds)] = first_in.setdefault(where, len(kinds))
             kinds.append(_kind(made_by or node, symbol))
         return numbers[node.name]
 
@@ -148,6 +157,7 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
         outputs,
         written,
         frozenset(number for number in written if kinds[number] is None),
+        memory,
         _batch(kinds[: len(inputs)]),
     )
 
@@ -254,45 +264,45 @@ def _draws(node: Node) -> bool:
     return bool(values.get("training", True)) and bool(values.get("p", 0.5))
 
 
-def _written_inputs(graph: GraphModule) -> set[str]:
-    """Names of inputs that an in-place operator writes to.
+def _written(graph: GraphModule) -> tuple[set[str], set[int | None]]:
+    """Names of inputs that an in-place operator writes to, and all storages that one writes to.
 
     Raises CannotSplit if one writes to a tensor of the model's own.
     """
-    found = set()
+    owners: dict[int | None, Node] = {}
+    for node in graph.graph.nodes:
+        owners.setdefault(_storage(node), node)
+    inputs, storages = set(), set()
     for node, written in _writes(graph):
-        base = _base(written)
-        if base.op == "get_attr":
-            raise CannotSplit(f"{node.name} writes to {base.target}, which every forward shares")
-        if base.op == "placeholder":
-            found.add(base.name)
-    return found
+        storage = _storage(written)
+        owner = written if storage is None else owners[storage]
+        if owner.op == "get_attr":
+            raise CannotSplit(f"{node.name} writes to {owner.target}, which every forward shares")
+        if owner.op == "placeholder":
+            inputs.add(owner.name)
+        storages.add(storage)
+    return inputs, storages - {None}
 
 
 def _writes(graph: GraphModule) -> Iterator[tuple[Node, Node]]:
     """Every in-place operator, and what it writes to."""
     for node in graph.graph.nodes:
         name = _name(node)
-        is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem"
+        is_in_place = (
+            (name.endswith("_") and not name.endswith("__"))
+            or name == "setitem"
+            or (_AUGMENTED.fullmatch(name) and _storage(node.args[0]) is not None)
+            or node.kwargs.get("inplace") is True
+        )
         if node.op in ("call_method", "call_function") and is_in_place and node.args:
             yield node, node.args[0]
         if isinstance(out := node.kwargs.get("out"), Node):
             yield node, out
 
 
-def _base(node: Node) -> Node:
-    """The value whose memory a view shows."""
-    while node.op in ("call_method", "call_function") and node.args:
-        source = node.args[0]
-        if not isinstance(source, Node) or not _is_same_memory(node, source):
-            return node
-        node = source
-    return node
-
-
-def _is_same_memory(view: Node, source: Node) -> bool:
-    values = (view.meta.get("example_value"), source.meta.get("example_value"))
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return False
-    one, other = (value.untyped_storage()._cdata for value in values)  # type: ignore[union-attr]
-    return bool(one == other)
+def _storage(node: Any) -> int | None:
+    """The memory of a tensor, or None: views of one tensor have the same."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return int(value.untyped_storage()._cdata)

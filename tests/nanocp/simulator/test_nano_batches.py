@@ -1,5 +1,6 @@
 """Steps in the order of a searched schedule: searched for one load, simulated under others."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,16 @@ def test_a_layers_operations_are_the_cost_models_layer(found):
     layers = MODEL.step(Loads([150_000], [32], [34], [2], [0])).layer
     assert half.fixed_us + (half.us - half.fixed_us) / 2 == pytest.approx(layers.expert_us)
     assert list(violations(found.schedule, nano_batches.INTERFERENCE)) == []
+
+
+def test_a_single_row_that_travels_is_in_every_part():
+    loads = replace(CASE, links=1).loads
+    whole, half = (MODEL.step(each).layer.exchange_us for each in (loads, loads.part(0.5)))
+    assert half == whole > 0 and loads.part(1.0) == loads
+    (exchange,) = (
+        each for each in nano_batches.layer_operations(MODEL, loads) if each.name == "exchange"
+    )
+    assert exchange.fixed_us == exchange.us == whole
 
 
 def test_a_step_by_the_schedule_is_shorter_where_it_was_searched_and_never_longer(found):

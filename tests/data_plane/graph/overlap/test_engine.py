@@ -366,7 +366,28 @@ def test_a_fixed_batch_is_not_split(caplog):
     assert "mark the batch as dynamic" in caplog.text
 
 
-def test_a_shared_counter_advances_once_and_rows_of_a_cache_are_written():
+def method(count):
+    count.add_(1)
+
+
+def augmented(count):
+    count += 1
+
+
+def view(count):
+    count.view(1).add_(1)
+
+
+def part(count):
+    count.view(1).chunk(1)[0].add_(1)
+
+
+def keyword(count):
+    torch.nn.functional.hardtanh(count, 3.0, 4.0, inplace=True)
+
+
+@pytest.mark.parametrize("advance", [method, augmented, view, part, keyword])
+def test_a_shared_counter_advances_once_and_rows_of_a_cache_are_written(advance):
     class Cache(nn.Module):
         """Writes its rows into a cache in place, and counts its calls."""
 
@@ -377,7 +398,7 @@ def test_a_shared_counter_advances_once_and_rows_of_a_cache_are_written():
         def forward(self, rows, cache, count):
             made = self.layer(rows)
             cache.copy_(made + count)
-            count.add_(1)
+            advance(count)
             return made * count
 
     model = Cache().eval()

@@ -1,6 +1,6 @@
 """Streams: what reads waits for what was made elsewhere. Stand-ins note who waits for whom."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -80,20 +80,38 @@ class Clocks:
 
 
 class Watched(engines.Forward):
-    """A forward that notes when each value was made, and that its readers waited for it."""
+    """A forward that notes when each value was made, and that its readers waited for it.
+
+    What writes to memory must have waited for all that touched it, and what touches it for that.
+    """
 
     def run_on(self, streams):
         self.clocks, self.made = streams, {}
+        self.touched, self.written, self.kept = defaultdict(list), {}, []
         return super().run_on(streams)
 
     def _run_step(self, step):
+        memory = []
         for op in step.ops:
             for value in self._program.operators[op.number].inputs:
                 made = self.made.get((op.micro_batch, value))
                 assert made is None or self.clocks.has_ended(made), "read before it was made"
+                tensor = self._values[op.micro_batch][value]
+                if isinstance(tensor, torch.Tensor):
+                    where = op.micro_batch, tensor.untyped_storage().data_ptr()
+                    memory.append((where, tensor, tensor._version))
         super()._run_step(step)
+        self.kept += memory  # freed memory would be given to others
+        launched = self.clocks.launch()
+        for where, tensor, version in memory:
+            is_written = tensor._version > version
+            earlier = self.touched[where] if is_written else self.written.get(where, [])
+            assert all(map(self.clocks.has_ended, earlier)), "touched while others touch it"
+        for where, tensor, version in memory:
+            self.touched[where].append(launched)
+            if tensor._version > version:
+                self.written.setdefault(where, []).append(launched)
         for op in step.ops:
-            launched = self.clocks.launch()
             for value in self._program.operators[op.number].outputs:
                 self.made[op.micro_batch, value] = launched
 
@@ -117,6 +135,35 @@ def test_what_reads_waits_for_what_was_made_on_another_stream(monkeypatch, polic
     assert torch.equal(run(rows), model(rows))
     assert clocks[0].used[NETWORK] >= 2 and clocks[0].used[""] >= 2
     assert any(step.after for step in engine.recordings[8].steps)
+
+
+class Written(torch.nn.Module):
+    """Writes to what another stream may still read; next, another stream reads what it wrote."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.one, self.other = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.of = of
+
+    def forward(self, rows, cache):
+        made = self.of(self.one(rows), cache)
+        sent = torch.relu(made)
+        made.add_(rows)
+        return torch.relu(self.other(sent)) + torch.relu(made)
+
+
+@pytest.mark.parametrize("of", [lambda made, _: made, lambda _, cache: cache.view(-1, WIDTH)])
+def test_memory_is_written_when_other_streams_have_read_it(monkeypatch, of):
+    found, model = [], Written(of).eval()
+    run = overlap(model, NanoFlow(RULES), found.append)
+    rows, mine, cache = torch.randn(8, WIDTH), *torch.zeros(2, 8, WIDTH)
+    run(rows, mine)
+    model(rows, cache)
+    (engine,) = found
+    engine._streams_of = lambda inputs: Clocks()
+    monkeypatch.setattr(engines, "Forward", Watched)
+    assert torch.equal(run(rows, mine), model(rows, cache)) and torch.equal(mine, cache)
+    assert engine.recordings[8].has_streams
 
 
 class Cuda:
