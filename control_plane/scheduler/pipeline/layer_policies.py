@@ -205,13 +205,18 @@ class LevelLayout:
         def least(wanted: Split, num_places: int) -> Split | None:
             """The nearest to what is wanted, of those with the least longest stage."""
 
-            def within(bound: float) -> Split | None:
+            def most_within(bound: float) -> Split | None:
+                """The most layers of each stage; None if those are too few."""
                 most = tuple(self._most(bound - extra_us, us) for us, extra_us in kinds)
-                if min(most) < 1 or sum(most) < num_layers:
-                    return None
-                return _nearest(wanted, most, split, num_places)
+                return None if min(most) < 1 or sum(most) < num_layers else most
 
-            index = bisect_left(bounds, True, key=lambda bound: within(bound) is not None)
+            def within(bound: float) -> Split | None:
+                most = most_within(bound)
+                return None if most is None else _nearest(wanted, most, split, num_places)
+
+            # With room for all layers, limits that hold them are enough: there is such a layout.
+            can_be = within if num_places < num_layers else most_within
+            index = bisect_left(bounds, True, key=lambda bound: can_be(bound) is not None)
             return within(bounds[index]) if index < len(bounds) else None
 
         best = least(split, num_layers) or split

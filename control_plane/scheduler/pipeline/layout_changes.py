@@ -73,8 +73,13 @@ class LayoutChanges:
         return ""
 
     def ask(self, split: Split) -> None:
-        """An operator wants this layout, to which there is no obstacle, until he wants another."""
-        self.asked = split
+        """An operator wants this layout until he wants another.
+
+        There was no obstacle to it; if a term has begun since then and it cannot be had at once
+        any more, nothing changes.
+        """
+        if self.places.is_legal(split):
+            self.asked = split
 
     def consider(self, times: PassTimes, number: int, num_frames: int) -> None:
         """A pass was planned: a change may begin. num_frames: frames with KV."""

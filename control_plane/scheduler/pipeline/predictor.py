@@ -70,16 +70,17 @@ class StageSpeeds:
         """A stage has worked so long on a pass."""
         if number not in self._predicted:
             return
-        predicted_us, took_us = self._sums[stage]
-        self._sums[stage] = (
-            predicted_us * _MEMORY + self._predicted[number][stage],
-            took_us * _MEMORY + us,
-        )
+        if self._predicted[number][stage] > 0:  # else nothing is known of what it did
+            predicted_us, took_us = self._sums[stage]
+            self._sums[stage] = (
+                predicted_us * _MEMORY + self._predicted[number][stage],
+                took_us * _MEMORY + us,
+            )
         self._num_ran += 1
         if stage == self._num_stages - 1 and self._num_ran > _LEAST_PASSES * self._num_stages:
-            ratios = [took / predicted if predicted else 1.0 for predicted, took in self._sums]
-            fastest = min(ratios) or 1.0
-            slow = [round(ratio / fastest, 1) for ratio in ratios]
+            ratios = [took / predicted if predicted else None for predicted, took in self._sums]
+            fastest = min((each for each in ratios if each is not None), default=0.0) or 1.0
+            slow = [1.0 if each is None else round(each / fastest, 1) for each in ratios]
             self.slowness = tuple(each if each >= _LEAST_SLOWNESS else 1.0 for each in slow)
 
 

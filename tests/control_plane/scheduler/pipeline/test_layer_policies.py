@@ -139,6 +139,19 @@ def test_a_stage_that_takes_twice_as_long_is_known_after_some_passes_and_gets_fe
     assert speeds.slowness == (1.0, 1.0, 1.0), "it is as fast as the others again"
 
 
+def test_a_stage_of_which_nothing_is_predicted_is_not_judged():
+    """The last stage has one layer, which ends with its KV where nothing is sampled."""
+    speeds = StageSpeeds(3)
+    for number in range(60):
+        speeds.planned(number, [4.0, 4.0, 0.0])
+        ran(speeds, number, 40.0, 40.0, 1.0)
+    assert speeds.slowness == (1.0, 1.0, 1.0)
+    for number in range(60, 120):
+        speeds.planned(number, [4.0, 4.0, 4.0 if number % 2 else 0.0])
+        ran(speeds, number, 40.0, 40.0, 40.0)
+    assert speeds.slowness == (1.0, 1.0, 1.0), "time of passes without a prediction is not counted"
+
+
 def test_speeds_forget_passes_that_are_never_reported_and_begin_anew_with_a_term():
     speeds = StageSpeeds(2)
     for number in range(100):

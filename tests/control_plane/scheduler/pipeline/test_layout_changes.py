@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from control_plane.scheduler.pipeline.layout_changes import LayoutChanges
+from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
 from control_plane.scheduler.pipeline.predictor import PassTimes
-from nanocp.passes import LayerMove, LayerMoves, PipelineConfig
+from nanocp.config import ClusterConfig, SchedulerConfig
+from nanocp.passes import LayerMove, LayerMoves, LayoutWanted, PipelineConfig
+from nanocp.plan import Regrouped
 
 LEVEL = PassTimes(1.0, 0.0)
 LONG_TAIL = PassTimes(1.0, 2.0)
@@ -151,3 +154,11 @@ def test_a_layout_that_takes_one_in_between_is_forgotten_with_the_term():
     layouts.ask((5, 4, 3))
     layouts.begin_term()
     assert layouts.asked == (5, 4, 3), "it comes back by itself"
+
+
+def test_a_layout_that_was_asked_for_before_a_term_began_is_checked_again():
+    cluster = ClusterConfig(num_instances=1, num_frames=8, max_model_len=512)
+    pipeline = PipelineConfig(num_stages=3, num_layers=12, max_layers=5)
+    scheduler = PipelineScheduler(cluster, SchedulerConfig(), pipeline)
+    plan = scheduler.plan_pass([Regrouped(2, (0, 1, 2)), LayoutWanted((5, 5, 2))], 0)
+    assert plan.layer_moves is None and scheduler.layouts.asked is None
