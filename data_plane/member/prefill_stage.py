@@ -183,6 +183,11 @@ class PrefillStageLoop:
         except ExchangeError as error:
             self._suspect(error)
             is_last = True
+        except (ValueError, RuntimeError, MemoryError) as error:
+            if not self._is_alone:
+                raise
+            logger.error("pages of ticket %d failed", ticket, exc_info=error)
+            self._give_up(ticket, sentence(error))
         if is_last:
             self._tickets.pop(ticket, None)
 

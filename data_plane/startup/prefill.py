@@ -62,7 +62,8 @@ def build_prefill_stage(
     most = even_split(model.num_layers, config.prefill.stages)[0]
     own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
     max_in_flight = prompt_passes(config.prefill.stages)
-    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight)
+    # Layers of these stages do not move, so no KV goes between them.
+    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, ring_frames=1)
     fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
     return PrefillStage(built, fp8_rank)
 

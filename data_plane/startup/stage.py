@@ -31,10 +31,12 @@ def build_stage(
     checkpoint: Path,
     progress: Progress = say_nothing,
     max_in_flight: int | None = None,
+    ring_frames: int = RING_FRAMES,
 ) -> ModelStage:
     """Load this stage's first layers, and allocate its frames and its ends of the links.
 
-    progress: see model.weights.Progress. max_in_flight: see RingStageLinks.
+    progress: see model.weights.Progress. max_in_flight: see RingStageLinks. ring_frames: frames of
+    one layer in a ring of KV between two stages.
     Raises ValueError naming what is wrong with the checkpoint, what does not fit it, or what this
     machine does not have.
     """
@@ -55,7 +57,7 @@ def build_stage(
             RingStageLinks(
                 segments, stage, num_stages, max_tokens, row, config.limits, max_in_flight
             ),
-            PeerRings(segments, stage, num_stages, page_bytes, config.limits, RING_FRAMES),
+            PeerRings(segments, stage, num_stages, page_bytes, config.limits, ring_frames),
         )
 
     masks = grammar_masks(config, checkpoint) if is_last else None

@@ -179,6 +179,21 @@ def test_a_pass_that_fails_costs_its_prompts_only(ring):
     ]
 
 
+def test_a_page_that_cannot_be_sent_costs_its_prompt_only(ring):
+    class NoMemory(Model):
+        def payload(self, ticket, page):
+            if ticket == 1:
+                raise MemoryError("no memory for the page")
+            return super().payload(ticket, page)
+
+    link = Link(JOIN, prefill(1, 1), prefill(2, 1))
+    with running(link, NoMemory()):
+        until(lambda: [page.ticket for page in ring.arrived()] == [2])
+        until(lambda: reports(link))
+    (failure,) = (message.failed for message in reports(link))
+    assert failure.ticket == 1 and "no memory for the page" in failure.message
+
+
 class Cursed(HashStage):
     """It cannot run the first pass of prompt 1."""
 
