@@ -25,7 +25,7 @@ from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.local import LocalExchange
-from harness.hash_parts import Job, Process, Story, draw_config, row_start
+from harness.hash_parts import Job, Process, Story, changes_term, draw_config, row_start
 from harness.lost_changes import corrupted, full
 from nanocp.config import Config
 from nanocp.experts import ExpertTable
@@ -98,7 +98,8 @@ class HashCluster:
         self.check_every = 1  # Calls of the scheduler from one check of it to the next.
         self.num_windows = self.num_calls = self.num_hand_offs = self.num_extensions = 0
         self.num_resyncs = self.num_failed_transfers = 0
-        self.num_moves = self.num_preemptions = self.num_missed = 0
+        self.num_moves = self.num_moves_between_nodes = 0
+        self.num_preemptions = self.num_missed = 0
         self.num_calls_with_parked_rows = 0
 
     def place_experts(self, table: ExpertTable) -> None:
@@ -245,16 +246,8 @@ class HashCluster:
         row = row_start(self.config, story.known_ids, story.params, output_ids)
         max_tokens = story.params.max_tokens - num_generated
         hashes = page_hashes(story.known_ids)
-        self.events.append(
-            Arrival(
-                preempted.request_id,
-                preempted.num_tokens,
-                max_tokens,
-                row,
-                resumes=True,
-                page_hashes=hashes,
-            )
-        )
+        known = preempted.request_id, preempted.num_tokens, max_tokens, row
+        self.events.append(Arrival(*known, resumes=True, page_hashes=hashes))
 
     # --- controller
 
@@ -275,7 +268,7 @@ class HashCluster:
         plan = self.scheduler.plan_window(batch, self.now_us)
         follow(self.shadows, plan.instances)
         self.num_calls += 1
-        if self.num_calls % self.check_every == 0:
+        if changes_term(batch) or self.num_calls % self.check_every == 0:
             check(self.scheduler, self.shadows)
         self._carry_out(plan)
 
@@ -289,6 +282,8 @@ class HashCluster:
                 self._post(instance, HashInstance.expect, transfer)
             if transfer.source is not None:
                 self.num_moves += 1
+                nodes = map(self.config.cluster.node_of, (transfer.source, *transfer.receivers))
+                self.num_moves_between_nodes += len(set(nodes)) > 1
                 self._post(transfer.source, HashInstance.send, transfer)
                 continue
             known_ids = self._known_prompts()[transfer.request_id]

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 from tempfile import gettempdir
+from unittest.mock import patch
 
 import numpy as np
 
 from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.frontend.token_owners import TokenOwners
+from control_plane.scheduler.policies import relevel_nodes
 from data_plane.fake.instance import HashInstance
 from data_plane.fake.local_pages import LocalPageRing
 from data_plane.fake.model import HashModel
@@ -27,11 +29,19 @@ from nanocp.config import (
 from nanocp.plan import (
     Event,
     FinishReason,
+    InstanceLost,
     InstancePlan,
+    Regrouped,
+    SeatsWanted,
+    TermEnded,
+    TookOver,
     Transfer,
 )
 from nanocp.sampling import RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
+
+small_moves_between_nodes = patch.multiple(relevel_nodes, MIN_PAGES=1, LEAST_PAGES=1)
+"""A context in which one page is worth a move to another node: small clusters have few frames."""
 
 
 @dataclass
@@ -114,6 +124,12 @@ def row_start(
     return encode_row_input(row)
 
 
+def changes_term(batch: Sequence[Event]) -> bool:
+    """Whether one of the events ends a term or begins one, or comes between the two."""
+    of_terms = (InstanceLost, Regrouped, TookOver, SeatsWanted, TermEnded)
+    return any(isinstance(event, of_terms) for event in batch)
+
+
 def draw_config(random: Random) -> Config:
     """A small cluster with tight bounds, so that every bound is reached."""
     num_instances = random.choice([1, 2, 2, 3, 4, 4, 5])
@@ -170,12 +186,15 @@ def offloading_config(seed: int) -> Config:
 
 
 def levelling_config(seed: int) -> Config:
-    """cost_aware, with long requests, room and no price on links: pages move all the time."""
-    config = draw_config(Random(seed))
+    """cost_aware, with long requests, room and no price on links: pages move all the time.
+
+    Between nodes they do so beside small_moves_between_nodes only.
+    """
+    config = draw_config(random := Random(seed))
     cluster = replace(
         config.cluster,
         num_instances=max(config.cluster.num_instances, 2),
-        instances_per_node=4,
+        instances_per_node=random.choice([2, 4]),
         num_frames=20,
         bounds=BoundsConfig(
             max_rows=8, max_links=4, max_attention_rows=16, max_partials=8, max_hand_offs=2

@@ -14,7 +14,7 @@ from random import Random
 
 from control_plane.scheduler.invariants import check
 from harness.hash_cluster import HashCluster
-from harness.hash_parts import draw_config, levelling_config
+from harness.hash_parts import draw_config, levelling_config, small_moves_between_nodes
 from nanocp.config import Config, CostConfig
 from nanocp.plan import (
     Arrival,
@@ -67,6 +67,12 @@ def play(seed: int, config: Config | None = None, has_experts: bool = True) -> H
         )
         raise
     return cluster
+
+
+def play_levelling(seed: int) -> HashCluster:
+    """Pages move within nodes and between them."""
+    with small_moves_between_nodes:
+        return play(seed, levelling_config(seed))
 
 
 def play_crowd(seed: int) -> HashCluster:
@@ -126,22 +132,25 @@ def main() -> None:
     )
     begin = time.monotonic()
     names = (
-        *("windows", "tokens", "hand-offs", "extensions", "moves", "calls with parked rows"),
-        *("preemptions", "resyncs", "shared tokens"),
+        *("windows", "tokens", "hand-offs", "extensions", "moves", "moves between nodes"),
+        *("calls with parked rows", "preemptions", "resyncs", "shared tokens"),
     )
     totals = dict.fromkeys(names, 0)
     ends: dict[str, int] = {}
     for seed in seeds:
-        config = levelling_config(seed) if arguments.levelling else None
         if arguments.sharing:
             cluster = play_sharing(seed)
+        elif arguments.losses:
+            config = levelling_config(seed) if arguments.levelling else None
+            cluster = lose_an_instance(seed, config)
         else:
-            cluster = lose_an_instance(seed, config) if arguments.losses else play(seed, config)
+            cluster = play_levelling(seed) if arguments.levelling else play(seed)
         totals["windows"] += cluster.num_windows
         totals["resyncs"] += cluster.num_resyncs
         totals["hand-offs"] += cluster.num_hand_offs
         totals["extensions"] += cluster.num_extensions
         totals["moves"] += cluster.num_moves
+        totals["moves between nodes"] += cluster.num_moves_between_nodes
         totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
         totals["preemptions"] += cluster.num_preemptions
         totals["shared tokens"] += cluster.scheduler.prefix_sharing.num_hit_tokens

@@ -4,25 +4,30 @@
     PYTHONPATH=tests python -m harness.seed_campaign --seed N       plays one again
 
 Kinds take turns: instances are lost; seats come and go too; the controller and front ends are lost
-too. One line of JSON is written for each seed. Seeds whose last line has no error are not played
-again. In one of eight seeds the scheduler's invariants are checked after every call, in the others
-after every sixteenth and at the end; every token is checked in all. When nothing more is to be lost
-instances are no longer slow, which would cost half of the time. Exits 1 if a seed failed.
+too. One line of JSON is written for each seed, with the code that played it. Seeds whose last line
+is of the present code and has no error are not played again. In one of eight seeds the scheduler's
+invariants are checked after every call, in the others after every sixteenth, whenever a term
+changes, and at the end; every token is checked in all. When nothing more is to be lost instances
+are no longer slow, which would cost half of the time. Exits 1 if a seed failed or was not played.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import subprocess
 import sys
 import time
 from collections import Counter
-from multiprocessing import Pool
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 from harness.hash_failover import FailoverCluster
 from harness.hash_recovery import RecoveringCluster
+from harness.paths import ROOT
 
 KINDS = ("losses", "changes", "failovers")
 """Seed N is of kind N % 3."""
@@ -49,27 +54,41 @@ def make_cluster(seed: int) -> RecoveringCluster:
 def play(seed: int) -> dict[str, Any]:
     """Play a seed; returns its line."""
     begin_s = time.process_time()
-    cluster, error = make_cluster(seed), None
-    cluster.check_every = 16 if seed // len(KINDS) % 8 else 1
+    line: dict[str, Any] = {"seed": seed}
     try:
-        cluster.play()
+        cluster = make_cluster(seed)
+        cluster.check_every = 16 if seed // len(KINDS) % 8 else 1
+        try:
+            cluster.play()
+        finally:
+            line |= {name: getattr(cluster, f"num_{name}", 0) for name in COUNTS}
+            line["tokens"] = sum(len(stream.output_ids) for stream in cluster.streams.values())
     except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    counts = {name: getattr(cluster, f"num_{name}", 0) for name in COUNTS}
-    counts["tokens"] = sum(len(stream.output_ids) for stream in cluster.streams.values())
-    line = {"seed": seed, "cpu_s": round(time.process_time() - begin_s, 3)} | counts
-    return line if error is None else line | {"error": error}
+        line["error"] = f"{type(raised).__name__}: {raised}"
+    line["cpu_s"] = round(time.process_time() - begin_s, 3)
+    return line
 
 
-def played(progress: Path) -> dict[int, dict[str, Any]]:
-    """The last line of each seed; a line that was cut off is left out."""
+def present_code() -> str:
+    """The commit, and a digest of what differs from it."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
+
+    changes = hashlib.blake2b(git("diff", "HEAD"), digest_size=8).hexdigest()
+    return f"{git('rev-parse', 'HEAD').decode().strip()} {changes}"
+
+
+def played(progress: Path, code: str) -> dict[int, dict[str, Any]]:
+    """The last line of each seed that this code played; a line that was cut off is left out."""
     lines: dict[int, dict[str, Any]] = {}
     for text in progress.read_text().splitlines() if progress.exists() else ():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
-        lines[line["seed"]] = line
+        if line.get("code") == code:
+            lines[line["seed"]] = line
     return lines
 
 
@@ -78,7 +97,7 @@ def summary(lines: dict[int, dict[str, Any]]) -> str:
     totals: Counter[str] = Counter()
     for line in lines.values():
         totals.update(
-            {name: value for name, value in line.items() if name not in ("seed", "error")}
+            {name: value for name, value in line.items() if name not in ("seed", "error", "code")}
         )
     failed = [seed for seed, line in lines.items() if "error" in line]
     told = ", ".join(f"{name} {round(number)}" for name, number in totals.items())
@@ -100,12 +119,19 @@ def main() -> int:
         make_cluster(arguments.seed).play()
         return 0
     wanted = range(arguments.first, arguments.first + arguments.seeds)
-    lines = {seed: line for seed, line in played(arguments.progress).items() if seed in wanted}
+    code = present_code()
+    before = played(arguments.progress, code)
+    lines = {seed: line for seed, line in before.items() if seed in wanted}
     missing = [seed for seed in wanted if "error" in lines.get(seed, {"error": "not played"})]
     print(f"{len(wanted) - len(missing)} of {len(wanted)} seeds were right before", flush=True)
-    with Pool(arguments.jobs) as pool, arguments.progress.open("a") as file:
+    with ProcessPoolExecutor(arguments.jobs) as pool, arguments.progress.open("a") as file:
         print(file=file)  # The last line may have been cut off.
-        for line in pool.imap_unordered(play, missing):
+        for future in as_completed([pool.submit(play, seed) for seed in missing]):
+            try:
+                line = future.result() | {"code": code}
+            except BrokenProcessPool:
+                print("a process that played was killed", flush=True)
+                break
             seed = line["seed"]
             lines[seed] = line
             print(json.dumps(line), file=file, flush=True)
@@ -114,7 +140,7 @@ def main() -> int:
             elif len(lines) % 100 == 0:
                 print(f"{len(lines)} of {len(wanted)} seeds", flush=True)
     print(summary(lines))
-    return any("error" in line for line in lines.values())
+    return len(lines) < len(wanted) or any("error" in line for line in lines.values())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The campaign over many seeds goes on where it ended, and names the seeds that failed."""
 
 import json
+import os
+from signal import SIGKILL
 
 from harness import seed_campaign
 from harness.hash_recovery import RecoveringCluster
@@ -25,3 +27,9 @@ def test_seeds_that_failed_or_are_missing_are_played(tmp_path, monkeypatch, caps
     assert "error" in failed and cut.endswith("cp")
     assert sorted(json.loads(line)["seed"] for line in right) == [40016, 40017]
     assert "2 of 2 seeds were right before" in capsys.readouterr().out
+    monkeypatch.setattr(seed_campaign, "present_code", lambda: "another commit")
+    with monkeypatch.context() as patch:
+        patch.setattr(RecoveringCluster, "_turn", lambda cluster: os.kill(os.getpid(), SIGKILL))
+        assert play(patch, progress, 2)
+    told = capsys.readouterr().out
+    assert "0 of 2 seeds were right before" in told and "was killed" in told

@@ -21,7 +21,10 @@ def request_on(moe_binding, *runs):
 
 
 def state_of(loads, requests, full=()):
-    """Two nodes of two; requests: id -> request, all of whose pages may move, but to none of full."""
+    """Two nodes of two; requests: id -> request, all of whose pages may move, but to none of full.
+
+    full: instances.
+    """
 
     def is_far(request, run):
         return request.moe_binding // 2 != run.instance // 2
