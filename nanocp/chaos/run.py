@@ -157,7 +157,8 @@ async def ask_all(
 def _left_in_service(service: Serving) -> dict[str, int]:
     """Frames that are held and tickets that are unanswered though nothing runs.
 
-    And, of all the time, prompt tokens that were found outside the frames.
+    And prompt tokens that were found outside the frames: as far as the last controller knows, if it
+    has a process of its own.
     """
     if service.process.poll() is not None:
         return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}
