@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from data_plane.graph.cuda_graphs import LaneGraphs
 from data_plane.graph.overlap.backend import overlap
+from data_plane.graph.overlap.engine import OverlapEngine
 from data_plane.graph.overlap.streams import CudaStreams
 from nanocp.overlap.ops import SplitFunc
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow
@@ -34,12 +35,14 @@ GEMMS = ((64, 7168, 2048), (512, 7168, 2048), (2048, 8192, 3584))
 NUM_SMS = (8, 16, 32, 64)
 MAX_LANES = 0.85
 """Claim: two lanes take at most this much of one lane where waits are as long as compute."""
-MAX_ONE_GRAPH = 1.0
-"""Claim: a captured batch that is split takes at most this much of the captured whole one, where
-what it sends takes as long as it computes."""
+MAX_OF_WHOLE = 1.0
+"""Claim: the engine's halves take at most this much of the model's whole batch, where what it sends
+takes as long as it computes. Neither is captured: the time is from the first launch to the end."""
 MAX_STD = 0.05
 """The paper's: how far R -> P differs between shapes (N 4.1.1)."""
 ROUNDS = 30
+_CYCLES_PER_LAUNCH = 40_000
+"""More than a launch takes: about 20 us."""
 _CALLS = 20
 """Calls of one measurement: the two sides of a pair run for about as long."""
 
@@ -87,6 +90,7 @@ def _together(
     begin = torch.cuda.Event(enable_timing=True)
     ends = [torch.cuda.Event(enable_timing=True) for _ in calls]
     torch.cuda.synchronize()
+    torch.cuda._sleep(_CYCLES_PER_LAUNCH * sum(counts))  # meanwhile both sides are queued
     begin.record()
     with streams.forked():
         for name, call, count, end in zip(("gemm", "other"), calls, counts, ends, strict=True):
@@ -169,8 +173,11 @@ def engine(rows: int, width: int) -> Result:
     batch = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
     compute_us = _us(lambda: model(batch))
     model.cycles_per_row = round(_cycles_per_us() * compute_us / 8 / rows)
-    halves = overlap(model, NanoFlow((SplitFunc("sent.*", NETWORK),)))
+    engines: list[OverlapEngine] = []
+    halves = overlap(model, NanoFlow((SplitFunc("sent.*", NETWORK),)), engines.append)
     is_equal = torch.equal(halves(batch), model(batch)) and torch.equal(halves(batch), model(batch))
+    (engine,) = engines
+    assert all(engine.recordings.values()), "the batch was not split"
     whole_us, halves_us = _us(lambda: model(batch)), _us(lambda: halves(batch))
     return {
         "kind": "engine",
@@ -194,7 +201,7 @@ def broken_claims(results: Sequence[Result]) -> list[str]:
                 broken.append(f"{what}: {result['hidden']} of the waits are hidden, not 0.5")
         if result["kind"] == "engine" and not result["equal"]:
             broken.append(f"{result['rows']} rows: halves do not give the bits of the whole")
-        if result["kind"] == "engine" and result["ratio"] > MAX_ONE_GRAPH:
+        if result["kind"] == "engine" and result["ratio"] > MAX_OF_WHOLE:
             broken.append(f"{result['rows']} rows: halves take {result['ratio']} of the whole")
     return broken
 

@@ -32,9 +32,8 @@ def describe(load_before: float) -> dict[str, Any]:
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "code": code_digest(),
-        "has_local_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **_CODE,
+        "has_real_time_priority": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -57,8 +56,9 @@ def code_digest() -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(
         path
-        for folder in ("data_plane", "benchmarks", "tests")
-        for path in (ROOT / folder).rglob("*.py")
+        for folder in ("data_plane", "nanocp", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".h", ".cpp")
     ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -95,3 +95,11 @@ def _cpu() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+_CODE = {
+    "commit": _git("rev-parse", "HEAD"),
+    "code": code_digest(),
+    "has_local_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+}
+"""As it was when the benchmark began: it may change while one runs."""

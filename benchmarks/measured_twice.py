@@ -6,7 +6,6 @@ noisy to judge. Does not know: what the ways are.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -88,12 +87,6 @@ def claims_of_choices(points: list[dict[str, Any]], max_of_plain: float) -> list
             )
         )
     return claims
-
-
-def priority() -> dict[str, bool]:
-    """Whether this process has a real-time priority: then it measures beside other work too."""
-    policies = os.SCHED_FIFO, os.SCHED_RR
-    return {"has_real_time_priority": os.sched_getscheduler(0) in policies}
 
 
 def claims_of_long_waits(

@@ -25,7 +25,6 @@ from measured_twice import (
     claims_of_long_waits,
     judged,
     point_of,
-    priority,
     show,
 )
 from service import checkpoint_of
@@ -89,11 +88,15 @@ def main(
                 bar.advance(task)
     show("a step in two lanes against one", results, console)
     if json is not None:
-        write_results(json, results, describe(load_before) | {"preset": preset} | priority())
+        write_results(json, results, describe(load_before) | {"preset": preset})
     if quick:
         console.print("--quick judges no claim")
         raise typer.Exit(0)
-    raise typer.Exit(not print_claims(console, claims_of(judged(results, console))))
+    points = judged(results, console)
+    for point in filter(_is_long, points):
+        if point["halves_on_time"] > MAX_HALVES:
+            console.print(f"not claimed: {point['rows']} rows, ratio {point['ratio']}")
+    raise typer.Exit(not print_claims(console, claims_of(points)))
 
 
 def batch_of(rows: int) -> Batch:
@@ -149,12 +152,7 @@ def measure(
 def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """What is claimed of points that can be judged, and whether it holds."""
     claims = claims_of_choices(points, MAX_OF_ONE)
-    as_long = [
-        point
-        for point in points
-        if WAITS[0] <= point["waits_of_compute"] <= WAITS[1]
-        and point["halves_on_time"] <= MAX_HALVES
-    ]
+    as_long = [each for each in filter(_is_long, points) if each["halves_on_time"] <= MAX_HALVES]
     named = (
         (f"{point['rows']} rows, a wait of {point['waits_of_compute']} of compute", point)
         for point in as_long
@@ -169,6 +167,10 @@ def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
             )
         )
     return claims
+
+
+def _is_long(point: dict[str, Any]) -> bool:
+    return WAITS[0] <= float(point["waits_of_compute"]) <= WAITS[1]
 
 
 if __name__ == "__main__":

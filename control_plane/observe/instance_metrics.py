@@ -178,7 +178,7 @@ class _Sums(Collector):
             yield family
         family = CounterMetricFamily(
             f"{PREFIX}hidden_exchange_seconds",
-            "Time that one lane of a step computed while the other waited for the exchange.",
+            "Time, at most, that one lane of a step computed while the other awaited the exchange.",
             labels=["engine"],
         )
         for engine, sums in enumerate(self.engines):
