@@ -32,6 +32,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.member.lifetime import sentence
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
+from data_plane.moe.mixture import MoeSchedule
 from data_plane.profiling.batch import Batch, BatchRequest, num_frames
 from data_plane.profiling.late_puts import LateExchange
 from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
@@ -199,6 +200,10 @@ class _Instance:
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
         layout = region_layout(cluster, config.data_plane, model)
         has_lanes = config.scheduler.has_lanes
+        schedule = moe.schedule
+        if schedule is not None and not has_lanes:
+            # Where rows are awaited inside the call, waits would count as experts.
+            schedule = MoeSchedule.BARRIER
         exchange = (LateExchange if has_lanes else ShmExchange).create(
             Segments(cluster_id),
             instance,
@@ -225,7 +230,7 @@ class _Instance:
                 kernels,
                 attention,
                 cpu_mixtures(
-                    moe.schedule, tensors, model, weights, kernels, bounds.max_rows, self._clock
+                    schedule, tensors, model, weights, kernels, bounds.max_rows, self._clock
                 ),
                 config.data_plane.wire_form,
                 bounds,

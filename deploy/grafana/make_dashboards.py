@@ -355,6 +355,16 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "waits least.",
         ),
         panel(
+            "Hidden by lanes",
+            "s",
+            (
+                "sum by (engine) (rate(nanocp:hidden_exchange_seconds_total[$__rate_interval]))",
+                "engine {{engine}}",
+            ),
+            about="At most so much of a second one lane computed while the other waited; nothing "
+            "without lanes.",
+        ),
+        panel(
             "Busy in a step",
             "s",
             (
