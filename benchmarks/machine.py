@@ -102,4 +102,4 @@ _CODE = {
     "code": code_digest(),
     "has_local_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
 }
-"""As it was when the benchmark began: it may change while one runs."""
+"""The code when the benchmark began: files may change while it runs."""

@@ -44,7 +44,8 @@ class FramePool:
         shape = num_layers, num_frames + 1, PAGE_SIZE, width
         try:
             if torch.device(device).type == "cpu":
-                self.layers = huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+                memory = huge_pages(math.prod(shape) * dtype.itemsize)
+                self.layers = torch.from_numpy(memory).view(dtype).view(shape)
             else:
                 self.layers = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, OSError, OverflowError) as error:

@@ -1,6 +1,6 @@
 """Memory of huge pages: reading much of it takes a sixth less time than of small ones.
 
-Enters: a number of bytes. Leaves: a tensor of zeros. Does not know: what is kept in it.
+Enters: a number of bytes. Leaves: an array of zeros. Does not know: what is kept in it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import contextlib
 import mmap
 
 import numpy as np
-import torch
-from torch import Tensor
 
 
-def huge_pages(num_bytes: int) -> Tensor:
+def huge_pages(num_bytes: int) -> np.ndarray:
     """[num_bytes] uint8, all zero, of the processor's huge pages where the system has them.
 
     Raises OSError if the system refuses so much memory.
@@ -21,4 +19,4 @@ def huge_pages(num_bytes: int) -> Tensor:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # A system without them.
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8))
+    return np.frombuffer(memory, np.uint8)

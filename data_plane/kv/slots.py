@@ -33,7 +33,7 @@ class Slots:
         self._num_host = num_host
         self._page_bytes = page_bytes
         # Small pages would cost 3 ms of a processor for each slot that is written first.
-        memory = huge_pages(max(1, num_host * page_bytes)).numpy()
+        memory = huge_pages(max(1, num_host * page_bytes))
         self._host = memory[: num_host * page_bytes].reshape(num_host, page_bytes)
         self._checksums: dict[int, bytes] = {}
         """By slot: checksums of the pages in the file."""

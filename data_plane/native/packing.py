@@ -113,7 +113,8 @@ class _Arenas:
     def empty(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8, aligned to a cache line."""
         if self._used + num_bytes > len(self._arena):
-            self._arena, self._used = huge_pages(max(num_bytes, _ARENA_BYTES)), 0
+            memory = huge_pages(max(num_bytes, _ARENA_BYTES))
+            self._arena, self._used = torch.from_numpy(memory), 0
         part = self._arena[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return part
