@@ -11,12 +11,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from panels import Panel, dashboard, mean, panel, quantiles, rate
+from panels import ENGINE, Panel, dashboard, mean, panel, quantiles, rate
 from recovery_panels import recovery_panels
+from step_panels import step_panels
 
 FOLDER = Path(__file__).parent / "dashboards"
-
-ENGINE = " by (engine)"
 
 DASHBOARDS: dict[str, list[Panel]] = {
     "service-health": [
@@ -341,40 +340,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
         ),
     ],
     "engine-internals": [
-        panel(
-            "Step",
-            "s",
-            (mean("step_seconds", ENGINE), "engine {{engine}}"),
-            about="Mean wall time.",
-        ),
-        panel(
-            "Waiting for others in a step",
-            "s",
-            (mean("step_exchange_seconds", ENGINE), "engine {{engine}}"),
-            about="Mean time of a step in which the instance waits for peers. The busiest instance "
-            "waits least.",
-        ),
-        panel(
-            "Hidden by lanes",
-            "s",
-            (
-                "sum by (engine) (rate(nanocp:hidden_exchange_seconds_total[$__rate_interval]))",
-                "engine {{engine}}",
-            ),
-            about="At most so much of a second one lane computed while the other waited; nothing "
-            "without lanes.",
-        ),
-        panel(
-            "Busy in a step",
-            "s",
-            (
-                "(sum by (engine) (rate(nanocp:step_seconds_sum[$__rate_interval])) - "
-                "sum by (engine) (rate(nanocp:step_exchange_seconds_sum[$__rate_interval]))) / "
-                "sum by (engine) (rate(nanocp:step_seconds_count[$__rate_interval]))",
-                "engine {{engine}}",
-            ),
-            about="This differs between instances: every step waits for the busiest one.",
-        ),
+        *step_panels(),
         panel(
             "Waiting for masks in a step",
             "s",

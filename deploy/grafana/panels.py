@@ -7,6 +7,8 @@ from typing import Any
 
 Panel = dict[str, Any]
 _COLUMNS, _HEIGHT = 3, 8
+ENGINE = " by (engine)"
+"""Appended to a sum: one line for each instance."""
 
 
 def _of_job(expression: str) -> str:
