@@ -13,14 +13,14 @@ does inside of an instruction is not counted.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from machine import ROOT, describe, write_results
+from machine import describe, write_results
+from other_checkout import commit_of, count_in
 
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
@@ -97,30 +97,12 @@ def main(
     result: dict[str, Any] = {"instructions": here}
     print(f"{here:.0f} instructions a call of plan_window")
     if against is not None:
-        before = _count_in(against, quick)
-        result |= {"against": _commit_of(against), "before": before, "ratio": here / before}
+        before = count_in(against, __file__, quick)
+        result |= {"against": commit_of(against), "before": before, "ratio": here / before}
         print(f"{before:.0f} in {against} at {result['against']}: {here / before:.4f}x")
     if json is not None:
         write_results(json, [result], describe(load_before))
     raise typer.Exit(result.get("ratio", 0.0) > MAX_RATIO)
-
-
-def _count_in(checkout: Path, quick: bool) -> float:
-    """Let this program run with the packages of the checkout, which may not have it."""
-    path = os.pathsep.join([str(checkout), str(ROOT / "benchmarks")])
-    done = subprocess.run(
-        [sys.executable, __file__, *(["--quick"] if quick else [])],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout.split()[0])
-
-
-def _commit_of(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,8 @@ from types import FrameType, SimpleNamespace
 from typing import Annotated, Any
 
 import typer
-from machine import ROOT, describe, write_results
+from machine import describe, write_results
+from other_checkout import commit_of, count_in
 
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.fake import instance as fake
@@ -146,30 +146,12 @@ def main(
     result: dict[str, Any] = {"instructions": here, "ns": round(ns)}
     print(f"{here:.0f} instructions a step beside its arithmetic, {ns:.0f} ns each")
     if against is not None:
-        before = _count_in(against, quick)
-        commit = _commit_of(against)
+        before = count_in(against, __file__, quick)
+        commit = commit_of(against)
         result |= {"against": commit, "before": before, "more_us": (here - before) * ns / 1000}
         print(f"{before:.0f} in {against} at {commit}: {result['more_us']:+.1f} us a step")
     if json is not None:
         write_results(json, [result], describe(load_before))
-
-
-def _count_in(checkout: Path, quick: bool) -> float:
-    """Let this program run with the packages of the checkout, which may not have it."""
-    path = os.pathsep.join([str(checkout), str(ROOT / "benchmarks")])
-    done = subprocess.run(
-        [sys.executable, __file__, *(["--quick"] if quick else [])],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout.split()[0])
-
-
-def _commit_of(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
