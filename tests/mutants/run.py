@@ -32,6 +32,9 @@ TIMEOUT_S = 600
 NUM_AT_ONCE = 2
 OUTPUT = "output"
 FORK_FAILED = 70
+CRASHES = {
+    -each: each.name for each in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
+}
 
 
 class Running(NamedTuple):
@@ -151,15 +154,21 @@ def verdict(running: Running) -> Verdict | None:
         return None
     output = Path(folder.name, OUTPUT).read_text(errors="replace")
     folder.cleanup()
-    failed = re.search(r"^FAILED (.*)", output, re.M)
-    # Exit status 1 with a failed test, or 0. A failed test may leave threads inside native code,
-    # and C++ ends the process with a signal when the interpreter stops them. Anything else (no
-    # tests, a usage error, a fixture that fails) is the mutant's own mistake.
     code = os.waitstatus_to_exitcode(status)
-    has_ended_red = code in (1, -signal.SIGABRT)
+    failed = re.search(r"^FAILED (.*)", output, re.M)
+    if code in CRASHES and not failed:
+        # A fault in native code may end the process in the middle of a test, which Python's fault
+        # handler then names.
+        failed = re.search(r'^  File ".*/tree/(.*", line \d+ in test_\w+)', output, re.M)
+    # Exit status 1 with a failed test, or 0. A failed test may also leave threads inside native
+    # code, and C++ ends the process with a signal when the interpreter stops them. Anything else
+    # (no tests, a usage error, a fixture that fails) is the mutant's own mistake.
+    has_ended_red = code == 1 or code in CRASHES
     if (code != 0 and not has_ended_red) or has_ended_red != bool(failed):
         raise SystemExit(f"mutant {mutant.name}: pytest exited {code}\n{output[-4000:]}")
-    return Verdict(mutant, failed is not None, seconds, failed[1] if failed else "")
+    ended_by = CRASHES.get(code, "")
+    seen_by = f"{failed[1]} {ended_by}".rstrip() if failed else ""
+    return Verdict(mutant, failed is not None, seconds, seen_by)
 
 
 def judge(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
