@@ -30,6 +30,7 @@ from data_plane.member.stage_messages import (
     StageEnded,
     StageGaveUp,
     StageJoined,
+    StageLoaded,
     StageLoading,
     StageRan,
     StageSpec,
@@ -267,6 +268,7 @@ def serve_stage(end: StageEnd, spec: StageSpec) -> bool:
             built = member.make(member.config, spec.stage, links, member.checkpoint, loading)
             held.callback(built.stage.close)
             built.stage.connect()
+            end.send(StageLoaded())
             term = Term(member.term)
             streams = TokenStreams(0, member.config.limits, member.metadata)
             held.callback(streams.close)

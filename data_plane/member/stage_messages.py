@@ -55,6 +55,10 @@ class StageLoading(NamedTuple):
     percent: int
 
 
+class StageLoaded(NamedTuple):
+    """A stage has loaded its weights, and is connected to the others."""
+
+
 class StageJoined(NamedTuple):
     """A stage is attached to its rings of the term."""
 

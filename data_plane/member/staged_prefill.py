@@ -36,6 +36,7 @@ from data_plane.member.stage_messages import (
     StageEnded,
     StageGaveUp,
     StageJoined,
+    StageLoaded,
     StageLoading,
     StageRan,
     StageSpec,
@@ -73,13 +74,16 @@ def run_staged_prefill(spec: MemberSpec) -> None:
         scheduler: PassScheduler = spec.make_planner(spec.config)
         prefill = spec.config.prefill
         limit_ms = prefill.limit_ms(prefill.chunk_tokens)
-        loop = StagedPrefillLoop(scheduler, link, prefill.stages, limit_ms)
+        beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
+
+        def begin_beats() -> None:
+            held.callback(Heartbeat(lambda: link.send(beat), spec.config.limits).close)
+
+        loop = StagedPrefillLoop(scheduler, link, prefill.stages, limit_ms, begin_beats)
         make_stages = StageProcesses if prefill.stages > 1 else StageThread
         stages = make_stages(spec, loop.report)
         held.callback(stages.close)
         loop.stages = stages
-        beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
-        held.callback(Heartbeat(lambda: link.send(beat), spec.config.limits).close)
         run_under_controllers(spec, link, loop)
 
 
@@ -101,9 +105,15 @@ class StagedPrefillLoop(TicketLoop):
         link: ControllerLink,
         num_stages: int,
         limit_ms: float,
+        all_loaded: Callable[[], None],
     ) -> None:
-        """limit_ms: longest time that the stages may take for a pass."""
+        """limit_ms: longest time that the stages may take for a pass.
+
+        all_loaded: called once, when every stage has loaded. A prefill beats from then on: what it
+        imports and loads may keep its threads from running.
+        """
         super().__init__(link)
+        self._all_loaded = all_loaded
         self._scheduler = scheduler
         self._num_stages = num_stages
         self._limit_ms = limit_ms
@@ -115,6 +125,8 @@ class StagedPrefillLoop(TicketLoop):
         self._open: set[int] = set()
         """Tickets of the present term that were neither cancelled nor arrived."""
         self._events: list[Arrival | AbortRequested | PassDone] = []
+        self._unloaded = set(range(num_stages))
+        """Stages that have yet to load."""
         self._unjoined: set[int] = set()
         """Stages that have yet to join the term."""
         self._percents = [0] * num_stages
@@ -232,6 +244,10 @@ class StagedPrefillLoop(TicketLoop):
                 self._link.send(
                     pb.FromPrefill(loading_percent=sum(self._percents) // self._num_stages)
                 )
+            case StageLoaded():
+                self._unloaded.discard(stage)
+                if not self._unloaded:
+                    self._all_loaded()
             case StageJoined(term) if term == self._number:
                 self._unjoined.discard(stage)
                 if not self._unjoined:

@@ -26,6 +26,7 @@ from data_plane.member.stage_messages import (
     JoinTerm,
     StageEnded,
     StageJoined,
+    StageLoaded,
     StageRan,
     StageSpec,
     StageSuspects,
@@ -142,7 +143,8 @@ class Threads:
 def staged(checkpoint, link, config):
     """The loop of the prefill with its stages, which is asked to shut down at the end."""
     num_stages = config.prefill.stages
-    loop = StagedPrefillLoop(make_prefill_scheduler(config), link, num_stages, 60_000.0)
+    scheduler = make_prefill_scheduler(config)
+    loop = StagedPrefillLoop(scheduler, link, num_stages, 60_000.0, lambda: None)
     if num_stages > 1:
         loop.stages = Threads(checkpoint, loop)
     else:
@@ -246,7 +248,10 @@ class Recorder:
 def scripted(tiny_checkpoint, *messages, limit_ms=60_000.0):
     """A loop with stages that do nothing; it runs until it would wait."""
     link = Link(*messages)
-    loop = StagedPrefillLoop(make_prefill_scheduler(CONFIG), link, 2, limit_ms)
+    beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
+    loop = StagedPrefillLoop(
+        make_prefill_scheduler(CONFIG), link, 2, limit_ms, lambda: link.send(beat)
+    )
     loop.stages = Recorder()
     return loop, link
 
@@ -313,6 +318,16 @@ def test_a_stage_that_hangs_ends_the_prefill_by_name(tiny_checkpoint):
     loop.report(0, StageRan(0))
     with pytest.raises(RuntimeError, match=r"stage 1 of the prefill did not run pass 0 in 0 s"):
         loop.run()
+
+
+def test_it_beats_once_every_stage_has_loaded(tiny_checkpoint):
+    loop, link = scripted(tiny_checkpoint, join(1))
+    loop.report(1, StageLoaded())
+    run_to_the_end(loop, link)
+    assert link.kinds() == []
+    loop.report(0, StageLoaded())
+    run_to_the_end(loop, link)
+    assert link.kinds() == ["heartbeat"]
 
 
 def test_it_is_ready_when_every_stage_has_joined_the_present_term(tiny_checkpoint):
