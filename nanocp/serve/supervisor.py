@@ -44,6 +44,8 @@ MEMBER_COMMAND = (sys.executable, "-m", "data_plane.member.process")
 CONTROLLER_COMMAND = (sys.executable, "-m", "nanocp.cli.controller_process")
 HUNG_S = 15.0
 """A controller whose process says nothing for this long is killed."""
+_WATCH_S = 1.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_LOSSES = 5
 """After as many losses within _LOSSES_S the service ends."""
 _LOSSES_S = 120.0
@@ -100,8 +102,12 @@ class Supervisor:
         }
         self._environment = more
         self._losses: deque[float] = deque(maxlen=_MAX_LOSSES)
-        self._heard_s = 0.0
-        self._is_stopping = False
+        self._silent_s = 0.0
+        """Time that this process has lived through since the controller last said anything."""
+        self._is_serving = self._is_stopping = self._is_forced = False
+        """Whether the present controller serves; whether a signal came, and a second one."""
+        self._undelivered: deque[int] = deque()
+        """Signals for the present controller."""
         self.process: subprocess.Popen[bytes] | None = None
         """The present controller's process."""
         self.has_served = threading.Event()
@@ -112,13 +118,15 @@ class Supervisor:
         try:
             while True:
                 status = self._run_controller()
+                was_serving, self._is_serving = self._is_serving, False
+                cuts_off = self.has_served.is_set() and not was_serving
                 if status >= 0:
-                    return status
+                    return status or int(cuts_off)
                 how = f"ended by {signal.Signals(-status).name}"
-                if self._is_stopping:
+                if self._ends_at_once:
                     # It may have been starting, and knew no signal yet.
                     logger.info("the controller was %s as the service was asked to stop", how)
-                    return int(status == -signal.SIGKILL)
+                    return int(cuts_off or -status not in _STOP_SIGNALS)
                 if not self.has_served.is_set():
                     logger.error("the controller was %s before it served", how)
                     return 2
@@ -140,10 +148,31 @@ class Supervisor:
                 host.stop(0.0)
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the controller, which ends with it; no other one follows."""
-        self._is_stopping = True
-        if self.process is not None:
-            self.process.send_signal(number)
+        """Let the service end: the controller that serves gets the signal.
+
+        While a controller starts in place of a lost one, the first signal waits until it serves:
+        streams are open, and it lets them end. A second one ends it at once.
+        """
+        self._is_stopping, self._is_forced = True, self._is_stopping
+        self._undelivered.append(number)
+        self._deliver()
+        if self._undelivered:
+            logger.info(
+                "asked to stop while a controller starts: requests go on and end once it serves; "
+                "Ctrl-C again to stop now"
+            )
+
+    @property
+    def _ends_at_once(self) -> bool:
+        """Whether the service stops, and a controller that starts is not waited for."""
+        return self._is_stopping and (self._is_forced or not self.has_served.is_set())
+
+    def _deliver(self) -> None:
+        """Pass signals on, each once: this may interrupt itself."""
+        if self.process is not None and (self._is_serving or self._ends_at_once):
+            with suppress(IndexError):
+                while True:
+                    self.process.send_signal(self._undelivered.popleft())
 
     def _run_controller(self) -> int:
         own, others = new_pipe()
@@ -160,13 +189,14 @@ class Supervisor:
                 start_new_session=True,
             )
             others.close()
-            if self._is_stopping:  # The signal came while there was no controller.
-                self.process.terminate()
+            if self._is_stopping:  # The signal was for an earlier controller, or for none.
+                self._undelivered = deque([signal.SIGTERM])
+                self._deliver()
             assert self.process.stdin is not None
             with suppress(BrokenPipeError), self.process.stdin:
                 pickle.dump(self._spec, self.process.stdin)
             # Its first word takes as long as its imports.
-            self._heard_s = time.monotonic() + self.config.limits.start_timeout_ms / 1000
+            self._silent_s = -self.config.limits.start_timeout_ms / 1000
             over = threading.Event()
             stack.callback(over.set)
             watch = threading.Thread(target=self._watch, args=(self.process, over), daemon=True)
@@ -179,10 +209,12 @@ class Supervisor:
         with suppress(EOFError, OSError):
             while True:
                 message = pipe.receive()
-                self._heard_s = time.monotonic()
+                self._silent_s = 0.0
                 match message:
                     case ("serving",):
+                        self._is_serving = True
                         self.has_served.set()
+                        self._deliver()
                     case ("seats", seats):
                         self._spec = replace(self._spec, seats=seats)
                     case ("call", number, name, method, arguments):
@@ -193,8 +225,9 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[bytes], over: threading.Event) -> None:
         """Kill a controller that hangs, or is stopped: nobody else would notice."""
-        while not over.wait(1.0):
-            if time.monotonic() - self._heard_s > HUNG_S:
+        while not over.wait(_WATCH_S):
+            self._silent_s += _WATCH_S
+            if self._silent_s > HUNG_S:
                 logger.warning("the controller has said nothing for %.0f s; it is killed", HUNG_S)
                 process.kill()
                 return

@@ -112,6 +112,18 @@ def test_controllers_are_killed_one_after_the_other():
             check(running)
 
 
+def test_a_service_that_is_asked_to_stop_while_the_next_controller_starts_ends_its_streams():
+    """The next controller gets the signal once it serves; the service ends with 0."""
+    with supervised() as (supervisor, targets), ThreadPoolExecutor(8) as pool:
+        controller = supervisor.process.pid
+        running = answers(pool, targets)
+        os.kill(controller, signal.SIGKILL)
+        until(lambda: supervisor.process.pid != controller)
+        supervisor.signal(signal.SIGTERM)
+        check(running)
+        until(lambda: supervisor.process.poll() is not None)
+
+
 def test_a_member_and_a_front_end_are_lost_while_the_next_controller_starts():
     with supervised() as (supervisor, targets), ThreadPoolExecutor(8) as pool:
         controller, hosts = supervisor.process.pid, supervisor.hosts

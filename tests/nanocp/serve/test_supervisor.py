@@ -131,12 +131,19 @@ def test_a_process_that_ends_before_its_next_controller_listens_is_reported(host
     assert exits == [(ONE, 0, "its process was ended by SIGKILL")]
 
 
+SERVE = (
+    "from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
+    "pipe.send(('serving',)); time.sleep(600)"
+)
+"""What a controller does that serves; a signal interrupts its sleep."""
+
+
 def supervised(monkeypatch, tmp_path, program):
     """A supervisor of controllers that run the program, with their number in argv."""
     log = tmp_path / "log"
     log.touch()
-    head = f"import os, sys, time; log = open({str(log)!r}, 'a'); log.write('x'); log.close(); "
-    head += f"number = os.path.getsize({str(log)!r}); "
+    head = f"import os, signal, sys, time; log = open({str(log)!r}, 'a'); log.write('x'); "
+    head += f"log.close(); number = os.path.getsize({str(log)!r}); "
     monkeypatch.setattr(module, "CONTROLLER_COMMAND", (sys.executable, "-c", head + program))
     supervisor = Supervisor(SUPERVISED, served())
     supervisor.has_served.set()
@@ -156,16 +163,45 @@ def test_controllers_that_are_killed_again_and_again_end_the_service(monkeypatch
     assert log.read_text() == "x" * 5
 
 
-def test_no_controller_follows_one_that_is_asked_to_stop_while_it_starts(monkeypatch, tmp_path):
-    program = "os.kill(os.getpid(), 9) if number < 2 else time.sleep(600)"
-    supervisor, log = supervised(monkeypatch, tmp_path, program)
+def signalled(supervisor, log, times):
+    """Run the supervisor, signal it so often once the second controller starts; its status."""
 
     def stop():
         until(lambda: log.read_text() == "xx")
-        supervisor.signal(signal.SIGTERM)
+        for _ in range(times):
+            supervisor.signal(signal.SIGTERM)
 
     threading.Thread(target=stop).start()
-    assert supervisor.run() == 0
+    return supervisor.run()
+
+
+def test_no_controller_follows_one_that_is_asked_to_stop_twice_while_it_starts(
+    monkeypatch, tmp_path
+):
+    """Streams of the one before it are cut off."""
+    program = "os.kill(os.getpid(), 9) if number < 2 else time.sleep(600)"
+    supervisor, log = supervised(monkeypatch, tmp_path, program)
+    assert signalled(supervisor, log, times=2) == 1
+    assert log.read_text() == "xx"
+
+
+def test_a_signal_waits_until_a_controller_serves_and_the_next_gets_it_if_that_is_lost(
+    monkeypatch, tmp_path
+):
+    """The second controller is killed while it drains, the third one drains to the end."""
+    end = "os.kill(os.getpid(), 9) if number < 3 else sys.exit(0)"
+    drain = f"signal.signal(signal.SIGTERM, lambda *it: exec({end!r}))"
+    program = f"os.kill(os.getpid(), 9) if number < 2 else {drain}; {SERVE}"
+    supervisor, log = supervised(monkeypatch, tmp_path, program)
+    assert signalled(supervisor, log, times=1) == 0
+    assert log.read_text() == "xxx"
+
+
+def test_the_first_controller_may_be_asked_to_stop_while_it_starts(monkeypatch, tmp_path):
+    supervisor, log = supervised(monkeypatch, tmp_path, "time.sleep(600)")
+    supervisor.has_served.clear()
+    log.write_text("x")
+    assert signalled(supervisor, log, times=1) == 0
     assert log.read_text() == "xx"
 
 
@@ -178,12 +214,12 @@ def test_a_controller_that_never_served_has_no_successor(monkeypatch, tmp_path):
 
 def test_a_controller_that_says_nothing_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "HUNG_S", 0.5)
-    program = "time.sleep(600) if number < 2 else sys.exit(0)"
+    program = "time.sleep(600) if number < 2 else sys.exit(7)"
     supervisor, log = supervised(monkeypatch, tmp_path, program)
     limits = replace(supervisor.config.limits, start_timeout_ms=1)
     supervisor.config = replace(supervisor.config, limits=limits)
     began_s = time.monotonic()
-    assert supervisor.run() == 0
+    assert supervisor.run() == 7
     assert log.read_text() == "xx" and time.monotonic() - began_s < 100
 
 
