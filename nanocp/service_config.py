@@ -41,8 +41,9 @@ class LimitsConfig:
     recovery_timeout_ms: int = 120_000
     """After a member is lost, longest wait until the service goes on; then it ends. 0: it ends with
     the first loss. On a GPU it always does."""
-    orphan_ms: int = 30_000
-    """Members and front ends that have lost the controller wait so long for another one."""
+    orphan_ms: int = 120_000
+    """Members and front ends that have lost the controller wait so long for another one. Time in
+    which their process does not run is not counted."""
     drain_timeout_ms: int = 30_000
     """Time that running requests get to finish after SIGTERM."""
     max_undelivered_tokens: int = 4096

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,9 @@ _MAX_MESSAGES = 16_384
 _MAX_MESSAGE_BYTES = 256 << 20
 _REDIAL_S = 0.2
 """Pause before another controller is dialled again, which has refused this member."""
+_SLICE_S = 1.0
+"""Longest single wait for a controller. Only what this process lives through counts: one that was
+stopped, or had no processor for minutes, has hardly waited."""
 _LAST_WORD_S = 2.0
 """Longest wait for the controller to take the last message."""
 
@@ -58,24 +62,33 @@ class ControllerLink:
         self._limits = limits
         self._metadata = metadata
         self._is_prefill = is_prefill
-        self._orphan_until_s: float | None = None
-        """When another controller is waited for no longer; None while there is one."""
-        self._dial("start_timeout_ms", limits.start_timeout_ms)
+        self._parent = os.getppid()
+        self._is_orphan = False
+        """Whether the controller is lost, and no other one has said anything."""
+        self._left_s = limits.start_timeout_ms / 1000
+        """For how long a controller is still waited for."""
+        self._dial("start_timeout_ms")
 
-    def _dial(self, limit: str, limit_ms: float) -> None:
+    def _dial(self, limit: str) -> None:
         self.inbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
         self._channel = grpc.insecure_channel(
             self._controller, options=channel_options(self._limits)
         )
-        try:
-            grpc.channel_ready_future(self._channel).result(limit_ms / 1000)
-        except grpc.FutureTimeoutError:
+        ready = grpc.channel_ready_future(self._channel)
+        while not _is_done(ready, min(_SLICE_S, self._left_s)):
+            self._left_s -= _SLICE_S
+            if os.getppid() != self._parent:
+                reason = "the process that started this member is gone"
+            elif self._left_s <= 0:
+                limit_ms = getattr(self._limits, limit)
+                reason = (
+                    f"no controller answered at {self._controller} within {limit} ({limit_ms} ms)"
+                )
+            else:
+                continue
             self._channel.close()
-            raise ControllerLost(
-                f"no controller answered at {self._controller} within {limit} "
-                f"({getattr(self._limits, limit)} ms)"
-            ) from None
+            raise ControllerLost(reason)
         stub = rpc.ControllerStub(self._channel)
         attach = stub.AttachPrefill if self._is_prefill else stub.AttachInstance
         self._call = attach(_outgoing(self._outbox), metadata=self._metadata)
@@ -87,21 +100,21 @@ class ControllerLink:
     def redial(self) -> None:
         """Attach to the controller that takes the place of a lost one, to be told the next term.
 
-        Raises ControllerLost if there is none within orphan_ms.
+        Raises ControllerLost if there is none within orphan_ms, or nobody who could start one.
         """
         if not self._outbox.full():
             self._outbox.put_nowait(None)
         self._channel.close()
-        now_s = time.monotonic()
-        if self._orphan_until_s is None:
-            self._orphan_until_s = now_s + self._limits.orphan_ms / 1000
-        elif (left_s := self._orphan_until_s - now_s) <= 0:
+        if not self._is_orphan:
+            self._is_orphan, self._left_s = True, self._limits.orphan_ms / 1000
+        elif self._left_s <= 0:
             raise ControllerLost(
                 f"no controller took this member within orphan_ms ({self._limits.orphan_ms} ms)"
             )
         else:
-            time.sleep(min(left_s, _REDIAL_S))
-        self._dial("orphan_ms", max(0.0, self._orphan_until_s - now_s) * 1000)
+            time.sleep(_REDIAL_S)
+            self._left_s -= _REDIAL_S
+        self._dial("orphan_ms")
         self.term.go_on()
 
     def send(self, message: pb.FromInstance | pb.FromPrefill) -> None:
@@ -130,7 +143,7 @@ class ControllerLink:
     def _read(self, inbox: Queue[Any]) -> None:
         try:
             for message in self._call:
-                self._orphan_until_s = None
+                self._is_orphan = False
                 self._note(message)
                 inbox.put_nowait(message)
         except Full:
@@ -151,6 +164,14 @@ class ControllerLink:
                 self.term.end(message.term - 1)
             case "shutdown":
                 self.term.end(math.inf)
+
+
+def _is_done(future: grpc.Future, timeout_s: float) -> bool:
+    try:
+        future.result(timeout_s)
+    except grpc.FutureTimeoutError:
+        return False
+    return True
 
 
 def _outgoing(outbox: Queue[Any]) -> Iterator[Any]:

@@ -120,23 +120,24 @@ class RemoteController:
         threading.Thread(
             target=self._observe_for_ever, args=(front_end,), name="observations", daemon=True
         ).start()
-        orphan_until_s = 0.0
+        left_s, parent = 0.0, os.getppid()
         while True:
             reason = self._converse(front_end, secrets)
             if reason is not None:
                 return reason
-            now_s = time.monotonic()
             if self._has_heard:
-                orphan_until_s = now_s + self._orphan_s
+                left_s = self._orphan_s
                 if self._orphan_s:
                     logger.warning(
                         "the controller is lost; another one is waited for, %.0f s at most",
                         self._orphan_s,
                     )
-            if now_s >= orphan_until_s:
+            if left_s <= 0 or os.getppid() != parent:
                 return "the controller is lost"
             self._channel.close()
+            # A process that was stopped has not waited meanwhile.
             time.sleep(_REDIAL_S)
+            left_s -= _REDIAL_S
 
     def _converse(self, front_end: FrontEnd, secrets: MemberSecrets) -> str | None:
         """One controller's time; returns why it ends the front end, or None if it is lost."""

@@ -1,6 +1,7 @@
 """The stream to the controller, with real gRPC."""
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import Queue
@@ -8,6 +9,7 @@ from queue import Queue
 import grpc
 import pytest
 
+from data_plane.member import controller_link
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.exchange import Term
 from harness.member_fakes import LIMITS
@@ -75,6 +77,46 @@ def test_a_member_without_a_controller_ends_after_its_limit(free_port):
         while True:
             link.redial()
             assert link.inbox.get(timeout=30) is None
+
+
+def test_a_member_does_not_wait_for_another_controller_when_nobody_could_start_one(
+    free_port, monkeypatch
+):
+    server, _ = serve(free_port, term=1)
+    link = ControllerLink(f"127.0.0.1:{free_port}", replace(LIMITS, orphan_ms=600_000))
+    server.stop(0).wait()
+    monkeypatch.setattr(controller_link.os, "getppid", lambda: 1)
+    monkeypatch.setattr(controller_link, "_SLICE_S", 0.1)
+    with pytest.raises(ControllerLost, match="process that started this member is gone"):
+        link.redial()
+
+
+def test_time_in_which_a_member_does_not_run_is_no_waiting(free_port, monkeypatch):
+    """One that is stopped while it waits finds the controller that has come meanwhile."""
+    server, _ = serve(free_port, term=1)
+    link = ControllerLink(f"127.0.0.1:{free_port}", replace(LIMITS, orphan_ms=500))
+    server.stop(0).wait()
+    assert [link.inbox.get(timeout=30) is None for _ in range(2)] == [False, True]
+    real, waits = grpc.channel_ready_future, []
+
+    class Stopped:
+        def __init__(self, channel):
+            self._ready = real(channel)
+
+        def result(self, timeout):
+            waits.append(timeout)
+            if len(waits) == 1:
+                time.sleep(1)
+                raise grpc.FutureTimeoutError
+            return self._ready.result(30)
+
+    monkeypatch.setattr(grpc, "channel_ready_future", Stopped)
+    monkeypatch.setattr(controller_link, "_SLICE_S", 0.1)
+    server, _ = serve(free_port, term=2)
+    link.redial()
+    assert link.inbox.get(timeout=30).term == 2
+    link.close()
+    server.stop(0).wait()
 
 
 def test_a_term_of_a_lost_controller_stays_over_and_a_later_one_may_begin():
