@@ -131,11 +131,15 @@ def play(machines: Sequence[Node], service: Serve, run: ChaosRun) -> dict[str, A
     asked: list[Asked] = []
     losses, began_s = Unplugging(machines, run.seed), time.monotonic()
     http_urls = [f"http://{machines[0].address}:{_HTTP_PORT}"]
-    asyncio.run(ask_all(run, [service.address], http_urls, losses.cause_until, asked))
+
+    def has_ended() -> bool:
+        return service.process.poll() is not None
+
+    asyncio.run(ask_all(run, [service.address], http_urls, losses.cause_until, asked, has_ended))
     took_s = time.monotonic() - began_s
     seats: list[int] = []
-    frames = tickets = 0
-    if service.process.poll() is None:
+    frames, tickets, ended_early = 0, 0, has_ended()
+    if not ended_early:
         seats = json_lib.loads(_status(machines[0], "cluster/seats"))["serving"]
         frames = settled(lambda: _sum_of(machines[0], HELD_FRAMES))
         tickets = settled(lambda: _sum_of(machines[0], ("nanocp:tickets_open",)))
@@ -152,10 +156,11 @@ def play(machines: Sequence[Node], service: Serve, run: ChaosRun) -> dict[str, A
         "segments_left": settled(lambda: sum(len(each.shared_memory()) for each in there)),
         "processes_left": settled(lambda: sum(len(each.processes(MEMBER)) for each in there)),
         "exit_status": exit_status,
+        "ended_early": ended_early,
         "tokens_per_s": round(found["tokens"] / took_s, 1),
         "serving_share": serving_share(asked, began_s, run.seconds),
         "by_kind": pauses_by_kind(asked, losses.happened),
-        "log_end": service.lines[-20:] if exit_status else [],
+        "log_end": service.lines[-20:] if exit_status or ended_early else [],
     }
 
 

@@ -59,7 +59,7 @@ def play_in_process(
 
     disturb: runs beside the clients; it gets the service, and when the time ends, in seconds of
     time.monotonic. before: called once the service is ready, before the clients begin. Of `run`,
-    checkpoint, seconds, seed and timeout_s are taken.
+    checkpoint, seconds, seed and timeout_s are taken. Raises RuntimeError if the service ends.
     """
     command = [sys.executable, "-m", "data_plane.member.process"]
     launcher = ProcessLauncher(command, member_environment(config))
@@ -74,8 +74,21 @@ def play_in_process(
         async def disturb_until(until_s: float) -> None:
             await disturb(disturbed, until_s)
 
-        asyncio.run(ask_all(run, service.addresses, http_urls, disturb_until, disturbed.asked))
+        asyncio.run(
+            ask_all(
+                run,
+                service.addresses,
+                http_urls,
+                disturb_until,
+                disturbed.asked,
+                service.failure.done,
+            )
+        )
         took_s = time.monotonic() - began_s
+        if service.failure.done():
+            raise RuntimeError(
+                f"the service ended after {took_s:.0f} s: {service.failure.result()}"
+            )
         frames = settled(lambda: round(sum(map(disturbed.sample, HELD_FRAMES))))
         tickets = settled(lambda: round(disturbed.sample("nanocp:tickets_open")))
     finally:

@@ -138,6 +138,9 @@ async def _ask(apis: Apis, request: Asked) -> None:
             pieces = _by_grpc(apis, request) if request.api == "grpc" else _by_http(apis, request)
             async for choice, token_ids in pieces:
                 request.take(choice, token_ids)
+    except asyncio.CancelledError:
+        request.error = "the service ended"
+        raise
     except TimeoutError:
         request.error = f"it was not complete in {apis.timeout_s:.0f} s"
     except (ServiceError, aiohttp.ClientError, ValueError, LookupError) as error:

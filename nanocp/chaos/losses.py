@@ -96,10 +96,12 @@ class Losses:
                 self._signal(kind, [one], signal.SIGSTOP)
             case "instance stopped for a while":
                 stopped = self._signal(kind, [one], signal.SIGSTOP)
-                await asyncio.sleep(draw.uniform(*_WHILE_S))
-                for pid in stopped:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
+                try:
+                    await asyncio.sleep(draw.uniform(*_WHILE_S))
+                finally:
+                    for pid in stopped:
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGCONT)
             case "prefill killed":
                 self._signal(kind, ["prefill"], signal.SIGKILL)
             case "prefill stopped":

@@ -110,7 +110,10 @@ def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
             result["near_ties"] <= MAX_NEAR_TIES * result["tokens"],
         ),
         *((f"{name.replace('_', ' ')}: {result[name]}", not result[name]) for name in left),
-        ("the service ended with status 0 when asked", result["exit_status"] == 0),
+        (
+            "the service ended with status 0 when asked",
+            result["exit_status"] == 0 and not result.get("ended_early"),
+        ),
         ("something was lost, and tokens came", bool(result["losses"] and result["tokens"])),
     ]
 

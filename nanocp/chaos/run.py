@@ -32,9 +32,11 @@ _PROCESSES = {
     "service.front_ends": _NUM_FRONT_ENDS,
     "service.front_end_processes": True,
     "service.controller_process": True,
-    "limits.orphan_ms": 120_000,
 }
-"""Members wait longer than it takes on a busy machine until another controller has started."""
+_LOOK_S = 1.0
+"""Longest time in which the end of the service is not noticed."""
+_LOG_LINES = 10
+"""Last lines of a service's log that are shown if it failed."""
 _GONE_S = 10.0
 """Longest wait for processes and segments that are on their way out."""
 
@@ -93,8 +95,13 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
         offsets = range(num_front_ends)
         targets = [f"{host}:{int(port) + offset}" for offset in offsets]
         http_urls = [f"http://{host}:{service.http_port + offset}" for offset in offsets]
-        asyncio.run(ask_all(run, targets, http_urls, losses.cause_until, asked))
+        asyncio.run(
+            ask_all(run, targets, http_urls, losses.cause_until, asked, lambda: not _runs(service))
+        )
         took_s = time.monotonic() - began_s
+        ended_early = not _runs(service)
+        if ended_early:
+            said(f"the service has ended with status {service.stop()} after {took_s:.0f} s")
         said("looking for what is left")
         left = _left_in_service(service)
         processes = _with_children(service.pid)
@@ -104,6 +111,7 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
         "segments_left": settled(lambda: sum(n.startswith(prefix) for n in os.listdir("/dev/shm"))),
         "processes_left": settled(lambda: sum(process.is_running() for process in processes)),
         "exit_status": exit_status,
+        "ended_early": ended_early,
     }
     said(f"judging {len(asked)} requests")
     found = judged(asked, judge())
@@ -117,7 +125,7 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
         "tokens_per_s": round(found["tokens"] / took_s, 1),
         "serving_share": serving_share(asked, began_s, run.seconds),
         "by_kind": pauses_by_kind(asked, happened),
-        "log_end": log.splitlines()[-5:] if exit_status else [],
+        "log_end": log.splitlines()[-_LOG_LINES:] if exit_status or ended_early else [],
     }
 
 
@@ -127,11 +135,13 @@ async def ask_all(
     http_urls: Sequence[str],
     disturb: Callable[[float], Coroutine[Any, Any, None]],
     asked: list[Asked],
+    has_ended: Callable[[], bool],
 ) -> None:
     """Let every client ask until the run's time is over, and the last answers end.
 
     targets, http_urls: of each front end; clients begin at them in turn, and know them all.
     disturb: runs beside them, and gets the end of the time. asked: gets every request.
+    has_ended: whether there is no service any more, which ends the run and what is asked.
     """
     until_s = time.monotonic() + run.seconds
     async with AsyncExitStack() as stack:
@@ -148,10 +158,23 @@ async def ask_all(
                 Apis(client, http, urls, info.vocab_size, info.max_model_len, run.timeout_s)
             )
         async with asyncio.TaskGroup() as group:
-            for number in range(NUM_CLIENTS):
-                turn = apis[number % len(apis)]
-                group.create_task(ask_for_ever(turn, number, run.seed, until_s, asked))
-            group.create_task(disturb(until_s))
+            tasks = {
+                group.create_task(
+                    ask_for_ever(apis[number % len(apis)], number, run.seed, until_s, asked)
+                )
+                for number in range(NUM_CLIENTS)
+            }
+            tasks.add(group.create_task(disturb(until_s)))
+            while tasks:
+                _, tasks = await asyncio.wait(tasks, timeout=_LOOK_S)
+                if has_ended():
+                    for task in tasks:
+                        task.cancel()
+                    break
+
+
+def _runs(service: Serving) -> bool:
+    return service.process.poll() is None
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
@@ -160,7 +183,7 @@ def _left_in_service(service: Serving) -> dict[str, int]:
     And prompt tokens that were found outside the frames: as far as the last controller knows, if it
     has a process of its own.
     """
-    if service.process.poll() is not None:
+    if not _runs(service):
         return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}
     return {
         "frames_left": service.settled(*HELD_FRAMES),

@@ -3,6 +3,7 @@
 python tests/harness/faulty_serve.py FAULT serve ...
 """
 
+import os
 import runpy
 import sys
 from dataclasses import replace
@@ -76,13 +77,18 @@ def unanswered():
     Transfers.answered = some
 
 
+def ending():
+    """The service ends when it is to give its first token."""
+    ClientStream.take_new = lambda self: os._exit(3)
+
+
 def sound():
     """No fault."""
 
 
 FAULTS = {
     each.__name__: each
-    for each in (doubled, other_output_ids, forgotten, leaking, unanswered, sound)
+    for each in (doubled, other_output_ids, forgotten, leaking, unanswered, ending, sound)
 }
 
 

@@ -79,6 +79,14 @@ def test_chaos_sees_a_planted_fault(fault, number):
 
 
 @pytest.mark.system
+def test_a_service_that_ends_by_itself_ends_the_run():
+    result = chaos("ending", seconds=3000.0)
+    assert result["seconds"] < 300 and result["exit_status"] == 3 and result["ended_early"]
+    assert result["lost"] == result["requests"] and "the service ended" in result["failures"][0]
+    assert not all(holds for _, holds in claims_of(result))
+
+
+@pytest.mark.system
 def test_front_ends_and_controllers_are_lost_under_chaos_and_no_request_is():
     result = chaos("sound", seconds=45.0, pauses_s=(5.0, 9.0), has_processes=True)
     assert [claim for claim, holds in claims_of(result) if not holds] == [], (

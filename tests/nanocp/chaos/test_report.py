@@ -27,6 +27,7 @@ SOUND = {
     "segments_left": 0,
     "processes_left": 0,
     "exit_status": 0,
+    "ended_early": False,
     "losses": 3,
 }
 
