@@ -69,9 +69,8 @@ def pauses_by_kind(asked: Sequence[Asked], losses: Sequence[Loss]) -> dict[str, 
     """The pause of each loss is the longest time without a token, of any stream that ran then."""
     gaps = [gap for request in asked for gap in request.gaps()]
     pauses: defaultdict[str, list[float]] = defaultdict(list)
-    for loss, until_s in zip(
-        losses, [*(each.at_s for each in losses[1:]), float("inf")], strict=True
-    ):
+    next_s = [*(each.at_s for each in losses[1:]), float("inf")]
+    for loss, until_s in zip(losses, next_s, strict=False):  # there may be no loss
         longest = max(
             (end - begin for begin, end in gaps if end > loss.at_s and begin < until_s), default=0.0
         )

@@ -228,6 +228,15 @@ def test_a_preempted_request_that_ends_while_it_waits_is_forgotten(end, is_copie
     assert story.slots == [[], []] and not story.scheduler.offload._tails
 
 
+def test_a_preempted_request_that_stays_away_stops_others_for_a_bounded_time():
+    story, (request_id, *_), stow = preempted()
+    story.plan(TransferDone(stow.ticket, 0), AbortRequested(3 - request_id))
+    while story.window < story.last_sent:
+        story.step()
+    assert not story.submit([3] * 50).transfers, "it has tokens to continue, and goes first"
+    assert story.scheduler.plan_window([], 1000).transfers
+
+
 def test_pages_that_wait_to_be_stowed_are_no_more_than_frames():
     story = Story(num_frames=20, host_pages=40)
     for number in range(50):

@@ -52,13 +52,13 @@ class Story:
         self.window += 1
         return self.plan(*done)
 
-    def regroup(self, *lost):
-        """The term ends by these losses, or by none, and the next begins."""
+    def regroup(self, *lost, seats=()):
+        """The term ends by these losses, or by none, and the next begins, with these seats."""
         ends = [InstanceLost(instance) for instance in lost] or [TermEnded()]
         assert self.plan(*ends).window is None
         assert self.plan().window is None, "no window between two terms"
         self.term += 1
-        plan = self.plan(Regrouped(self.term))
+        plan = self.plan(Regrouped(self.term, seats))
         self.window = self.scheduler._rows.next_window
         return plan
 
@@ -151,6 +151,16 @@ def test_what_arrives_between_two_terms_waits_and_nothing_is_placed():
     assert plan.placements == () and plan.transfers == () and story.scheduler.num_waiting == 1
     assert story.plan(Regrouped(2)).placements == (), "requests of the last term come first"
     assert len(story.plan(Resubmitted()).placements) == 1
+
+
+def test_a_cluster_that_has_shrunk_does_not_promise_all_of_max_tokens():
+    """A preempted request would need all frames of the instance for that, and others have some."""
+    story = Story(growth_promise="tokens:0")
+    story.regroup(1, seats=(0,))
+    story.plan(Resubmitted())
+    story.place(1)
+    again = Arrival(2, 100, NUM_FRAMES * 64 - 100, b"again", resumes=True)
+    assert story.plan(again).transfers
 
 
 def test_a_late_submission_of_an_earlier_attempt_is_ignored():

@@ -82,7 +82,7 @@ def test_chaos_sees_a_planted_fault(fault, number):
 def test_a_service_that_ends_by_itself_ends_the_run():
     result = chaos("ending", seconds=3000.0)
     assert result["seconds"] < 300 and result["exit_status"] == 3 and result["ended_early"]
-    assert result["lost"] == result["requests"] and "the service ended" in result["failures"][0]
+    assert 0 < result["lost"] == result["requests"]
     assert not all(holds for _, holds in claims_of(result))
 
 

@@ -85,6 +85,7 @@ def test_a_pause_belongs_to_the_loss_in_whose_time_it_was():
     request.arrivals_s[1] = [9.1, 9.9, 12.0]
     pauses = pauses_by_kind([request], losses)
     assert [pauses[kind]["pause_s_max"] for kind in "ab"] == [8.0, 2.1]
+    assert pauses_by_kind([request], []) == {}
     # Silent from 1 to 9, but for a second on its edge, and from 12 to 20.
     assert serving_share([request], 0.0, 20.0) == pytest.approx(1 - (7 + 1 + 7) / 20, abs=1e-3)
 
