@@ -2,34 +2,47 @@
 
     python benchmarks/moe_cpu.py [--quick] [--only PART ...] [--json PATH]
 
-Enters: nothing; weights are drawn, in the widths of preset `small`. Only the part `step` needs its
-checkpoint. Leaves: tables, and a list of {part, instances, rows, late_ms, straggler_ms, variant,
-min_us, median_us}; exit status 1 if a claim does not hold. Does not know: how tasks are made.
+Enters: nothing; weights are drawn, in the widths of preset `small`. Only whole steps need its
+checkpoint. Leaves: tables, and a list of {part, instances, rows, late_ms, straggler_ms, is_tcp,
+variant, min_us, median_us}; exit status 1 if a claim does not hold. Does not know: how tasks are
+made.
 
 Variants of a point run turn by turn, so that a drift of the machine meets all alike. Each instance
-is a process. Times are of one layer, in microseconds.
+is a process. Times are of one layer, in microseconds; in the parts `step` and `service` of a step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
 from machine import describe, write_results
+from moe_points import (
+    CALL,
+    EARLY,
+    PART_NAMES,
+    PARTS,
+    POINTS,
+    TWO,
+    WHOLE_STEPS,
+    MixturePoint,
+    claims,
+    result_of,
+)
 from rich.console import Console
 from rich.table import Table
-from service import checkpoint_of
+from service import checkpoint_of, decode, random_prompts
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots_of
@@ -41,76 +54,21 @@ from data_plane.profiling.batch import BatchRequest
 from data_plane.profiling.cluster import measuring
 from data_plane.profiling.late_puts import LateExchange
 from data_plane.transport.regions import TensorExchange, step_layout
-from data_plane.transport.segments import Segments
+from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, LimitsConfig
 from nanocp.experts import home_experts
+from nanocp.serve.process import serving
 from nanocp.serve.service import member_environment
 
 MAX_ROWS = 128
-PARTS, CALL, TWO, EARLY = "parts", "one call", "two processors", "arrival"
-"""Variants: a call for each part of a mixture; one call, with moe_schedule barrier; that on two
-processors; one call with moe_schedule arrival."""
 STEP_LENGTH = 256
 REPEATS = 3
 """How often the layers follow each other in what is timed: its ends count little."""
 _LATE = "late"
 """The end of the name of segments that puts reach late."""
-ROWS = (8, 16, 96, 128)
-"""Rows of an instance, where schedules are compared."""
-
-
-class MixturePoint(NamedTuple):
-    """What is measured, by every variant that it names."""
-
-    part: str
-    instances: int
-    rows: int
-    variants: tuple[str, ...]
-    late_ms: float = 0.0
-    straggler_ms: float = 0.0
-    """Another instance in each layer comes so much later."""
-
-
-class MixtureClaim(NamedTuple):
-    """The first variant takes at most this share of the second one's time."""
-
-    variant: str
-    other: str
-    at_most: float
-
-
-POINTS = (
-    *(MixturePoint("processors", 1, rows, (PARTS, CALL, TWO)) for rows in (1, 4, 8, 16, 32)),
-    *(MixturePoint("four", 4, rows, (PARTS, CALL, EARLY)) for rows in (1, 8)),
-    *(MixturePoint("arrival", 2, rows, (CALL, EARLY)) for rows in ROWS),
-    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 0.0, 1.5) for rows in ROWS),
-    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 1.0) for rows in ROWS),
-    MixturePoint("arrival", 2, 128, (CALL, EARLY), 5.0),
-    MixturePoint("step", 1, 1, (PARTS, CALL, TWO)),
-    MixturePoint("step", 1, 8, (PARTS, CALL, TWO)),
-    MixturePoint("step", 1, 32, (PARTS, CALL, TWO)),
-)
-PART_NAMES = tuple(dict.fromkeys(point.part for point in POINTS))
-
-
-def claims(point: MixturePoint) -> list[MixtureClaim]:
-    """What must hold at a point (docs/log.md says why)."""
-    match point:
-        case MixturePoint("processors", rows=16):
-            return [MixtureClaim(TWO, CALL, 0.65)]
-        case MixturePoint("processors", rows=32):
-            return [MixtureClaim(TWO, CALL, 0.60)]
-        case MixturePoint("step", rows=32):
-            return [MixtureClaim(TWO, CALL, 0.80)]
-        case MixturePoint("arrival", late_ms=0.0, straggler_ms=0.0) | MixturePoint("four"):
-            return [MixtureClaim(EARLY, CALL, 1.02)]
-        case MixturePoint("arrival", late_ms=0.0):
-            return [MixtureClaim(EARLY, CALL, 0.93)]
-        case MixturePoint("arrival"):
-            return [MixtureClaim(EARLY, CALL, 0.95)]
-    return []
 
 
 def main(
@@ -131,20 +89,23 @@ def main(
 ) -> None:
     """Measure every point, show the ratios, judge the claims."""
     console, load_before = Console(), os.getloadavg()[0]
-    wanted = set(only or (PART_NAMES[:-1] if quick else PART_NAMES))
+    wanted = set(only or PART_NAMES) - set(WHOLE_STEPS if quick and not only else ())
     unknown = wanted - set(PART_NAMES)
     if unknown:
         raise typer.BadParameter(f"{unknown}; parts are {', '.join(PART_NAMES)}", param_hint="only")
     rounds, layers = (8, 2) if quick else (16, 8)
     results: list[dict[str, Any]] = []
-    for instances in (1, 2, 4):
-        points = [p for p in POINTS if p.instances == instances and p.part in wanted - {"step"}]
-        if points:
-            with members(instances, layers, dtype, kernels) as pipes:
+    for instances, is_tcp in ((1, False), (2, False), (2, True), (4, False)):
+        here = [p for p in POINTS if (p.instances, p.is_tcp) == (instances, is_tcp)]
+        if points := [p for p in here if p.part in wanted - set(WHOLE_STEPS)]:
+            with members(instances, is_tcp, layers, dtype, kernels) as pipes:
                 for point in points:
                     results += measure(pipes, point, rounds, console)
     if "step" in wanted:
         results += measure_steps([p for p in POINTS if p.part == "step"], rounds, dtype)
+    if "service" in wanted:
+        points = [p for p in POINTS if p.part == "service"]
+        results += measure_services(points, max(1, rounds // 2), dtype, console)
     wrong = show(results, console)
     if json is not None:
         about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}
@@ -159,7 +120,7 @@ def main(
 
 @contextmanager
 def members(
-    num_instances: int, num_layers: int, dtype: str, kernels: str
+    num_instances: int, is_tcp: bool, num_layers: int, dtype: str, kernels: str
 ) -> Iterator[list[Connection]]:
     """Processes with an instance's mixtures each, ready to run them."""
     context, cluster_id = multiprocessing.get_context("spawn"), secrets.token_hex(4)
@@ -167,12 +128,15 @@ def members(
     try:
         for instance in range(num_instances):
             ours, theirs = context.Pipe()
-            where = (instance, num_instances, cluster_id, num_layers, dtype, kernels)
+            where = (instance, num_instances, cluster_id, is_tcp, num_layers, dtype, kernels)
             process = context.Process(target=_run_member, args=(*where, theirs), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        addresses = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(addresses)
         for pipe in pipes:
             pipe.recv()
         yield pipes
@@ -197,29 +161,30 @@ def measure(
                 slowest = max(pipe.recv() for pipe in pipes)
                 if number:
                     times[variant].append(slowest)
-    return [_result(point, variant, us) for variant, us in times.items()]
-
-
-def _result(point: MixturePoint, variant: str, us: Sequence[float]) -> dict[str, Any]:
-    fields = {name: value for name, value in point._asdict().items() if name != "variants"}
-    return fields | {
-        "variant": variant,
-        "min_us": round(min(us), 1),
-        "median_us": round(median(us), 1),
-    }
+    return [result_of(point, variant, us) for variant, us in times.items()]
 
 
 def _run_member(
     instance: int,
     num_instances: int,
     cluster_id: str,
+    is_tcp: bool,
     num_layers: int,
     dtype: str,
     kernels: str,
     pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    member = _Member(instance, num_instances, cluster_id, num_layers, dtype, kernels)
+    late = Segments(cluster_id + _LATE)
+    if is_tcp:
+        server = TcpSegmentServer("127.0.0.1")
+        late = Segments(late.cluster_id, server, node=f"node {instance}")
+    pipe.send(late.address)
+    addresses = pipe.recv()
+    if is_tcp:
+        late.meet([Peer(f"node {i}", address) for i, address in enumerate(addresses)])
+    at_once = Segments(cluster_id)
+    member = _Member(instance, num_instances, at_once, late, num_layers, dtype, kernels)
     pipe.send(None)
     while True:
         pipe.send(member.run(*pipe.recv()))
@@ -232,7 +197,8 @@ class _Member:
         self,
         instance: int,
         num_instances: int,
-        cluster_id: str,
+        at_once: Segments,
+        late: Segments,
         num_layers: int,
         dtype: str,
         kernels: str,
@@ -245,11 +211,11 @@ class _Member:
         bounds = BoundsConfig(max_rows=MAX_ROWS, max_attention_rows=MAX_ROWS)
         layout = step_layout(bounds, DataPlaneConfig(dtype=dtype), model)
         where = (instance, num_instances, layout, LimitsConfig())
-        self._late = LateExchange.create(Segments(cluster_id + _LATE), *where)
+        self._late = LateExchange.create(late, *where)
         self._late.connect(60_000)
-        at_once = ShmExchange.create(Segments(cluster_id), *where)
-        at_once.connect(60_000)
-        exchange = TensorExchange(at_once, layout)
+        shared = ShmExchange.create(at_once, *where)
+        shared.connect(60_000)
+        exchange = TensorExchange(shared, layout)
 
         def in_one_call(
             kernels: NativeKernels,
@@ -263,10 +229,10 @@ class _Member:
             CALL: in_one_call(one),
             EARLY: in_one_call(one, MoeSchedule.ARRIVAL),
         }
-        late = TensorExchange(self._late, layout)
+        later = TensorExchange(self._late, layout)
         self._late_mixtures = {
-            CALL: in_one_call(one, exchange=late),
-            EARLY: in_one_call(one, MoeSchedule.ARRIVAL, late),
+            CALL: in_one_call(one, exchange=later),
+            EARLY: in_one_call(one, MoeSchedule.ARRIVAL, later),
         }
         if num_instances == 1:
             self._mixtures[TWO] = in_one_call(NativeKernels(self._dtype, kernels, 2))
@@ -356,7 +322,37 @@ def measure_steps(points: Sequence[MixturePoint], rounds: int, dtype: str) -> li
                     dense = sum(phases[:3]) * model.num_layers
                     moe = sum(phases[3:5]) * (model.num_layers - model.num_dense_layers)
                     times.setdefault((point, variant), []).append(dense + moe + phases.step_us)
-    return [_result(point, variant, us) for (point, variant), us in times.items()]
+    return [result_of(point, variant, us) for (point, variant), us in times.items()]
+
+
+def measure_services(
+    points: Sequence[MixturePoint], rounds: int, dtype: str, console: Console
+) -> list[dict[str, Any]]:
+    """Time steps of two services with all that a service does, moe_schedule barrier and auto."""
+    checkpoint, results = checkpoint_of("small"), []
+    with ExitStack() as held:
+        services = {}
+        for variant, schedule in ((CALL, "barrier"), (EARLY, "auto")):
+            settings = {
+                "data_plane.dtype": dtype,
+                "data_plane.threads_per_instance": 1,
+                "data_plane.dispatch_backend": "fused",
+                "data_plane.moe_schedule": schedule,
+            }
+            started = serving(checkpoint, points[0].instances, settings, ray=False)
+            services[variant] = held.enter_context(started)
+        for point in points:
+            batch = point.rows * point.instances
+            prompts = random_prompts(checkpoint, batch, STEP_LENGTH)
+            times: dict[str, list[float]] = {variant: [] for variant in services}
+            for number in range(rounds + 1):
+                for variant, service in services.items():
+                    steady = asyncio.run(decode(service.target, prompts, 32 if number else 2))
+                    if number:
+                        times[variant].append(1e6 * batch / steady.tokens_per_s)
+                console.print(f"{_name(point)}: round {number} of {rounds}")
+            results += [result_of(point, variant, us) for variant, us in times.items()]
+    return results
 
 
 # --- showing
@@ -364,7 +360,7 @@ def measure_steps(points: Sequence[MixturePoint], rounds: int, dtype: str) -> li
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> list[str]:
     """Print a line for each variant, with its ratio to the first; returns the claims that fail."""
-    table = Table(title="microseconds of a layer, of a step in part step")
+    table = Table(title=f"microseconds of a layer, of a step in {', '.join(WHOLE_STEPS)}")
     for name in ("point", "variant", "min", "median", "of the first"):
         table.add_column(name, justify="left" if name in ("point", "variant") else "right")
     judged, wrong = [], []

@@ -33,18 +33,19 @@ ROWS, PER_ROW, HIDDEN, WIDTH, EXPERTS, INSTANCES = 128, 8, 7168, 2048, 256, 8
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def shape(dtype, fp8_block=None, tiles=None):
-    """The constant of a launch."""
+def shape(dtype, fp8_block=None, tiles=None, instances=INSTANCES, experts=EXPERTS):
+    """The constant of a launch; the gate of few experts has no groups."""
     value = "uint16" if dtype == "bf16" else "float32"
     layout = mixture_layout(ROWS, PER_ROW, HIDDEN, value)
-    exchange = GpuExchange(RegionPlaces(layout, INSTANCES), META, timeout_ms=1000)
+    exchange = GpuExchange(RegionPlaces(layout, instances), META, timeout_ms=1000)
     model = SimpleNamespace(
-        num_experts=EXPERTS, num_experts_per_token=PER_ROW, hidden_size=HIDDEN, expert_size=WIDTH,
-        num_shared_experts=1, softmax_gate=False, num_groups=8, num_groups_per_token=4,
-        weights_normalised=True, routed_scale=2.5, fp8_block=fp8_block,
+        num_experts=experts, num_experts_per_token=PER_ROW, hidden_size=HIDDEN, expert_size=WIDTH,
+        num_shared_experts=1, softmax_gate=False, num_groups=8 if experts >= 64 else 1,
+        num_groups_per_token=4 if experts >= 64 else 1, weights_normalised=True, routed_scale=2.5,
+        fp8_block=fp8_block,
     )  # fmt: skip
     return FusedMoe(
-        exchange, model, num_instances=INSTANCES, num_here=EXPERTS // INSTANCES, max_rows=ROWS,
+        exchange, model, num_instances=instances, num_here=experts // instances, max_rows=ROWS,
         dtype=DTYPES[dtype], device=META, is_fp8=fp8_block is not None, tiles=tiles,
         num_programs=130,
     ).shape  # fmt: skip
@@ -63,8 +64,8 @@ def types(dtype, weight):
     }
 
 
-def compiled(kernel, dtype="bf16", is_fp8=False, tiles=None, **constants):
-    """Compile a kernel of a fused mixture."""
+def compiled(kernel, dtype="bf16", is_fp8=False, tiles=None, sizes=None, **constants):
+    """Compile a kernel of a fused mixture. sizes: other instances and experts than above."""
     tiles = tiles or tiles_for(DTYPES[dtype], is_fp8)
     kinds = types(dtype, "fp8e4nv" if is_fp8 else dtype)
     arguments = {
@@ -72,7 +73,7 @@ def compiled(kernel, dtype="bf16", is_fp8=False, tiles=None, **constants):
         for name in kernel.arg_names
         if name not in ("S", *constants)
     }
-    constants["S"] = shape(dtype, (128, 128) if is_fp8 else None, tiles)
+    constants["S"] = shape(dtype, (128, 128) if is_fp8 else None, tiles, **(sizes or {}))
     return compile_kernel(kernel, arguments, constants, tiles.num_warps, tiles.num_stages)
 
 
@@ -94,6 +95,9 @@ def kernels():
         "combine": lambda: compiled(roles.combine_role),
         "fused bf16": lambda: compiled(fused_kernel),
         "fused fp8": lambda: compiled(fused_kernel, is_fp8=True),
+        "fused bf16, one instance": lambda: compiled(
+            fused_kernel, sizes={"instances": 1, "experts": 8}
+        ),
         "fused fp32": lambda: compiled(fused_kernel, "fp32"),
     }
 

@@ -2,8 +2,10 @@
 
 The explorer meets every order of whole tasks, the weaver half-written rows and programs that race,
 the lint a missing barrier or scope (tests/harness/fused_schedules.py, fused_roles.py). What one of
-them finds the others may not: test names below are of the tool that must. A missing barrier before
-a release is no fault with Triton 3.9, which adds one; older ones do not.
+them finds the others may not: test names below are of the tool that must. Two faults cannot be
+planted. A missing barrier before a release is none with Triton 3.9, which adds one; so the lint's
+tests strike the barriers out of what was compiled. An epoch that is counted before its counters are
+cleared is none either: only the next launch reads it, and a stream begins that one afterwards.
 """
 
 from mutant import Mutant
@@ -12,6 +14,7 @@ FILE = "tests/data_plane/kernels/test_fused_interpreted.py"
 EXPLORED = (FILE, "-k", "epochs_overlap", "-m", "not system")
 TWO_TILES = (FILE, "-k", "any_order and tiles")
 AHEAD = (FILE, "-k", "epoch_ahead")
+LATER_FLAG = (FILE, "-k", "flag_that_is_ahead")
 WOVEN = (FILE, "-k", "woven_instances", "-m", "not system")
 WOVEN_PROGRAMS = (FILE, "-k", "woven_programs", "-m", "not system")
 GATES = (FILE, "-k", "gate_chooses and sigmoid")
@@ -43,6 +46,14 @@ MUTANTS = [
         text="is_new = is_out & (found == epoch)",
         fault="is_new = is_out & (found > 0)",
         tests=EXPLORED,
+    ),
+    Mutant(
+        name="fused-flag-ahead",
+        why="rows of a later epoch are taken in where an error is due (equal epochs)",
+        path=KERNEL,
+        text="is_wrong = (is_out & (found > epoch)) | is_over",
+        fault="is_new = is_out & (found >= epoch)\nis_wrong = is_over",
+        tests=LATER_FLAG,
     ),
     Mutant(
         name="fused-one-deep",

@@ -57,7 +57,7 @@ def test_a_sweep_acquires_what_peers_released_and_a_claim_what_programs_publishe
     assert compiled("sweep")["num_gpu_acquires"] >= 2
 
 
-@pytest.mark.parametrize("name", ["fused bf16", "fused fp8"])
+@pytest.mark.parametrize("name", ["fused bf16", "fused fp8", "fused bf16, one instance"])
 def test_the_kernel_is_within_limits_and_uses_hoppers_matrix_units(compiled, name):
     kernel = compiled(name)
     assert kernel["num_spills_in_loop"] == 0 and kernel["stack_bytes"] == 0

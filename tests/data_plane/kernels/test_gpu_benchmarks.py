@@ -192,9 +192,32 @@ def test_a_fused_mixture_is_measured(tmp_path):
         gpu_moe.main(["--tiny", "--json", str(path)])
     found = json.loads(path.read_text())
     assert ended.value.code == 0
-    assert {result["kind"] for result in found} == {"right", "late", "time", "gemm"}
+    assert {result["kind"] for result in found} == set(gpu_moe.MEASURES)
     wrong = [{**found[0], "different": 1}, {**found[0], "error": float("nan")}]
-    assert len(gpu_moe.wrong(wrong)) == 2 and gpu_moe.wrong(found) == []
+    wrong.append({**found[0], "sent": found[0]["sent"] + 1})
+    assert len(gpu_moe.wrong(wrong)) == 3 and gpu_moe.wrong(found) == []
+
+
+def test_a_measurement_of_a_mixture_that_is_there_is_not_repeated(monkeypatch, tmp_path, capsys):
+    path, asked = tmp_path / "gpu_moe.json", []
+
+    def measure(shapes, cell):
+        asked.append(cell["form"])
+        if len(asked) == 2:
+            raise RuntimeError("out of something")
+        return {"ratio": 2.0}
+
+    monkeypatch.setattr(gpu_moe, "MEASURES", {"time": measure})
+    for limit_s, status, words in (
+        ("-1", 0, "the same command goes on"),
+        ("100", 1, "RuntimeError: out of something"),
+        ("100", 0, "every claim holds"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            gpu_moe.main(["--tiny", "--json", str(path), "--limit-s", limit_s])
+        assert ended.value.code == status and words in capsys.readouterr().out
+    assert asked == ["fp32", "fp8", "fp8"]
+    assert [result["form"] for result in json.loads(path.read_text())] == ["fp32", "fp8"]
 
 
 def test_broken_claims_of_a_fused_mixture_are_said():
@@ -203,7 +226,8 @@ def test_broken_claims_of_a_fused_mixture_are_said():
     assert gpu_moe.broken_claims(fine) == []
     slow = [{**cell, "rows": 32, "ratio": 0.86}, {**cell, "rows": 128, "ratio": 1.0, "busy": 0.8}]
     gemm = {"kind": "gemm", "form": "fp8", "experts": 8, "rows": 1, "ratio": 0.89}
-    assert len(gpu_moe.broken_claims([*slow, gemm])) == 3
+    operations = {"kind": "operations", "form": "fp8", "split": 30, "fused": 2}
+    assert len(gpu_moe.broken_claims([*slow, gemm, operations])) == 4
 
 
 def test_broken_claims_are_said():
