@@ -8,7 +8,7 @@ passes) judges nothing. Does not know: how layers move.
 
 Parts `predictor` and `layouts` run all stages in one thread, and count processor time: how long
 passes take is that of a pipeline whose stages have a core each. Parts `prefill` and `link` are real
-services, timed by their clients, and need a core for each stage; `link` needs root (gigabit.py).
+services, timed by their clients, and need a core for each stage; `link` needs root (slow_link.py).
 """
 
 from __future__ import annotations
@@ -20,59 +20,42 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
+from statistics import fmean
 from typing import Annotated
 
 import typer
-from gigabit import gigabit_nodes, tokens_per_s, why_not
 from machine import describe, write_results
+from pipeline_layouts import NUM_LAYERS, Layouts, StageClaim
 from rich.console import Console
 from rich.table import Table
+from slow_link import decode, nodes_behind, why_not
 
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.scheduler.pipeline.predictor import predict_pass
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.profiling.stages import PassTime, makespan_us
 from nanocp.client import Client
 from nanocp.config import (
     ClusterConfig,
     Config,
     LimitsConfig,
-    PassesConfig,
     PrefillConfig,
     SchedulerConfig,
     ServiceConfig,
 )
-from nanocp.passes import PassCosts
 from nanocp.plan import PAGE_SIZE
-from nanocp.profile.pipeline import GREEDY, LoadPhase, PipelinePlay, Played, errors, mixes
-from nanocp.sampling import SamplingParams
+from nanocp.profile.pipeline import KINDS, errors, mixes
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 from nanocp.simulator.pipeline.fit import MeasuredPass, fit_costs
 
 PARTS = ("predictor", "layouts", "prefill", "link")
-NUM_LAYERS, NUM_EXPERTS, PER_TOKEN = 12, {"tiny": 16, "small": 32}, 4
+NUM_EXPERTS, PER_TOKEN = {"tiny": 16, "small": 32}, 4
 BIG_VOCABULARY, SMALL_VOCABULARY = {"tiny": 32_768, "small": 129_280}, 4_096
-KINDS = {
-    "drawn": SamplingParams(temperature=1.0, seed=1),
-    "nucleus": SamplingParams(temperature=1.0, top_p=0.9, seed=1),
-    "controls": replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.2),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StageClaim:
-    """A row of the table."""
-
-    claim: str
-    asked: str
-    found: str
-    holds: bool | None
-    """None: this run does not judge it."""
+SLOW_MBIT = 20
+"""A core here reads about 10 GB/s of weights, an H200 4,800: beside it this is 10 Gbit/s."""
 
 
 # --- the predictor
@@ -82,165 +65,41 @@ def part_predictor(
     checkpoint: Path, greedy: Sequence[MeasuredPass], preset: str, is_quick: bool
 ) -> list[StageClaim]:
     """Errors on held-out passes, and how long a prediction takes."""
-    claims, num_experts = [], NUM_EXPERTS[preset]
-    kinds = {} if is_quick else KINDS
-    for kind, params in {"greedy": GREEDY, **kinds}.items():
-        passes = greedy if kind == "greedy" else mixes(checkpoint, params)
-        found = errors(passes, num_experts, PER_TOKEN)
-        layer, sampling = found["ours"]
-        if kind == "greedy":
-            paper, _ = found["paper"]
-            claims.append(
-                StageClaim(
-                    "layer, held-out passes: mean error",
-                    "<= 7%, <= 0.35 of the paper's form",
-                    f"{layer:.1%}, {layer / paper:.2f} of {paper:.1%}",
-                    None if is_quick else layer <= 0.07 and layer <= 0.35 * paper,
-                )
+    passes = {
+        kind: greedy if kind == "greedy" else mixes(checkpoint, kind, is_quick=is_quick)
+        for kind in (("greedy", "mixed") if is_quick else KINDS)
+    }
+    experts = NUM_EXPERTS[preset], PER_TOKEN
+    found = errors(passes, *experts)
+    layer, paper = (
+        fmean(error.layer for error in found[form].values()) for form in ("ours", "paper")
+    )
+    every = [one for all_ in passes.values() for one in all_]
+    costs = fit_costs("ours", every, *experts)
+    begin = time.perf_counter()
+    for each in every:
+        predict_pass(each.spans, costs, each.works)
+    us = 1e6 * (time.perf_counter() - begin) / len(every)
+    return [
+        StageClaim(
+            "layer, held-out passes: mean error",
+            "<= 7%, <= 0.35 of the paper's form",
+            f"{layer:.1%}, {layer / paper:.2f} of {paper:.1%}",
+            None if is_quick else layer <= 0.07 and layer <= 0.35 * paper,
+        ),
+        StageClaim(
+            "a prediction, mean", "<= 20 us", f"{us:.1f} us", None if is_quick else us <= 20
+        ),
+        *(
+            StageClaim(
+                f"sampling, {kind}: mean error",
+                "<= 5%",
+                f"{error.sampling:.1%} (the paper's form: {found['paper'][kind].sampling:.1%})",
+                None if is_quick else error.sampling <= 0.05,
             )
-            costs = fit_costs("ours", passes, num_experts, PER_TOKEN)
-            begin = time.perf_counter()
-            for each in passes:
-                predict_pass(each.spans, costs)
-            us = 1e6 * (time.perf_counter() - begin) / len(passes)
-            holds = None if is_quick else us <= 20
-            claims.append(StageClaim("a prediction, mean", "<= 20 us", f"{us:.1f} us", holds))
-        holds = None if is_quick else sampling <= 0.05
-        claims.append(
-            StageClaim(f"sampling, {kind}: mean error", "<= 5%", f"{sampling:.1%}", holds)
-        )
-    return claims
-
-
-# --- layouts
-
-
-class Layouts:
-    """Layers that move against layers that do not, on one checkpoint."""
-
-    def __init__(self, checkpoint: Path, costs: PassCosts, is_quick: bool) -> None:
-        """costs: what policies plan with."""
-        self._checkpoint, self._costs, self._is_quick = checkpoint, costs, is_quick
-        self._num = 10 if is_quick else 80
-        self._window = 3 if is_quick else 25
-        self._decode = LoadPhase(4, 60, 2000, self._num + 3 * self._window)
-        self._prompts = LoadPhase(6, 700, 2, self._num)
-
-    def _run(
-        self,
-        policy: str,
-        *phases: LoadPhase,
-        copy_ahead: bool = True,
-        slowness: Sequence[float] | None = None,
-    ) -> Played:
-        config = PassesConfig(
-            max_pass_tokens=256,
-            layer_policy=policy,
-            layout_window=self._window,
-            copy_ahead=copy_ahead,
-            costs=self._costs,
-        )
-        return PipelinePlay(self._checkpoint, phases, config, slowness=slowness).run()
-
-    def _claim(self, claim: str, asked: str, found: str, holds: bool | None) -> StageClaim:
-        return StageClaim(claim, asked, found, None if self._is_quick else holds)
-
-    def decode(self) -> tuple[StageClaim, float]:
-        """Few rows that decode; also returns their r."""
-        even, level = self._run("even", self._decode), self._run("level", self._decode)
-        r = ratio_of(even.passes[-self._num // 2 :])
-        longest = [max(per_pass(one.passes[-self._num // 2 :])) for one in (even, level)]
-        found = longest[1] / longest[0]
-        allowed = min(lengths(r)) / lengths(r)[NUM_LAYERS // 2 - 1]
-        claim = self._claim(
-            f"decode, few rows, r = {r:.1f}: longest stage, level / even",
-            f"r >= 2: <= 0.88, or within 3% of {allowed:.2f}, what whole layers allow",
-            f"{found:.2f}, {level.num_changes} changes",
-            found <= max(0.88, 1.03 * allowed) if r >= 2 else None,
-        )
-        return claim, r
-
-    def phases(self, r: float) -> StageClaim:
-        """Decode, prompts, decode. r: of the decode phases. Passes are alike in every run."""
-        # Passes of prompts are longer: phases take about as long as each other.
-        decode, prompts = self._decode._replace(num_passes=6 * self._num), self._prompts
-        head = lengths(r).index(min(lengths(r))) + 1
-        best = f"static:{head},{NUM_LAYERS - head}"
-        turns = (decode, prompts, decode)
-        even, static, level = (self._run(policy, *turns) for policy in ("even", best, "level"))
-        us = makespan_us(level.passes)
-        longest = [max(each.stage_us) for each in even.passes]
-        share = sum(longest[decode.num_passes : -decode.num_passes]) / sum(longest)
-        against = [us / makespan_us(one.passes) for one in (even, static)]
-        return self._claim(
-            f"decode, prompts ({share:.0%} of even's time), decode: level / even, level / {best}",
-            "<= 0.92 of both",
-            f"{against[0]:.2f}, {against[1]:.2f}, {level.num_changes} changes",
-            max(against) <= 0.92,
-        )
-
-    def steady(self) -> StageClaim:
-        """Many rows, for which sampling costs little: nothing may move."""
-        rows = LoadPhase(24, 60, 400, self._num + self._window)
-        even, level = self._run("even", rows), self._run("level", rows)
-        r = ratio_of(even.passes[-self._num :])
-        found = makespan_us(level.passes) / makespan_us(even.passes)
-        is_still = level.num_changes == 0 and abs(found - 1) <= 0.02
-        return self._claim(
-            f"steady mix, r = {r:.2f}: changes; time, level / even",
-            "r < 0.5: 0; within 2%",
-            f"{level.num_changes}; {found:.2f}",
-            is_still if r < 0.5 else None,
-        )
-
-    def slowed(self) -> StageClaim:
-        """The first stage is on a host of half the speed: its processor time counts double."""
-        rows, slow = LoadPhase(24, 60, 400, 2 * self._num + self._window), (2.0, 1.0)
-        equal, even = self._run("even", rows), self._run("even", rows, slowness=slow)
-        level = self._run("level", rows, slowness=slow)
-        longest = [max(per_pass(one.passes[-self._num :])) for one in (equal, even, level)]
-        found = (longest[1] - longest[2]) / (longest[1] - longest[0])
-        return self._claim(
-            "one stage of half the speed: what level recovers of what even loses",
-            ">= 60%",
-            f"{found:.0%}, {level.num_changes} changes",
-            found >= 0.6,
-        )
-
-    def pre_copy(self) -> StageClaim:
-        """KV of long rows that is sent at the mark, with and without pages that go ahead."""
-        rows = LoadPhase(6, 300 if self._is_quick else 1200, 2000, self._num + 6 * self._window)
-        us, frames, pass_us = [], [], 1.0
-        for copy_ahead in (True, False):
-            played = self._run("level", rows, copy_ahead=copy_ahead)
-            marks = [move for move in played.moves if move.is_mark]
-            if not marks:
-                return self._claim("pre-copy", "<= 25% of a pass", "no layer moved", None)
-            us.append(fmean(move.us for move in marks))
-            frames.append(fmean(move.num_frames for move in marks))
-            pass_us = sum(per_pass(played.passes[-self._num // 2 :]))
-        return self._claim(
-            "pre-copy: KV at the mark, processor time of both ends",
-            "<= 25% of a pass, <= 0.4 of that without",
-            f"{us[0] / pass_us:.0%}, {us[0] / us[1]:.2f} ({frames[0]:.0f} and {frames[1]:.0f} "
-            "frames of a layer)",
-            us[0] <= 0.25 * pass_us and us[0] <= 0.4 * us[1],
-        )
-
-
-def per_pass(passes: Sequence[PassTime]) -> list[float]:
-    """For each stage, the mean processor time of a pass, in us."""
-    return [fmean(us) for us in zip(*(each.stage_us for each in passes), strict=True)]
-
-
-def ratio_of(passes: Sequence[PassTime]) -> float:
-    """Sampling over a layer: r."""
-    return median(each.sample_us / each.layer_us for each in passes)
-
-
-def lengths(r: float) -> list[float]:
-    """The longest of two stages, in layers, by the layers of the first: 1, 2, ..."""
-    return [max(head, NUM_LAYERS - head + r) for head in range(1, NUM_LAYERS)]
+            for kind, error in found["ours"].items()
+        ),
+    ]
 
 
 # --- stages as a prefill
@@ -325,21 +184,26 @@ def part_prefill(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
 # --- a slow network
 
 
-def part_link(checkpoint: Path, is_quick: bool) -> StageClaim:
-    """Two stages against two instances, one after the other."""
-    claim, asked = "two stages over 1 Gbit/s against two instances: tokens/s", ">= 1.5x"
-    if reason := why_not():
-        return StageClaim(claim, asked, f"not measured: {reason}", None)
+def part_link(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
+    """Two stages against two instances, one after the other, over the link asked for and a slower.
+
+    The share of a step that instances wait bounds what a faster link could give them.
+    """
+    claims = []
     num_rows, num_tokens = (2, 8) if is_quick else (8, 160)
-    with gigabit_nodes():
-        stages, instances = (
-            tokens_per_s(checkpoint, layout, num_rows, num_tokens)
-            for layout in ("pipeline", "instances")
-        )
-    ratio = stages / instances
-    found = f"{ratio:.2f}x, {num_rows} rows"
-    can_judge = not is_quick and len(os.sched_getaffinity(0)) >= 2
-    return StageClaim(claim, asked, found, ratio >= 1.5 if can_judge else None)
+    for mbit in (1000, SLOW_MBIT):
+        claim, asked = f"two stages over {mbit} Mbit/s against two instances: tokens/s", ">= 1.5x"
+        if reason := why_not():
+            claims.append(StageClaim(claim, asked, f"not measured: {reason}", None))
+            continue
+        with nodes_behind(mbit):
+            stages = decode(checkpoint, "pipeline", num_rows, num_tokens)
+            instances = decode(checkpoint, "instances", num_rows, num_tokens)
+        ratio = stages.tokens_per_s / instances.tokens_per_s
+        found = f"{ratio:.2f}x, {num_rows} rows; instances wait for {instances.waiting:.0%}"
+        can_judge = not is_quick and len(os.sched_getaffinity(0)) >= 2
+        claims.append(StageClaim(claim, asked, found, ratio >= 1.5 if can_judge else None))
+    return claims
 
 
 # --- the table
@@ -376,12 +240,11 @@ def main(
             claim, r = moving.decode()
             calm = fit_costs("ours", mixes(small, is_quick=quick), *experts)
             claims += [claim, moving.phases(r), moving.pre_copy()]
-            resting = Layouts(small, calm, quick)
-            claims += [resting.steady(), resting.slowed()]
+            claims += Layouts(small, calm, quick).many_rows()
         if "prefill" in parts:
             claims += part_prefill(small, quick)
         if "link" in parts:
-            claims.append(part_link(small, quick))
+            claims += part_link(small, quick)
     show(claims)
     if json is not None:
         write_results(json, [asdict(claim) for claim in claims], describe(load_before))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from enum import IntFlag
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanocp.choices import check_at_least, require
@@ -18,6 +19,19 @@ from nanocp.plan import Ended, Event, Finished, InstancePlan, Plan, Preempted
 
 if TYPE_CHECKING:
     from nanocp.config import Config
+
+
+class SamplerWork(IntFlag):
+    """What a token's sampling takes besides its logits and the highest of them. 0: it is greedy."""
+
+    DRAWN = 1
+    """It is drawn by chance."""
+    NUCLEUS = 2
+    """Top-p, top-k or min-p leave out unlikely tokens."""
+    CONTROLS = 4
+    """Penalties, biases, bad words or a grammar change logits."""
+    LOGPROBS = 8
+    """Log probabilities are reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,14 @@ class PassCosts:
     """Routed experts of a layer; 0: a dense model."""
     experts_per_token: int = 0
     """Experts that a token visits."""
+    drawn_us: float = 0.0
+    """For each token that is drawn by chance, besides sampled_us."""
+    nucleus_us: float = 0.0
+    """For each token with top-p, top-k or min-p, besides that."""
+    controls_us: float = 0.0
+    """For each token with penalties, biases, bad words or a grammar, besides that."""
+    logprobs_us: float = 0.0
+    """For each token with log probabilities, besides that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,8 @@ class Arrival:
     """The client's id of the request, for people who read logs. Nothing is decided by it."""
     tenant: str = ""
     """Whose request it is: within a class the tenant that was served least goes first."""
+    sampler_work: int = 0
+    """Bits of passes.SamplerWork: a pipeline predicts by them how long sampling takes."""
 
     @property
     def names(self) -> tuple[str, ...]:

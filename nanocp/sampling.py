@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nanocp.passes import SamplerWork
 from nanocp.plan import FinishReason
 from nanocp.sampling_fields import CONTROLS, SamplingControls, check_bounds
 
@@ -81,6 +82,25 @@ class SamplingParams(SamplingControls):
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} "
                 "fit"
             )
+
+    @property
+    def work(self) -> SamplerWork:
+        """What sampling a token of the row takes; min_tokens count for nothing."""
+        work = SamplerWork(0)
+        if self.temperature > 0:
+            work |= SamplerWork.DRAWN
+            if self.top_p < 1 or self.top_k or self.min_p:
+                work |= SamplerWork.NUCLEUS
+        if (
+            self.bad_words
+            or self.logit_bias
+            or self.constraint
+            or self.repetition_penalty != 1
+            or self.frequency_penalty
+            or self.presence_penalty
+        ):
+            work |= SamplerWork.CONTROLS
+        return work if self.logprobs is None else work | SamplerWork.LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class Submission:
     """See `Arrival.client_id`."""
     tenant: str = ""
     """See `Arrival.tenant`."""
+    sampler_work: int = 0
+    """See `Arrival.sampler_work`."""
 
     def arrival(self, now_us: int) -> Arrival:
         """The event that it becomes for the scheduler when the controller takes it."""
@@ -66,6 +68,7 @@ class Submission:
             is_recomputed=self.attempt > 0 and self.prompt_logprobs is not None,
             client_id=self.client_id,
             tenant=self.tenant,
+            sampler_work=self.sampler_work,
         )
 
 

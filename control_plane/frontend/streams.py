@@ -310,6 +310,7 @@ class ClientStreams:
             attempt=stream.attempt,
             client_id=stream.client_id,
             tenant=stream.origin.tenant,
+            sampler_work=int(stream.params.work),
         )
         self._connected_controller.submit(submission)
 

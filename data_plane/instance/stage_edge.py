@@ -1,29 +1,22 @@
-"""A stage of a pipeline, but for its arithmetic: passes in order, the page table, layers that move.
+"""A stage of a pipeline, but for its arithmetic: passes in order, the page table, tokens.
 
-Enters: passes and layer moves in one order, prompts, hidden rows, sampled tokens, KV of layers.
-Leaves: hidden rows, tokens, PassDone, LayersMoved, KV of layers. Does not know: what a layer
-computes, why layers move.
+Enters: passes and layer moves in one order, prompts, hidden rows, sampled tokens. Leaves: hidden
+rows, tokens, PassDone. Does not know: what a layer computes, how layers move (stage_layers.py).
 
 `run` is a generator that yields what it waits for, so that a test can interleave the stages of a
 whole pipeline in one thread.
-
-Of each frame of each layer it is known how many tokens are filled. Before a layer computes a span,
-its KV of every earlier position must be there, and of no later one: a layer that runs twice or not
-at all, and KV that is missing or stale, are errors by name.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import deque
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from data_plane.instance.page_transfers import PageMover
 from data_plane.instance.rows import Row
+from data_plane.instance.stage_layers import StageLayers
 from data_plane.transport.stage_links import HiddenRows, PassTokens, StageLinks
 from nanocp.passes import (
     LayerMoves,
@@ -32,9 +25,8 @@ from nanocp.passes import (
     PassPlan,
     PipelineConfig,
     Span,
-    layers_of,
 )
-from nanocp.plan import PAGE_SIZE, Finished, InstancePlan
+from nanocp.plan import PAGE_SIZE, Finished
 from nanocp.sampling import PromptLogprobs, Token, TokenLogprobs
 from nanocp.table import InstanceTable
 
@@ -48,7 +40,7 @@ class StagePolled(NamedTuple):
     tokens: tuple[Token, ...]
 
 
-class StageEdge(ABC):
+class StageEdge(StageLayers):
     """All of a stage that does not depend on what a layer computes."""
 
     def __init__(
@@ -60,25 +52,19 @@ class StageEdge(ABC):
         mover: PageMover,
     ) -> None:
         """mover: takes KV of layers to other stages, one frame of one layer a page."""
-        self._stage, self._pipeline = stage, pipeline
+        super().__init__(stage, pipeline, num_frames)
         self._num_stages = pipeline.num_stages
         self._is_last = stage == pipeline.num_stages - 1
-        self._num_frames = num_frames
         self.make_ends: Callable[[], tuple[StageLinks, PageMover]] | None = None
         """Makes links and a mover for another term; None if there is one term only."""
         self._begin_term(links, mover)
 
     def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
         """Have the layers of the start, no KV and no request."""
-        self._links, self._mover = links, mover
+        self._begin_layers(mover)
+        self._links = links
         self._has_left = False
         self._table = InstanceTable(0, 1)
-        self._layers = layers_of(self._pipeline.first_split, self._stage)
-        self._layout = 0
-        self._place_of = {layer: place for place, layer in enumerate(self._layers)}
-        """layer -> its place in the KV, of own layers and of those that were or will be own."""
-        self._filled = np.zeros((self._pipeline.num_places, self._num_frames), np.int64)
-        """[place, frame] -> tokens from the frame's first on whose KV is there."""
         self._ids: dict[int, list[int]] = {}
         """At the first stage: request -> the tokens that are known."""
         self._first_pass: dict[int, int] = {}
@@ -91,17 +77,6 @@ class StageEdge(ABC):
         """Those of attempts that have not started: an earlier one of the request may still run."""
         self._tokens_until = -1
         """The last pass whose tokens are here."""
-        self._newest_moves = 0
-        self._unreported_moves: int | None = None
-        self._to_send: deque[tuple[int, int, int]] = deque()
-        """(target, layer, frame) of KV to send, in order."""
-        self._coming: dict[tuple[int, int], bool] = {}
-        """(layer, frame) that is to come -> whether it still holds the page that was meant."""
-        self._num_missing: dict[int, int] = {}
-        """Own layer -> frames that must come before it can run."""
-        self._source_of: dict[int, int] = {}
-        """Layer -> the stage that its KV comes from."""
-        self._events: list[PassDone | LayersMoved] = []
         self._tokens: list[Token] = []
         self.awaited: int | None = None
         """The stage that `run` waits for now; None if none. Any thread may read it."""
@@ -132,22 +107,6 @@ class StageEdge(ABC):
 
         Before that it reports what is asked of tokens in the spans (`ask_logprobs`).
         """
-
-    @abstractmethod
-    def _read_frame(self, place: int, frame: int) -> Any:
-        """The KV of one layer in one frame, as `_write_frame` takes it at another stage."""
-
-    @abstractmethod
-    def _write_frame(self, place: int, frame: int, payload: Any) -> None:
-        """Put KV that arrived into a layer's frame."""
-
-    def _has_layers(self) -> bool:
-        """Whether all layers that have a place are here, but for KV: the mark comes after that."""
-        return True
-
-    @abstractmethod
-    def _new_layer(self, layer: int, place: int) -> None:
-        """The layer has this place from now on. What another layer had there is useless."""
 
     # --- calls
 
@@ -210,33 +169,6 @@ class StageEdge(ABC):
         if self._table.digest != plan.table.result_digest:
             self._apply(plan)
         self._links.send_tokens(PassTokens(plan.number, ()))
-
-    def progress(self) -> None:
-        """Take KV that arrived, and send what finds a place. Call it when idle; never blocks."""
-        for pages in self._mover.arrived():
-            for page in pages:
-                if page.ticket > self._newest_moves:
-                    break  # this stage has older passes to run; the page stays in its ring
-                self._arrive(page.page, page.num_tokens, page.payload)
-        while self._to_send and self._mover.has_place(self._to_send[0][0]):
-            target, layer, frame = self._to_send.popleft()
-            place = self._place_of[layer]
-            self._mover.send(
-                target,
-                ticket=self._newest_moves,
-                page=layer * self._num_frames + frame,
-                num_tokens=int(self._filled[place, frame]),
-                payload=self._read_frame(place, frame),
-            )
-        has_all = not self._to_send and not self._coming
-        if self._unreported_moves is not None and has_all and self._has_layers():
-            self._events.append(LayersMoved(self._stage, self._unreported_moves))
-            self._unreported_moves = None
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether KV of layers is to be sent or to come: `progress` has something to do."""
-        return self._unreported_moves is not None
 
     def poll(self) -> StagePolled:
         """What happened since the last call."""
@@ -309,18 +241,6 @@ class StageEdge(ABC):
                     self._rows[start.request_id] = Row.start(start)
         self._empty_frames(table, plan.spans)
 
-    def _empty_frames(self, table: InstancePlan, spans: Sequence[Span]) -> None:
-        """Frames that requests got are empty, but for pages that they share."""
-        started = {start.request_id for start in table.starts}
-        first_of = {span.request_id: span.first for span in spans if span.request_id in started}
-        for request_id, first_page, num_pages, frame in table.changes.pages:
-            first_empty = max(first_of.get(request_id, 0) // PAGE_SIZE, first_page)
-            frames = range(frame + first_empty - first_page, frame + num_pages)
-            self._filled[:, frames.start : frames.stop] = 0
-            for key in self._coming:
-                if key[1] in frames:
-                    self._coming[key] = False
-
     def _take_tokens(self, until: int) -> bool:
         """Take the tokens that are here; whether those of pass `until` are among them."""
         while self._tokens_until < until:
@@ -364,20 +284,6 @@ class StageEdge(ABC):
         last_page = (span.first + span.num_tokens - 1) // PAGE_SIZE
         return [frames[page] for page in range(last_page + 1)]
 
-    def _fill(self, layer: int, place: int, spans: Sequence[tuple[Span, Sequence[int]]]) -> None:
-        """Check that KV is there up to each span, and count that of the span."""
-        filled = self._filled[place]
-        for (request_id, first, num_tokens, _), frames in spans:
-            page, offset = divmod(first, PAGE_SIZE)
-            before = filled[frames[: page + 1]]
-            if before[-1] != offset or not (before[:-1] == PAGE_SIZE).all():
-                raise RuntimeError(
-                    f"stage {self._stage}, layer {layer}: request {request_id} goes on at position "
-                    f"{first}, and its frames are filled with {before.tolist()} tokens"
-                )
-            filled[frames[page:-1]] = PAGE_SIZE
-            filled[frames[-1]] = first + num_tokens - (len(frames) - 1) * PAGE_SIZE
-
     def _commit(self, plan: PassPlan, rows: Any) -> tuple[Finished, ...]:
         """Sample, and send the tokens to the first stage; returns the rows that stopped."""
         samplers = [
@@ -396,55 +302,3 @@ class StageEdge(ABC):
                 finished.append(Finished(token.request_id, token.index + 1, token.finish_reason))
         self._links.send_tokens(PassTokens(plan.number, tuple(tokens)))
         return tuple(finished)
-
-    # --- layers that move
-
-    def _begin_moves(self, item: LayerMoves) -> None:
-        if self._unreported_moves is not None or item.number != self._newest_moves + 1:
-            raise RuntimeError(
-                f"layer moves {item.number} came after {self._newest_moves}, of which "
-                f"{self._unreported_moves} are under way"
-            )
-        self._newest_moves = self._unreported_moves = item.number
-        for layer, source, target, place, runs in item.moves:
-            frames = [frame + index for frame, count in runs for index in range(count)]
-            if source == self._stage:
-                self._to_send.extend((target, layer, frame) for frame in frames)
-            if target == self._stage:
-                self._source_of[layer] = source
-                self._take_place(layer, place)
-                self._coming.update(dict.fromkeys(((layer, frame) for frame in frames), True))
-                if item.split is not None and frames:
-                    self._num_missing[layer] = len(frames)
-        if item.split is not None:
-            self._layers = layers_of(item.split, self._stage)
-            self._layout = item.number
-            if absent := [layer for layer in self._layers if layer not in self._place_of]:
-                raise RuntimeError(f"stage {self._stage} has no place for layers {absent}")
-
-    def _take_place(self, layer: int, place: int) -> None:
-        """Give the layer a place, unless it has it: then the KV that it has there is kept."""
-        if self._place_of.get(layer) == place:
-            return
-        for other, taken in list(self._place_of.items()):
-            if taken == place:
-                if other in self._layers:
-                    raise RuntimeError(f"layer {layer} would take the place of layer {other}")
-                del self._place_of[other]
-        self._place_of[layer] = place
-        self._filled[place] = 0
-        self._new_layer(layer, place)
-
-    def _is_complete(self, layer: int) -> bool:
-        return layer not in self._num_missing
-
-    def _arrive(self, page: int, num_tokens: int, payload: Any) -> None:
-        layer, frame = divmod(page, self._num_frames)
-        if self._coming.pop((layer, frame)):
-            place = self._place_of[layer]
-            self._write_frame(place, frame, payload)
-            self._filled[place, frame] = num_tokens
-        if layer in self._num_missing:
-            self._num_missing[layer] -= 1
-            if not self._num_missing[layer]:
-                del self._num_missing[layer]

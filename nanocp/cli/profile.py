@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -165,7 +166,7 @@ def _run_pipeline(
     from data_plane.model.config import ModelConfig
     from nanocp.passes import PipelineConfig
     from nanocp.profile.fit import pipeline_yaml
-    from nanocp.profile.pipeline import errors, mixes
+    from nanocp.profile.pipeline import KINDS, errors, mixes
     from nanocp.simulator.pipeline.fit import fit_costs
 
     if measurement.max_len or measurement.degree or measurement.overlap:
@@ -174,16 +175,21 @@ def _run_pipeline(
     PipelineConfig.of(config, model.num_layers)
     measurement.make_folder()
     experts = model.num_experts, model.num_experts_per_token
-    passes = mixes(checkpoint, is_quick=measurement.quick, data_plane=config.data_plane)
-    costs = fit_costs("ours", passes, *experts)
+    passes = {
+        kind: mixes(checkpoint, kind, is_quick=measurement.quick, data_plane=config.data_plane)
+        for kind in (("greedy", "mixed") if measurement.quick else KINDS)
+    }
+    every = [one for all_ in passes.values() for one in all_]
+    costs = fit_costs("ours", every, *experts)
     config = replace(config, pipeline=replace(config.pipeline, costs=costs))
     path = measurement.out / "serve.yaml"
     path.write_text(pipeline_yaml(config, _about(config, checkpoint)))
-    table = Table(title=f"{len(passes)} passes: mean error on a held-out third")
-    for column in ("form", "layer", "sampling, greedy"):
+    table = Table(title=f"{len(every)} passes: mean error on a held-out third")
+    for column in ("form", "layer", *(f"sampling, {kind}" for kind in passes)):
         table.add_column(column)
-    for form, error in errors(passes, *experts).items():
-        table.add_row(form, f"{error.layer:.1%}", f"{error.sampling:.1%}")
+    for form, found in errors(passes, *experts).items():
+        sampling = [f"{error.sampling:.1%}" for error in found.values()]
+        table.add_row(form, f"{fmean(error.layer for error in found.values()):.1%}", *sampling)
     console.print(table)
     console.print(f"nanocp serve {checkpoint} --config {path}", soft_wrap=True)
 

@@ -7,7 +7,7 @@ forms of the predictor are off. Does not know: the command line, files.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +28,24 @@ from nanocp.config import (
 )
 from nanocp.passes import PassDone, PipelineConfig
 from nanocp.plan import PAGE_SIZE, Arrival
-from nanocp.sampling import RowInput, SamplingParams
+from nanocp.sampling import RowInput, SamplingParams, penalized_prompt_ids
 from nanocp.simulator.pipeline.fit import FORMS, FitError, MeasuredPass, fit_costs, fit_error
 from nanocp.wire.convert import encode_row_input
 
 GREEDY = SamplingParams(temperature=0.0)
+_DRAWN = SamplingParams(temperature=1.0, seed=1)
+KINDS: dict[str, tuple[SamplingParams, ...]] = {
+    "greedy": (GREEDY,),
+    "drawn": (_DRAWN,),
+    "nucleus": (replace(_DRAWN, top_p=0.9),),
+    "controls": (replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.2),),
+    "logprobs": (replace(GREEDY, logprobs=5),),
+}
+"""How requests of a play are sampled. `mixed` has requests of every kind, and of all at once."""
+KINDS["mixed"] = (
+    *(params for (params,) in KINDS.values()),
+    replace(_DRAWN, top_p=0.9, repetition_penalty=1.2, logprobs=5),
+)
 _HELD_OUT_DRAWS = 10
 
 
@@ -51,6 +64,8 @@ class Played(NamedTuple):
     passes: list[PassTime]
     moves: list[MoveTime]
     num_changes: int
+    works: dict[int, int]
+    """Request id -> its SamplerWork."""
 
 
 class PipelinePlay:
@@ -62,13 +77,13 @@ class PipelinePlay:
         phases: Sequence[LoadPhase],
         pipeline: PassesConfig,
         num_stages: int = 2,
-        params: SamplingParams = GREEDY,
+        params: Sequence[SamplingParams] = (GREEDY,),
         data_plane: DataPlaneConfig | None = None,
         slowness: Sequence[float] | None = None,
     ) -> None:
         """Load the stages. Raises ValueError for a checkpoint that does not fit.
 
-        slowness: see TimedStages.
+        params: each request draws one of these. slowness: see TimedStages.
         """
         self._phases, self._params, self._random = phases, params, Random(0)
         max_len = 64 + max(2 * phase.prompt_len + phase.max_tokens for phase in phases)
@@ -95,6 +110,7 @@ class PipelinePlay:
         )
         self._stages = TimedStages(config, checkpoint, slowness)
         self._prompts: dict[int, Sequence[int]] = {}
+        self._works: dict[int, int] = {}
         self._events: list[PipelineEvent] = []
 
     def run(self) -> Played:
@@ -108,15 +124,19 @@ class PipelinePlay:
                     for _ in range(phase.num_rows - num_open):
                         self._arrive(phase)
                     self._turn()
-        return Played(stages.passes, stages.moves, scheduler.layouts.num_changes)
+        num_changes = scheduler.layouts.num_changes
+        return Played(stages.passes, stages.moves, num_changes, self._works)
 
     def _arrive(self, phase: LoadPhase) -> None:
         random, number = self._random, len(self._prompts) + 1
         length = max(1, int(phase.prompt_len * random.uniform(0.75, 1.25)))
         ids = self._prompts[number] = random.choices(range(2, self._vocab_size), k=length)
         max_tokens = max(1, int(phase.max_tokens * random.uniform(0.5, 1.0)))
-        row = RowInput(ids[-1], replace(self._params, max_tokens=max_tokens), "none:1")
-        self._events.append(Arrival(number, length, max_tokens, encode_row_input(row)))
+        params = replace(random.choice(self._params), max_tokens=max_tokens)
+        penalized = penalized_prompt_ids(ids, params)
+        row = encode_row_input(RowInput(ids[-1], params, "none:1", (), penalized))
+        work = self._works[number] = int(params.work)
+        self._events.append(Arrival(number, length, max_tokens, row, sampler_work=work))
 
     def _turn(self) -> None:
         """Plan all that may be in flight, and run it to its end."""
@@ -138,45 +158,53 @@ class PipelinePlay:
 
 def mixes(
     checkpoint: Path,
-    params: SamplingParams = GREEDY,
+    kind: str = "greedy",
     *,
     is_quick: bool = False,
     data_plane: DataPlaneConfig | None = None,
 ) -> list[MeasuredPass]:
-    """Passes of many kinds, through one stage: few rows and many, chunks of any length, both."""
+    """Passes of many sizes, through one stage: few rows and many, chunks of any length, both.
+
+    kind: how they are sampled, a name of KINDS.
+    """
     num_passes = 4 if is_quick else 10
     phases = [
         LoadPhase(rows, prompt_len, 40, num_passes)
         for rows, prompt_len in ((1, 900), (4, 300), (12, 60), (24, 200), (32, 30))
     ]
-    return [
-        MeasuredPass(each.spans, each.layer_us, each.sample_us)
-        for max_tokens in (128, 700)
-        for each in PipelinePlay(
-            checkpoint,
-            phases,
-            PassesConfig(max_pass_tokens=max_tokens),
-            num_stages=1,
-            params=params,
-            data_plane=data_plane,
-        )
-        .run()
-        .passes
-    ]
+    measured = []
+    for max_tokens in (128, 700):
+        config = PassesConfig(max_pass_tokens=max_tokens)
+        params = KINDS[kind]
+        played = PipelinePlay(checkpoint, phases, config, 1, params, data_plane).run()
+        for each in played.passes:
+            works = tuple(played.works[span.request_id] for span in each.spans)
+            measured.append(MeasuredPass(each.spans, each.layer_us, each.sample_us, works))
+    return measured
 
 
 def errors(
-    passes: Sequence[MeasuredPass], num_experts: int, experts_per_token: int
-) -> dict[str, FitError]:
-    """For each form of the predictor, its mean errors on a held-out third, over several draws."""
-    found: dict[str, list[FitError]] = {form: [] for form in FORMS}
+    passes: Mapping[str, Sequence[MeasuredPass]], num_experts: int, experts_per_token: int
+) -> dict[str, dict[str, FitError]]:
+    """For each form of the predictor and each kind, mean errors on a held-out third.
+
+    passes: by their kind. One fit is for all kinds; the third is drawn several times.
+    """
+    found: dict[str, dict[str, list[FitError]]] = {
+        form: {kind: [] for kind in passes} for form in FORMS
+    }
     for draw in range(_HELD_OUT_DRAWS):
-        shuffled = Random(draw).sample(list(passes), len(passes))
-        cut = len(shuffled) * 2 // 3
-        for form, all_ in found.items():
-            costs = fit_costs(form, shuffled[:cut], num_experts, experts_per_token)
-            all_.append(fit_error(costs, shuffled[cut:]))
+        random = Random(draw)
+        shuffled = {kind: random.sample(all_, len(all_)) for kind, all_ in passes.items()}
+        seen = [one for all_ in shuffled.values() for one in all_[: len(all_) * 2 // 3]]
+        for form, by_kind in found.items():
+            costs = fit_costs(form, seen, num_experts, experts_per_token)
+            for kind, all_ in shuffled.items():
+                by_kind[kind].append(fit_error(costs, all_[len(all_) * 2 // 3 :]))
     return {
-        form: FitError(fmean(each.layer for each in all_), fmean(each.sampling for each in all_))
-        for form, all_ in found.items()
+        form: {
+            kind: FitError(*(fmean(error) for error in zip(*each, strict=True)))
+            for kind, each in by_kind.items()
+        }
+        for form, by_kind in found.items()
     }

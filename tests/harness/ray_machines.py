@@ -121,7 +121,7 @@ class Serve:
         return self.wait(60)
 
 
-def serve_words(machines, checkpoint, num_instances, per_node):
+def serve_words(machines, checkpoint, num_instances, per_node, policy="fixed_degree:3"):
     sizes = ["--instances", num_instances, "--instances-per-node", per_node]
     nanocp = f"{machines[0].home}/nanocp/.venv/bin/nanocp"
     return [
@@ -134,7 +134,7 @@ def serve_words(machines, checkpoint, num_instances, per_node):
         "0.0.0.0",
         *sizes,
         "--policy",
-        "fixed_degree:3",
+        policy,
     ]
 
 

@@ -212,6 +212,37 @@ def test_three_machines_with_an_instance_each(machines, tmp_path, checkpoint):
     until_gone(machines[:2], RAY, WORKERS_GONE_S)
 
 
+@pytest.mark.parametrize("machines", [3], indirect=True)
+def test_a_pipeline_over_two_machines_goes_on_with_a_third(machines, tmp_path, checkpoint):
+    """Layers move between machines by TCP; one is cut off while they do, and does not come back."""
+    cluster = RayCluster(machines, tmp_path)
+    service = serve(machines, checkpoint, 2, 1, "dual_balanced", CLUSTER__LAYOUT="pipeline")
+
+    def layout(split):
+        return machines[0].run(f"~/nanocp/.venv/bin/nanocp layout {split}").stdout
+
+    used = [machine for machine in machines if machine.shared_memory()]
+    assert len(used) == 2
+    lost = next(machine for machine in used if machine is not machines[0])
+
+    def cut_off():
+        assert "stage 0 has layers 0 to 2" in layout("3,1")
+        moving = threading.Thread(target=layout, args=("1,3",))
+        moving.start()
+        time.sleep(0.3)
+        lost.unplug()
+        moving.join()
+
+    assert_streams_go_on(service, checkpoint, cut_off)
+    left = [machine for machine in machines if machine is not lost]
+    assert all(machine.shared_memory() for machine in left)
+    assert "stage 0 has layers 0 to 1" in layout("2,2")
+    assert service.interrupt() == 0, service.lines
+    assert_nothing_is_left(left)
+    cluster.down()
+    until_gone(left, RAY, WORKERS_GONE_S)
+
+
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_symmetric_run(machines, checkpoint):
     """Run one command on every machine, without `ray up`."""

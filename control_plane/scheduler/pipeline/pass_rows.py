@@ -27,6 +27,8 @@ class PassRow:
     """The last planned pass that contains it; None before the first."""
     last_sample: int = -1
     """The last planned pass that samples a token of it; -1 before the first."""
+    sampler_work: int = 0
+    """See Arrival.sampler_work."""
 
     @property
     def num_prompt_left(self) -> int:

@@ -348,7 +348,7 @@ class PipelineScheduler:
         for run in request.runs:
             if run.first_page >= request.num_shared:
                 self.layouts.places.write(run.frame, run.num_pages)
-        row = PassRow(request, request.num_shared * PAGE_SIZE)
+        row = PassRow(request, request.num_shared * PAGE_SIZE, sampler_work=arrival.sampler_work)
         self._rows.by_id[request.request_id] = row
         self.fair_share.row_starts(request.tenant)
         return True
@@ -407,6 +407,7 @@ class PipelineScheduler:
     def _issue(self, spans: list[Span], sampled: int) -> PassPlan:
         """Send the pass: its rows have started, and those that need no other pass end."""
         number, by_id = self._next_pass, self._rows.by_id
+        works = [by_id[span.request_id].sampler_work for span in spans]
         for span in spans:
             request = by_id[span.request_id].request
             if not request.is_started:
@@ -427,7 +428,8 @@ class PipelineScheduler:
         after = max(sampled, number - self._rows.max_in_flight, -1)
         plan = PassPlan(number, self.layouts.layout, after, table, tuple(spans))
         num_frames = self._state.frames[0].num_committed
-        self.layouts.consider(predict_pass(spans, self._pipeline.costs), number, num_frames)
+        times = predict_pass(spans, self._pipeline.costs, works)
+        self.layouts.consider(times, number, num_frames)
         return plan
 
     # --- layers

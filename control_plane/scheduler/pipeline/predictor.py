@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanocp.passes import PassCosts, Span
+from nanocp.passes import PassCosts, SamplerWork, Span
+
+_WORKS = tuple(map(int, SamplerWork))
 
 _PASSES_REMEMBERED = 4
 """Passes whose prediction is kept, for each stage: more than can be in flight."""
@@ -85,7 +87,7 @@ class StageSpeeds:
 
 
 class PassFeatures(NamedTuple):
-    """What the time of a layer depends on: PassCosts has a constant for each but the last."""
+    """What the times of a pass depend on: PassCosts has a constant for each."""
 
     tokens: int
     attended: int
@@ -100,12 +102,23 @@ class PassFeatures(NamedTuple):
     """Experts of a layer that the tokens are expected to visit, if all are equally likely."""
     sampled: int
     """Tokens that are sampled."""
+    drawn: int = 0
+    nucleus: int = 0
+    controls: int = 0
+    logprobs: int = 0
+    """Sampled tokens by what their sampling takes (SamplerWork); one may count in each."""
 
 
 def pass_features(
-    spans: Sequence[Span], num_experts: int = 0, experts_per_token: int = 0
+    spans: Sequence[Span],
+    num_experts: int = 0,
+    experts_per_token: int = 0,
+    works: Sequence[int] = (),
 ) -> PassFeatures:
-    """Count what a pass holds. A span of one token counts as a row that decodes."""
+    """Count what a pass holds. A span of one token counts as a row that decodes.
+
+    works: for each span, the SamplerWork of its request; empty: all are greedy.
+    """
     decode_lengths = num_chunks = chunk_tokens = chunk_attended = cached = sampled = 0
     for _, first, num_tokens, samples in spans:
         if num_tokens == 1:
@@ -131,12 +144,23 @@ def pass_features(
         cached,
         experts,
         sampled,
+        *_work_counts(spans, works),
     )
 
 
-def predict_pass(spans: Sequence[Span], costs: PassCosts) -> PassTimes:
-    """The times of a pass; neither is negative, wherever the constants come from."""
-    found = pass_features(spans, costs.num_experts, costs.experts_per_token)
+def _work_counts(spans: Sequence[Span], works: Sequence[int]) -> Sequence[int]:
+    if not any(works):
+        return ()
+    asked = [work for span, work in zip(spans, works, strict=True) if span.samples and work]
+    return [sum(work & each > 0 for work in asked) for each in _WORKS]
+
+
+def predict_pass(spans: Sequence[Span], costs: PassCosts, works: Sequence[int] = ()) -> PassTimes:
+    """The times of a pass; neither is negative, wherever the constants come from.
+
+    works: see pass_features.
+    """
+    found = pass_features(spans, costs.num_experts, costs.experts_per_token, works)
     layer_us = (
         costs.layer_us
         + costs.token_us * found.tokens
@@ -147,5 +171,12 @@ def predict_pass(spans: Sequence[Span], costs: PassCosts) -> PassTimes:
         + costs.cached_us * found.cached
         + costs.expert_us * found.experts
     )
-    sample_us = costs.sampled_us * found.sampled + (costs.sampling_us if found.sampled else 0.0)
+    sample_us = (
+        costs.sampled_us * found.sampled
+        + (costs.sampling_us if found.sampled else 0.0)
+        + costs.drawn_us * found.drawn
+        + costs.nucleus_us * found.nucleus
+        + costs.controls_us * found.controls
+        + costs.logprobs_us * found.logprobs
+    )
     return PassTimes(max(layer_us, 0.0), max(sample_us, 0.0))

@@ -29,6 +29,10 @@ FORMS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Constants of a layer's time that each form has: those of DynaPipe's paper (3.1), and ours."""
+_SAMPLING = {
+    "paper": ("sampled_us", "sampling_us"),
+    "ours": ("sampled_us", "sampling_us", "drawn_us", "nucleus_us", "controls_us", "logprobs_us"),
+}
 _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
     "token_us": lambda found: found.tokens,
     "token_length_us": lambda found: found.attended,
@@ -38,6 +42,12 @@ _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
     "chunk_us": lambda found: float(found.has_chunk),
     "cached_us": lambda found: found.cached,
     "expert_us": lambda found: found.experts,
+    "sampled_us": lambda found: found.sampled,
+    "sampling_us": lambda found: 1.0,
+    "drawn_us": lambda found: found.drawn,
+    "nucleus_us": lambda found: found.nucleus,
+    "controls_us": lambda found: found.controls,
+    "logprobs_us": lambda found: found.logprobs,
 }
 
 
@@ -49,6 +59,8 @@ class MeasuredPass(NamedTuple):
     """Time of one layer."""
     sample_us: float
     """Time of logits and sampling; 0 if nothing is sampled."""
+    works: tuple[int, ...] = ()
+    """See predictor.pass_features."""
 
 
 class FitError(NamedTuple):
@@ -83,20 +95,12 @@ def fit_costs(
     """
     check_one_of(tuple(FORMS), predictor=form)
     experts = num_experts, experts_per_token
-    found = [pass_features(one.spans, *experts) for one in passes]
-    names = [name for name in FORMS[form] if name != "expert_us" or num_experts]
-    rows = [[_FEATURE[name](each) for name in names] for each in found]
-    layer = _least_squares(rows, [one.layer_us for one in passes])
-    sampling = [(each.sampled, one.sample_us) for each, one in zip(found, passes, strict=True)]
-    sampling = [(count, us) for count, us in sampling if count and us > 0]
-    sampled_us, sampling_us = _least_squares(
-        [[count, 1.0] for count, _ in sampling], [us for _, us in sampling]
-    )
-    none = dict.fromkeys(FORMS["ours"], 0.0)
+    found = [pass_features(one.spans, *experts, one.works) for one in passes]
+    sampling = [(each, one.sample_us) for each, one in zip(found, passes, strict=True)]
+    sampling = [(each, us) for each, us in sampling if each.sampled and us > 0]
     return PassCosts(
-        **(none | dict(zip(names, layer, strict=True))),
-        sampled_us=sampled_us,
-        sampling_us=sampling_us,
+        **_constants(FORMS[form], found, [one.layer_us for one in passes]),
+        **_constants(_SAMPLING[form], [each for each, _ in sampling], [us for _, us in sampling]),
         num_experts=num_experts,
         experts_per_token=experts_per_token,
     )
@@ -104,7 +108,7 @@ def fit_costs(
 
 def fit_error(costs: PassCosts, passes: Sequence[MeasuredPass]) -> FitError:
     """How far the constants are off, on average."""
-    times = [predict_pass(one.spans, costs) for one in passes]
+    times = [predict_pass(one.spans, costs, one.works) for one in passes]
     pairs = list(zip(times, passes, strict=True))
     return FitError(
         fmean(abs(time.layer_us / one.layer_us - 1) for time, one in pairs),
@@ -112,7 +116,17 @@ def fit_error(costs: PassCosts, passes: Sequence[MeasuredPass]) -> FitError:
     )
 
 
-def _least_squares(rows: list[list[float]], values: list[float]) -> list[float]:
+def _constants(
+    names: Sequence[str], found: Sequence[PassFeatures], us: Sequence[float]
+) -> dict[str, float]:
+    """The constants by name; 0 for what no pass has."""
+    there = [name for name in names if any(map(_FEATURE[name], found))]
+    rows = [[_FEATURE[name](each) for name in there] for each in found]
+    factors = _least_squares(rows, us)
+    return dict.fromkeys(names, 0.0) | dict(zip(there, factors, strict=True))
+
+
+def _least_squares(rows: list[list[float]], values: Sequence[float]) -> list[float]:
     """The factors of the columns; of the relative error, so each row is divided by its value."""
     import numpy
 

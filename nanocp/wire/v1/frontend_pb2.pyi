@@ -43,7 +43,7 @@ class FrontEndAnswer(_message.Message):
     def __init__(self, is_complete: _Optional[bool] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "max_tokens", "row_start", "priority", "queue_timeout_us", "resumes", "front_end", "prompt_logprobs", "page_hashes", "attempt", "client_id", "tenant")
+    __slots__ = ("request_id", "prompt_ids", "max_tokens", "row_start", "priority", "queue_timeout_us", "resumes", "front_end", "prompt_logprobs", "page_hashes", "attempt", "client_id", "tenant", "sampler_work")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Submission(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_WORK_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -70,7 +71,8 @@ class Submission(_message.Message):
     attempt: int
     client_id: str
     tenant: str
-    def __init__(self, request_id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., row_start: _Optional[bytes] = ..., priority: _Optional[int] = ..., queue_timeout_us: _Optional[int] = ..., resumes: _Optional[bool] = ..., front_end: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., page_hashes: _Optional[_Iterable[bytes]] = ..., attempt: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    sampler_work: int
+    def __init__(self, request_id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., row_start: _Optional[bytes] = ..., priority: _Optional[int] = ..., queue_timeout_us: _Optional[int] = ..., resumes: _Optional[bool] = ..., front_end: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., page_hashes: _Optional[_Iterable[bytes]] = ..., attempt: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampler_work: _Optional[int] = ...) -> None: ...
 
 class Observations(_message.Message):
     __slots__ = ("calls", "num_open")

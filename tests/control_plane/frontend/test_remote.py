@@ -248,7 +248,7 @@ def test_observations_are_the_same_calls_elsewhere() -> None:
 
 def test_every_field_of_a_submission_crosses() -> None:
     submission = Submission(
-        5, [1, 2], 2, 9, b"row", -3, 700, True, "host:1", 2, (b"a" * 16,), 4, "mine", "ada"
+        5, [1, 2], 2, 9, b"row", -3, 700, True, "host:1", 2, (b"a" * 16,), 4, "mine", "ada", 7
     )
     assert submission_from_wire(submission_to_wire(submission)) == submission
     bare = replace(submission, queue_timeout_us=None, prompt_logprobs=None)

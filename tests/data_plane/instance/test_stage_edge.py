@@ -154,6 +154,26 @@ def test_a_stage_that_waits_takes_kv_meanwhile(stages, first_pass):
     assert stages[1].poll().events == (LayersMoved(1, 1),)
 
 
+def test_a_stage_that_computes_sends_and_takes_kv_between_layers(stages, first_pass, monkeypatch):
+    """It has no cause to wait. Else a ring's worth would go each pass, however long a pass is."""
+    moves = LayerMoves(
+        1, None, (LayerMove(1, 0, 1, 2, ((2, 6),)), LayerMove(2, 1, 0, 2, ((2, 6),)))
+    )
+    for stage in stages:
+        run(stage, moves)
+    run_layer, left = HashStage._run_layer, []
+
+    def meanwhile(self, *arguments):
+        left.append((len(self._to_send), len(self._coming)))
+        if self is stages[0]:
+            stages[1].progress()
+        return run_layer(self, *arguments)
+
+    monkeypatch.setattr(HashStage, "_run_layer", meanwhile)
+    run(stages[0], first_pass)
+    assert left == [(4, 6), (2, 4)]
+
+
 def test_a_place_of_an_own_layer_is_not_given_away(stages):
     with pytest.raises(RuntimeError, match="layer 1 would take the place of layer 2"):
         run(stages[1], LayerMoves(1, None, (LayerMove(1, 0, 1, 0, ()),)))

@@ -37,5 +37,8 @@ def test_a_pipeline_is_timed_while_its_layers_move(tiny_checkpoint):
 
 @pytest.mark.system
 def test_both_forms_are_judged_on_passes_they_have_not_seen(tiny_checkpoint):
-    found = errors(mixes(tiny_checkpoint, is_quick=True), 16, 4)
-    assert all(0 < error.layer < 5 and 0 < error.sampling < 5 for error in found.values())
+    passes = {kind: mixes(tiny_checkpoint, kind, is_quick=True) for kind in ("greedy", "mixed")}
+    assert {work for one in passes["mixed"] for work in one.works} == {0, 1, 3, 4, 8, 15}
+    for found in errors(passes, 16, 4).values():
+        assert list(found) == ["greedy", "mixed"]
+        assert all(0 < error.layer < 5 and 0 < error.sampling < 5 for error in found.values())

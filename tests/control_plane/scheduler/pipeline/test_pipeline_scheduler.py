@@ -14,7 +14,16 @@ from control_plane.scheduler.pipeline.pass_rows import PassRow, PromptRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
 from control_plane.scheduler.request import Request
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.passes import PassDone, PassPlan, PipelineConfig, PipelinePlan, Span, even_split
+from nanocp.passes import (
+    PassCosts,
+    PassDone,
+    PassPlan,
+    PipelineConfig,
+    PipelinePlan,
+    SamplerWork,
+    Span,
+    even_split,
+)
 from nanocp.plan import (
     AbortRequested,
     Arrival,
@@ -340,3 +349,15 @@ def test_a_request_of_one_token_in_each_pass_that_was_lost_is_ended():
             scheduler.plan_pass([InstanceLost(1)], 0)
             scheduler.plan_pass([Regrouped(attempt + 2, (0, 1))], 0)
     assert [ended.reason for ended in plan.ended] == [FinishReason.FATAL]
+
+
+@pytest.mark.parametrize("work", [SamplerWork(0), SamplerWork.DRAWN | SamplerWork.NUCLEUS])
+def test_layers_leave_a_last_stage_where_requests_sample_slowly(work):
+    costs = PassCosts(token_us=10.0, nucleus_us=80.0)
+    policy = {"layer_policy": "level", "layout_window": 1, "frame_move_us": 0.0, "costs": costs}
+    pipeline = PipelineConfig(num_stages=2, num_layers=8, **policy)
+    world = World(PipelineScheduler(CLUSTER, SchedulerConfig(), pipeline))
+    world.arrive(2, 50, sampler_work=int(work))
+    world.report()
+    world.report()
+    assert world.scheduler.layouts.is_moving == (work > 0)

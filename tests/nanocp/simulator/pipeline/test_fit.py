@@ -1,11 +1,14 @@
 """The predictor's fit: constants that made the times are found again, in both forms."""
 
 import time
+from dataclasses import replace
+from random import Random
 
 import pytest
 
 from control_plane.scheduler.pipeline.predictor import pass_features, predict_pass
-from nanocp.passes import PassCosts, Span
+from nanocp.passes import PassCosts, SamplerWork, Span
+from nanocp.sampling import SamplingParams
 from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs, fit_error
 
 KNOWN = PassCosts(
@@ -19,14 +22,24 @@ KNOWN = PassCosts(
     expert_us=4.0,
     sampled_us=11.0,
     sampling_us=1250.0,
+    drawn_us=70.0,
+    nucleus_us=300.0,
+    controls_us=90.0,
+    logprobs_us=150.0,
     num_experts=64,
     experts_per_token=4,
 )
 
+NUCLEUS = SamplingParams(temperature=1.0, top_k=5)
+CONTROLLED = SamplingParams(temperature=0.0, top_p=0.5, presence_penalty=0.1)
+
 
 def measured(costs, num_mixes, seed):
-    mixes = draw_mixes(num_mixes, seed)
-    return [MeasuredPass(spans, *predict_pass(spans, costs)) for spans in mixes]
+    random, passes = Random(seed), []
+    for spans in draw_mixes(num_mixes, seed):
+        works = tuple(random.choice([0, 1, 3, 4, 8, 15]) for _ in spans)
+        passes.append(MeasuredPass(spans, *predict_pass(spans, costs, works), works))
+    return passes
 
 
 def test_what_a_pass_holds():
@@ -35,7 +48,17 @@ def test_what_a_pass_holds():
     assert found[:6] == (38, 100 + 10 + 36 * 100, 3, 110, True, 64)
     assert found.experts == pytest.approx(8 * (1 - 0.75**38))
     assert found.sampled == 2
-    assert pass_features(spans[:1]) == (1, 100, 1, 100, False, 0, 0.0, 1)
+    assert pass_features(spans[:1]) == (1, 100, 1, 100, False, 0, 0.0, 1, 0, 0, 0, 0)
+
+
+def test_what_sampling_takes_is_counted_for_tokens_that_are_sampled():
+    spans = (Span(1, 99, 1, True), Span(2, 9, 1, True), Span(3, 64, 36, False))
+    works = [params.work for params in (NUCLEUS, CONTROLLED, NUCLEUS)]
+    assert works == [SamplerWork.DRAWN | SamplerWork.NUCLEUS, SamplerWork.CONTROLS, works[0]]
+    assert pass_features(spans, works=works)[7:] == (2, 1, 1, 1, 0)
+    assert replace(CONTROLLED, logprobs=0).work == SamplerWork.CONTROLS | SamplerWork.LOGPROBS
+    costs = PassCosts(sampled_us=1.0, drawn_us=10.0, nucleus_us=100.0, controls_us=1000.0)
+    assert predict_pass(spans, costs, works).sample_us == 1112.0
 
 
 def test_known_constants_are_found_again():
@@ -51,7 +74,7 @@ def test_the_papers_form_lacks_what_ours_has():
     paper = fit_error(fit_costs("paper", passes), held_out)
     ours = fit_error(fit_costs("ours", passes, 64, 4), held_out)
     assert ours.layer <= 0.35 * paper.layer
-    assert paper.sampling < 1e-6
+    assert ours.sampling < 1e-6 < 0.1 < paper.sampling, "the paper knows no kinds of sampling"
 
 
 def test_constants_of_the_papers_form_make_its_prediction():

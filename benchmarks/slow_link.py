@@ -1,8 +1,8 @@
-"""Two stages of a pipeline against two instances with expert parallelism, over 1 Gbit/s.
+"""Two stages of a pipeline against two instances with expert parallelism, over a slow link.
 
 Enters: a checkpoint. Leaves: tokens a second of both. Does not know: what is asked of them.
 
-Each member is in a network namespace of its own, behind a link that lets 1 Gbit/s through in each
+Each member is in a network namespace of its own, behind a link that lets so much through in each
 direction (`tc`). Controller, prefill and client are outside. It needs root.
 """
 
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from control_plane.launchers.processes import ProcessLauncher
 from nanocp.client import Client
@@ -24,7 +25,6 @@ from nanocp.config import ClusterConfig, Config, DataPlaneConfig, LimitsConfig, 
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 _BRIDGE, _HOST, _NODE = "nanocp-gb", "10.87.41.1", "nanocp-gb{}"
-_RATE = ("tbf", "rate", "1gbit", "burst", "128kb", "latency", "50ms")
 _IN_NAMESPACE = (
     'case "$0" in instance*) set -- ip netns exec "nanocp-gb${0#instance }";; esac; '
     f'exec "$@" {sys.executable} -m data_plane.member.process "$0"'
@@ -38,8 +38,11 @@ def why_not() -> str:
 
 
 @contextmanager
-def gigabit_nodes(num_nodes: int = 2) -> Iterator[None]:
-    """Make namespaces with such links. Raises CalledProcessError if that fails."""
+def nodes_behind(mbit_per_s: int, num_nodes: int = 2) -> Iterator[None]:
+    """Make namespaces with links of this rate. Raises CalledProcessError if that fails."""
+    # A burst is a millisecond's worth, but at least a few packets.
+    burst = f"{max(mbit_per_s // 8, 16)}kb"
+    rate = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", burst, "latency", "400ms")
     try:
         _run("ip", "link", "add", _BRIDGE, "type", "bridge")
         _run("ip", "address", "add", f"{_HOST}/24", "dev", _BRIDGE)
@@ -53,8 +56,8 @@ def gigabit_nodes(num_nodes: int = 2) -> Iterator[None]:
             _run(*inside, "address", "add", f"10.87.41.{node + 2}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _run(*inside, "link", "set", device, "up")
-            _run("tc", "qdisc", "add", "dev", link, "root", *_RATE)
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *_RATE)
+            _run("tc", "qdisc", "add", "dev", link, "root", *rate)
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *rate)
         yield
     finally:
         for node in range(num_nodes):  # its link goes with it
@@ -62,10 +65,19 @@ def gigabit_nodes(num_nodes: int = 2) -> Iterator[None]:
         subprocess.run(["ip", "link", "delete", _BRIDGE], check=False)
 
 
-def tokens_per_s(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> float:
-    """Tokens a second of so many requests of so many tokens, over two nodes; the best of two.
+class Decoded(NamedTuple):
+    """What a run with every row decoding has found."""
 
-    layout: pipeline or instances.
+    tokens_per_s: float
+    waiting: float
+    """Share of its steps, or passes, for which a member waited for the other one."""
+
+
+def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Decoded:
+    """Serve so many requests of so many tokens over two nodes; the better of two runs.
+
+    layout: pipeline or instances. Counted from the moment at which every request has its first
+    token until the first one ends.
     """
     config = Config(
         cluster=ClusterConfig(num_instances=2, layout=layout, max_model_len=1024),
@@ -75,26 +87,36 @@ def tokens_per_s(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) 
     )
     launcher = ProcessLauncher(["sh", "-c", _IN_NAMESPACE], member_environment(config))
     service = Service(config, open_checkpoint(config, checkpoint), launcher)
-    random, best = Random(5), 0.0
+    random = Random(5)
 
-    def run(number: int) -> int:
+    def run(number: int) -> list[tuple[float, int]]:
+        """When tokens came, and how many."""
         ids = [random.randrange(2, 4000) for _ in range(60)]
         options = {"temperature": 0.0, "ignore_eos": True, "timeout_s": 600.0}
         with Client(service.address) as client:
             chunks = client.generate(ids, max_tokens=num_tokens, **options)
-            return sum(len(chunk.token_ids) for chunk in chunks)
+            return [(time.perf_counter(), len(chunk.token_ids)) for chunk in chunks]
+
+    def seconds(name: str) -> float:
+        value = service.metrics.registry.get_sample_value
+        return sum(value(f"nanocp:{name}_sum", {"engine": str(i)}) or 0.0 for i in range(2))
+
+    def decoded() -> Decoded:
+        before = seconds("step_exchange_seconds"), seconds("step_seconds")
+        came = list(pool.map(run, range(num_rows)))
+        begin, end = max(each[0][0] for each in came), min(each[-1][0] for each in came)
+        generated = sum(count for each in came for when, count in each if begin < when <= end)
+        waited_s = seconds("step_exchange_seconds") - before[0]
+        waiting = waited_s / (seconds("step_seconds") - before[1])
+        return Decoded(generated / (end - begin), waiting)
 
     try:
         service.start(lambda step: None)
         with ThreadPoolExecutor(num_rows) as pool:
             run(0)
-            for _ in range(2):
-                begin = time.perf_counter()
-                generated = sum(pool.map(run, range(num_rows)))
-                best = max(best, generated / (time.perf_counter() - begin))
+            return max(decoded(), decoded())
     finally:
         service.stop()
-    return best
 
 
 def _run(*words: str) -> None:
