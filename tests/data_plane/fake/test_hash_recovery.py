@@ -8,6 +8,7 @@ import pytest
 from harness.hash_failover import FailoverCluster
 from harness.hash_parts import offloading_config
 from harness.hash_recovery_seeds import play, play_failovers
+from harness.seed_campaign import make_cluster
 
 
 def test_terms_end_without_a_loss_and_every_token_is_right():
@@ -37,6 +38,12 @@ def test_the_play_meets_what_it_is_for():
     assert sum(cluster.num_stale_tokens for cluster in clusters)
     assert sum(cluster.num_stale_events for cluster in clusters)
     assert sum(cluster.num_kept for cluster in clusters)
+
+
+@pytest.mark.parametrize("seed", [50000, 50001, 50004, 50007])
+def test_a_seed_that_sees_planted_faults_is_right_without_them(seed):
+    """Each is the first from 50000 on that sees some of the mutants (tests/mutants)."""
+    make_cluster(seed).play()
 
 
 def test_seats_come_and_go_in_order_and_no_request_begins_another_attempt():
