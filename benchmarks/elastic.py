@@ -8,17 +8,20 @@ chaos`. Leaves: a result for each phase; exit status 1 if a claim does not hold.
 an instance is emptied, how a spare takes a seat.
 
 In the phase `changing`, with redundant experts, instance 3 is drained and taken back again and
-again; between the changes the service runs with four, and then with three. The last change is a
-kill: the survivors go on alone. In the phase `replacing` nothing is redundant. Minutes in which an
-instance is killed while a spare stands by take turns with minutes in which none is. Then instances
-are killed one after the other, while a spare stands by, and while none does.
+again; between the changes the service runs with four, and then with three. Then every instance is
+upgraded, or one in a short run. The last change is a kill: the survivors go on alone. In the phase
+`replacing` nothing is redundant. Minutes in which an instance is killed while a spare stands by
+take turns with minutes in which none is. Then instances are lost one after the other: killed while
+a spare stands by, killed while none does, and stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +33,9 @@ import typer
 from machine import describe, write_results
 from service import checkpoint_of
 
+from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import Member
+from data_plane.member.lifetime import SpareSpec
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_experts
 from data_plane.startup.cpu import load_shared_weights
@@ -41,6 +46,7 @@ from nanocp.chaos.load import Asked
 from nanocp.chaos.run import ChaosRun
 from nanocp.cli.console import output, print_claims
 from nanocp.config import ClusterConfig, Config, ServiceConfig
+from nanocp.serve.service import member_environment, open_checkpoint
 
 Kind = TypeVar("Kind", int, str)
 
@@ -50,7 +56,9 @@ MAX_PAUSE_S = 1.0
 MAX_SPARE_S = 2.0
 """Goal: longest time by a spare, besides the loading of its experts."""
 MAX_SPARE_RATIO = 0.6
-MAX_NOTICED_S = 0.5
+MAX_START_RATIO, MAX_AFTER_START_S = 1.2, 2.0
+"""Goal: longest time by a new process, of the start of one, and besides it."""
+MAX_NOTICED_S = {"killed": 0.5, "stopped": Config().limits.suspect_ms / 1000 + 1}
 MIN_KILL_RATIO = 0.7
 """Goal: tokens in a minute with a kill, of those in one without."""
 _MINUTE_S, _QUICK_MINUTE_S = 60.0, 5.0
@@ -58,6 +66,7 @@ _JUDGED_S = 120.0
 """Tokens a second are compared in runs of this length or more."""
 _LOADED_S = 5.0
 """Time before a kill, in which requests begin to run."""
+_BEFORE_KILL_S = 0.5
 _LOOK_S = 0.02
 _WAIT_S = 180.0
 """Longest wait for a seat to be filled, or a spare to be ready."""
@@ -119,18 +128,26 @@ def changing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict[
         async def want(seats: list[int], name: str) -> None:
             disturbed.note(name)
             await asyncio.to_thread(disturbed.service.want_seats, seats)
-            serving.append((time.monotonic(), len(seats)))
 
-        serving.append((time.monotonic(), NUM_INSTANCES))
-        await asyncio.sleep(seconds / 8)
-        while time.monotonic() < until_s - seconds / 4:
+        async def stay(num_instances: int) -> None:
+            serving.append((time.monotonic(), num_instances))
+            await asyncio.sleep(seconds / 8)
+
+        await stay(NUM_INSTANCES)
+        while len(serving) < 2 or time.monotonic() < until_s - seconds / 4:
             await want(FEWER, "drain")
-            await asyncio.sleep(seconds / 8)
+            await stay(len(FEWER))
             await want(ALL, "scale")
-            await asyncio.sleep(seconds / 8)
-        attempts = disturbed.sample("nanocp:request_attempts_total")
-        disturbed.note("kill")
+            await stay(NUM_INSTANCES)
         serving.append((time.monotonic(), 0))
+        for seat in ALL if seconds >= _JUDGED_S else ALL[:1]:
+            await want([each for each in ALL if each != seat], "upgrade")
+            await want(ALL, "upgrade")
+        attempts = disturbed.sample("nanocp:request_attempts_total")
+        # The last token before the kill belongs to no change.
+        disturbed.note("nothing")
+        await asyncio.sleep(_BEFORE_KILL_S)
+        disturbed.note("kill")
         disturbed.launcher.kill(Member("instance", 1))
 
     run = ChaosRun(checkpoint, seconds=seconds, seed=seed)
@@ -153,7 +170,8 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
     took_s: dict[str, list[float]] = {"with a spare": [], "without": []}
     minute_s, num_pairs = (_MINUTE_S, 3) if seconds else (_QUICK_MINUTE_S, 1)
     minutes: list[tuple[float, str]] = []
-    noticed_s: list[float] = []
+    noticed_s: dict[str, list[float]] = {"killed": [], "stopped": []}
+    own_start_s = 0.0
 
     async def has_spare(disturbed: Disturbed) -> None:
         minutes.append((time.monotonic(), ""))
@@ -169,39 +187,52 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
             disturbed.launcher.kill(Member("instance", number))
             await asyncio.sleep(minute_s)
 
-    async def kill(disturbed: Disturbed, until_s: float) -> None:
+    async def lose(disturbed: Disturbed, how: str, kind: str) -> float:
+        """Kill or stop an instance; returns the seconds until all serve again."""
+        service = disturbed.service
+        instance = Member("instance", len(disturbed.happened) % NUM_INSTANCES)
+        term, lost_s = service.term, time.monotonic()
+        disturbed.note(kind)
+        number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+        os.kill(disturbed.launcher.pid(instance), number)
+        await _until(lambda: _is_noticed(disturbed, term))
+        noticed_s[how].append(round(time.monotonic() - lost_s, 2))
+        await _until(lambda: service.term > term and service.is_whole)
+        return round(time.monotonic() - lost_s, 2)
+
+    async def lose_one_by_one(disturbed: Disturbed, until_s: float) -> None:
         await kill_each_minute(disturbed)
-        service, begins_s = disturbed.service, time.monotonic()
-        while not took_s["without"] or time.monotonic() < begins_s + seconds:
+        begins_s = time.monotonic()
+        while not noticed_s["stopped"] or time.monotonic() < begins_s + seconds:
             await has_spare(disturbed)
             for kind, times in took_s.items():
                 await asyncio.sleep(_LOADED_S)
                 if kind == "without":
                     disturbed.launcher.end_spares()
-                instance, term = len(disturbed.happened) % NUM_INSTANCES, service.term
-                disturbed.note(f"kill, {kind}")
-                killed_s = time.monotonic()
-                disturbed.launcher.kill(Member("instance", instance))
-                await _until(lambda term=term: _is_noticed(disturbed, term))
-                noticed_s.append(round(time.monotonic() - killed_s, 2))
-                await _until(lambda term=term: service.term > term and service.is_whole)
-                times.append(round(time.monotonic() - killed_s, 2))
+                times.append(await lose(disturbed, "killed", f"kill, {kind}"))
+            await asyncio.sleep(_LOADED_S)
+            await lose(disturbed, "stopped", "stop")
+
+    def before(disturbed: Disturbed) -> None:
+        nonlocal own_start_s
+        asyncio.run(has_spare(disturbed))
+        own_start_s = _own_start_s(checkpoint)
 
     num_minutes_s = 2 * num_pairs * minute_s
     run = ChaosRun(checkpoint, seconds=max(seconds, 25.0) + num_minutes_s, seed=seed)
-    result, disturbed = play_in_process(
-        WITH_SPARE, run, judge, kill, lambda disturbed: asyncio.run(has_spare(disturbed))
-    )
+    result, disturbed = play_in_process(WITH_SPARE, run, judge, lose_one_by_one, before)
     by_minute = tokens_per_s(disturbed.asked, minutes)
     spare_s, process_s = (statistics.median(times) for times in took_s.values())
     return {
         "phase": "replacing",
         **result,
-        "noticed_s": statistics.median(noticed_s),
+        "noticed_s": {how: statistics.median(times) for how, times in noticed_s.items()},
+        "noticed_s_max": {how: max(times) for how, times in noticed_s.items()},
         "whole_again_s": took_s,
         "experts_load_s": _experts_load_s(checkpoint),
         "spare_s": spare_s,
         "new_process_s": process_s,
+        "own_start_s": own_start_s,
         "spare_ratio": round(spare_s / process_s, 2),
         "minute_s": minute_s,
         "tokens_per_s_by_minute": by_minute,
@@ -220,6 +251,20 @@ async def _until(condition: Callable[[], bool]) -> None:
 def _is_noticed(disturbed: Disturbed, term: int) -> bool:
     """Whether this term has ended: the next one may have begun already."""
     return disturbed.sample("nanocp:recovering") > 0 or disturbed.service.term > term
+
+
+def _own_start_s(checkpoint: Path) -> float:
+    """Seconds in which a process starts, and loads all but experts, beside an idle service."""
+    factory = open_checkpoint(WITH_SPARE, checkpoint).spare_factory
+    command = [sys.executable, "-m", "data_plane.member.process"]
+    launcher, began_s = ProcessLauncher(command, member_environment(WITH_SPARE)), time.monotonic()
+    try:
+        spec = SpareSpec("spare", factory, WITH_SPARE, checkpoint)
+        launcher.start_spare("spare", spec, lambda how, was_ready: None)
+        asyncio.run(_until(lambda: any(launcher.spares)))
+        return round(time.monotonic() - began_s, 2)
+    finally:
+        launcher.end_spares()
 
 
 def _experts_load_s(checkpoint: Path) -> float:
@@ -248,27 +293,40 @@ def tokens_per_s(asked: list[Asked], phases: list[tuple[float, Kind]]) -> dict[K
 def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
     """What is claimed of changes, and whether it holds."""
     least = 0.95 * (NUM_INSTANCES - 1) / NUM_INSTANCES
-    planned = [result["by_kind"][kind]["pause_s_max"] for kind in ("drain", "scale")]
+    kinds = ("upgrade", "drain", "scale")
+    planned = [result["by_kind"][kind]["pause_s_max"] for kind in kinds]
+    is_short = result["seconds"] < _JUDGED_S
+    timed = [
+        (f"planned pauses of {max(planned)} s are at most 1 s", max(planned) <= MAX_PAUSE_S),
+        (
+            f"three give {result['ratio']} of four's tokens, at least {least:.2f}",
+            result["ratio"] >= least,
+        ),
+    ]
+    if is_short:
+        timed = [(f"{sentence}; too short to judge", True) for sentence, _ in timed]
     return [
         *_nothing_failed(result),
         ("planned changes began no attempt", not result["attempts_of_planned_changes"]),
-        (f"planned pauses of {max(planned)} s are at most 1 s", max(planned) <= MAX_PAUSE_S),
-        (f"three give {result['ratio']} of four's tokens, at least {least:.2f}; too short to judge"
-         if result["seconds"] < _JUDGED_S else
-         f"three give {result['ratio']} of four's tokens, at least {least:.2f}",
-         result["ratio"] >= least or result["seconds"] < _JUDGED_S),
-    ]  # fmt: skip
+        *timed,
+    ]
 
 
 def claims_of_spares(result: dict[str, Any]) -> list[tuple[str, bool]]:
     """What is claimed of spares, and whether it holds."""
     limit_s = MAX_SPARE_S + result["experts_load_s"]
+    start_s = result["own_start_s"] + result["experts_load_s"]
+    max_process_s = round(MAX_START_RATIO * start_s + MAX_AFTER_START_S, 2)
     is_short = result["minute_s"] < _MINUTE_S
     return [
         *_nothing_failed(result),
-        (
-            f"a kill is noticed after {result['noticed_s']} s, at most {MAX_NOTICED_S}",
-            result["noticed_s"] <= MAX_NOTICED_S,
+        *(
+            (
+                f"a process that is {how} is missed after {result['noticed_s'][how]} s, at most "
+                f"{limit}",
+                result["noticed_s"][how] <= limit,
+            )
+            for how, limit in MAX_NOTICED_S.items()
         ),
         (
             f"all serve again {result['spare_s']} s after a loss by a spare, at most {limit_s} s "
@@ -278,6 +336,11 @@ def claims_of_spares(result: dict[str, Any]) -> list[tuple[str, bool]]:
         (
             f"that is {result['spare_ratio']} of the time with a new process, at most 0.6",
             result["spare_ratio"] <= MAX_SPARE_RATIO,
+        ),
+        (
+            f"all serve again {result['new_process_s']} s after a loss by a new process, at most "
+            f"{max_process_s} s ({MAX_START_RATIO} of its own start, and {MAX_AFTER_START_S} s)",
+            result["new_process_s"] <= max_process_s,
         ),
         (
             f"minutes with a kill give {result['kill_ratio']} of the tokens of others, at least "
