@@ -78,34 +78,39 @@ def test_generated_code_is_what_the_protos_say(tmp_path):
         assert checked_in.read_text() == generated.read_text(), f"{checked_in}: run `make proto`"
 
 
-@pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_and_functions_fit_the_head(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.body[0].lineno < MAX_FUNCTION_LINES, node.name
+def test_files_and_functions_fit_the_head():
+    too_long = [path for path in READ if path.read_text().count("\n") > MAX_FILE_LINES]
+    too_long += [
+        f"{path}: {node.name}"
+        for path in READ
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.body[0].lineno >= MAX_FUNCTION_LINES
+    ]
+    assert not too_long
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_modules_say_what_they_are_and_are_not_called_utils(path):
-    assert path.stem not in ("utils", "common", "helpers", "types", "misc")
-    if path.stem != "__init__":
-        assert ast.get_docstring(tree_of(path)), (
-            "every module begins with what enters, leaves, and what it does not know"
-        )
+def test_modules_say_what_they_are_and_are_not_called_utils():
+    """Every module begins with what enters, leaves, and what it does not know."""
+    assert not {"utils", "common", "helpers", "types", "misc"} & {path.stem for path in SOURCES}
+    modules = [path for path in SOURCES if path.stem != "__init__"]
+    assert not [path for path in modules if not ast.get_docstring(tree_of(path))]
 
 
-@pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_docstring_stands_alone(path):
+def test_every_docstring_stands_alone():
     """An editor shows one docstring at a time, in lists its first line only."""
-    for line, text, is_first in docstrings(tree_of(path)):
-        first, _, rest = text.partition("\n")
-        where = f"{path}:{line}: {first}"
-        assert not NEEDS_ITS_NEIGHBOUR.match(text), f"{where}: it needs what stands above it"
-        if is_first:
-            assert not rest or rest.startswith("\n"), f"{where}: the first line does not end"
-            assert re.search(r"[.:?!][)`\"']?$", first), f"{where}: the first line is no sentence"
+    wrong = []
+    for path in READ:
+        for line, text, is_first in docstrings(tree_of(path)):
+            first, _, rest = text.partition("\n")
+            where = f"{path}:{line}: {first}"
+            if NEEDS_ITS_NEIGHBOUR.match(text):
+                wrong.append(f"{where}: it needs what stands above it")
+            if is_first and rest and not rest.startswith("\n"):
+                wrong.append(f"{where}: the first line does not end")
+            if is_first and not re.search(r"[.:?!][)`\"']?$", first):
+                wrong.append(f"{where}: the first line is no sentence")
+    assert not wrong
 
 
 def test_a_docstring_that_leans_on_another_is_seen():

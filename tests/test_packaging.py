@@ -138,14 +138,46 @@ def command(*words):
     return f"import sys; sys.argv = {arguments!r}\nfrom nanocp.cli.main import app; app()"
 
 
+EACH_IN_A_FORK = """
+import json, os, sys, tempfile
+from nanocp.cli.main import app
+ends = []
+for words in {lines!r}:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        if not (pid := os.fork()):
+            os.dup2(output.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            sys.argv = ["nanocp", *words]
+            sys.exit(app())
+        _, status = os.waitpid(pid, 0)
+        texts = [file.seek(0) or file.read().decode() for file in (output, errors)]
+        ends.append([os.waitstatus_to_exitcode(status), *texts])
+print(json.dumps(ends))
+"""
 BASE = modules_of(PROJECT["dependencies"])
+TO_NOBODY = [
+    ["generate", "--target", "127.0.0.1:1", "--prompt", "x"],
+    ["top", "--target", "127.0.0.1:1"],
+]
+
+
+@pytest.fixture(scope="module")
+def base_install(tmp_path_factory, tiny_checkpoint):
+    """Say how a command line ends, (status, output, errors), where only the base is installed."""
+    folder = tmp_path_factory.mktemp("base") / "new"
+    lines = [*BASE_IMPORTS.values(), *TO_NOBODY, *NEEDY.values()]
+    filled = [[word.format(checkpoint=tiny_checkpoint, folder=folder) for word in w] for w in lines]
+    result = run_with(BASE, EACH_IN_A_FORK.format(lines=filled))
+    assert result.returncode == 0, result.stderr
+    ends = dict(zip(map(tuple, lines), json.loads(result.stdout), strict=True))
+    return lambda words: ends[tuple(words)]
 
 
 @pytest.mark.parametrize("words", BASE_IMPORTS.values(), ids=BASE_IMPORTS)
-def test_the_base_install_shows_help(words):
-    result = run_with(BASE, command(*words))
-    assert result.returncode == 0, result.stderr
-    assert "Usage: nanocp" in result.stdout
+def test_the_base_install_shows_help(words, base_install):
+    status, output, errors = base_install(words)
+    assert status == 0, errors
+    assert "Usage: nanocp" in output
 
 
 def test_the_base_install_has_the_clients():
@@ -156,12 +188,11 @@ def test_the_base_install_has_the_clients():
     assert result.returncode == 0, result.stderr
 
 
-def test_the_base_install_asks_a_service():
-    result = run_with(BASE, command("generate", "--target", "127.0.0.1:1", "--prompt", "x"))
-    assert result.returncode == 2
-    assert "nanocp generate: no service answers at 127.0.0.1:1" in result.stderr
-    result = run_with(BASE, command("top", "--target", "127.0.0.1:1"))
-    assert result.returncode == 2 and "nanocp top: no NanoCP answers" in result.stderr
+def test_the_base_install_asks_a_service(base_install):
+    status, _, errors = base_install(TO_NOBODY[0])
+    assert status == 2 and "nanocp generate: no service answers at 127.0.0.1:1" in errors
+    status, _, errors = base_install(TO_NOBODY[1])
+    assert status == 2 and "nanocp top: no NanoCP answers" in errors
 
 
 NEEDY = {
@@ -180,16 +211,13 @@ NEEDY = {
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_missing_extra_is_one_sentence_that_names_it(name, tmp_path, tiny_checkpoint):
-    words = [
-        word.format(checkpoint=tiny_checkpoint, folder=tmp_path / "new") for word in NEEDY[name]
-    ]
-    result = run_with(BASE, command(*words))
-    assert result.returncode == 2, result.stderr
+def test_a_missing_extra_is_one_sentence_that_names_it(name, base_install):
+    status, _, errors = base_install(NEEDY[name])
+    assert status == 2, errors
     assert re.fullmatch(
         rf"nanocp {name}: the package \w+ is not installed; pip install "
         rf"'nanocp\[{EXTRAS[name]}\]' brings it\n",
-        result.stderr,
+        errors,
     )
 
 

@@ -119,16 +119,7 @@ class ProcessLauncher:
     def _spawn(
         self, name: str, ended: Callable[[str], None], stdout: int | None = None
     ) -> _Process:
-        # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
-        process = subprocess.Popen(
-            [*self._command, name],
-            stdin=subprocess.PIPE,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            env=self._environment,
-            start_new_session=True,
-        )
-        spawned = _Process(process, ended)
+        spawned = _Process(self._open(name, stdout), ended)
         self._watchers = [each for each in self._watchers if each.is_alive()]
         for watch in (self._watch, self._await_ready) if stdout else (self._watch,):
             watcher = threading.Thread(
@@ -137,6 +128,17 @@ class ProcessLauncher:
             watcher.start()
             self._watchers.append(watcher)
         return spawned
+
+    def _open(self, name: str, stdout: int | None) -> subprocess.Popen[bytes]:
+        # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
+        return subprocess.Popen(
+            [*self._command, name],
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,
+        )
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
         """See Launcher.stop."""

@@ -102,9 +102,10 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
     assert len(set(free)) == len(free) and not {*free} & {*owners, *holds}, (
         "a free frame is owned, or free twice"
     )
+    groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
+    sizes = [Counter(instance for instance, _ in frames) for frames in groups]
     for instance, ledger in enumerate(state.frames):
-        groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
-        num_frames = [sum(1 for holder, _ in frames if holder == instance) for frames in groups]
+        num_frames = [size[instance] for size in sizes]
         num_free = ledger.num_free + (ledger.num_withheld or 0)
         kept_frames = [ledger.num_committed, ledger.num_quarantined, num_free]
         assert kept_frames == num_frames, (

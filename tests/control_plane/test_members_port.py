@@ -21,7 +21,15 @@ import pytest
 
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import REFUSED, MemberSecrets
-from harness.hash_service import CONFIG, expected, generate, hash_service, prompt, served
+from harness.hash_service import (
+    CONFIG,
+    expected,
+    generate,
+    hash_service,
+    process_launcher,
+    prompt,
+    served,
+)
 from nanocp.client import Client
 from nanocp.plan import FinishReason
 from nanocp.serve.service import Service
@@ -315,7 +323,8 @@ def test_secrets_stand_in_no_log_command_line_snapshot_or_metric(
 ) -> None:
     log = tmp_path / "events"
     config = replace(SMALL, service=replace(SMALL.service, event_log=str(log)))
-    with caplog.at_level(logging.DEBUG), hash_service(config) as service:
+    launcher = process_launcher()  # A fork has the command line of its parent.
+    with caplog.at_level(logging.DEBUG), hash_service(config, launcher=launcher) as service:
         generate(service.address, prompt(30, 2), 5)
         assert deliver(sink_of(service), forged(0, 1), of_member(service, PREFILL)) is (
             grpc.StatusCode.PERMISSION_DENIED

@@ -1,7 +1,6 @@
 """A server like vLLM's around a FakeVllm, in a process of its own: POST /v1/completions.
 
-    python engine_server.py PORT '{"block_size": 16, "fault": ""}'
-
+Arguments are the port and options, such as '{"block_size": 16, "fault": ""}'.
 Faults: `garbage` (KV of another model), `mute` (answers, and sends no page), `hang` (no answer),
 `plain` (no connector), `slow` (a step takes 50 ms), `deaf` (each prompt fails with 500), `probed`
 (mute for all but probes). api_key: as vLLM's --api-key; a request without it gets 401.
@@ -139,7 +138,3 @@ class Listener(ThreadingHTTPServer):
 def main():
     port, options = int(sys.argv[1]), json.loads(sys.argv[2])
     Listener(("127.0.0.1", port), handler_of(EngineServer(**options))).serve_forever()
-
-
-if __name__ == "__main__":
-    main()

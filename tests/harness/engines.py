@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import time
 
-from harness.paths import TESTS
-from harness.serve_process import ENVIRONMENT
+from harness.forks import FORKS
 
 
 def free_port() -> int:
@@ -30,10 +27,8 @@ class EngineProcess:
 
     def start(self, **options):
         """Start it, on the same port as before."""
-        script = str(TESTS / "harness/engine_server.py")
-        self.process = subprocess.Popen(
-            [sys.executable, script, str(self.port), json.dumps(options)], env=ENVIRONMENT
-        )
+        words = [str(self.port), json.dumps(options)]
+        self.process = FORKS.popen("harness.engine_server:main", words, ["harness.engine_server"])
         deadline = time.monotonic() + 60
         while True:
             try:

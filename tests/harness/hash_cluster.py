@@ -51,6 +51,11 @@ MAX_TURNS = 1_500_000
 class HashCluster:
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
+    check_every = 8
+    """Calls of the scheduler from one check of it to the next, which costs more than all the rest.
+    What is wrong in a count or a table stays wrong.
+    """
+
     def __init__(
         self,
         seed: int,
@@ -95,7 +100,6 @@ class HashCluster:
         self.stories: dict[int, Story] = {}
         self.num_requests = num_requests
         self.now_us = 0
-        self.check_every = 1  # Calls of the scheduler from one check of it to the next.
         self.num_windows = self.num_calls = self.num_hand_offs = self.num_extensions = 0
         self.num_resyncs = self.num_failed_transfers = 0
         self.num_moves = self.num_moves_between_nodes = 0

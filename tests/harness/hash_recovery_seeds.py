@@ -55,6 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     first, count = arguments.first, arguments.seeds
     seeds = range(first, first + count) if arguments.seed is None else [arguments.seed]
+    RecoveringCluster.check_every = 1
     begin = time.monotonic()
     names = (
         "num_terms",

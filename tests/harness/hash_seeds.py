@@ -130,6 +130,7 @@ def main() -> None:
         if arguments.seed is None
         else [arguments.seed]
     )
+    HashCluster.check_every = 1
     begin = time.monotonic()
     names = (
         *("windows", "tokens", "hand-offs", "extensions", "moves", "moves between nodes"),

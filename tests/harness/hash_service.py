@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
+from harness.forks import FORKS
 from harness.hash_members import MODEL
 from harness.paths import TESTS
 from nanocp.client import Client
@@ -31,6 +33,30 @@ CONFIG = Config(
 
 def process_launcher() -> ProcessLauncher:
     return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], ENVIRONMENT)
+
+
+class ForkLauncher(ProcessLauncher):
+    """Members that are forks of a process that has imported what they run."""
+
+    def __init__(self, config: Config, served: Served) -> None:
+        """Launch members of this service."""
+        super().__init__((), ENVIRONMENT)
+        factories = [served.instance_factory]
+        if config.prefill.engines:
+            factories += "data_plane.member.external_prefill", served.probe_factory
+        elif not config.prefill.synthetic_kv:
+            factories.append(served.prefill_factory)
+        self._imports = [factory.partition(":")[0] for factory in factories]
+
+    def _open(self, name: str, stdout: int | None) -> Any:
+        pipes = (0, 1, 2) if stdout else (0, 2)
+        main = "data_plane.member.process:main"
+        return FORKS.popen(main, [name], self._imports, pipes, self._environment, True)
+
+
+def forked_service(config: Config, served: Served) -> Service:
+    """A service whose members are forks; nothing runs before its `start`."""
+    return Service(config, served, ForkLauncher(config, served))
 
 
 def served(instance_factory: str = "harness.hash_members:build_instance") -> Served:
@@ -54,7 +80,8 @@ def hash_service(
     launcher: Launcher | None = None,
 ) -> Iterator[Service]:
     """A service that is started on entry and stopped on exit."""
-    service = Service(config, served(instance_factory), launcher or process_launcher())
+    hashes = served(instance_factory)
+    service = Service(config, hashes, launcher or ForkLauncher(config, hashes))
     try:
         service.start(lambda step: None)
         yield service

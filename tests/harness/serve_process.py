@@ -11,6 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+from harness.forks import FORKS
 from harness.hash_service import prompt
 from harness.paths import TESTS
 from nanocp.client import Client, ServiceError
@@ -46,28 +47,26 @@ class Serve:
     """A `nanocp serve` of HashInstances in a process of its own."""
 
     def __init__(self, *options, factory="build_instance", environment=None):
-        command = [
-            sys.executable,
-            str(TESTS / "harness/hash_serve.py"),
-            factory,
-            "serve",
-            "no-checkpoint",
-            *options,
-        ]
-        self.process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT | (environment or {}),
-            cwd=TESTS.parent,
-        )
+        words = [factory, "serve", "no-checkpoint", *options]
+        environment = ENVIRONMENT | (environment or {})
+        if "--no-ray" in options:
+            main, imports = "harness.hash_serve:main", ["nanocp.serve.service"]
+            self.process = FORKS.popen(main, words, imports, [2], environment)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, str(TESTS / "harness/hash_serve.py"), *words],
+                stderr=subprocess.PIPE,
+                env=environment,
+                cwd=TESTS.parent,
+            )
         self.lines = []
         self.serving = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self):
-        for line in self.process.stderr:
+        for raw in self.process.stderr:
+            line = raw.decode()
             self.lines.append(line.rstrip())
             if "serving no-checkpoint" in line:
                 self.serving.set()
@@ -87,7 +86,7 @@ class Serve:
         """The one line that says what is wrong; beside it nothing but progress."""
         sentences = [line for line in self.lines if line.startswith("nanocp serve: ")]
         others = [line for line in self.lines if line not in sentences]
-        expected = r"checkpoint .*: accepted|4 instances as plain subprocesses"
+        expected = r"checkpoint .*: accepted|\d instances as plain subprocesses"
         assert len(sentences) == 1 and all(re.match(expected, line) for line in others), self.lines
         return sentences[0]
 
@@ -98,6 +97,13 @@ class Serve:
         self.process.kill()
         self.process.wait()
         self._reader.join()
+
+
+def nanocp(*words, imports=()):
+    """Run a command line to its end in a fork: (status, output, errors)."""
+    process = FORKS.popen("nanocp.cli.main:app", words, imports, [1, 2], ENVIRONMENT)
+    output, errors = process.stdout.read().decode(), process.stderr.read().decode()
+    return process.wait(WAIT_S), output, errors
 
 
 class Stream:
@@ -184,7 +190,7 @@ def until(condition):
         time.sleep(0.05)
 
 
-def assert_nothing_is_left(processes, segments):
-    assert len(segments) == 4 + 4 + 4 * 3
+def assert_nothing_is_left(processes, segments, num_instances=4):
+    assert len(segments) == num_instances + num_instances + num_instances * (num_instances - 1)
     assert not segments & set(os.listdir("/dev/shm"))
     until(lambda: not any(map(is_running, processes)))

@@ -1,24 +1,24 @@
 """Processes that the transport tests start, and one that holds an instance until it is killed.
 
-This file and its neighbours step_protocol.py and page_writers.py are light to import, because every
-process that starts imports them.
+This file and its neighbours step_protocol.py and page_writers.py are light to import: their
+processes are forks of one that has imported them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Client, Connection, Listener
 
 from data_plane.kv.page_ring import PageRing
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
+from harness.forks import FORKS, Forked
 from nanocp.config import LimitsConfig
 
 LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=30_000, plan_timeout_ms=29_000, retry_ms=100)
@@ -48,26 +48,33 @@ LAYOUT = {
 @contextmanager
 def processes(
     *bodies: tuple[Callable[..., None], tuple],
-) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+) -> Iterator[list[tuple[Forked, Connection]]]:
     """Start each body with its arguments and then one end of a pipe; yield (process, other end).
 
     Processes that still run at the end are killed.
     """
-    context = multiprocessing.get_context("spawn")
-    started = []
-    try:
-        for body, arguments in bodies:
-            near, far = context.Pipe()
-            process = context.Process(target=body, args=(*arguments, far), daemon=True)
-            process.start()
-            far.close()
-            started.append((process, near))
-        yield started
-    finally:
-        for process, pipe in started:
-            process.kill()
-            process.join()
-            pipe.close()
+    started: list[tuple[Forked, Connection]] = []
+    with Listener(family="AF_UNIX") as listener:
+        try:
+            for body, arguments in bodies:
+                main, imports = f"{__name__}:run_body", [body.__module__]
+                process = FORKS.popen(main, [listener.address], imports)
+                pipe = listener.accept()
+                pipe.send((body, arguments))
+                started.append((process, pipe))
+            yield started
+        finally:
+            for process, pipe in started:
+                process.kill()
+                process.wait()
+                pipe.close()
+
+
+def run_body() -> None:
+    """Run what `processes` sends to this process."""
+    with Client(sys.argv[1]) as pipe:
+        body, arguments = pipe.recv()
+        body(*arguments, pipe)
 
 
 def receive(pipe: Connection, timeout_s: float = 60):

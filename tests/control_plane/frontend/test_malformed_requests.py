@@ -14,7 +14,7 @@ import pytest
 
 from control_plane.frontend.validation import ModelLimits
 from harness.frontend_fakes import TOKENIZER
-from harness.hash_service import CONFIG, process_launcher
+from harness.hash_service import CONFIG, forked_service
 from nanocp.client import Client
 from nanocp.config import PrefillConfig
 from nanocp.serve.service import Served, Service
@@ -172,7 +172,7 @@ def service() -> Iterator[Service]:
         prefill=PrefillConfig(synthetic_kv=True),
     )
     served = Served(LIMITS, TOKENIZER, Path("no-checkpoint"), "harness.hash_members:build_instance")
-    service = Service(config, served, process_launcher())
+    service = forked_service(config, served)
     try:
         service.start(lambda step: None)
         yield service

@@ -6,12 +6,18 @@ import pytest
 
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members.start import StartError
-from harness.hash_service import CONFIG, process_launcher, served, shared_memory_of
+from harness.hash_service import (
+    CONFIG,
+    forked_service,
+    process_launcher,
+    served,
+    shared_memory_of,
+)
 from nanocp.serve.service import Service
 
 
 def test_an_instance_that_cannot_start_says_why_in_its_own_words():
-    service = Service(CONFIG, served("harness.hash_members:build_dying"), process_launcher())
+    service = forked_service(CONFIG, served("harness.hash_members:build_dying"))
     try:
         with pytest.raises(
             StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"
@@ -25,7 +31,7 @@ def test_an_instance_that_cannot_start_says_why_in_its_own_words():
 def test_every_member_says_how_much_of_its_weights_it_has_loaded():
     """Once a percent, though hash_members tells the instances' progress 300 times."""
     told: dict[Member, list[int]] = {}
-    service = Service(CONFIG, served(), process_launcher())
+    service = forked_service(CONFIG, served())
     try:
         service.start(
             lambda step: None, lambda member, percent: told.setdefault(member, []).append(percent)

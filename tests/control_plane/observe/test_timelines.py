@@ -85,9 +85,10 @@ def test_the_parts_are_the_whole_time_whatever_happens(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "plan_window", recorded)
     num_preempted = 0
-    for seed in range(20):
+    crowds = [(hash_seeds.play_crowd, seed) for seed in (4, 8, 12, 15)]
+    for play, seed in [*crowds, *((hash_seeds.play, seed) for seed in range(8))]:
         calls.clear()
-        (hash_seeds.play_crowd if seed % 2 else hash_seeds.play)(seed)
+        play(seed)
         timelines, arrived, ended = Timelines(), {}, {}
         for now_us, events, plan in calls:
             timelines.planned(now_us, events, plan)

@@ -36,7 +36,8 @@ def test_phases_are_where_the_load_is(tiny_checkpoint, monkeypatch):
 
 
 def test_an_instance_that_cannot_start_says_why(tiny_checkpoint):
-    config = replace(CONFIG, cluster=replace(CONFIG.cluster, num_frames=10**9))
+    cluster = replace(CONFIG.cluster, num_instances=1, num_frames=10**9)
+    config = replace(CONFIG, cluster=cluster)
     with (
         pytest.raises(RuntimeError, match=r"instance \d: num_frames is 1000000000"),
         measuring(config, tiny_checkpoint, {}),

@@ -68,6 +68,9 @@ def pair(cluster_id):
 ONE_NODE, TWO_NODES, FOUR_NODES = "aaaa", "aabb", "abcd"
 
 
+STEPS = pytest.mark.parametrize("num_steps", [300, pytest.param(2000, marks=pytest.mark.system)])
+
+
 def run_cluster(cluster_id, nodes=ONE_NODE, **changes):
     fields = {
         "num_instances": 4,
@@ -87,13 +90,15 @@ def run_cluster(cluster_id, nodes=ONE_NODE, **changes):
             pipe.send(peers)
         answers = [receive(pipe, 400) for _, pipe in members]
         for process, _ in members:
-            process.join(60)
+            process.wait(60)
         return answers
 
 
+@STEPS
 @pytest.mark.parametrize("num_dense_layers", [0, 1, 2, 3])
-def test_the_step_protocol_is_safe_with_two_deep_buffers(cluster_id, num_dense_layers):
-    answers = run_cluster(cluster_id, num_dense_layers=num_dense_layers, seed=num_dense_layers)
+def test_the_step_protocol_is_safe_with_two_deep_buffers(cluster_id, num_dense_layers, num_steps):
+    shape = {"num_dense_layers": num_dense_layers, "seed": num_dense_layers}
+    answers = run_cluster(cluster_id, num_steps=num_steps, **shape)
     assert answers == ["ok"] * 4
     assert not segments_of(cluster_id)
 
@@ -111,10 +116,12 @@ def run_dense_cluster(cluster_id, tmp_path, nodes=ONE_NODE, **changes):
     )
 
 
+@STEPS
 @pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES])
-def test_the_step_protocol_is_safe_without_experts(cluster_id, tmp_path, nodes):
+def test_the_step_protocol_is_safe_without_experts(cluster_id, tmp_path, nodes, num_steps):
     """Links appear, vanish and appear again, while one instance is late in any layer."""
-    assert run_dense_cluster(cluster_id, tmp_path, nodes) == ["ok"] * 4
+    answers = run_dense_cluster(cluster_id, tmp_path, nodes, num_steps=num_steps)
+    assert answers == ["ok"] * 4
     assert not segments_of(cluster_id)
 
 
@@ -178,7 +185,7 @@ def test_a_name_left_by_a_dead_process_is_taken_over(cluster_id):
         with pytest.raises(ValueError, match="belongs to a living process"):
             ShmExchange.create(Segments(cluster_id), 0, 1, LAYOUT, LIMITS)
         process.kill()
-        process.join()
+        process.wait()
         ShmExchange.create(Segments(cluster_id), 0, 1, LAYOUT, LIMITS).close()
     sweep_stale(cluster_id)
     assert not segments_of(cluster_id)

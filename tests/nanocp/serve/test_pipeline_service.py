@@ -14,7 +14,7 @@ import pytest
 import typer.testing
 
 from control_plane.member_streams import Member
-from harness.hash_service import process_launcher, shared_memory_of
+from harness.hash_service import forked_service, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.cli.main import app
 from nanocp.client import Client
@@ -28,7 +28,7 @@ from nanocp.config import (
     SchedulerConfig,
     ServiceConfig,
 )
-from nanocp.serve.service import Service, open_checkpoint
+from nanocp.serve.service import open_checkpoint
 
 CONFIG = Config(
     cluster=ClusterConfig(
@@ -47,7 +47,7 @@ WAIT_S = 120
 
 @contextmanager
 def pipeline_service(checkpoint, config=CONFIG):
-    service = Service(config, open_checkpoint(config, checkpoint), process_launcher())
+    service = forked_service(config, open_checkpoint(config, checkpoint))
     try:
         service.start(lambda step: None)
         yield service
@@ -224,7 +224,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
     }.items():
         config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, layer_policy=policy))
         with pytest.raises(ValueError, match=sentence):
-            Service(config, open_checkpoint(config, tiny_checkpoint), process_launcher())
+            forked_service(config, open_checkpoint(config, tiny_checkpoint))
     wide = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=5))
     with pytest.raises(ValueError, match="num_layers is 4; each of the 5 stages needs a layer"):
         open_checkpoint(wide, tiny_checkpoint)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import groupby, islice, pairwise
 
 import pytest
@@ -55,6 +56,7 @@ def play(policy, event_log=None, explainer=None):
     ).run(requests())
 
 
+@cache
 def stories_of(policy):
     explainer = Explainer(list(map(str, range(1, NUM_REQUESTS + 1))))
     play(policy, explainer=explainer)

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,12 +20,11 @@ from control_plane.frontend.tokenizer import load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from harness.frontend_fakes import TOKENIZER
 from harness.hash_members import WORDY
-from harness.hash_service import CONFIG, process_launcher
-from harness.paths import TESTS
-from harness.serve_process import ENVIRONMENT
+from harness.hash_service import CONFIG, forked_service
+from harness.serve_process import Serve
 from nanocp.config import ClusterConfig
 from nanocp.sampling import SamplingParams
-from nanocp.serve.service import Served, Service, open_checkpoint
+from nanocp.serve.service import Served, open_checkpoint
 
 WAIT_S = 60.0
 NUM_FRAMES = CONFIG.cluster.num_instances * CONFIG.cluster.num_frames
@@ -57,7 +54,7 @@ def service(folder):
         "harness.hash_members:build_prefill",
     )
     config = replace(CONFIG, service=replace(CONFIG.service, served_model_name="wordy"))
-    service = Service(config, served, process_launcher())
+    service = forked_service(config, served)
     try:
         service.start(lambda step: None)
         yield service
@@ -177,19 +174,9 @@ def test_answers_are_counted_by_endpoint_and_by_no_word_of_a_client(service):
 def test_a_second_service_on_the_port_is_one_sentence(service):
     port = service.http_address.split(":")[1]
     options = ["--no-ray", "--grpc-port", "0", "--metrics-port", "0", "--http-port", port]
-    command = [
-        sys.executable,
-        str(TESTS / "harness/hash_serve.py"),
-        "build_instance",
-        "serve",
-        "no-checkpoint",
-        *options,
-    ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, cwd=TESTS.parent, env=ENVIRONMENT
-    )
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == (
+    with Serve(*options) as second:
+        assert second.wait(150) == 2
+    assert second.lines[-1] == (
         f"nanocp serve: cannot listen on port {port} of 127.0.0.1: Address already in use "
         "(service.http_port)"
     )
@@ -247,7 +234,7 @@ def test_a_real_model_chats_as_transformers_would(tiny_checkpoint, tiny_oracle):
     config = replace(
         CONFIG, cluster=ClusterConfig(num_instances=2, instances_per_node=2, max_model_len=512)
     )
-    service = Service(config, open_checkpoint(config, tiny_checkpoint), process_launcher())
+    service = forked_service(config, open_checkpoint(config, tiny_checkpoint))
     try:
         service.start(lambda step: None)
         with openai.OpenAI(base_url=base_url(service), api_key="EMPTY", timeout=WAIT_S) as client:

@@ -38,7 +38,8 @@ class Cluster:
 
     def __init__(self, *args, **knobs):
         self.scheduler = make_scheduler(*args, **knobs)
-        self.num_arrived = 0
+        self.num_arrived = self.num_calls = 0
+        self.check_every = 1
         self.under_way = {}
         """Ticket -> receivers that have not confirmed."""
         self.windows = []
@@ -48,7 +49,9 @@ class Cluster:
         self.under_way |= {ticket.ticket: list(ticket.receivers) for ticket in plan.transfers}
         if plan.window is not None:
             self.windows.append(plan.window)
-        check(self.scheduler)
+        self.num_calls += 1
+        if self.num_calls % self.check_every == 0:
+            check(self.scheduler)
         return plan
 
     def arrive(self, prompt_len, max_tokens=8, needs_prefill=True, **knobs):
@@ -133,6 +136,7 @@ def played(targets, seed):
         Random(seed),
         [],
     )
+    cluster.check_every = 20
     for _ in range(150):
         match random.randrange(4):
             case 0 | 1:
@@ -146,7 +150,7 @@ def played(targets, seed):
     return plans
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.system)])
 def test_plans_are_the_same_without_a_target_and_with_one_that_concerns_nobody(seed):
     plain = played((), seed)
     assert played(((7, 1),), seed) == plain, "no request is of class 7"

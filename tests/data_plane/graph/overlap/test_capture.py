@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import (
@@ -72,8 +74,23 @@ def compiled(attention, policy):
     )
 
 
-@pytest.mark.parametrize("policy", [NanoFlow, DualBatchOverlap])
-@pytest.mark.parametrize("attention", MODELS)
+def cases(ways, *quick):
+    """Every model in each of the ways; those that are not named are system tests."""
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.system)
+        for case in itertools.product(MODELS, ways)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attention", "policy"),
+    cases(
+        (NanoFlow, DualBatchOverlap),
+        ("LlamaAttention", NanoFlow),
+        ("Qwen3MoeAttention", DualBatchOverlap),
+        ("DeepseekV3Attention", NanoFlow),
+    ),
+)
 def test_a_prompts_logits_are_the_models(attention, policy):
     """Bit by bit, but for experts: with half of the batch they have fewer rows each."""
     model, run, engines = compiled(attention, policy)
@@ -89,8 +106,10 @@ def test_a_prompts_logits_are_the_models(attention, policy):
     assert all(len(each.sizes) == 2 for each in engine.recordings.values())
 
 
-@pytest.mark.parametrize("is_static", [False, True])
-@pytest.mark.parametrize("attention", MODELS)
+@pytest.mark.parametrize(
+    ("attention", "is_static"),
+    cases((False, True), ("DeepseekV3Attention", False), ("LlamaAttention", True)),
+)
 def test_a_cache_is_written_row_by_row_and_its_counter_advances_once(attention, is_static):
     """Micro-batches of few rows take other kernels: logits are close, not equal."""
     model, run, engines = compiled(attention, NanoFlow)
