@@ -18,7 +18,7 @@ LATER_FLAG = (FILE, "-k", "flag_that_is_ahead")
 WOVEN = (FILE, "-k", "woven_instances", "-m", "not system")
 WOVEN_PROGRAMS = (FILE, "-k", "woven_programs", "-m", "not system")
 GATES = (FILE, "-k", "gate_chooses and sigmoid")
-BITS = (FILE, "-k", "bit_by_bit")
+BITS = (FILE, "-k", "bit_by_bit", "-m", "not system")
 LINT = ("tests/data_plane/kernels/test_fused_compilation.py", "-k", "puts_releases and dispatch")
 
 STATE = "data_plane/moe/fused_state.py"
@@ -121,10 +121,14 @@ MUTANTS = [
     ),
     Mutant(
         name="fused-other-order",
-        why="a row's pairs are summed backwards, so tokens depend on the form of the call",
+        why="a row's pairs are summed in an order that depends on what came when (bits)",
         path=TASKS,
         text="for k in range(K):",
-        fault="for k in range(K - 1, -1, -1):",
+        fault=(
+            "for turn in range(K):\n"
+            "    is_odd = tl.load(state.statistic).to(tl.int32) % 2\n"  # sweeps so far
+            "    k = turn + is_odd * (K - 1 - 2 * turn)"
+        ),
         tests=BITS,
     ),
     Mutant(
