@@ -21,7 +21,7 @@ import torch
 from gpu_attention import attempt, describe, options
 from torch import Tensor, nn
 
-from data_plane.graph.cuda_graphs import LaneGraphs
+from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.graph.overlap.backend import overlap
 from data_plane.graph.overlap.engine import OverlapEngine
 from data_plane.graph.overlap.streams import CudaStreams
@@ -162,7 +162,8 @@ def _captured(pool: Any, model: nn.Module, parts: Sequence[Tensor]) -> Callable[
         model(part)
     torch.cuda.synchronize()
     run: Any = model
-    return LaneGraphs([(pool, run)] * len(parts)).capture(list(parts))  # type: ignore[arg-type]
+    contexts: list[Any] = list(parts)
+    return CudaGraphs(pool, run, *[(pool, run)] * (len(parts) - 1)).capture(*contexts)
 
 
 @torch.no_grad()

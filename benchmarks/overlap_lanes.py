@@ -111,15 +111,18 @@ def batch_of(rows: int) -> Batch:
 def measure(
     cluster: MeasuringCluster, rows: int, wanted: tuple[float, ...], num_steps: int, config: Config
 ) -> Iterator[dict[str, Any]]:
-    """A point for each wanted length of waits, in parts of the time of a step on time."""
+    """A point for each wanted length of waits, in parts of the time of a step on time.
+
+    Steps on time are measured before and beside each point: a machine that is slower for a while is
+    so for all of them.
+    """
     batch = batch_of(rows)
 
     def waits_of_compute(ns_per_byte: float) -> float:
         return cluster.measure_lanes(batch, num_steps, ns_per_byte).one_us / compute_us - 1
 
-    on_time = [cluster.measure_lanes(batch, num_steps) for _ in range(2)]
-    compute_us = min(times.one_us for times in on_time)
-    halves_us = min(times.two_us for times in on_time)
+    on_time = cluster.measure_lanes(batch, num_steps)
+    compute_us = on_time.one_us
     probe_ns = PROBE_NS
     while (probed := waits_of_compute(probe_ns)) < 0.5 and probe_ns < 64 * PROBE_NS:
         probe_ns *= 2
@@ -127,7 +130,10 @@ def measure(
     ns_per_wait = probe_ns / max(waits_of_compute(2 * probe_ns) - probed, 0.1)
     for share in wanted:
         ns_per_byte = share and max(probe_ns + (share - probed) * ns_per_wait, 1.0)
-        first, second = (cluster.measure_lanes(batch, num_steps, ns_per_byte) for _ in range(2))
+        first = cluster.measure_lanes(batch, num_steps, ns_per_byte)
+        before, on_time = on_time, cluster.measure_lanes(batch, num_steps)
+        second = cluster.measure_lanes(batch, num_steps, ns_per_byte)
+        compute_us, halves_us = map(min, zip(before[:2], on_time[:2], strict=True))
         table = replace(
             config.scheduler,
             lanes="measured",

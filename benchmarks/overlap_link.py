@@ -22,7 +22,7 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -60,12 +60,15 @@ MIN_GAIN = 0.03
 WANTED = (0.0, 0.4, 0.9, 1.1, 2.0)
 """Link over compute; 0 is a link that nothing slows down."""
 NUM_PROCESSES = 2
-HIDDEN_SIZE = 512
+HIDDEN_SIZE = 1024
+"""Compute grows with its square. The sums take processor time too, which no order of operators
+hides: 0.15 of compute with 512."""
 TOKENS = (8, 64)
 """Rows of the batch, and tokens of each: so many that a half needs little more than half the time.
 """
 _SO_MAX_PACING_RATE = 47
 """Linux's number; the module socket has no name for it."""
+_NO_LIMIT = 2**32 - 1
 
 
 class LinkTimes(NamedTuple):
@@ -88,7 +91,7 @@ def main(
 ) -> None:
     """Measure links of several rates; the rates are calibrated in the run."""
     console, load_before = output(), os.getloadavg()[0]
-    num_layers, wanted, num_rounds = (2, (0.0, 1.0), 3) if quick else (8, WANTED, 5)
+    num_layers, wanted, num_rounds = (1, (0.0, 1.0), 3) if quick else (4, WANTED, 5)
     results: list[dict[str, Any]] = []
     with two_processes(num_layers) as ask, progress() as bar:
         task = bar.add_task("measuring", total=len(wanted))
@@ -108,24 +111,30 @@ def main(
 
 
 Ask = Callable[[float, int], LinkTimes]
-"""Forwards at a rate of the link, in bytes a second (0: as it was before), and of that many rounds.
+"""Forwards at a rate of the link, in bytes a second (0: nothing slows it), and of that many rounds.
 """
 
 
 def measure(
     ask: Ask, wanted: tuple[float, ...], num_layers: int, num_rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A point for each wanted length of the link. A link that nothing slows down comes first."""
-    free = [ask(0.0, num_rounds) for _ in range(2)]
-    compute_us = min(each.whole_us - each.link_us for each in free)
+    """A point for each wanted length of the link.
+
+    Compute is measured beside each point, over a link that nothing slows down: a machine that is
+    slower for a while is so for both.
+    """
     # Each process sends as many bytes as the sum has: gloo's halves go there and back.
     num_bytes = 2 * num_layers * TOKENS[0] * TOKENS[1] * HIDDEN_SIZE * 4
     for share in wanted:
-        rate = 0.0
+        free, rate = [ask(0.0, num_rounds)], 0.0
         if share:
-            rate = num_bytes / (share * compute_us / 1e6)
-            rate *= ask(rate, num_rounds).link_us / (share * compute_us)
-        first, second = (ask(rate, num_rounds) for _ in range(2))
+            link_s = share * compute_us_of(free) / 1e6
+            rate = num_bytes / link_s
+            rate *= ask(rate, num_rounds).link_us / (1e6 * link_s)
+        first = ask(rate, num_rounds)
+        free.append(ask(0.0, num_rounds))
+        second = ask(rate, num_rounds)
+        compute_us = compute_us_of(free)
         whole_us, halves_us, link_us = map(min, zip(first[:3], second[:3], strict=True))
         yield {
             "mbit_per_s": round(8 * rate / 1e6) or "free",
@@ -142,6 +151,11 @@ def measure(
                 other_is_chosen=first.halves_us <= (1 - MIN_GAIN) * first.whole_us,
             ),
         }
+
+
+def compute_us_of(free: Sequence[LinkTimes]) -> float:
+    """What a whole forward takes without its sums."""
+    return min(each.whole_us - each.link_us for each in free)
 
 
 def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
@@ -206,14 +220,13 @@ def _run(rank: int, store: str, num_layers: int, pipe: Connection) -> None:
         forwards = _Forwards(rank, num_layers)
         while True:
             bytes_per_s, num_rounds = pipe.recv()
-            if bytes_per_s:
-                pace(bytes_per_s)
+            pace(bytes_per_s)
             pipe.send(forwards.times(num_rounds))
 
 
 def pace(bytes_per_s: float) -> None:
-    """Let the kernel send no faster than that on every TCP connection of this process."""
-    rate = struct.pack("I", round(bytes_per_s))
+    """Let the kernel send no faster on every TCP connection of this process; 0: no limit."""
+    rate = struct.pack("I", round(bytes_per_s) or _NO_LIMIT)
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -250,10 +263,10 @@ class _Forwards:
             LlamaConfig(
                 vocab_size=64,
                 hidden_size=HIDDEN_SIZE,
-                intermediate_size=1376 // NUM_PROCESSES,
+                intermediate_size=2752 // NUM_PROCESSES,
                 num_hidden_layers=num_layers,
-                num_attention_heads=8 // NUM_PROCESSES,
-                num_key_value_heads=8 // NUM_PROCESSES,
+                num_attention_heads=16 // NUM_PROCESSES,
+                num_key_value_heads=16 // NUM_PROCESSES,
                 head_dim=64,
             )
         ).eval()

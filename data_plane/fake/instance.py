@@ -19,10 +19,10 @@ from data_plane.fake import model as hash_model
 from data_plane.fake.model import HashModel
 from data_plane.graph.buckets import Bucket
 from data_plane.instance.interface import TermEnds
-from data_plane.instance.lanes import WindowLane, in_turns
+from data_plane.instance.lanes import Waiting, WindowLane, in_turns, run_waiting
 from data_plane.instance.page_transfers import PageMover, PageSource
 from data_plane.instance.rows import Row
-from data_plane.instance.window_edge import Waiting, Window, WindowEdge
+from data_plane.instance.window_edge import Window, WindowEdge
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.slots import Slots
 from data_plane.transport.exchange import (
@@ -95,7 +95,7 @@ class HashInstance(WindowEdge):
 
     def run_step(self) -> None:
         """See interface.Instance.run_step."""
-        self._run_waiting(self.step())
+        run_waiting(self.step(), self._exchange)
 
     def step(self) -> Waiting[None]:
         """`run_step` as a generator.

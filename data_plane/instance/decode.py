@@ -96,7 +96,7 @@ class DecodeInstance(WindowEdge):
         self.selected = selected
         """What was selected at start-up and why, one sentence each."""
         if (slots := Slots.of(config, frames.page_bytes)) is not None:
-            self.copier = PageCopier(self._instance, slots, self._read_page, self._write_page)
+            self.copier = PageCopier(self._instance, slots, frames.page_view, self._write_page)
             self.copier.start()
         self._frames = frames
         self._meet, self._graphs_report = meet, graphs_report

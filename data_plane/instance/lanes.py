@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from data_plane.instance.rows import Row
 from data_plane.transport.exchange import Awaited, Exchange
 from nanocp.table import InstanceTable
+
+Result = TypeVar("Result")
+Waiting = Generator[tuple[Awaited, ...], None, Result]
+"""Yields puts of which one must arrive before it can go on."""
 
 
 class WindowLane(NamedTuple):
@@ -45,24 +49,31 @@ def window_lanes(
     return tuple(lanes)
 
 
+def run_waiting(steps: Waiting[Result], exchange: Exchange) -> Result:
+    """Run a generator to its end, blocking until one of the puts that it awaits is here.
+
+    Raises what a wait of the exchange raises.
+    """
+    while True:
+        try:
+            awaited = next(steps)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        exchange.wait_any(awaited)
+
+
 def run_in_turns(lanes: Sequence[Iterator[Awaited]], exchange: Exchange) -> int:
     """Run the lanes' steps to their end; returns what `in_turns` returns.
 
     Raises what a wait of the exchange raises.
     """
-    turns = in_turns(lanes, lambda put: exchange.arrived(*put))
-    while True:
-        try:
-            awaited = next(turns)
-        except StopIteration as stop:
-            hidden_ns: int = stop.value
-            return hidden_ns
-        exchange.wait_any(awaited)
+    return run_waiting(in_turns(lanes, lambda put: exchange.arrived(*put)), exchange)
 
 
 def in_turns(
     lanes: Sequence[Iterator[Awaited]], arrived: Callable[[Awaited], bool]
-) -> Generator[tuple[Awaited, ...], None, int]:
+) -> Waiting[int]:
     """Run the lanes' steps in turns; yields what they await when none of them can go on.
 
     Of those that can, the one that is behind goes on. Whoever resumes this must have waited until

@@ -12,16 +12,15 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
 from data_plane.instance.interface import Polled, ResyncNeeded, TermEnds, TermStart
-from data_plane.instance.lanes import WindowLane, window_lanes
+from data_plane.instance.lanes import Waiting, WindowLane, run_waiting, window_lanes
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.instance.rows import Row
 from data_plane.transport.exchange import Awaited, Channel
@@ -36,10 +35,6 @@ from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
 
 _PLANS_UNDER_WAY = 2
 """Most plans that were made before a ticket and are applied after it."""
-
-Result = TypeVar("Result")
-Waiting = Generator[tuple[Awaited, ...], None, Result]
-"""Yields puts of which one must arrive before it can go on."""
 
 
 @dataclass(slots=True)
@@ -198,7 +193,7 @@ class WindowEdge(PageTransfers):
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
         """See interface.Instance.begin."""
-        return self._run_waiting(self.begin_steps(plan))
+        return run_waiting(self.begin_steps(plan), self._exchange)
 
     def begin_steps(self, plan: InstancePlan) -> Waiting[ResyncNeeded | None]:
         """`begin` as a generator."""
@@ -262,16 +257,6 @@ class WindowEdge(PageTransfers):
         while not self._exchange.arrived(*awaited):
             yield (awaited,)
         return self._exchange.wait(*awaited)
-
-    def _run_waiting(self, steps: Waiting[Result]) -> Result:
-        """Run a generator to its end, blocking for each put that it awaits."""
-        while True:
-            try:
-                awaited = next(steps)
-            except StopIteration as stop:
-                result: Result = stop.value
-                return result
-            self._exchange.wait_any(awaited)
 
     @contextmanager
     def _one_step(self) -> Iterator[Window]:

@@ -44,7 +44,7 @@ class FramePool:
         shape = num_layers, num_frames + 1, PAGE_SIZE, width
         try:
             if torch.device(device).type == "cpu":
-                memory = huge_pages(math.prod(shape) * dtype.itemsize)
+                memory = huge_pages(math.prod(shape) * dtype.itemsize, is_taken=True)
                 self.layers = torch.from_numpy(memory).view(dtype).view(shape)
             else:
                 self.layers = torch.zeros(shape, dtype=dtype, device=device)
@@ -90,6 +90,11 @@ class FramePool:
         """A copy of a frame's bytes of all layers, as `write_payload` takes them, on its device."""
         payload = self.layers[:, frame].contiguous().view(torch.uint8).flatten()
         return payload if payload.is_cuda else payload.numpy()
+
+    def page_view(self, frame: int) -> np.ndarray:
+        """[layers, bytes] uint8: a frame's own bytes, no copy; the pool must be on the CPU."""
+        view: np.ndarray = self.layers[:, frame].view(torch.uint8).flatten(1).numpy()
+        return view
 
     def read_layer(self, layer: int, frame: int) -> np.ndarray:
         """A copy of a frame's bytes of one layer, uint8; the pool must be on the CPU."""

@@ -58,7 +58,7 @@ class PageCopier:
         read_page: Callable[[int], Any],
         write_page: Callable[[int, int, Any, slice], None],
     ) -> None:
-        """read_page, write_page: see PageTransfers."""
+        """read_page: the bytes of a frame, which may be a view. write_page: see PageTransfers."""
         self._instance = instance
         self.slots = slots
         self._read_page, self._write_page = read_page, write_page

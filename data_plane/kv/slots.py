@@ -25,15 +25,24 @@ _CHECKSUM_BYTES = 8
 class Slots:
     """Slots 0 to num_host - 1 are in memory, the others in a file.
 
-    One thread writes and reads them. Memory is taken from the system as slots are first written.
+    One thread writes and reads them.
     """
 
     def __init__(self, num_host: int, num_file: int, page_bytes: int, file_dir: str) -> None:
-        """Raises ValueError if no file can be made in the directory, or the disk is too small."""
+        """Take memory and the file's space from the system.
+
+        Raises ValueError if there is too little memory, if no file can be made in the directory, or
+        if the disk is too small.
+        """
         self._num_host = num_host
         self._page_bytes = page_bytes
-        # Small pages would cost 3 ms of a processor for each slot that is written first.
-        memory = huge_pages(max(1, num_host * page_bytes))
+        try:
+            memory = huge_pages(max(1, num_host * page_bytes), is_taken=True)
+        except OSError as error:
+            raise ValueError(
+                f"kv_offload.host_gib: {num_host * page_bytes:,} bytes of memory cannot be taken "
+                f"({error.strerror})"
+            ) from error
         self._host = memory[: num_host * page_bytes].reshape(num_host, page_bytes)
         self._checksums: dict[int, bytes] = {}
         """By slot: checksums of the pages in the file."""
@@ -63,10 +72,10 @@ class Slots:
     def write(self, slot: int, payload: np.ndarray) -> bool:
         """Put a page into a slot. False if the file cannot take it, such as on a full disk.
 
-        payload: uint8 [page_bytes].
+        payload: uint8, of page_bytes elements; in memory of any shape and strides, else contiguous.
         """
         if slot < self._num_host:
-            self._host[slot] = payload
+            self._host[slot].reshape(payload.shape)[...] = payload
             return True
         assert self._file is not None
         try:

@@ -103,6 +103,14 @@ MUTANTS = [
         tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "reads_waits and NanoFlow"),
     ),
     Mutant(
+        name="memory-not-used",
+        why="what another stream made is freed before this one has read it",
+        path="data_plane/graph/overlap/engine.py",
+        text="if step.after or step.stream:",
+        fault="if step.stream:",
+        tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "reads_waits and NanoFlow"),
+    ),
+    Mutant(
         name="schedule-without-layers",
         why="a searched schedule forgets which layer a part of the batch is in",
         path="nanocp/overlap/policies/scheduled.py",

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from data_plane.graph.overlap.engine import OverlapEngine
+from data_plane.graph.overlap.inductor import compiled, compiled_module
 from data_plane.graph.overlap.partition import CannotSplit, partition
 from nanocp.overlap.ops import OverlapPolicy
 
@@ -23,22 +24,28 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def overlap_backend(
-    policy: OverlapPolicy, built: Callable[[OverlapEngine], None] = lambda engine: None
+    policy: OverlapPolicy,
+    built: Callable[[OverlapEngine], None] = lambda engine: None,
+    inductor: bool = False,
 ) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Make a backend of torch.compile that runs operators in the order of a policy.
 
     The batch is the dynamic first dimension of the inputs (`torch._dynamo.mark_dynamic`); `overlap`
     marks it. A graph that cannot be split safely runs in program order, and a warning says why.
-    `built` gets the engine of every other graph.
+    `built` gets the engine of every other graph. inductor: compile operators, and graphs that run
+    whole; merging then copies.
     """
+
+    def whole_of(graph: GraphModule) -> Callable[..., Any]:
+        return compiled_module(graph) if inductor else graph.forward
 
     def compile_graph(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             program = partition(graph, policy.rules)
         except CannotSplit as reason:
             logger.warning("the graph runs in program order: %s", reason)
-            return graph.forward
-        engine = OverlapEngine(program, policy, graph.forward)
+            return whole_of(graph)
+        engine = OverlapEngine(compiled(program) if inductor else program, policy, whole_of(graph))
         built(engine)
         return engine
 
@@ -49,13 +56,15 @@ def overlap(
     model: nn.Module,
     policy: OverlapPolicy,
     built: Callable[[OverlapEngine], None] = lambda engine: None,
+    inductor: bool = False,
 ) -> Callable[..., Any]:
     """Compile a model so that its operators run in the order of a policy.
 
     The batch is the first dimension of the first tensor that the model is called with, and of every
     other that is as long there: also inside lists, dictionaries and plain objects, such as a cache.
+    inductor: see overlap_backend.
     """
-    compiled = torch.compile(model, backend=overlap_backend(policy, built))
+    made = torch.compile(model, backend=overlap_backend(policy, built, inductor))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         batch_size = 0
@@ -63,7 +72,7 @@ def overlap(
             batch_size = batch_size or tensor.shape[0]
             if tensor.shape[0] == batch_size:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(*args, **kwargs)
+        return made(*args, **kwargs)
 
     return call
 

@@ -148,7 +148,7 @@ class Forward:
                     else:
                         values[operator.outputs[0]] = made
             except Exception as error:
-                error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
+                self._name(error, step)
                 raise
             self._free(step)
         return self._result()
@@ -165,12 +165,19 @@ class Forward:
                         streams.wait(events[earlier])
                     if step.after or step.stream:
                         streams.use([each for op in step.ops for each in self._read(op)])
-                    self._run_step(step)
+                    try:
+                        self._run_step(step)
+                    except Exception as error:
+                        self._name(error, step)
+                        raise
                     if place in awaited:
                         events[place] = streams.record()
                 self._free(step)
         streams.use(tree_leaves([*self._values, *self._merged_tensors.values()]))
         return self._result()
+
+    def _name(self, error: Exception, step: RecordedStep) -> None:
+        error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
 
     def _free(self, step: RecordedStep) -> None:
         for micro_batch, number in step.freed:

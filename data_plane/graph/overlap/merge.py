@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from data_plane.graph.overlap.partition import Program
@@ -52,12 +52,15 @@ _INTO: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def writer(module: GraphModule, place: int | None) -> GraphModule | None:
+def writer(module: nn.Module, place: int | None) -> GraphModule | None:
     """The module with one more input, the `Place` that output number `place` is written to.
 
     place: None if the module returns that output alone. None is returned if the step that makes the
-    output cannot write to given memory, or if the module reads the output again.
+    output cannot write to given memory, if the module reads the output again, or if it was
+    compiled.
     """
+    if not isinstance(module, GraphModule):
+        return None
     module = copy.deepcopy(module)
     (returned,) = (node.args[0] for node in module.graph.find_nodes(op="output"))
     made_by = returned if place is None else returned[place]

@@ -19,6 +19,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.fx.passes.split_module import split_module
@@ -70,7 +71,8 @@ class Operator:
     """A part of the model that runs as a whole."""
 
     tag: str
-    module: GraphModule
+    module: nn.Module
+    """A GraphModule, or what was compiled of one."""
     inputs: tuple[int, ...]
     """Values that it reads, by number."""
     outputs: tuple[int, ...]

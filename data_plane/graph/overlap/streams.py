@@ -52,9 +52,11 @@ class CudaStreams:
         """See Streams.forked."""
         self._outside = torch.cuda.current_stream(self._device)
         self._forked.clear()
-        yield
-        for name in self._forked:
-            self._outside.wait_stream(self._streams[name])
+        try:
+            yield
+        finally:
+            for name in self._forked:
+                self._outside.wait_stream(self._streams[name])
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:

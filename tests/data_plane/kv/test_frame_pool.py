@@ -1,5 +1,7 @@
 """The frames: what rows read and append, against a plain reading of the page table; payloads."""
 
+import resource
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.kv.frame_pool import FramePool, LocalStep
+from data_plane.kv.huge_pages import huge_pages
 from nanocp.table_changes import PageRun
 
 SCRATCH = 100 * 64
@@ -71,6 +74,13 @@ def test_synthetic_kv_depends_on_request_and_page_only():
     other.fill_synthetic(1, 64, request_id=7, page=4)
     assert torch.equal(one.layers[:, 0], other.layers[:, 2])
     assert not torch.equal(other.layers[:, 1], other.layers[:, 2])
+
+
+def test_memory_is_there_before_it_is_written():
+    array = huge_pages(2**24, is_taken=True)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    array[:] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 4
 
 
 def test_frames_that_no_memory_holds_are_refused_with_their_size():

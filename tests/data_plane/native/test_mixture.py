@@ -23,6 +23,7 @@ from data_plane.transport.exchange import (
     EpochError,
     ExchangeError,
     ExchangeTimeout,
+    Flags,
     PeerLost,
 )
 from data_plane.transport.regions import TensorExchange
@@ -108,11 +109,11 @@ def test_all_rows_visit_one_expert_and_none_is_live(config, schedule):
 class Two:
     """Two instances of which only instance 0 runs its mixture in one call."""
 
-    def __init__(self, config, kind, schedule=MoeSchedule.BARRIER, limits=PATIENT):
+    def __init__(self, config, kind, schedule=MoeSchedule.BARRIER, limits=PATIENT, processors=2):
         self.case = MixtureCase(config, FASTEST, 2, seed=1)
         layout = moe_layout(self.case.model, self.case.dtype)
         self.ends = [TensorExchange(end, layout) for end in exchanges(kind, 2, layout, limits)]
-        self.mixtures = self.case.in_one_call(2, schedule)(self.ends[0], 0)
+        self.mixtures = self.case.in_one_call(processors, schedule)(self.ends[0], 0)
 
     def run(self):
         hidden = self.case.model.hidden_size
@@ -168,6 +169,43 @@ def test_a_count_above_the_bound_is_an_error_and_the_mixture_works_after_it(conf
         two.run()
     two.ends[1].put(Channel.COMBINE, 0, 2, MAX_ROWS)
     assert two.run().shape[0] == 3
+    two.close()
+
+
+@pytest.mark.parametrize("what", ["experts", "shared"])
+@pytest.mark.parametrize("schedule", MoeSchedule)
+def test_what_a_peer_waits_for_runs_first(config, schedule, what, monkeypatch):
+    """When the peer's sums leave, weights that only own rows read become NaN: they are read later.
+
+    With a barrier they have been read by then (decision 0044).
+    """
+    two = Two(config, "shm", schedule, processors=1)
+    moe, own, end, peer = two.case.layers[0], [0, 1, 4, 5], *two.ends
+    moe.gate_bias[:] = -1e4
+    moe.gate_bias[own] = 1e4
+    spoilt = [moe.shared] if what == "shared" else [moe.mlps[expert] for expert in own]
+    flags, put = end.exchange.flags, end.put
+    monkeypatch.setattr(
+        end.exchange, "flags", lambda *where: Flags(None, flags(*where).incoming)
+    )  # so that sums leave by `put`
+
+    def put_and_spoil(channel, *where):
+        if channel is Channel.COMBINE:
+            for mlp in spoilt:
+                mlp.down.packed.view(torch.float32).fill_(torch.nan)
+        put(channel, *where)
+
+    monkeypatch.setattr(end, "put", put_and_spoil)
+    rows = peer.outgoing(Channel.DISPATCH, 0, 1)
+    rows["count"][0] = 2
+    rows["expert"][:2] = torch.tensor([2, 3, 6, 7])
+    rows["weight"][:2] = 0.25
+    rows["hidden"][:2] = 1.0
+    peer.put(Channel.DISPATCH, 0, 1, 2)
+    out = two.run()
+    sums = peer.wait(Channel.COMBINE, 0, 1)["hidden"][:2]
+    assert sums.isfinite().all() and sums.abs().sum() > 0
+    assert out.isnan().all() == (schedule is not MoeSchedule.BARRIER)
     two.close()
 
 

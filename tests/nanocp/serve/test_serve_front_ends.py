@@ -86,7 +86,7 @@ def test_answers_are_as_if_nothing_had_been_killed(tiny_checkpoint, tiny_oracle)
 
 def test_conversations_go_on_over_slots_when_the_controller_is_killed(tiny_checkpoint, tiny_oracle):
     """Pages leave the frames between two rounds; the next controller knows no slot of the last."""
-    settings = SETTINGS | {"cluster.num_frames": 12, "kv_offload.host_gib": 0.25}
+    settings = SETTINGS | {"cluster.num_frames": 12, "kv_offload.host_gib": 0.05}
     histories = [[(31 * number + 7 * each) % 500 for each in range(200)] for number in range(4)]
     options = LONG | {"max_tokens": 40}
     with (

@@ -21,6 +21,8 @@ from data_plane.graph.overlap.backend import overlap
 from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.orders import DualBatchOverlap, NanoFlow
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 VOCABULARY = 64
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -54,14 +56,6 @@ MODELS = {
     "Qwen3MoeAttention": qwen3_moe,
     "DeepseekV3Attention": deepseek_v3,
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def compiled(attention, policy):

@@ -22,16 +22,10 @@ from nanocp.overlap.policies.orders import (
     TokenWeave,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 LINEARS = (SplitModule("Linear", "attention"),)
 WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 class Chain(nn.Module):

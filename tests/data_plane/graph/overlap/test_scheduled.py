@@ -12,6 +12,8 @@ from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.scheduled import Scheduled
 from nanocp.overlap.schedule import Schedule, Slot
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 UP = Operation("up", COMPUTE, 10.0, 0.0, needs_before=("down",))
 DOWN = Operation("down", MEMORY, 10.0, 0.0, needs=("up",))
 RULES = (SplitModule("Up", "up"), SplitModule("Down", "down"))
@@ -54,14 +56,6 @@ class Noted(Scheduled):
             for group in self.executed
             if group[0].tag
         ]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def slot(operation, begin, end, start_us):

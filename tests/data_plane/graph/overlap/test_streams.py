@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data_plane.graph.cuda_graphs import LaneGraphs
+from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.graph.overlap import engine as engines
 from data_plane.graph.overlap.backend import overlap
 from data_plane.graph.overlap.streams import CudaStreams, green_context, streams_of
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow, SingleBatchOverlap
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 RULES = (SplitModule("Linear", "attention"), SplitFunc("relu", NETWORK))
 WIDTH = 16
@@ -31,20 +33,12 @@ class Branches(torch.nn.Module):
         return rows
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
 class Clocks:
     """Stand-in for a device's streams: a vector clock of each."""
 
     def __init__(self):
         self.known = {"": Counter()}
-        self.name, self.used = "", Counter()
+        self.name, self.used, self.uses = "", Counter(), set()
 
     @contextmanager
     def forked(self):
@@ -76,7 +70,7 @@ class Clocks:
         self.known[self.name] |= event
 
     def use(self, values):
-        pass
+        self.uses |= {(self.name, id(value)) for value in values}
 
 
 class Watched(engines.Forward):
@@ -97,6 +91,8 @@ class Watched(engines.Forward):
                 made = self.made.get((op.micro_batch, value))
                 assert made is None or self.clocks.has_ended(made), "read before it was made"
                 tensor = self._values[op.micro_batch][value]
+                if made is not None and made[0] != self.clocks.name:
+                    assert (self.clocks.name, id(tensor)) in self.clocks.uses, "freed too early"
                 if isinstance(tensor, torch.Tensor):
                     where = op.micro_batch, tensor.untyped_storage().data_ptr()
                     memory.append((where, tensor, tensor._version))
@@ -166,6 +162,17 @@ def test_memory_is_written_when_other_streams_have_read_it(monkeypatch, of):
     assert engine.recordings[8].has_streams
 
 
+def test_an_error_of_an_operator_on_a_stream_names_it(monkeypatch):
+    found, rows = [], torch.randn(8, WIDTH)
+    run = overlap(Branches().eval(), NanoFlow(RULES), found.append)
+    run(rows)
+    found[0]._streams_of = lambda inputs: Clocks()
+    monkeypatch.setattr(engines.Forward, "_run_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        run(rows)
+    assert raised.value.__notes__ == ["in operator 0 of micro-batch 0"]
+
+
 class Cuda:
     """Stand-in for torch.cuda: notes what is launched and awaited, and where."""
 
@@ -211,6 +218,8 @@ class Cuda:
             "graph": graph,
             "CUDAGraph": lambda: replayed,
             "graph_pool_handle": lambda: "memory",
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda device: (0, 0),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
@@ -219,13 +228,14 @@ def test_side_streams_fork_from_the_caller_and_join_it(monkeypatch):
     cuda = Cuda()
     cuda.install(monkeypatch)
     streams = CudaStreams(torch.device("cuda", 0))
-    with streams.forked():
+    with pytest.raises(KeyError), streams.forked():
         with streams.on(""):
             event = streams.record()
         with streams.on("network"):
             streams.wait(event)
         with streams.on("network"):
             streams.record()
+        raise KeyError
     assert cuda.log == [
         ("caller", "records"),
         ("side 0", "waits", "caller"),
@@ -246,7 +256,7 @@ def test_lanes_are_one_graph_in_which_they_fork_and_join(monkeypatch):
         )
         return pool, lambda context: cuda.log.append((cuda.now.name, "runs", context))
 
-    replay = LaneGraphs([lane(0), lane(1)]).capture(["own", "other"])
+    replay = CudaGraphs(*lane(0), lane(1)).capture("own", "other")
     assert cuda.log == [
         "capture",
         ("side 1", "waits", "side 0"),
