@@ -26,7 +26,7 @@ from data_plane.moe.fused_state import (
 from data_plane.moe.fused_tasks import combine_task, dispatch_task
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def start_role(state, num_rows, S: tl.constexpr):
     """Publish what needs no peer."""
     start(state, num_rows, S)
@@ -53,7 +53,7 @@ def take_in_role(state, weights, instance, S: tl.constexpr):
     take_in(state, weights, own, source, is_new, count, epoch, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["instance", "num_rows"])
 def queue_role(state, rows, weights, instance, num_rows, QUEUE: tl.constexpr, S: tl.constexpr):
     """Run all tasks of a queue that are published."""
     epoch = tl.load(state.epoch) + 1
