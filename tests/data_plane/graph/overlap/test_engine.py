@@ -360,6 +360,25 @@ def test_a_fixed_batch_is_not_split(caplog):
     assert "mark the batch as dynamic" in caplog.text
 
 
+class Broken(Chain):
+    """Traced in two pieces, and returns a part of what it is given."""
+
+    def forward(self, rows):
+        made = super().forward(rows)
+        torch._dynamo.graph_break()
+        return super().forward(made), rows[..., :4]
+
+
+def test_pieces_of_a_graph_are_split_apart_in_bf16_too(caplog):
+    model = Broken().eval().bfloat16()
+    run, engines = compiled(model, NanoFlow(LINEARS))
+    for num_rows in (8, 1, 8):
+        batch = torch.randn(num_rows, WIDTH).bfloat16()
+        assert all(map(torch.equal, run(batch), model(batch)))
+    assert len(engines) == 2 and all(engine.recordings[8] for engine in engines)
+    assert "mark the batch as dynamic" in caplog.text, "of the batch of one row"
+
+
 def method(count):
     count.add_(1)
 
