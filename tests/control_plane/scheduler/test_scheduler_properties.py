@@ -148,7 +148,7 @@ def as_bytes(plan: Plan) -> bytes:
 
 
 @given(configs, steps)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_equal_inputs_give_equal_bytes_and_deltas_sum_to_the_full_table(config, steps):
     first, second = World(config), World(config)
     for step in steps:
@@ -163,7 +163,7 @@ def test_equal_inputs_give_equal_bytes_and_deltas_sum_to_the_full_table(config, 
 
 
 @given(configs, steps)
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_everything_ends_and_every_frame_comes_back(config, steps):
     world = World(config)
     for step in steps:
