@@ -128,7 +128,9 @@ class RayLauncher:
             for node, group in enumerate(self._nodes.groups if self._nodes else ()):
                 if member in group:
                     self._node_specs[node] = spec
-            self._watch_by(self._watch, str(member), member, number, actor, actor.run.remote(spec))
+            # The list of processes shows who is who.
+            run = actor.run.options(name=f"MemberActor {member}").remote(spec)
+            self._watch_by(self._watch, str(member), member, number, actor, run)
 
     def _new_actor(self, member: Member) -> Any:
         return self._actor.options(

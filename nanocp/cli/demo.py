@@ -13,9 +13,9 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,9 +39,15 @@ if TYPE_CHECKING:
 NUM_INSTANCES = 4
 NUM_STAGES = 2
 """Processes that compute the prompts together."""
+NUM_FRONT_ENDS = 2
+"""With two of them, and the controller as a process, any process may be killed meanwhile."""
 NUM_SAMPLED_TOKENS = 100
 SELECTED = ("kernels: ", "dispatch: ", "lanes: ")
-"""Lines of the service's log that are shown: what it selected on this machine, and why."""
+"""How lines of the service's log begin that are shown: what it selected here, and why."""
+_LAST_LINES_S = 10.0
+"""Longest wait for the last lines of a service that has ended."""
+EVENTS = (" WARNING ", " ERROR ", " serves with ", " serves again")
+"""What stands in lines that are shown at once: what was lost, and that the service goes on."""
 
 
 @dataclass(slots=True)
@@ -89,8 +95,8 @@ def demo(
     requests = make_requests(tokenizer)
     sampled = DemoRequest("sampled", tokenizer.encode(SAMPLED_PROMPT).ids)
     columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, serving(checkpoint, progress) as target:
-        asyncio.run(generate_all(target, requests, sampled, max_tokens, progress))
+    with Progress(*columns, console=console) as progress, serving(checkpoint, progress) as targets:
+        asyncio.run(generate_all(targets, requests, sampled, max_tokens, progress))
         judge_all(checkpoint, requests, progress)
     show(console, requests)
     show_texts(console, tokenizer, requests, sampled)
@@ -116,58 +122,59 @@ def make_requests(tokenizer: Tokenizer) -> list[DemoRequest]:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, progress: Progress) -> Iterator[str]:
-    """A `nanocp serve` of this machine, from ready to stopped; yields its host:port.
+def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
+    """A `nanocp serve` of this machine, from ready to stopped; yields host:port of its front ends.
 
-    At the end its log is shown if it failed, else what it selected: two programs that write to one
-    terminal break the progress.
+    What it loses meanwhile is shown at once; at the end, what it selected, or its log if it failed.
     Raises typer.Exit if it fails, also after the last request: it checks its invariants when idle.
     """
     # Not at the top: the command is shown by `nanocp --help` without it.
-    from nanocp.serve.process import START_TIMEOUT_S, NotServing, free_port, wait_until_serving
+    from nanocp.serve.free_ports import free_ports
+    from nanocp.serve.process import PROGRAM, START_TIMEOUT_S, NotServing, wait_until_serving
 
     task = progress.add_task(f"starting {NUM_INSTANCES} instances", total=None)
-    port = free_port()
-    options = [
-        "--instances",
-        str(NUM_INSTANCES),
-        "--prefill-stages",
-        str(NUM_STAGES),
-        "--grpc-port",
-        str(port),
-        "--metrics-port",
-        "0",
-        "--http-port",
-        "0",
-        "--check-invariants",
-    ]
-    command = [sys.executable, "-m", "nanocp.cli.main", "serve", str(checkpoint), *options]
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    port = free_ports(NUM_FRONT_ENDS)
+    command = [*PROGRAM, "serve", str(checkpoint), "--check-invariants"]
+    command += ["--instances", str(NUM_INSTANCES), "--prefill-stages", str(NUM_STAGES)]
+    command += ["--front-ends", str(NUM_FRONT_ENDS), "--front-end-processes"]
+    command += ["--controller-process", "--grpc-port", str(port)]
+    command += ["--metrics-port", "0", "--http-port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    lines: list[str] = []
+    reader = threading.Thread(target=_read_log, args=(server, lines, progress), daemon=True)
+    reader.start()
+    try:
+        wait_until_serving(server, port)
+        progress.update(task, total=1, completed=1)
+        yield [f"127.0.0.1:{port + index}" for index in range(NUM_FRONT_ENDS)]
+    except NotServing as error:
+        print(f"nanocp demo: {error}", file=sys.stderr)
+        raise typer.Exit(error.status) from None
+    finally:
+        server.send_signal(signal.SIGTERM)
         try:
-            wait_until_serving(server, port)
-            progress.update(task, total=1, completed=1)
-            yield f"127.0.0.1:{port}"
-        except NotServing as error:
-            print(f"nanocp demo: {error}", file=sys.stderr)
-            raise typer.Exit(error.status) from None
-        finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(START_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-            has_failed = server.wait()
-            log.seek(0)
-            lines = log.read().decode(errors="replace").splitlines()
-            told = [line for line in lines if has_failed or line.startswith(SELECTED)]
-            progress.console.print("\n".join(told), markup=False, highlight=False)
+            server.wait(START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        has_failed = server.wait()
+        reader.join(_LAST_LINES_S)
+        told = [line for line in lines if has_failed or line.startswith(SELECTED)]
+        progress.console.print("\n".join(told), markup=False, highlight=False)
     if server.returncode:
         raise typer.Exit(1)
 
 
+def _read_log(server: subprocess.Popen[bytes], lines: list[str], progress: Progress) -> None:
+    """Take the service's lines: two programs that wrote to one terminal would break its bars."""
+    assert server.stdout is not None
+    for raw in server.stdout:
+        lines.append(line := raw.decode(errors="replace").rstrip())
+        if any(event in line for event in EVENTS):
+            progress.console.print(line, markup=False, highlight=False)
+
+
 async def generate_all(
-    target: str,
+    targets: Sequence[str],
     requests: list[DemoRequest],
     sampled: DemoRequest,
     max_tokens: int,
@@ -182,7 +189,7 @@ async def generate_all(
     def advance(count: int) -> None:
         progress.advance(task, count)
 
-    async with AsyncClient(target) as client:
+    async with AsyncClient(targets) as client:
         drawn = client.generate(
             sampled.prompt_ids,
             max_tokens=NUM_SAMPLED_TOKENS,
