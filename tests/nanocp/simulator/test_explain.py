@@ -63,7 +63,15 @@ def stories_of(policy):
     return explainer.stories.values()
 
 
-@pytest.mark.parametrize("policy", ["dual_balanced", "cost_aware", "least_batch", "chaos"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "dual_balanced",
+        "cost_aware",
+        pytest.param("least_batch", marks=pytest.mark.system),
+        "chaos",
+    ],
+)
 def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path):
     explainer = Explainer(list(map(str, range(1, NUM_REQUESTS + 1))), first_long_from_us=0)
     play(policy, tmp_path / "plain")

@@ -119,7 +119,7 @@ def test_it_ends_lower_than_dual_balanced_on_the_same_arrivals():
         config = SchedulerConfig(
             policy=policy, costs=COSTS, cp_degree_buckets=((2000, 1),), cp_degree_max=4
         )
-        scheduler = Scheduler(replace(TWO_NODES, num_frames=8192), config)
+        scheduler = Scheduler(replace(TWO_NODES, num_frames=3072), config)
         for length in lengths:
             arrive(scheduler, length)
         peaks[policy] = max(kv_of(scheduler))
