@@ -103,8 +103,9 @@ class ForkServer:
     ) -> Forked:
         """Fork a process that exits with what `function` ("module:name") returns.
 
-        arguments: words of its command line. imports: modules to import before the fork, that are
-        missing or not. pipes: which of its descriptors 0, 1 and 2 are pipes to this process.
+        arguments: words of its command line. imports: modules to import before the fork; one that
+        is missing is left to the fork. pipes: which of its descriptors 0, 1 and 2 are pipes to this
+        process.
         """
         request = {
             "function": function,
