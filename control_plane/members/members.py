@@ -180,7 +180,10 @@ class Members:
                 reason = f"{message}; the {MAX_SHORT_TERMS - 1} terms before ended as soon"
                 self._give_up(member, reason, f"{member} was lost")
                 return
-        if member != PREFILL and member not in self.terms.seats:
+        if member.instance is not None and member not in self.terms.seats:
+            if self.start.has_succeeded and not self.terms.is_serving:
+                # It was in the term that ended, maybe. Its pages are gone, also if it comes back.
+                self._events.instance_lost(member.instance)
             self.changes.newcomer_lost(member, message)
             return
         self._last_loss = message

@@ -354,11 +354,6 @@ class RecoveringCluster(HashCluster):
         self.experts = place_experts(
             NUM_EXPERTS, num, self.redundant_experts, self.serving, self.experts
         )
-        for index in range(num):
-            if index not in seats:
-                self.seats[index] = Seat.LOST
-                self.processes[index].plans.clear()
-                self.processes[index].posts.clear()
 
     def _want_seats(self, seats: Sequence[int] = ()) -> None:
         """Ask the scheduler to prepare a term of these seats, or of any."""
@@ -405,6 +400,11 @@ class RecoveringCluster(HashCluster):
 
     def _begin_term(self) -> None:
         num = len(self.seats)
+        for index in range(num):
+            if index not in self.serving:
+                self.seats[index] = Seat.LOST  # Until now its process could have gone on.
+                self.processes[index].plans.clear()
+                self.processes[index].posts.clear()
         self.is_serving, self.ends = True, []
         self.term += 1
         self.num_terms += 1

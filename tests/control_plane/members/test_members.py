@@ -255,6 +255,20 @@ async def test_a_seat_that_ends_three_short_terms_stays_empty_if_the_others_can_
     assert not cluster.members.failure.done()
 
 
+@in_a_loop
+async def test_pages_of_a_seat_that_leaves_are_lost_with_its_process():
+    cluster = running(synthetic_kv=True)
+    cluster.members._seats.fewest = 1
+    cluster.members.changes.want([1])
+    cluster.members.changes.settled()
+    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.members.exited(FIRST, 0, "its process ended")
+    assert cluster.events.calls[-2:] == ["ended", ("lost", 0)]
+    cluster.say(SECOND, 1, left=pb.Left())
+    cluster.ready(SECOND, term=2)
+    assert cluster.members.seats == [1]
+
+
 @pytest.mark.parametrize("num_windows", [0, 10])
 @in_a_loop
 async def test_losses_of_an_idle_cluster_or_after_a_while_go_on(num_windows):
