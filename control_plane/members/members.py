@@ -182,8 +182,7 @@ class Members:
                 return
         if member.instance is not None and member not in self.terms.seats:
             if self.start.has_succeeded and not self.terms.is_serving:
-                # It was in the term that ended, maybe. Its pages are gone, also if it comes back.
-                self._events.instance_lost(member.instance)
+                self._events.instance_lost(member.instance)  # It may have left with pages.
             self.changes.newcomer_lost(member, message)
             return
         self._last_loss = message
@@ -325,8 +324,9 @@ class Members:
             expert_seats=table.seats,
             expert_slots=table.slots,
         )
-        for member in (*self.terms.seats, *self.expected[len(self._instances) :]):
-            self._send(member, _to(member)(join=self._join))
+        for instance in self.terms.seats:
+            self._send(instance, pb.ToInstance(join=self._join))
+        self._send(PREFILL, pb.ToPrefill(join=self._join))
 
     def term_ended(self) -> None:
         """See terms.TermSteps."""
@@ -444,10 +444,6 @@ class Members:
             self.start.ready(member, (*message.ready.selected, graphs))
 
     def _shut_down(self, stream: MemberStream, reason: str) -> None:
-        stream.send(_to(stream.member)(shutdown=pb.Shutdown(reason=reason)))
+        kind = pb.ToPrefill if stream.member == PREFILL else pb.ToInstance
+        stream.send(kind(shutdown=pb.Shutdown(reason=reason)))
         stream.close()
-
-
-def _to(member: Member) -> type[pb.ToInstance] | type[pb.ToPrefill]:
-    """The class of messages to this member."""
-    return pb.ToPrefill if member == PREFILL else pb.ToInstance
