@@ -190,7 +190,7 @@ def part_link(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
     The share of a step that instances wait bounds what a faster link could give them.
     """
     claims = []
-    num_rows, num_tokens = (2, 8) if is_quick else (8, 160)
+    num_rows, num_tokens = (2, 20) if is_quick else (8, 160)
     for mbit in (1000, SLOW_MBIT):
         claim, asked = f"two stages over {mbit} Mbit/s against two instances: tokens/s", ">= 1.5x"
         if reason := why_not():

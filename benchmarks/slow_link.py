@@ -66,7 +66,7 @@ def nodes_behind(mbit_per_s: int, num_nodes: int = 2) -> Iterator[None]:
 
 
 class Decoded(NamedTuple):
-    """What a run with every row decoding has found."""
+    """What a run has found of decoding."""
 
     tokens_per_s: float
     waiting: float
@@ -76,8 +76,7 @@ class Decoded(NamedTuple):
 def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Decoded:
     """Serve so many requests of so many tokens over two nodes; the better of two runs.
 
-    layout: pipeline or instances. Counted from the moment at which every request has its first
-    token until the first one ends.
+    layout: pipeline or instances. Each request counts from its first token on.
     """
     config = Config(
         cluster=ClusterConfig(num_instances=2, layout=layout, max_model_len=1024),
@@ -104,11 +103,10 @@ def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Dec
     def decoded() -> Decoded:
         before = seconds("step_exchange_seconds"), seconds("step_seconds")
         came = list(pool.map(run, range(num_rows)))
-        begin, end = max(each[0][0] for each in came), min(each[-1][0] for each in came)
-        generated = sum(count for each in came for when, count in each if begin < when <= end)
+        rates = [sum(count for _, count in each[1:]) / (each[-1][0] - each[0][0]) for each in came]
         waited_s = seconds("step_exchange_seconds") - before[0]
         waiting = waited_s / (seconds("step_seconds") - before[1])
-        return Decoded(generated / (end - begin), waiting)
+        return Decoded(sum(rates), waiting)
 
     try:
         service.start(lambda step: None)
