@@ -1,6 +1,6 @@
 """Rows re-bind, pages move and requests are preempted while others run: exactness, and the cost.
 
-    python benchmarks/live_moves.py [--quick] [--minutes M] [--json PATH]
+    python benchmarks/live_moves.py [--quick] [--minutes M] [--runs] [--json PATH]
 
 Enters: the tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings,
 extensions and page moves. Leaves: tables, and a list of {phase, seconds, requests, tokens, wrong,
@@ -9,7 +9,7 @@ wait_ms_p50, wait_ms_max, moves}, where moves are moved_tokens.costs and the wai
 preempted requests; exit status 1 if a claim does not hold. Does not know: who moved when.
 
 Rows and pages move all the time (`moving`); then under a load that generates more than its frames
-hold (`preempting`).
+hold (`preempting`). With --runs nothing is served: see page_runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import page_runs
 import typer
 from machine import describe, write_results
 from moved_tokens import ANY, MIN_PROMPT_LEN, MOVES, costs, gaps_of, waits_ms
@@ -103,6 +104,10 @@ def main(
     minutes: Annotated[
         float, typer.Option(help="Of load with moves; preemptions take a fifth more.")
     ] = 10.0,
+    runs: Annotated[
+        bool,
+        typer.Option(help="Only: what many runs of pages cost a request. No claim; half a minute."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the results here, the machine beside it.")
     ] = None,
@@ -110,6 +115,12 @@ def main(
     """Play the load, then let the reference model judge every output."""
     load_before = os.getloadavg()[0]
     console = Console() if sys.stdout.isatty() else Console(width=110)
+    if runs:
+        found = [cost._asdict() for cost in page_runs.measure(9 if quick else 101)]
+        show_runs(found, console)
+        if json is not None:
+            write_results(json, found, describe(load_before))
+        return
     checkpoint = checkpoint_of("tiny")
     moving_s = 14.0 if quick else 60.0 * minutes
     with Progress(console=console, transient=True) as progress:
@@ -234,6 +245,17 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
         for cost in result["moves"]:
             table.add_row(cost["kind"], *(f"{cost[column]:,}" for column in columns))
         console.print(table)
+
+
+def show_runs(found: list[dict[str, Any]], console: Console) -> None:
+    """One line for each kind of work: its time at one run, and the ratios of more."""
+    numbers = sorted({cost["runs"] for cost in found})
+    title = f"A request with {page_runs.NUM_PAGES} pages on an instance, by runs; of one run"
+    table = Table("", "us at 1 run", *(f"{n} runs" for n in numbers[1:]), title=title)
+    for what in dict.fromkeys(cost["what"] for cost in found):
+        of_one, *rest = [cost for cost in found if cost["what"] == what]
+        table.add_row(what, f"{of_one['us']:,.0f}", *(f"{cost['ratio']:.2f}" for cost in rest))
+    console.print(table)
 
 
 def show_claims(results: list[dict[str, Any]], console: Console) -> bool:

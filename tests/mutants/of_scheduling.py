@@ -28,6 +28,14 @@ OF_SCHEDULING = [
         tests=("tests/control_plane/scheduler/policies/test_cost_aware.py", "-k", "charges"),
     ),
     Mutant(
+        name="gateway-without-room",
+        why="links count in what a gateway carries and not in what it may carry: it takes nothing",
+        path="control_plane/scheduler/policies/relevel_nodes.py",
+        text="room = sum(map(load_of, here)) // len(here) - load_of(gateway)",
+        fault="room = most - load_of(gateway)",
+        tests=("tests/control_plane/scheduler/policies/test_relevel_nodes.py", "-k", "its_room"),
+    ),
+    Mutant(
         name="never-home",
         why="pages that went to another node stay there, with their links, as long as the row runs",
         path="control_plane/scheduler/policies/relevel_nodes.py",

@@ -18,13 +18,16 @@ from control_plane.scheduler.policies.relevel import MAX_PAGES, MIN_PAGES, pages
 from control_plane.scheduler.request import Request
 from nanocp.plan import PAGE_SIZE
 
-LEAST_NODE_SHARE = 32
+LEAST_NODE_SHARE = 12
 """A gap between two nodes is worth a move if it is one in this many tokens of a node's mean load,
 or more."""
+HOME_SHARE = 32
+"""Pages go home until their node has more load by one in this many tokens of a node's mean load. It
+is more than LEAST_NODE_SHARE, or pages would go away and home without end."""
 LEAST_PAGES = 64
-"""Fewer pages are not worth a ticket."""
+"""Fewer pages are not worth a ticket, or a new link."""
 LINK_WORTH = 2
-"""A new link between nodes comes with this many times the tokens that it costs, or more."""
+"""A new link between nodes is made where this many times the tokens that it costs may follow."""
 
 _Move = tuple[Request, range, int]
 _LoadOf = Callable[[int], int]
@@ -46,8 +49,7 @@ def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int)
 def _home(state: ClusterState, tokens: Sequence[int], load_of: _LoadOf) -> _Move | None:
     """Find the longest run of pages whose row is on another node that has no more load."""
     node_of, best, most = state.cluster.node_of, None, MIN_PAGES - 1
-    # With a gap of this many tokens the home is not yet one that _away takes pages from.
-    slack = (sum(tokens) - 1) // (len(tokens) * LEAST_NODE_SHARE)
+    slack = (sum(tokens) - 1) // (len(tokens) * HOME_SHARE)
     for gateway, num_links in enumerate(state.committed.far_to):
         for minus_pages, request_id, run in state.linked.runs[gateway] if num_links else ():
             if -minus_pages <= most:
@@ -73,8 +75,9 @@ def _away(
 ) -> _Move | None:
     """Find pages of the node with the most load for the gateway of the one with the least.
 
-    A request that has pages at the gateway goes first. Another one needs least_pages in a row; one
-    whose MoE binding has links to other nodes goes before the rest.
+    A request that has pages at the gateway goes first. Others need a new link, which is worth it
+    if half of the gap has least_pages. Where instances of the node have links to other nodes, only
+    rows that are bound to one of these get one.
     """
     most, gap = max(tokens), max(tokens) - min(tokens)
     if gap * len(tokens) * LEAST_NODE_SHARE < sum(tokens):
@@ -82,21 +85,26 @@ def _away(
     here, there = state.nodes[tokens.index(most)], state.nodes[tokens.index(min(tokens))]
     far_links = state.committed.num_far_links
     gateway = min(there, key=lambda i: (not far_links(i), load_of(i), i))
+    half = gap * len(there) // (2 * PAGE_SIZE)
     # More would make the gateway what the step waits for.
-    room = most - load_of(gateway)
-    num_pages = min(gap * len(there) // (2 * PAGE_SIZE), room // PAGE_SIZE, MAX_PAGES)
+    room = sum(map(load_of, here)) // len(here) - load_of(gateway)
+    num_pages = min(half, room // PAGE_SIZE, MAX_PAGES)
     if num_pages < LEAST_PAGES:
         return None
-    best, best_rank = None, (False, False, MIN_PAGES - 1)
+    has_far = any(map(far_links, here))
+    best, best_rank = None, (False, MIN_PAGES - 1)
     for source in here:
         for _, request_id, run in state.linked.runs[source]:
             request = state.requests[request_id]
             if request.moe_binding not in here:
                 continue
-            pages = pages_to_move(state, request, run, num_pages)[-num_pages:]
             is_near = gateway in request.pages_on
-            rank = is_near, far_links(request.moe_binding) > 0, len(pages)
-            is_enough = len(pages) >= (MIN_PAGES if is_near else least_pages)
+            has_new_ends = has_far and not far_links(request.moe_binding)
+            if not is_near and (half < least_pages or has_new_ends):
+                continue
+            pages = pages_to_move(state, request, run, num_pages)[-num_pages:]
+            rank = is_near, len(pages)
+            is_enough = len(pages) >= (MIN_PAGES if is_near else LEAST_PAGES)
             if is_enough and rank > best_rank and state.can_move(request, pages, gateway):
                 best, best_rank = (request, pages, gateway), rank
     return best

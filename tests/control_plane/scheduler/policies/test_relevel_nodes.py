@@ -50,10 +50,10 @@ def state_of(loads, requests, full=()):
     )
 
 
-def moves(loads, requests, first_link_tokens=0, full=()):
+def moves(loads, requests, first_link_tokens=0, full=(), exchange_tokens=0):
     state = state_of(loads, requests, full)
     named = {id(request): request_id for request_id, request in requests.items()}
-    found = relevel_nodes(state, loads.__getitem__, first_link_tokens)
+    found = relevel_nodes(state, lambda i: loads[i] + exchange_tokens, first_link_tokens)
     return [(named[id(request)], pages, to) for request, pages, to in found]
 
 
@@ -97,6 +97,27 @@ def test_a_new_link_comes_with_more_tokens_than_it_costs():
     assert moves(loads, {7: LOCAL}, 151 * PAGE_SIZE) == []
     linked = request_on(0, *LOCAL.runs, TargetRun(600, 5, 3, 0))
     assert moves(loads, {7: linked}, 151 * PAGE_SIZE) == [(7, range(300), 3)]
+
+
+def test_what_may_follow_pays_for_a_new_link_even_if_one_move_does_not():
+    loads = [40 * PAGES, 40 * PAGES, 32 * PAGES, 32 * PAGES]
+    # Half of the gap is 1,600 pages, three times what one move may take.
+    assert moves(loads, {7: LOCAL}, 800 * PAGE_SIZE) == [(7, range(300), 2)]
+    assert moves(loads, {7: LOCAL}, 801 * PAGE_SIZE) == []
+
+
+def test_what_all_instances_have_for_links_leaves_a_gateway_its_room():
+    loads = [8 * PAGES, 8 * PAGES, 7 * PAGES, 6 * PAGES]
+    assert moves(loads, {7: LOCAL}, exchange_tokens=5 * PAGES) == [(7, range(300), 3)]
+
+
+def test_where_an_instance_has_far_links_no_other_row_gets_one():
+    loads = [8 * PAGES, 8 * PAGES, 6 * PAGES, 7 * PAGES]
+    far = request_on(1, TargetRun(0, 100, 1, 0), TargetRun(100, 20, 3, 0))
+    far.move = True  # It has no pages to give now.
+    assert moves(loads, {7: LOCAL, 8: far}) == []
+    same_row = request_on(1, TargetRun(0, 150, 0, 0))
+    assert moves(loads, {7: LOCAL, 8: far, 9: same_row}) == [(9, range(150), 3)]
 
 
 def test_pages_go_home_once_their_node_has_no_more_load():
