@@ -116,7 +116,7 @@ def main(
     load_before = os.getloadavg()[0]
     console = Console() if sys.stdout.isatty() else Console(width=110)
     if runs:
-        found = [cost._asdict() for cost in page_runs.measure(9 if quick else 101)]
+        found = [cost._asdict() for cost in page_runs.measure(9 if quick else 51)]
         show_runs(found, console)
         if json is not None:
             write_results(json, found, describe(load_before))

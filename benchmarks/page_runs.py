@@ -33,7 +33,7 @@ from nanocp.table import InstanceTable
 from nanocp.table_changes import PageRun
 
 NUM_PAGES = 512
-"""Of the request on an instance: 32,768 tokens."""
+"""Pages of the request on an instance: 32,768 tokens."""
 NUM_RUNS = (1, 4, 16, 84, NUM_PAGES)
 """4 are what cost_aware allows an instance; 84 were seen before it had a bound."""
 NUM_HEADS, RANK, ROPE = 8, 512, 64
@@ -47,7 +47,7 @@ class RunsCost(NamedTuple):
     runs: int
     us: float
     ratio: float
-    """Of one run."""
+    """The time as a share of that at one run."""
 
 
 def measure(rounds: int, num_pages: int = NUM_PAGES) -> list[RunsCost]:

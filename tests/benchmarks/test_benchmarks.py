@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import json
 import subprocess
+from itertools import pairwise
 
 import apis
 import breakdown_cpu
 import decode_cpu
 import live_moves
 import long_context_cpu
+import page_runs
 import peers
 import pytest
 import service
@@ -115,6 +117,19 @@ def moved(moves=(), **change):
     }
     moving |= {"pages_moved": 10, "preemptions": 0, "moves": cost} | change
     return [moving, moving | {"phase": "preempting", "preemptions": 1, "moves": []} | change]
+
+
+def test_page_runs_are_as_many_as_asked_and_every_kind_of_work_is_measured():
+    for number in (1, 5, 16):
+        runs = page_runs.runs_of(number, 16)
+        assert [run.first_page for run in runs] == [16 * i // number for i in range(number)]
+        assert sum(run.num_pages for run in runs) == 16
+        frames = [run.frame + i for run in runs for i in range(run.num_pages)]
+        assert sum(b != a + 1 for a, b in pairwise(frames)) == number - 1
+    found = page_runs.measure(rounds=1, num_pages=16)
+    assert [cost.runs for cost in found] == [1, 4, 16] * 5
+    assert {cost.ratio for cost in found if cost.runs == 1} == {1.0}
+    live_moves.show_runs([cost._asdict() for cost in found], QUIET)
 
 
 @pytest.mark.parametrize(

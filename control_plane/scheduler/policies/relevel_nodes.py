@@ -28,6 +28,8 @@ LEAST_PAGES = 64
 """Fewer pages are not worth a ticket, or a new link."""
 LINK_WORTH = 2
 """A new link between nodes is made where this many times the tokens that it costs may follow."""
+PAID_IN_MOVES = 2
+"""A new link that needs more moves than that for it is not made: more rows would get one each."""
 
 _Move = tuple[Request, range, int]
 _LoadOf = Callable[[int], int]
@@ -75,9 +77,9 @@ def _away(
 ) -> _Move | None:
     """Find pages of the node with the most load for the gateway of the one with the least.
 
-    A request that has pages at the gateway goes first. Others need a new link, which is worth it
-    if half of the gap has least_pages. Where instances of the node have links to other nodes, only
-    rows that are bound to one of these get one.
+    A request that has pages at the gateway goes first. Others need a new link, which pays if half
+    of the gap has least_pages, and few moves do. Where instances of the node have links to other
+    nodes, only rows that are bound to one of these get a new one.
     """
     most, gap = max(tokens), max(tokens) - min(tokens)
     if gap * len(tokens) * LEAST_NODE_SHARE < sum(tokens):
@@ -91,6 +93,7 @@ def _away(
     num_pages = min(half, room // PAGE_SIZE, MAX_PAGES)
     if num_pages < LEAST_PAGES:
         return None
+    may_link = least_pages <= min(half, PAID_IN_MOVES * MAX_PAGES)
     has_far = any(map(far_links, here))
     best, best_rank = None, (False, MIN_PAGES - 1)
     for source in here:
@@ -99,8 +102,7 @@ def _away(
             if request.moe_binding not in here:
                 continue
             is_near = gateway in request.pages_on
-            has_new_ends = has_far and not far_links(request.moe_binding)
-            if not is_near and (half < least_pages or has_new_ends):
+            if not is_near and (not may_link or (has_far and not far_links(request.moe_binding))):
                 continue
             pages = pages_to_move(state, request, run, num_pages)[-num_pages:]
             rank = is_near, len(pages)

@@ -101,9 +101,9 @@ def test_a_new_link_comes_with_more_tokens_than_it_costs():
 
 def test_what_may_follow_pays_for_a_new_link_even_if_one_move_does_not():
     loads = [40 * PAGES, 40 * PAGES, 32 * PAGES, 32 * PAGES]
-    # Half of the gap is 1,600 pages, three times what one move may take.
-    assert moves(loads, {7: LOCAL}, 800 * PAGE_SIZE) == [(7, range(300), 2)]
-    assert moves(loads, {7: LOCAL}, 801 * PAGE_SIZE) == []
+    # Half of the gap is 1,600 pages; two moves have 1,024.
+    assert moves(loads, {7: LOCAL}, 512 * PAGE_SIZE) == [(7, range(300), 2)]
+    assert moves(loads, {7: LOCAL}, 513 * PAGE_SIZE) == []
 
 
 def test_what_all_instances_have_for_links_leaves_a_gateway_its_room():
