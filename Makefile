@@ -25,14 +25,14 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## make the environment: .venv with the CPU build of torch, 2 minutes
 
-demo: $(STAMP)  ## four instances on local Ray tell tales of short and long prompts, exactly; under 60 s
+demo: $(STAMP)  ## four instances on local Ray tell tales of short and long prompts, greedy ones exactly; under 60 s
 	$(BIN)/nanocp demo $(CHECKPOINT)
 
-mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 10 minutes on 2 cores
+mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 7 minutes on 2 cores
 	$(BIN)/python tests/mutants/run.py
 
 SEEDS := 10000
-seeds: $(STAMP)  ## play simulated clusters that lose processes, SEEDS of them (10000), resumable; half an hour of one core
+seeds: $(STAMP)  ## play simulated clusters that lose processes, SEEDS of them (10000), resumable; 35 minutes of one core
 	PYTHONPATH=tests $(BIN)/python -m harness.seed_campaign --seeds $(SEEDS)
 
 test: $(STAMP)  ## the CPU tests, unprivileged, three at a time since some only wait, under 10 minutes on 2 cores

@@ -271,7 +271,7 @@ def broken_claims(results: Sequence[Result]) -> list[str]:
                 broken.append(f"{what}: programs have tasks {result['busy']} of the time")
         if result["kind"] == "gemm" and result["ratio"] < LEAST_GEMM:
             broken.append(f"{what}: products at {result['ratio']} of the grouped GEMM's rate")
-        if result["kind"] == "operations" and result["fused"] > 1:
+        if result["kind"] == "operations" and result["fused"] != 1:
             broken.append(f"{what}: a fused layer is {result['fused']} operations, not one")
     return broken
 

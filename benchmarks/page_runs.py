@@ -52,6 +52,7 @@ class RunsCost(NamedTuple):
 
 def measure(rounds: int, num_pages: int = NUM_PAGES) -> list[RunsCost]:
     """Every kind of work at every number of runs."""
+    torch.set_num_threads(1)  # the time of this thread is what is counted
     numbers = [number for number in NUM_RUNS if number <= num_pages]
     kinds: dict[str, dict[int, Callable[[], object]]] = {
         f"attention, {name}": _attention(backend, numbers, num_pages)

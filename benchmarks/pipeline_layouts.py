@@ -97,14 +97,17 @@ class Layouts:
     def many_rows(self) -> list[StageClaim]:
         """Many rows, for which sampling costs little: layers move off a slow stage only.
 
-        Each run is played twice, in turn and back, and of each pass the shorter time counts: runs
-        whose passes are the same differed by 4%.
+        Each run is played twice, in turn and back: runs whose passes are the same differed by 4%.
+        Of each pass of the steady mix the shorter time counts. With a slow stage the two may move
+        layers in different passes, so the better run counts.
         """
         rows = LoadPhase(24, 60, 400, 2 * self._num + self._window)
         runs = (("even", None), ("level", None), ("level", (2.0, 1.0)), ("level", (1.0, 2.0)))
         first = [self._run(policy, rows, slowness=slow) for policy, slow in runs]
         again = [self._run(policy, rows, slowness=slow) for policy, slow in reversed(runs)]
-        even, level, *slowed = map(quietest, first, reversed(again))
+        pairs = list(zip(first, reversed(again), strict=True))
+        even, level = (quietest(*pair) for pair in pairs[:2])
+        slowed = [min(pair, key=self._longest_us) for pair in pairs[2:]]
         r = ratio_of(even.passes[-self._num :])
         found = makespan_us(level.passes) / makespan_us(even.passes)
         is_still = level.num_changes == 0 and abs(found - 1) <= 0.02
@@ -124,7 +127,7 @@ class Layouts:
             even_us = max(a * b for a, b in zip(took, slow, strict=True))
             lost_us = even_us - max(took)
             least_us = best_longest_us(last, slow)
-            longest_us = max(per_pass(played.passes[-self._num :]))
+            longest_us = self._longest_us(played)
             share, allowed = ((even_us - us) / lost_us for us in (longest_us, least_us))
             claims.append(
                 self._claim(
@@ -135,6 +138,9 @@ class Layouts:
                 )
             )
         return claims
+
+    def _longest_us(self, played: Played) -> float:
+        return max(per_pass(played.passes[-self._num :]))
 
     def pre_copy(self) -> StageClaim:
         """KV of long rows that is sent at the mark, with and without pages that go ahead."""
@@ -168,7 +174,10 @@ def ratio_of(passes: Sequence[PassTime]) -> float:
 
 
 def quietest(one: Played, other: Played) -> Played:
-    """The run, with each time as short as in the shorter of two runs of the same passes."""
+    """The run, with each time as short as in the shorter of two runs of the same passes.
+
+    It has the changes of the run that changed more.
+    """
     passes = [
         replace(
             a,
@@ -178,7 +187,7 @@ def quietest(one: Played, other: Played) -> Played:
         )
         for a, b in zip(one.passes, other.passes, strict=False)
     ]
-    return one._replace(passes=passes)
+    return one._replace(passes=passes, num_changes=max(one.num_changes, other.num_changes))
 
 
 def best_longest_us(passes: Sequence[PassTime], slowness: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -147,7 +148,7 @@ def _time_leaving(disturbed: Disturbed, took_s: list[float]) -> None:
     ask, has_left = members.ask_to_leave, members.terms.has_left
 
     def timed_ask(instance: Member) -> None:
-        asked_s[instance] = time.monotonic()
+        asked_s.setdefault(instance, time.monotonic())
         ask(instance)
 
     def timed_left(instance: Member, term: int) -> None:
@@ -162,8 +163,8 @@ def _time_leaving(disturbed: Disturbed, took_s: list[float]) -> None:
 def kept_pauses_s(asked: Sequence[Asked], ends: Sequence[Loss]) -> list[float]:
     """For each end of a term but the last: how long a row that was kept paused.
 
-    Of the streams that run from this end to the next one it is the shortest pause; ends through
-    which no stream runs are left out.
+    Nothing is lost, so the rows of all streams are kept. Of the streams that run from this end to
+    the next one it is the median; ends through which no stream runs are left out.
     """
     streams = [arrivals for each in asked for arrivals in each.arrivals_s if arrivals]
     pauses = []
@@ -177,7 +178,7 @@ def kept_pauses_s(asked: Sequence[Asked], ends: Sequence[Loss]) -> list[float]:
             )
             for each in through
         ]
-        pauses += [min(longest)] if longest else []
+        pauses += [median(longest)] if longest else []
     return pauses or [float("inf")]
 
 

@@ -107,8 +107,9 @@ class Terms:
         return [each for each in self.present if each not in self.seats]
 
     def gone(self, instance: Member) -> None:
-        """The seat's process, which is not in the term, is gone."""
+        """The seat's process, which is not in the term, is gone: nobody waits for it to leave."""
         self.standing[instance] = Standing.ABSENT
+        self._advance()
 
     def end(self, keeps_rows: bool = False) -> None:
         """The term is over: every instance leaves it, and those of `seats` join another."""

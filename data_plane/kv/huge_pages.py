@@ -6,29 +6,45 @@ Enters: a number of bytes. Leaves: an array of zeros. Does not know: what is kep
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
+import os
+import threading
 
 import numpy as np
+import psutil
 
+TAKER = "memory"
+"""The name of threads that take memory."""
 _MADV_POPULATE_WRITE = 23
 """Linux's number, from 5.14 on; the module mmap has no name for it."""
+_CHUNK_BYTES = 16 << 20
 
 
 def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
     """[num_bytes] uint8, all zero, of the processor's huge pages where the system has them.
 
-    is_taken: the system gives all of it now, not each page when it is first written: on a virtual
-    machine a megabyte may cost 3 ms, which a step would wait for. Raises OSError if the system
-    refuses so much memory.
+    is_taken: a thread takes all of it from the system at once, not each page when it is first
+    written: on a virtual machine a megabyte may cost 3 ms, which a step would wait for. Raises
+    OSError if the system refuses so much memory, or has less available.
     """
+    if is_taken and num_bytes > psutil.virtual_memory().available:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # A system without them.
         memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
     if is_taken:
-        try:
-            memory.madvise(_MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # An older system.
-                raise
-    return np.frombuffer(memory, np.uint8)
+        threading.Thread(target=_take, args=(array,), name=TAKER, daemon=True).start()
+    return array
+
+
+def _take(array: np.ndarray) -> None:
+    """Let the system give the memory. Other threads run meanwhile, and may use it."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for offset in range(0, array.nbytes, _CHUNK_BYTES):
+        num_bytes = min(_CHUNK_BYTES, array.nbytes - offset)
+        if madvise(array.ctypes.data + offset, num_bytes, _MADV_POPULATE_WRITE):
+            return  # An older system: pages come when they are first written.

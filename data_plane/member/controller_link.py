@@ -32,6 +32,7 @@ _REDIAL_S = 0.2
 _SLICE_S = 1.0
 """Longest single wait for a controller. Only what this process lives through counts: one that was
 stopped, or had no processor for minutes, has hardly waited."""
+_NOBODY = "the process that started this member is gone"
 _LAST_WORD_S = 2.0
 """Longest wait for the controller to take the last message."""
 
@@ -79,7 +80,7 @@ class ControllerLink:
         while not _is_done(ready, min(_SLICE_S, self._left_s)):
             self._left_s -= _SLICE_S
             if os.getppid() != self._parent:
-                reason = "the process that started this member is gone"
+                reason = _NOBODY
             elif self._left_s <= 0:
                 limit_ms = getattr(self._limits, limit)
                 reason = (
@@ -105,6 +106,8 @@ class ControllerLink:
         if not self._outbox.full():
             self._outbox.put_nowait(None)
         self._channel.close()
+        if os.getppid() != self._parent:
+            raise ControllerLost(_NOBODY)
         if not self._is_orphan:
             self._is_orphan, self._left_s = True, self._limits.orphan_ms / 1000
         elif self._left_s <= 0:

@@ -89,6 +89,7 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
     ) as service:
         prefix = service.segment_prefix()
         losses = Losses(service.member_pids, run.seed, run.pauses_s, kinds)
+        started = _with_children(service.pid)
         said(f"losing processes for {run.seconds:.0f} s")
         began_s = time.monotonic()
         host, _, port = service.target.rpartition(":")
@@ -104,7 +105,7 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
             said(f"the service has ended with status {service.stop()} after {took_s:.0f} s")
         said("looking for what is left")
         left = _left_in_service(service)
-        processes = _with_children(service.pid)
+        processes = {*started, *_with_children(service.pid)}
         exit_status = service.stop()
         log = service.log.read_text()
     left |= {

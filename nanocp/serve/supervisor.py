@@ -44,6 +44,8 @@ MEMBER_COMMAND = (sys.executable, "-m", "data_plane.member.process")
 CONTROLLER_COMMAND = (sys.executable, "-m", "nanocp.cli.controller_process")
 HUNG_S = 15.0
 """A controller whose process says nothing for this long is killed."""
+_FORCED_S = 5.0
+"""Once the service was asked twice to stop, a silent controller is killed after this time."""
 _WATCH_S = 1.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_LOSSES = 5
@@ -154,8 +156,13 @@ class Supervisor:
         streams are open, and it lets them end. A second one ends it at once.
         """
         self._is_stopping, self._is_forced = True, self._is_stopping
+        if self._is_forced:
+            self._silent_s = max(self._silent_s, 0.0)
         self._undelivered.append(number)
         self._deliver()
+        self._say_that_it_waits()
+
+    def _say_that_it_waits(self) -> None:
         if self._undelivered:
             logger.info(
                 "asked to stop while a controller starts: requests go on and end once it serves; "
@@ -192,6 +199,7 @@ class Supervisor:
             if self._is_stopping:  # The signal was for an earlier controller, or for none.
                 self._undelivered = deque([signal.SIGTERM])
                 self._deliver()
+                self._say_that_it_waits()
             assert self.process.stdin is not None
             with suppress(BrokenPipeError), self.process.stdin:
                 pickle.dump(self._spec, self.process.stdin)
@@ -227,8 +235,9 @@ class Supervisor:
         """Kill a controller that hangs, or is stopped: nobody else would notice."""
         while not over.wait(_WATCH_S):
             self._silent_s += _WATCH_S
-            if self._silent_s > HUNG_S:
-                logger.warning("the controller has said nothing for %.0f s; it is killed", HUNG_S)
+            limit_s = min(HUNG_S, _FORCED_S) if self._is_forced else HUNG_S
+            if self._silent_s > limit_s:
+                logger.warning("the controller has said nothing for %.0f s; it is killed", limit_s)
                 process.kill()
                 return
 

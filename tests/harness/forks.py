@@ -81,7 +81,10 @@ class Forked:
             with self._lock:
                 is_there = select.select([self._status], [], [], 0)[0]
                 if self.returncode is None and is_there:
-                    self.returncode = _STATUS.unpack(self._status.read(_STATUS.size))[0]
+                    status = self._status.read(_STATUS.size)
+                    if not status:  # The process that forks is gone, and nobody else would end it.
+                        os.kill(self.pid, signal.SIGKILL)
+                    self.returncode = _STATUS.unpack(status)[0] if status else -signal.SIGKILL
         return self.returncode
 
 

@@ -255,6 +255,24 @@ async def test_a_seat_that_ends_three_short_terms_stays_empty_if_the_others_can_
     assert not cluster.members.failure.done()
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@in_a_loop
+async def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_first):
+    """It is lost before the others have left, or after."""
+    cluster = running(synthetic_kv=True)
+    cluster.members._seats.fewest = 1
+    cluster.members.changes.want([1])
+    cluster.members.changes.settled()
+    if not is_first:
+        cluster.say(SECOND, 1, left=pb.Left())
+    cluster.members.exited(FIRST, 0, "its process ended")
+    if is_first:
+        cluster.say(SECOND, 1, left=pb.Left())
+    assert cluster.kinds(SECOND) == ["leave", "join"]
+    cluster.ready(SECOND, term=2)
+    assert cluster.members.seats == [1] and cluster.members.terms.is_serving
+
+
 @in_a_loop
 async def test_pages_of_a_seat_that_leaves_are_lost_with_its_process():
     cluster = running(synthetic_kv=True)

@@ -1,6 +1,7 @@
 """The frames: what rows read and append, against a plain reading of the page table; payloads."""
 
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.kv.frame_pool import FramePool, LocalStep
-from data_plane.kv.huge_pages import huge_pages
+from data_plane.kv.huge_pages import TAKER, huge_pages
 from nanocp.table_changes import PageRun
 
 SCRATCH = 100 * 64
@@ -78,6 +79,9 @@ def test_synthetic_kv_depends_on_request_and_page_only():
 
 def test_memory_is_there_before_it_is_written():
     array = huge_pages(2**24, is_taken=True)
+    for thread in threading.enumerate():
+        if thread.name == TAKER:
+            thread.join()
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     array[:] = 1
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 4

@@ -119,7 +119,7 @@ def running(link, model, limits=PATIENT):
     """Run a prefill, which is asked to shut down at the end; yields its stage."""
     cluster = ClusterConfig(num_instances=1, num_frames=20, max_model_len=1024)
     config = Config(cluster=cluster, limits=limits)
-    loop = StagedPrefillLoop(make_prefill_scheduler(config), link, 1, 60_000.0)
+    loop = StagedPrefillLoop(make_prefill_scheduler(config), link, 1, 60_000.0, lambda: None)
 
     def run():
         with pytest.raises(ShutdownRequested):

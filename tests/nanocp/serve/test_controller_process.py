@@ -46,8 +46,7 @@ def supervised(launcher=None, event_log="", **sections):
         event_log=event_log,
     )
     environment = ENVIRONMENT | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-    limits = replace(CONFIG.limits, orphan_ms=120_000)
-    config = replace(CONFIG, service=service, limits=limits, **sections)
+    config = replace(CONFIG, service=service, **sections)
     with_experts = replace(served(SLOW), num_experts=NUM_EXPERTS)
     supervisor = Supervisor(config, with_experts, environment, launcher)
     status = []

@@ -19,7 +19,6 @@ SETTINGS = {
     "service.front_ends": 2,
     "service.front_end_processes": True,
     "service.controller_process": True,
-    "limits.orphan_ms": 120_000,
     "cluster.num_frames": 64,
     "cluster.max_model_len": 1024,
 }

@@ -141,7 +141,6 @@ def test_the_controller_is_lost_while_stages_compute(tiny_checkpoint, tiny_oracl
     settings = {
         "service.front_end_processes": True,
         "service.controller_process": True,
-        "limits.orphan_ms": 120_000,
         "prefill.stages": 2,
         "prefill.chunk_tokens": 64,
         "cluster.num_frames": 64,
