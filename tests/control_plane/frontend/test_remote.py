@@ -13,6 +13,7 @@ import pytest
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.remote import link as link_module
 from control_plane.frontend.remote.link import RemoteController
 from control_plane.frontend.remote.observations import Observations, replay
 from control_plane.frontend.remote.port import FrontEndPort
@@ -253,3 +254,34 @@ def test_every_field_of_a_submission_crosses() -> None:
     assert submission_from_wire(submission_to_wire(submission)) == submission
     bare = replace(submission, queue_timeout_us=None, prompt_logprobs=None)
     assert submission_from_wire(submission_to_wire(bare)) == bare
+
+
+def times_dialled(monkeypatch: pytest.MonkeyPatch, orphan_ms: float) -> int:
+    """How often a front end dials until it gives up, when only the first dial finds anybody."""
+    link, num_dials = RemoteController("127.0.0.1:1", (), Observations(), orphan_ms), 0
+    link._channel = grpc.insecure_channel("127.0.0.1:1")
+
+    def converse(*arguments: Any) -> None:
+        nonlocal num_dials
+        num_dials += 1
+        link._has_heard = num_dials == 1
+
+    monkeypatch.setattr(link, "_converse", converse)
+    monkeypatch.setattr(link, "_observe_for_ever", lambda front_end: None)
+    monkeypatch.setattr(link_module, "_REDIAL_S", 0.05)
+    assert link.converse(object(), MEMBER_SECRETS) == "the controller is lost"  # type: ignore[arg-type]
+    return num_dials
+
+
+def test_another_controller_is_waited_for_as_long_as_configured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 4 <= times_dialled(monkeypatch, orphan_ms=200) <= 6
+
+
+def test_a_front_end_does_not_wait_when_nobody_could_start_a_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parents = iter([7, 1])
+    monkeypatch.setattr(link_module.os, "getppid", lambda: next(parents))
+    assert times_dialled(monkeypatch, orphan_ms=600_000) == 1
