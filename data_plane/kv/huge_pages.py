@@ -13,7 +13,6 @@ import os
 import threading
 
 import numpy as np
-import psutil
 
 TAKER = "memory"
 """The name of threads that take memory."""
@@ -29,7 +28,7 @@ def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
     written: on a virtual machine a megabyte may cost 3 ms, which a step would wait for. Raises
     OSError if the system refuses so much memory, or has less available.
     """
-    if is_taken and num_bytes > psutil.virtual_memory().available:
+    if is_taken and num_bytes > _available_bytes():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # A system without them.
@@ -48,3 +47,10 @@ def _take(array: np.ndarray) -> None:
         num_bytes = min(_CHUNK_BYTES, array.nbytes - offset)
         if madvise(array.ctypes.data + offset, num_bytes, _MADV_POPULATE_WRITE):
             return  # An older system: pages come when they are first written.
+
+
+def _available_bytes() -> int:
+    """Memory that the system has for processes. GPU checks run where there is no psutil."""
+    with open("/proc/meminfo") as file:
+        sizes = dict(line.split(":") for line in file)
+    return 1024 * int(sizes["MemAvailable"].split()[0])

@@ -235,7 +235,7 @@ class Supervisor:
         """Kill a controller that hangs, or is stopped: nobody else would notice."""
         while not over.wait(_WATCH_S):
             self._silent_s += _WATCH_S
-            limit_s = min(HUNG_S, _FORCED_S) if self._is_forced else HUNG_S
+            limit_s = _FORCED_S if self._is_forced else HUNG_S
             if self._silent_s > limit_s:
                 logger.warning("the controller has said nothing for %.0f s; it is killed", limit_s)
                 process.kill()
