@@ -65,7 +65,7 @@ MUTANTS = [
         path="data_plane/connectors/requests.py",
         text='elif ticket.engine not in ("", self._engine):',
         fault="elif False:",
-        tests=("tests/nanocp/serve/test_serve_engines.py", "-k", "comes_back_with_other_kv"),
+        tests=("tests/data_plane/connectors/test_contract.py", "-k", "was_not_probed"),
     ),
     Mutant(
         name="engine-exchanged-weights",

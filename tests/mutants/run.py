@@ -202,15 +202,17 @@ def main(names: list[str]) -> int:
     if unknown:
         raise SystemExit(f"no mutant is called {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [known[name] for name in names] or MUTANTS
-    begin_s, num_survivors = time.monotonic(), 0
+    begin_s, survivors = time.monotonic(), list[str]()
     for mutant, is_caught, seconds, seen_by in judge(chosen):
-        num_survivors += not is_caught
+        survivors += [] if is_caught else [mutant.name]
         outcome = "caught" if is_caught else "SURVIVED"
         print(f"{outcome:9} {mutant.name:20} {seconds:5.0f} s  {mutant.why}")
         print(f"{'':9} {seen_by}", flush=True)
     minutes = (time.monotonic() - begin_s) / 60
-    print(f"{len(chosen)} mutants, {num_survivors} survived, {minutes:.1f} minutes")
-    return 1 if num_survivors else 0
+    print(f"{len(chosen)} mutants, {len(survivors)} survived, {minutes:.1f} minutes")
+    if survivors:
+        print(f"survived: {', '.join(survivors)}")
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":
