@@ -71,7 +71,7 @@ def claims(point: MixturePoint) -> list[MixtureClaim]:
             return [MixtureClaim(EARLY, CALL, 1.02)]
         case MixturePoint("arrival", late_ms=0.0):
             return [MixtureClaim(EARLY, CALL, 0.93)]
-        case MixturePoint("arrival") | MixturePoint("tcp"):
+        case MixturePoint("arrival") | MixturePoint("tcp", rows=8 | 16):
             return [MixtureClaim(EARLY, CALL, 0.95)]
     return []
 
@@ -83,4 +83,5 @@ def result_of(point: MixturePoint, variant: str, us: Sequence[float]) -> dict[st
         "variant": variant,
         "min_us": round(min(us), 1),
         "median_us": round(median(us), 1),
+        "us": [round(each, 1) for each in us],
     }
