@@ -9,13 +9,16 @@ the fastest of many counts.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import torch
@@ -277,7 +280,7 @@ class _Steps(nn.Module):
 
 
 def operator_cost(num_rounds: int) -> dict[str, Any]:
-    """What an operator costs beside its own call: when a policy decides, and repeated."""
+    """What an operator costs beside its own call: decided, repeated, and through queues alone."""
     torch._dynamo.reset()
     policy, rows = NanoFlow(), torch.ones(8, 1)
     engine, inputs = called(_Steps(), policy, rows)
@@ -297,17 +300,56 @@ def operator_cost(num_rounds: int) -> dict[str, Any]:
         for call, given in alone_calls:
             call(*given)
 
-    alone_us, decided_us, repeated_us = fastest_us(
-        (alone, lambda: record(engine.program, policy, len(rows)), lambda: engine(*inputs)),
+    calls = 2 * NUM_OPERATORS
+    alone_us, decided_us, repeated_us, loop_us, threads_us = fastest_us(
+        (
+            alone,
+            lambda: record(engine.program, policy, len(rows)),
+            lambda: engine(*inputs),
+            lambda: asyncio.run(through_an_event_loop(calls)),
+            lambda: between_threads(calls),
+        ),
         num_rounds,
     )
-    calls = 2 * NUM_OPERATORS
     return {
         "part": "what an operator costs",
         "alone_us": round(alone_us / calls, 2),
         "decided_us": round(decided_us / calls, 2),
         "repeated_us": round((repeated_us - alone_us) / calls, 2),
+        "event_loop_us": round(loop_us / calls, 2),
+        "threads_us": round(threads_us / calls, 2),
     }
+
+
+async def through_an_event_loop(calls: int) -> None:
+    """Hand over so many requests and answers as DynaFlow's engine does, by queues of asyncio."""
+    requests, answers = asyncio.Queue[int](), asyncio.Queue[int]()
+
+    async def consume() -> None:
+        for _ in range(calls):
+            await answers.put(await requests.get())
+
+    consumer = asyncio.create_task(consume())
+    for number in range(calls):
+        await requests.put(number)
+        await answers.get()
+    await consumer
+
+
+def between_threads(calls: int) -> None:
+    """Hand over so many requests and answers by queues between two threads."""
+    requests, answers = SimpleQueue[int](), SimpleQueue[int]()
+
+    def consume() -> None:
+        for _ in range(calls):
+            answers.put(requests.get(timeout=60))
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    for number in range(calls):
+        requests.put(number)
+        answers.get(timeout=60)
+    consumer.join()
 
 
 def claims_of_time(

@@ -200,7 +200,7 @@ class SchedulerConfig:
     lanes: str = "off"
     """Whether rows run in two lanes, one of which computes while the other awaits its peers
     (docs/overlap.md). off: one lane. measured: as `lane_table` says for each window. always, or
-    drawn for each window and row (random): for tests. On the CPU only."""
+    drawn for each window and row (random): for tests."""
     lane_table: tuple[tuple[int, int, int], ...] = ()
     """(rows, links, percent): what two lanes take of the time of one, for an instance of so many
     rows and links, as `nanocp profile --overlap` measured it."""
@@ -386,10 +386,11 @@ class Config:
     kv_offload: KvOffloadConfig = field(default_factory=KvOffloadConfig)
 
     def __post_init__(self) -> None:
+        on_cpu, dispatch = self.data_plane.device == "cpu", self.data_plane.dispatch_backend
         require(
-            not self.scheduler.has_lanes or self.data_plane.device == "cpu",
-            f"scheduler.lanes is {self.scheduler.lanes} and data_plane.device "
-            f"{self.data_plane.device}; two lanes run on the CPU only: take off",
+            not self.scheduler.has_lanes or on_cpu or dispatch == "exchange",
+            f"scheduler.lanes is {self.scheduler.lanes} and dispatch_backend {dispatch}; on a GPU "
+            "it must be exchange, the only one that both lanes can use at once",
         )
         require(
             not self.cluster.spares or self.recovers,

@@ -22,7 +22,8 @@ class CudaGraphs:
 
     Steps of several lanes are one graph in which the lanes fork and join. Each has a stream of its
     own, so one computes while a wait of the other one spins. A wait is a kernel of one block: no
-    kernel of a lane may need all of the GPU at once to go on.
+    kernel of a lane may need all of the GPU at once to go on. A window of one lane has graphs of
+    its own, without the other streams.
     """
 
     def __init__(self, pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run]) -> None:
@@ -41,8 +42,8 @@ class CudaGraphs:
     def __call__(self, *contexts: GpuContext) -> Callable[[], None]:
         """Run the step once, then capture it; returns what replays it.
 
-        contexts: one for each lane. The first run compiles and loads all that the step needs. Every
-        peer must run it too.
+        contexts: one for each lane that runs, lane 0 first. The first run compiles and loads all
+        that the step needs. Every peer must run it too.
         """
         self.warm(lambda: self._run(contexts))
         return self.capture(*contexts)
@@ -69,7 +70,7 @@ class CudaGraphs:
             outside = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(outside)
             with torch.cuda.stream(self._stream):
-                for pool, _ in self._lanes:
+                for pool, _ in self._lanes[: len(contexts)]:
                     pool.start()
                 graph.replay()
             outside.wait_stream(self._stream)
@@ -78,13 +79,15 @@ class CudaGraphs:
 
     def _run(self, contexts: Sequence[GpuContext]) -> None:
         """Launch a step of each lane; the stream that is launched on waits for all of them."""
-        for stream in self._side_streams:
+        side_streams = self._side_streams[: len(contexts) - 1]
+        for stream in side_streams:
             stream.wait_stream(self._stream)
-        streams = (self._stream, *self._side_streams)
-        for (_, run), stream, context in zip(self._lanes, streams, contexts, strict=True):
+        streams = (self._stream, *side_streams)
+        lanes = self._lanes[: len(contexts)]
+        for (_, run), stream, context in zip(lanes, streams, contexts, strict=True):
             with torch.cuda.stream(stream):
                 run(context)
-        for stream in self._side_streams:
+        for stream in side_streams:
             self._stream.wait_stream(stream)
 
     @property
@@ -93,13 +96,20 @@ class CudaGraphs:
         return f"graphs: {self.num_graphs} captured, {self.num_bytes / 2**30:.2f} GiB"
 
 
-def eager(pool: GpuPool, run: Run) -> Callable[[GpuContext], Callable[[], None]]:
-    """An engine.Capture that captures nothing: each step is launched kernel by kernel."""
+def eager(
+    pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run]
+) -> Callable[..., Callable[[], None]]:
+    """An engine.Capture that captures nothing: each step is launched kernel by kernel.
 
-    def capture(context: GpuContext) -> Callable[[], None]:
+    Lanes run one after the other, in the same order on every instance.
+    """
+    lanes = ((pool, run), *beside)
+
+    def capture(*contexts: GpuContext) -> Callable[[], None]:
         def step() -> None:
-            pool.start()
-            run(context)
+            for (pool, run), context in zip(lanes[: len(contexts)], contexts, strict=True):
+                pool.start()
+                run(context)
 
         return step
 

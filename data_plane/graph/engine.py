@@ -92,12 +92,57 @@ class GraphEngine:
         At a window's first step, the staged tables are copied into the live ones.
         """
         if self._is_staged:
+            self.adopt()
+            self._step = self._steps[self.bucket]
+        assert self._step is not None, "replay before the first stage"
+        return self._step
+
+    def adopt(self) -> None:
+        """Copy the staged tables into the live ones and look up their bucket, if there are any."""
+        if self._is_staged:
             staged = self._pool.staging[self._window & 1]
             self._pool.adopt(self._window & 1)
             self.bucket = self._buckets.lookup(
                 int(staged.num_rows[0]), int(staged.num_received.sum())
             )
-            self._step = self._steps[self.bucket]
             self._is_staged = False
-        assert self._step is not None, "replay before the first stage"
-        return self._step
+
+
+class PairedEngine:
+    """The captured steps of two lanes, each a step of both.
+
+    Both lanes run in the smallest bucket that holds either of them, so there are as many graphs as
+    for one lane.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[GraphEngine],
+        buckets: BucketTable,
+        capture: Callable[[Bucket], Callable[[], None]],
+    ) -> None:
+        """lanes: what stages each lane, in these buckets. capture: both lanes, in one bucket."""
+        self._lanes = lanes
+        self._buckets = buckets
+        self._capture = capture
+        self._steps: dict[Bucket, Callable[[], None]] = {}
+
+    def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """See GraphEngine.prepare."""
+        buckets = self._buckets.all()
+        for done, bucket in enumerate(buckets, start=1):
+            self._steps[bucket] = self._capture(bucket)
+            progress(done, len(buckets))
+        return len(buckets)
+
+    def replay(self) -> None:
+        """Run one step of both lanes. Each was staged for this window by its own engine."""
+        for lane in self._lanes:
+            lane.adopt()
+        bucket = Bucket(
+            max(lane.bucket.num_rows for lane in self._lanes),
+            max(lane.bucket.num_received for lane in self._lanes),
+        )
+        for lane in self._lanes:
+            lane.bucket = bucket
+        self._steps[bucket]()

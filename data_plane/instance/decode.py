@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, cat, inference_mode
 
 from data_plane.graph.buckets import Bucket
-from data_plane.graph.engine import GraphEngine
+from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import ResyncNeeded, TermEnds, TermStart
@@ -82,6 +82,7 @@ class DecodeInstance(WindowEdge):
         graphs_report: Callable[[], list[str]] = list,
         new_ends: Callable[[], TermEnds] | None = None,
         second_lane: StepLane | None = None,
+        both_lanes: PairedEngine | None = None,
         load_experts: Callable[[Mapping[int, int]], int] = len,
     ) -> None:
         """Everything is made at start-up; `connect` attaches it to the peers.
@@ -89,7 +90,8 @@ class DecodeInstance(WindowEdge):
         exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
         together with all peers, before the graphs are prepared. graphs_report: sentences about the
         graphs once they are prepared. new_ends: see WindowEdge. second_lane: lane 1; None if every
-        window has one lane. load_experts: see model.weights.load_experts, of its `held`.
+        window has one lane. both_lanes: what captured the steps of both; None if they take turns in
+        this thread. load_experts: see model.weights.load_experts, of its `held`.
         """
         ends = TermEnds(exchange.exchange, rings, moves)
         super().__init__(config, ends, exchange.sent_bytes, new_ends)
@@ -104,6 +106,7 @@ class DecodeInstance(WindowEdge):
         if second_lane is not None:
             second_lane.exchange.sent_bytes = exchange.sent_bytes  # one count for both
             self._lanes.append(second_lane)
+        self._both_lanes = both_lanes
         self.grammar_masks: GrammarMasks | None = None
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self._num_graphs: int | None = None
@@ -119,14 +122,18 @@ class DecodeInstance(WindowEdge):
         if self._num_graphs is not None:
             return self._num_graphs
         self._meet()
+        engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._lanes]
+        if self._both_lanes is not None:
+            engines[1:] = [self._both_lanes]  # lane 1 never runs alone
         num_graphs = self._num_graphs = sum(
-            lane.engine.prepare(
+            engine.prepare(
                 lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
             )
-            for lane in self._lanes
+            for engine in engines
         )
         # On a GPU a wait of the steps before the captures may have ended in its error word.
-        self._lanes[0].step.check()
+        for lane in self._lanes:
+            lane.step.check()
         self.selected += self._graphs_report()
         return num_graphs
 
@@ -174,9 +181,12 @@ class DecodeInstance(WindowEdge):
                 self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows)
             if len(window.lanes) == 1:
                 self._lanes[0].engine.replay()
+            elif self._both_lanes is not None:
+                self._both_lanes.replay()
             else:
                 window.hidden_ns += self._run_in_turns()
-            self._lanes[0].step.check()
+            for lane in window.lanes:
+                self._lanes[lane.number].step.check()
             self._sample(window, masks)
 
     @inference_mode()

@@ -48,7 +48,7 @@ class Window:
     step_ns: int = 0
     waited_ns: int = 0
     hidden_ns: int = 0
-    """Time that one lane computed while the other waited; 0: there is one lane."""
+    """Time that one lane computed while the other waited; 0: one lane, or a GPU runs both."""
     mask_ns: int = 0
     """Time that the steps waited for masks of structured output; 0: no row has a grammar."""
     num_tokens: int = 0

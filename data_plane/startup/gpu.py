@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
-from data_plane.graph.engine import GraphEngine
-from data_plane.instance.decode import DecodeInstance
+from data_plane.graph.engine import GraphEngine, PairedEngine
+from data_plane.instance.decode import DecodeInstance, StepLane
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_weights
@@ -76,19 +77,18 @@ def build_gpu_instance(
     weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
     is_fused = moe.schedule is not None
     placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused)
-    parts = gpu_parts(
-        cluster,
-        data_plane,
-        model,
-        placed,
-        attention,
-        config.limits.exchange_timeout_ms,
-        is_fused=is_fused,
+    new_parts = partial(
+        gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )
+    parts = new_parts(is_fused=is_fused)
+    lanes = [parts]
+    if config.scheduler.has_lanes:
+        lanes.append(new_parts(frames=parts.frames))
     mailbox = mailbox_layout(cluster)
     exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
     rings, moves = page_ways(config, instance, segments, parts.frames)
-    capture: Any = (eager if data_plane.eager else CudaGraphs)(parts.pool, parts.step.run)
+    first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
+    capture: Any = (eager if data_plane.eager else CudaGraphs)(*first, *beside)
     selected = [
         f"attention: {attention_choice}",
         "exchange: cuda_ipc, peers' memory on one node",
@@ -99,26 +99,35 @@ def build_gpu_instance(
     ]
     if model.fp8_block is not None:
         selected.append(f"weights: {weights_choice}")
-    meet = _meeting(config, instance, segments.cluster_id, parts, model, placed, moe.has_deep_ep)
-    engine = GraphEngine(parts.pool, bucket_table(config), capture)
+    if beside:
+        selected.append(f"lanes: up to two ({config.scheduler.lanes})")
+    meet = _meeting(config, instance, segments.cluster_id, lanes, model, placed, moe.has_deep_ep)
+    engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(exchange, mailbox)
-
-    def graphs_report() -> list[str]:
-        if data_plane.eager:
-            return ["graphs: none, every step is launched (eager)"]
-        return [capture.report]
-
+    without = ["graphs: none, every step is launched (eager)"]
     return DecodeInstance(
         config,
         parts.step,
         parts.frames,
-        engine,
+        engines[0],
         tensors,
         rings,
         moves,
         selected,
         meet,
-        graphs_report=graphs_report,
+        graphs_report=lambda: without if data_plane.eager else [capture.report],
+        second_lane=StepLane(engines[1], lanes[1].step, tensors) if beside else None,
+        both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
+    )
+
+
+def _both_lanes(
+    config: Config, lanes: Sequence[GpuParts], engines: Sequence[GraphEngine], capture: Any
+) -> PairedEngine:
+    return PairedEngine(
+        engines,
+        bucket_table(config),
+        lambda bucket: capture(*(lane.pool.context(bucket) for lane in lanes)),
     )
 
 
@@ -138,18 +147,22 @@ def _meeting(
     config: Config,
     instance: int,
     cluster_id: str,
-    parts: GpuParts,
+    lanes: Sequence[GpuParts],
     model: ModelConfig,
     weights: GpuWeights,
     has_deep_ep: bool,
 ) -> Callable[[], None]:
-    """Make what maps the peers' memory, called once together with all of them."""
-    cluster, device = config.cluster, parts.step.logits.device
+    """Make what maps the peers' memory, called once together with all of them.
+
+    Each lane has memory of its own at every peer.
+    """
+    cluster, device = config.cluster, lanes[0].step.logits.device
 
     def meet() -> None:
         if cluster.num_instances == 1:
-            (memory,) = PeerMemory.create_all(parts.places, device)
-            parts.exchange.attach(memory)
+            for lane in lanes:
+                (memory,) = PeerMemory.create_all(lane.places, device)
+                lane.exchange.attach(memory)
             return
         import torch.distributed as dist
 
@@ -162,7 +175,8 @@ def _meeting(
             world_size=cluster.num_instances,
             timeout=timedelta(milliseconds=config.limits.start_timeout_ms),
         )
-        parts.exchange.attach(PeerMemory.create(parts.places, device, dist.group.WORLD))
+        for lane in lanes:
+            lane.exchange.attach(PeerMemory.create(lane.places, device, dist.group.WORLD))
         if has_deep_ep:
             all_to_all = DeepEpExchange.open(
                 dist.group.WORLD,
@@ -171,7 +185,7 @@ def _meeting(
                 hidden_size=model.hidden_size,
                 max_rows=cluster.bounds.max_rows,
             )
-            parts.step.mixture = GpuMixtures(all_to_all, model, weights)
+            lanes[0].step.mixture = GpuMixtures(all_to_all, model, weights)
         if instance == 0:
             os.unlink(path)
 

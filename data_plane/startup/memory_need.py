@@ -75,7 +75,7 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     return MemoryNeed(
         experts=of_experts // matrix_bytes if keeps_fp8 else of_experts,
         other_weights=other,
-        exchange=2 * region * (num_instances - 1),
+        exchange=2 * region * (num_instances - 1) * (1 + config.scheduler.has_lanes),
         page=page_bytes(model, config),
     )
 

@@ -156,6 +156,8 @@ class Outcome:
     prefix_hit_rate: float = 0.0
     """Share of the whole run's prompt tokens with page hashes whose pages were there and were
     shared."""
+    host_hit_rate: float = 0.0
+    """Share of them whose pages were in no frame any more, and came back from memory."""
 
     @property
     def num_allowed_misses(self) -> int:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 from control_plane.event_log import EventLog
@@ -71,14 +72,16 @@ def make_simulation(
     wire_form: str = "",
     lanes: bool = False,
     schedule: Schedule | None = None,
+    host_pages: int = 0,
 ) -> Simulation:
     """Make a simulation of a policy, or of the fluid bound.
 
     recorder: takes the notes instead of a plain one of the run. event_log: takes every call of the
     scheduler. explainer: takes notes of some requests. lanes: windows run in two lanes where the
-    cost model says that they pay. schedule: layers run in its order where that pays. The fluid
-    bound's never do either. Raises ValueError for an unknown
-    policy or constants, OSError if the event log cannot be written.
+    cost model says that they pay. schedule: layers run in its order where that pays. host_pages:
+    full pages of prompts that each instance keeps outside its frames. The fluid bound has none of
+    the three. Raises ValueError for an unknown policy or constants, OSError if the event log cannot
+    be written.
     """
     num_shares = file.cluster.num_instances if policy == FLUID else 1
     model = CostModel(file, constants, num_shares, wire_form)
@@ -90,6 +93,8 @@ def make_simulation(
     if lanes and policy != FLUID:
         table = model.lane_table(file.cluster)
         scheduler = replace(scheduler, lanes="measured", lane_table=table)
+    if host_pages and policy != FLUID:
+        scheduler = replace(scheduler, offload_host_pages=host_pages)
     time_of = model.step
     if schedule is not None and policy != FLUID:
         time_of = ScheduledSteps(model, file, schedule).step
@@ -198,7 +203,12 @@ class Simulation:
                 on_progress(now_us)
         if self._event_log is not None:
             self._event_log.close()
-        return replace(recorder.outcome(), prefix_hit_rate=self._scheduler.prefix_sharing.hit_rate)
+        sharing, offload = self._scheduler.prefix_sharing, self._scheduler.offload
+        return replace(
+            recorder.outcome(),
+            prefix_hit_rate=sharing.hit_rate,
+            host_hit_rate=offload.num_hit_tokens / max(sharing.num_queried_tokens, 1),
+        )
 
     def _arrive(self, request: WorkloadRequest) -> Arrival:
         request_id = self._recorder.arrived(request)
@@ -230,6 +240,12 @@ class Simulation:
     def _carry_out(self, plan: Plan, now_us: int) -> None:
         for transfer in plan.transfers:
             self._start_transfer(transfer, now_us)
+        for stow in plan.stows:
+            # A copy into memory is taken to be as fast as what comes in; what is fetched arrives
+            # as a prompt does.
+            num_bytes = len(stow.pages) * PAGE_SIZE * self._file.model.kv_bytes_per_token
+            copied_us = now_us + ceil(num_bytes / (1e3 * self._file.ingest_gb_per_s))
+            self._push(copied_us, TransferDone(stow.ticket, stow.instance))
         for ended in plan.ended:
             self._recorder.refused(ended.request_id)
             del self._requests[ended.request_id]

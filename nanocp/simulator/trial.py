@@ -57,6 +57,8 @@ class Trial:
     """Whether windows run in two lanes where the cost model says that they pay."""
     schedule: Schedule | None = None
     """The order in which layers run where that pays; None: program order."""
+    host_pages: int = 0
+    """Full pages of prompts that each instance keeps outside its frames."""
     begins_empty: bool = False
     """Whether `filled` leaves the cluster empty."""
 
@@ -97,6 +99,7 @@ class Trial:
             wire_form=self.wire_form,
             lanes=self.lanes,
             schedule=self.schedule,
+            host_pages=self.host_pages,
         )
 
     def play(self, recorder: Recorder | None = None) -> Outcome:

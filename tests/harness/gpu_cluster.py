@@ -15,7 +15,7 @@ from control_plane.scheduler.routing import build_routes
 from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_mla import TritonMla
-from data_plane.graph.buckets import BucketTable
+from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
@@ -238,22 +238,27 @@ class GpuCluster:
     def _capture(self):
         """Capture all graphs: {instance: {bucket: what replays its graph}}.
 
-        All instances warm up together, bucket by bucket.
+        All instances warm up together, bucket by bucket. A graph has a step of every lane.
         """
-        captures = {index: CudaGraphs(i.pool, i.step.run) for index, i in self.instances.items()}
+        captures = {}
+        for index in self.instances:
+            first, *beside = ((lane[index].pool, lane[index].step.run) for lane in self.lanes)
+            captures[index] = CudaGraphs(*first, *beside)
         # Work around a graph waits for it, so each instance has a stream of its own for that.
         self.streams = {index: torch.cuda.Stream(self.device) for index in self.instances}
         graphs = {index: {} for index in self.instances}
         for bucket in self.buckets.all():
             contexts = {
-                index: instance.pool.context(bucket) for index, instance in self.instances.items()
+                index: [lane[index].pool.context(bucket) for lane in self.lanes]
+                for index in self.instances
             }
             # In one stream and in turn no wait spins, so that kernels can be loaded on the way.
-            run_in_turn([(self.instances[index], context) for index, context in contexts.items()])
+            for number, lane in enumerate(self.lanes):
+                run_in_turn([(lane[index], of[number]) for index, of in contexts.items()])
             torch.cuda.synchronize(self.device)
             self._take_turns(False)
-            for index, context in contexts.items():
-                graphs[index][bucket] = captures[index].capture(context)
+            for index, of_lanes in contexts.items():
+                graphs[index][bucket] = captures[index].capture(*of_lanes)
             self._take_turns(True)
         self.captures = list(captures.values())
         return graphs
@@ -265,10 +270,16 @@ class GpuCluster:
                 instance.pool.adopt(instance.window & 1)
             run_in_turn([(i, i.pool.context(self._bucket(i))) for i in instances])
             return
-        for index, instance in self.instances.items():
+        for index in self.instances:
+            lanes = [lane[index] for lane in self.lanes]
+            held = [self._bucket(instance) for instance in lanes]
+            bucket = Bucket(
+                max(each.num_rows for each in held), max(each.num_received for each in held)
+            )
             with torch.cuda.stream(self.streams[index]):
-                instance.pool.adopt(instance.window & 1)
-                self.graphs[index][self._bucket(instance)]()
+                for instance in lanes:
+                    instance.pool.adopt(instance.window & 1)
+                self.graphs[index][bucket]()
         torch.cuda.synchronize(self.device)
 
     def _bucket(self, instance):

@@ -72,6 +72,7 @@ def captured_checks(checkpoint, oracle):
 
     yield "tokens, graphs on streams against eager, fp32", replayed
     yield "tokens, graphs, fused mixture", lambda: replayed(dispatch_backend="fused")
+    yield "tokens, graphs of two lanes", lambda: replayed(num_lanes=2)
     yield "tokens, graphs, bf16, near", lambda: replayed_near("bf16", dtype="bfloat16")
     yield (
         "tokens, graphs, FP8 KV, near",
@@ -91,11 +92,13 @@ def decoded(
     num_tokens=24,
     is_captured=False,
     group=None,
+    num_lanes=1,
     **keys,
 ):
     """A cluster that has decoded `num_tokens` tokens for a request of each length.
 
-    The requests lie over one instance, two, three, and so on. keys: of DataPlaneConfig.
+    The requests lie over one instance, two, three, and so on, and in the lanes by turns. keys: of
+    DataPlaneConfig.
     """
     cluster = GpuCluster(
         checkpoint,
@@ -110,6 +113,7 @@ def decoded(
         num_parts=None if torch.cuda.is_available() else 2,
         is_captured=is_captured,
         group=group,
+        num_lanes=num_lanes,
     )
     for number, ids in enumerate(make_prompts(lengths, cluster.model.vocab_size)):
         cluster.add(ids, number % num_instances + 1)

@@ -103,6 +103,14 @@ MUTANTS = [
         tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "reads_waits and NanoFlow"),
     ),
     Mutant(
+        name="event-not-awaited",
+        why="a stream goes on before the event that it was given (the wait of a handle)",
+        path="data_plane/graph/overlap/streams.py",
+        text="torch.cuda.current_stream(self._device).wait_event(event)",
+        fault="pass",
+        tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "fork_from_the_caller"),
+    ),
+    Mutant(
         name="memory-not-used",
         why="what another stream made is freed before this one has read it",
         path="data_plane/graph/overlap/engine.py",

@@ -38,6 +38,7 @@ _ROWS = (
     ("windows in two lanes", "two_lanes_share", "{:.1%}"),
     ("windows by the schedule", "scheduled_share", "{:.1%}"),
     ("prompt tokens shared", "prefix_hit_rate", "{:.1%}"),
+    ("prompt tokens from memory", "host_hit_rate", "{:.1%}"),
     ("scheduler, ms a window", "plan_ms_mean", "{:.2f}"),
     ("scheduler, share of the step", "plan_share", "{:.2%}"),
     ("times real time", "times_real_time", "{:.1f}"),

@@ -55,6 +55,14 @@ def run(
     prefix_sharing: Annotated[
         bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")
     ] = True,
+    host_pages: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Pages of prompts that each instance keeps in memory outside its frames, and "
+            "finds there again. Not for fluid.",
+        ),
+    ] = 0,
     explain: Explain = [],  # noqa: B006 (typer copies it)
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +74,10 @@ def run(
         if pipeline.layout == "pipeline":
             run_pipeline(context, scenario, pipeline, rate, as_json)
             return
-        played = _run(scenario, reports, rate, prefix_sharing, explain)
+        if host_pages and not prefix_sharing:
+            raise ValueError("--host-pages finds pages by the hashes of --prefix-sharing")
+        pages = {"prefix_sharing": prefix_sharing, "host_pages": host_pages}
+        played = _run(scenario, reports, rate, pages, explain)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -93,11 +104,12 @@ def _drift_sentence(policy: str, numbers: dict[str, Any]) -> str:
 
 
 def _run(
-    scenario: Scenario, reports: Reports, rate: float, prefix_sharing: bool, explain: list[str]
+    scenario: Scenario, reports: Reports, rate: float, pages: dict[str, Any], explain: list[str]
 ) -> _Played:
     """Simulate each policy, from a cluster that is as full as it would be after a long time.
 
-    Raises ValueError for options without a meaning, OSError for files that cannot be written.
+    pages: fields of each Trial. Raises ValueError for options without a meaning, OSError for files
+    that cannot be written.
     """
     from nanocp.simulator.outcome import Recorder
     from nanocp.simulator.reports.timeline import TimelineRecorder
@@ -110,7 +122,7 @@ def _run(
     played = _Played(first.file, first.run.measure_us / 1e6)
     timelines: dict[str, tuple[TimelineRecorder, CostModel]] = {}
     for policy, trial in trials.items():
-        trial = replace(trial, prefix_sharing=prefix_sharing).filled()
+        trial = replace(trial, **pages).filled()
         recorder = TimelineRecorder(trial.run) if reports.need_timeline else Recorder(trial.run)
         notes = played.notes[policy] = explainer(explain, trial.warm_up_us)
         simulation = trial.simulation(recorder, reports.event_log, notes if explain else None)

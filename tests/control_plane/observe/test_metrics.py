@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import EndedRequest
 from control_plane.observe.status_server import StatusServer, metrics_page
+from control_plane.scheduler.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
 from harness.hash_service import generate, hash_service, prompt
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
@@ -50,6 +51,18 @@ def page(metrics):
     address = f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
     yield lambda: scrape(address)
     server.close()
+
+
+def test_pages_outside_the_frames_are_counted_by_tier(metrics, page):
+    assert not any("kv_offload" in name for name, *_ in page()), "a cluster without slots"
+    metrics.offload.planned(OffloadReading((3, 1), (9, 4), (5, 2), 448))
+    found = {key: value for key, value in page().items() if "kv_offload" in key[0]}
+    of_tiers = {"pages": (3, 1), "stowed_pages_total": (9, 4), "fetched_pages_total": (5, 2)}
+    assert found == {("nanocp:kv_offload_hits_total",): 448} | {
+        (f"nanocp:kv_offload_{name}", ("tier", tier)): number
+        for name, numbers in of_tiers.items()
+        for tier, number in zip(("host", "file"), numbers, strict=True)
+    }
 
 
 def test_gauges_are_what_the_scheduler_decided(metrics, page):

@@ -89,7 +89,7 @@ def test_the_table_of_what_was_measured_decides():
     assert all(plan.two_lanes for plan in plans(20, lanes="measured", lane_table=table))
     with pytest.raises(ValueError, match="nanocp profile --overlap writes it"):
         SchedulerConfig(lanes="measured")
-    with pytest.raises(ValueError, match="two lanes run on the CPU only"):
+    with pytest.raises(ValueError, match="on a GPU it must be exchange"):
         ClusterSettings(
             scheduler=SchedulerConfig(lanes="always"), data_plane=DataPlaneConfig(device="cuda")
         )

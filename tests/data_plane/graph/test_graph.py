@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_plane.graph.buckets import Bucket, BucketTable, powers_of_two
-from data_plane.graph.engine import GraphEngine
+from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import ContextPool
 from nanocp.config import BoundsConfig, ClusterConfig
 from nanocp.table_changes import PageRun
@@ -79,6 +79,32 @@ def test_staged_tables_reach_the_step_at_the_first_replay_and_stay():
     assert seen[0][:2] == (Bucket(4, 8), 3) and seen[0][2][0] == 2
     engine.replay()
     assert seen[1][:2] == (Bucket(6, 0), 6)
+
+
+def test_both_lanes_replay_the_smallest_step_that_holds_either():
+    """One lane has more rows, the other more links; the next window has one lane."""
+    lanes = [make_engine() for _ in range(2)]
+    engines, seen = [engine for engine, _, _ in lanes], []
+    buckets = BucketTable(CLUSTER.bounds.max_rows, CLUSTER.bounds.max_attention_rows)
+
+    def capture(bucket):
+        return lambda: seen.append(
+            (bucket, *(int(pool.tables.num_rows[0]) for _, pool, _ in lanes))
+        )
+
+    both = PairedEngine(engines, buckets, capture)
+    assert both.prepare() == len(buckets.all())
+    for engine, num_rows, num_received in zip(engines, (3, 1), (1, 4), strict=True):
+        tables = engine.stage(0)
+        tables.num_rows[0], tables.num_received[1] = num_rows, num_received
+        engine.staged()
+    both.replay()
+    both.replay()
+    assert seen == [(Bucket(4, 4), 3, 1)] * 2
+    assert [engine.bucket for engine in engines] == [Bucket(4, 4)] * 2, "what a report adds up"
+    engines[0].stage(1).num_rows[0] = 2
+    engines[0].replay()
+    assert lanes[0][2][-1][:2] == (Bucket(2, 0), 2) and len(seen) == 2
 
 
 def test_contexts_are_prefixes_of_one_pool():

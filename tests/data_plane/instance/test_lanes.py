@@ -1,5 +1,6 @@
 """Two lanes: generators that take turns; the real step's tokens with lanes forced and random."""
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -47,40 +48,44 @@ def test_each_lane_has_regions_of_its_own_and_the_mailbox_none():
     assert [channel.in_lane(0) for channel in step_channels] == step_channels
 
 
+def cases(quick, *ways):
+    """Every combination of the ways; all but one are system tests."""
+    return [
+        pytest.param(*case, marks=() if case == quick else pytest.mark.system)
+        for case in itertools.product(*ways)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("degree", "lanes", "num_steps", "cpu_kernels"),
-    [
-        (2, "always", 1, "auto"),
-        pytest.param(1, "always", 4, "torch", marks=pytest.mark.system),
-        pytest.param(4, "random", 4, "torch", marks=pytest.mark.system),
-    ],
+    ("degree", "lanes", "num_steps"),
+    cases((2, "always", 1), (1, 2, 3, 4), ("off", "always", "random"), (1, 4)),
 )
-def test_tokens_are_exact_in_lanes(
-    tiny_checkpoint, tiny_oracle, degree, lanes, num_steps, cpu_kernels
-):
+def test_tokens_are_exact_in_lanes(tiny_checkpoint, tiny_oracle, degree, lanes, num_steps):
     scheduler = SchedulerConfig(
-        policy=f"fixed_degree:{degree}", steps_per_window=num_steps, lanes=lanes
+        policy=f"fixed_degree:{degree}", steps_per_window=num_steps, lanes=lanes, chaos_seed=1
     )
-    prompts = run(tiny_checkpoint, scheduler, cpu_kernels, max(degree, 2), (260, 300, 320, 400))
+    kernels = "auto" if num_steps == 1 else "torch"
+    prompts = run(tiny_checkpoint, scheduler, kernels, max(degree, 2), (260, 300, 320, 400))
+    assert {prompt.placements[0].cp_degree for prompt in prompts} == {degree}
     assert_exact(tiny_oracle, prompts)
 
 
-@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.system), 4])
-def test_tokens_are_exact_in_lanes_under_chaos(tiny_checkpoint, tiny_oracle, num_steps):
+@pytest.mark.parametrize(("num_steps", "lanes"), cases((4, "random"), (1, 4), ("always", "random")))
+def test_tokens_are_exact_in_lanes_under_chaos(tiny_checkpoint, tiny_oracle, num_steps, lanes):
     scheduler = SchedulerConfig(
         policy="chaos",
         steps_per_window=num_steps,
         chaos_seed=num_steps,
         chaos_period_windows=1,
         growth_promise="tokens:0",
-        lanes="random",
+        lanes=lanes,
     )
     prompts = run(tiny_checkpoint, scheduler, "auto", 4, (1, 64, 130, 300))
     assert_exact(tiny_oracle, prompts)
 
 
 def run(checkpoint, scheduler, cpu_kernels, num_instances, lengths):
-    """Play prompts of these lengths; rows must have been in both lanes."""
+    """Play prompts of these lengths; rows must have been in both lanes, unless they are off."""
     config = Config(
         cluster=replace(CLUSTER, num_instances=num_instances),
         scheduler=scheduler,
@@ -92,8 +97,8 @@ def run(checkpoint, scheduler, cpu_kernels, num_instances, lengths):
     with DecodeCluster(config, checkpoint) as cluster:
         cluster.run(prompts)
         plans = [plan for each in cluster.plans for plan in each.instances]
-    expected = {True} if scheduler.lanes == "always" else {True, False}
+    expected = {"off": {False}, "always": {True}, "random": {True, False}}[scheduler.lanes]
     assert {plan.two_lanes for plan in plans} == expected
-    changes = [change for plan in plans for change in plan.changes.rows]
-    assert scheduler.policy == "fixed_degree:4" or {change.lane for change in changes} == {0, 1}
+    used = {change.lane for plan in plans for change in plan.changes.rows}
+    assert used == {0} if scheduler.lanes == "off" else used == {0, 1}
     return prompts

@@ -1,13 +1,18 @@
 """An instance with a GPU's step behind its interface: real plans, samplers and prefill's pages."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from data_plane.attention.triton_mla import TritonMla
+from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
+from data_plane.step.gpu import GpuStep
+from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.sampling import SamplingParams
@@ -22,9 +27,17 @@ class Hopper:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
 )
-@pytest.mark.parametrize("dispatch", ["auto", pytest.param("fused", marks=pytest.mark.system)])
-def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatch):
-    """One instance runs eagerly on a CPU that it takes for a GPU.
+@pytest.mark.parametrize(
+    ("dispatch", "lanes", "eager"),
+    [
+        ("exchange", "random", False),
+        pytest.param("exchange", "always", True, marks=pytest.mark.system),
+        pytest.param("auto", "off", True, marks=pytest.mark.system),
+        pytest.param("fused", "off", True, marks=pytest.mark.system),
+    ],
+)
+def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatch, lanes, eager):
+    """One instance runs on a CPU that it takes for a GPU; its graphs run steps anew.
 
     What several do together is tested with tests/harness/gpu_cluster.py.
     """
@@ -48,13 +61,22 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
         return made[-1]
 
     monkeypatch.setattr(gpu, "gpu_parts", gpu_parts)
+    cuda = Cuda()
+    if not eager:
+        cuda.install(monkeypatch)
+        monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)  # nothing is to be loaded
+        run = GpuStep.run
+        monkeypatch.setattr(
+            GpuStep, "run", lambda step, context: cuda.launch(partial(run, step, context))
+        )
     path, oracle = mini
     bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
     config = Config(
         cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=256, bounds=bounds),
-        scheduler=SchedulerConfig(steps_per_window=2),
+        # With this seed the first two windows, and the two rows, are in different lanes.
+        scheduler=SchedulerConfig(steps_per_window=2, lanes=lanes, chaos_seed=8),
         data_plane=DataPlaneConfig(
-            device="cuda", eager=True, row_buckets=(2,), dispatch_backend=dispatch
+            device="cuda", eager=eager, row_buckets=(2,), dispatch_backend=dispatch
         ),
     )
     greedy = Prompt(list(range(2, 65)), SamplingParams(max_tokens=3, temperature=0.0))
@@ -64,8 +86,14 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
     )
     with DecodeCluster(config, path) as cluster:
         cluster.run([greedy, drawn])
-    (parts,) = made
-    assert isinstance(parts.step.mixture, FusedMixtures) == (dispatch == "fused")
+    assert [parts.frames for parts in made] == [made[0].frames] * (1 if lanes == "off" else 2)
+    assert isinstance(made[0].step.mixture, FusedMixtures) == (dispatch == "fused")
+    if not eager:
+        ways = {plan.two_lanes for each in cluster.plans for plan in each.instances}
+        assert ways == {True, False}, "windows of one lane and of two"
+        num_lanes = [len(graph.calls) for graph in cuda.graphs]
+        assert num_lanes == [1] * 6 + [2] * 6, "each bucket, in one lane and in two"
+        assert sum("replays" in each for each in cuda.log) >= 3
     assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 3
     expected = oracle.logits(drawn.ids, drawn.output).double().log_softmax(dim=-1)
     for logprob_V, token_id, found in zip(expected, drawn.output, drawn.logprobs, strict=True):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from data_plane.model.presets import PRESETS
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.startup.memory_need import memory_need, page_bytes, stage_needs
 from nanocp.cli.main import app
-from nanocp.config import ClusterConfig, Config
+from nanocp.config import ClusterConfig, Config, SchedulerConfig
 
 MODEL_TESTS = Path(__file__).parents[2] / "data_plane/model"
 
@@ -110,6 +111,8 @@ def test_the_weights_take_what_was_said(tmp_path, preset):
     assert need.experts + need.other_weights == 4 * (elements[-1] + head)
     assert 2 * kept.experts == need.experts
     assert 0.5 < kept.other_weights / need.other_weights < 0.52  # norms, biases, gates
+    lanes = replace(config, scheduler=SchedulerConfig(lanes="always"))
+    assert memory_need(model, lanes, stores_bf16=False).exchange == 2 * need.exchange
 
 
 def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):

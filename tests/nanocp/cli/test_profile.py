@@ -272,3 +272,19 @@ def test_a_pipeline_is_profiled_and_serve_reads_what_it_costs(tiny_checkpoint, t
     assert config.pipeline.costs != Config().pipeline.costs
     wrong = CliRunner().invoke(app, [*arguments, "--degree", "2", "--out", str(tmp_path)])
     assert wrong.exit_code == 2
+
+
+@pytest.mark.system
+def test_two_lanes_are_profiled_and_shown(tiny_checkpoint, tmp_path):
+    given_file, served = tmp_path / "given.yaml", tmp_path / "serve.yaml"
+    bounds = "bounds: {max_rows: 8, max_attention_rows: 16}"
+    given_file.write_text(f"cluster: {{num_instances: 2, {bounds}}}\n")
+    arguments = ("--quick", "--overlap", "--max-len", 1024, "--config", given_file)
+    result = nanocp("profile", tiny_checkpoint, *arguments, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    scheduler = load_config(served, {}, {}).scheduler
+    assert {rows for rows, _, _ in scheduler.lane_table} == {2, 4, 8}
+    assert scheduler.lanes in ("off", "measured")
+    shown = nanocp("overlap", "show", "--config", served)
+    num_reasons = shown.output.count("two lanes cost") + shown.output.count("two lanes save")
+    assert num_reasons == len(scheduler.lane_table), shown.output

@@ -52,32 +52,45 @@ POLICIES = [
 ]
 
 
+LENS = [512 * turn + 100 for turn in range(1, 6)]
+TURNS = [
+    WorkloadRequest(turn * 2_000_000, length, 20, 20, tuple(range(talk, talk + turn + 2)))
+    for turn, length in enumerate(LENS)
+    for talk in range(0, 600, 100)
+]
+"""Turns of six conversations, which grow by a block each."""
+ALL_HITS = sum((length // 64 - 8) * 64 for length in LENS[1:]) / sum(LENS)
+"""Share of the prompts' tokens that an earlier turn has written in full pages."""
+
+
 def test_requests_that_begin_alike_share_as_much_as_their_hash_ids_say():
-    """Turns of a conversation grow by a block each: all that was there could be hit, and is."""
-    turns = [
-        WorkloadRequest(
-            turn * 2_000_000,
-            512 * turn + 100,
-            20,
-            20,
-            tuple(range(100 * talk, 100 * talk + turn + 1)),
-        )
-        for turn in range(1, 6)
-        for talk in range(6)
-    ]
-    run = Run(0, 60_000_000)
+    """All that was there could be hit, and is."""
     rates = {}
     for prefix_sharing in (True, False):
         simulation = make_simulation(
-            SMALL, "fitted", "cost_aware", run, prefix_sharing=prefix_sharing
+            SMALL, "fitted", "cost_aware", Run(0, 60_000_000), prefix_sharing=prefix_sharing
         )
-        outcome = simulation.run(iter(turns))
-        assert outcome.num_judged == 30
+        outcome = simulation.run(iter(TURNS))
+        assert outcome.num_judged == 30 and outcome.host_hit_rate == 0
         rates[prefix_sharing] = outcome.prefix_hit_rate
         check(simulation._scheduler)
-    lens = [512 * turn + 100 for turn in range(1, 6)]
-    hits = [(length // 64 - 8) * 64 if turn else 0 for turn, length in enumerate(lens)]
-    assert rates == {True: sum(hits) / sum(lens), False: 0.0}
+    assert rates == {True: ALL_HITS, False: 0.0}
+
+
+def test_conversations_find_in_memory_what_has_left_the_frames():
+    """With frames for a part of them the next turn finds less; with slots, all of it."""
+    few = replace(SMALL, cluster=replace(SMALL.cluster, num_frames=20))
+    found = []
+    for host_pages in (0, 1000):
+        simulation = make_simulation(
+            few, "fitted", "cost_aware", Run(0, 60_000_000), host_pages=host_pages
+        )
+        outcome = simulation.run(iter(TURNS))
+        assert outcome.num_judged == 30
+        found.append((outcome.prefix_hit_rate, outcome.host_hit_rate))
+        check(simulation._scheduler)
+    assert found[0][0] < ALL_HITS and found[0][1] == 0
+    assert sum(found[1]) == pytest.approx(ALL_HITS) and found[1][1] > 0.1
 
 
 def requests(num, rate=400.0, seed=1, over_run=0):

@@ -9,36 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from data_plane.graph.overlap.backend import overlap, overlap_backend
+from data_plane.graph.overlap.backend import overlap_backend
 from data_plane.graph.overlap.engine import Forward
-from nanocp.overlap.ops import SplitFunc, SplitModule
+from harness.overlap_models import LINEARS, WIDTH, Chain, compiled
+from nanocp.overlap.ops import SplitFunc
 from nanocp.overlap.policies.orders import (
-    Comet,
     DualBatchOverlap,
-    Flux,
     NanoFlow,
     Sequential,
     SingleBatchOverlap,
-    TokenWeave,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh")
-
-LINEARS = (SplitModule("Linear", "attention"),)
-WIDTH = 16
-
-
-class Chain(nn.Module):
-    """Linears with residuals."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-
-    def forward(self, rows):
-        for layer in self.layers:
-            rows = rows + torch.relu(layer(rows))
-        return rows
 
 
 class RandomGraph(nn.Module):
@@ -84,11 +66,6 @@ class Any:
                 group = [chosen]
             ops.execute(group)
             self.executed += [(op.number, op.micro_batch) for op in group]
-
-
-def compiled(model, policy):
-    engines = []
-    return overlap(model, policy, engines.append), engines
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -208,62 +185,6 @@ def test_values_are_freed_at_their_last_use(monkeypatch, policy):
     assert len(alive) == len(recording.steps) and max(alive) <= 2, alive
 
 
-# --- fused
-
-
-def test_a_fused_callable_takes_the_place_of_operators():
-    model = Chain().eval()
-    calls = []
-
-    def fused(*operators):
-        calls.append(len(operators))
-        return [(torch.nn.functional.linear(*_ordered(inputs)),) for inputs in operators]
-
-    def _ordered(inputs):
-        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-        rows = next(each for each in tensors if each.shape[0] == 4 and each.dim() == 2)
-        weight = next(each for each in tensors if each.shape == (WIDTH, WIDTH))
-        bias = next(each for each in tensors if each.dim() == 1)
-        return rows, weight, bias
-
-    run, _ = compiled(model, TokenWeave((SplitModule("Linear", "network"),), fused))
-    batch = torch.randn(8, WIDTH)
-    assert torch.equal(run(batch), model(batch)) and torch.equal(run(batch), model(batch))
-    assert calls == [1] * (3 * 2 * 2)
-
-
-@pytest.mark.parametrize(("policy", "tag"), [(Flux, "linear_all_reduce"), (Comet, "gemm_combine")])
-def test_flux_and_comet_replace_what_their_tags_say(policy, tag):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
-    calls = []
-
-    def fused(inputs):
-        calls.append(inputs)
-        shapes = {each.dim(): each for each in inputs if isinstance(each, torch.Tensor)}
-        rows = next(each for each in inputs if isinstance(each, torch.Tensor) and len(each) == 8)
-        weight = next(
-            each
-            for each in inputs
-            if isinstance(each, torch.Tensor) and each.shape[0] == WIDTH and each.dim() == 2
-        )
-        return [(torch.nn.functional.linear(rows, weight, shapes[1]),)]
-
-    run, _ = compiled(model, policy((SplitModule("Linear", tag),), fused))
-    batch = torch.randn(8, WIDTH)
-    assert torch.equal(run(batch), model(batch))
-    assert len(calls) == 2
-
-
-def test_an_error_in_an_operator_names_it():
-    def fails(inputs):
-        raise RuntimeError("the kernel is missing")
-
-    run, _ = compiled(Chain().eval(), Flux((SplitModule("Linear", "linear_all_reduce"),), fails))
-    with pytest.raises(RuntimeError, match="the kernel is missing") as raised:
-        run(torch.randn(8, WIDTH))
-    assert "operator 0 (linear_all_reduce) of micro-batch 0" in " ".join(raised.value.__notes__)
-
-
 # --- what a policy may not do
 
 
@@ -333,15 +254,21 @@ class Gram(Chain):
         return self.layers[0](rows) @ self.layers[1](rows).T @ rows
 
 
+class Scores(Chain):
+    def forward(self, rows):
+        return torch.relu(self.layers[0](rows) @ rows.T) @ rows
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (Random(), "dropout.* draws random numbers"),
+        (Scores(), "matmul.* has the batch in 2 dimensions"),
         (Gram(), "with the policy, output 0 differs by"),
     ],
 )
 def test_what_cannot_be_split_runs_whole_and_says_why(model, reason, caplog):
-    run, engines = compiled(model.eval(), NanoFlow(LINEARS))
+    run, engines = compiled(model.eval(), NanoFlow((*LINEARS, SplitFunc("relu", ""))))
     batch = torch.randn(8, WIDTH)
     torch.manual_seed(1)
     mine = run(batch)

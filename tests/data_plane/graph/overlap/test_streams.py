@@ -11,6 +11,7 @@ from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.graph.overlap import engine as engines
 from data_plane.graph.overlap.backend import overlap
 from data_plane.graph.overlap.streams import CudaStreams, green_context, streams_of
+from harness.cuda_stand_in import Cuda
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow, SingleBatchOverlap
 
@@ -173,57 +174,6 @@ def test_an_error_of_an_operator_on_a_stream_names_it(monkeypatch):
     assert raised.value.__notes__ == ["in operator 0 of micro-batch 0"]
 
 
-class Cuda:
-    """Stand-in for torch.cuda: notes what is launched and awaited, and where."""
-
-    def __init__(self):
-        self.log, self.now = [], None
-
-    def stream_named(self, name):
-        def note(verb):
-            return lambda other: self.log.append((name, verb, getattr(other, "name", other)))
-
-        return SimpleNamespace(name=name, wait_stream=note("waits"), wait_event=note("awaits"))
-
-    def install(self, monkeypatch):
-        self.now, made = self.stream_named("caller"), []
-
-        def new(device):
-            made.append(self.stream_named(f"side {len(made)}"))
-            return made[-1]
-
-        @contextmanager
-        def inside(stream):
-            self.now, before = stream, self.now
-            yield
-            self.now = before
-
-        @contextmanager
-        def graph(graph, pool, stream, capture_error_mode):
-            assert capture_error_mode == "thread_local"
-            with inside(stream):
-                self.log.append("capture")
-                yield
-                self.log.append("captured")
-
-        def event():
-            return SimpleNamespace(record=lambda stream: self.log.append((stream.name, "records")))
-
-        replayed = SimpleNamespace(replay=lambda: self.log.append((self.now.name, "replays")))
-        for name, value in {
-            "Stream": new,
-            "Event": event,
-            "stream": inside,
-            "current_stream": lambda device: self.now,
-            "graph": graph,
-            "CUDAGraph": lambda: replayed,
-            "graph_pool_handle": lambda: "memory",
-            "empty_cache": lambda: None,
-            "mem_get_info": lambda device: (0, 0),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-
-
 def test_side_streams_fork_from_the_caller_and_join_it(monkeypatch):
     cuda = Cuda()
     cuda.install(monkeypatch)
@@ -246,17 +196,18 @@ def test_side_streams_fork_from_the_caller_and_join_it(monkeypatch):
     assert streams_of([torch.zeros(1), 3]) is None, "a CPU has none"
 
 
+def lane(cuda, name):
+    """A lane's pool, and its step, which notes where it runs."""
+    pool = SimpleNamespace(
+        device="cuda:0", start=lambda: cuda.log.append((cuda.now.name, "starts", name))
+    )
+    return pool, lambda context: cuda.log.append((cuda.now.name, "runs", context))
+
+
 def test_lanes_are_one_graph_in_which_they_fork_and_join(monkeypatch):
     cuda = Cuda()
     cuda.install(monkeypatch)
-
-    def lane(name):
-        pool = SimpleNamespace(
-            device="cuda:0", start=lambda: cuda.log.append((cuda.now.name, "starts", name))
-        )
-        return pool, lambda context: cuda.log.append((cuda.now.name, "runs", context))
-
-    replay = CudaGraphs(*lane(0), lane(1)).capture("own", "other")
+    replay = CudaGraphs(*lane(cuda, 0), lane(cuda, 1)).capture("own", "other")
     assert cuda.log == [
         "capture",
         ("side 1", "waits", "side 0"),
@@ -274,6 +225,15 @@ def test_lanes_are_one_graph_in_which_they_fork_and_join(monkeypatch):
         ("side 0", "replays"),
         ("caller", "waits", "side 0"),
     ]
+
+
+def test_a_window_of_one_lane_has_a_graph_without_the_other_s_stream(monkeypatch):
+    cuda = Cuda()
+    cuda.install(monkeypatch)
+    replay = CudaGraphs(*lane(cuda, 0), lane(cuda, 1)).capture("own")
+    replay()
+    assert "side 1" not in {where for where, *_ in cuda.log}
+    assert [each for each in cuda.log if "starts" in each] == [("side 0", "starts", 0)]
 
 
 @pytest.mark.parametrize("number", ["device", "device_id"])

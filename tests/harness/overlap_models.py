@@ -1,0 +1,28 @@
+"""A small model for tests of the overlap engine, and the engine of a model."""
+
+import torch
+from torch import nn
+
+from data_plane.graph.overlap.backend import overlap
+from nanocp.overlap.ops import SplitModule
+
+LINEARS = (SplitModule("Linear", "attention"),)
+WIDTH = 16
+
+
+class Chain(nn.Module):
+    """Linears with residuals."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = rows + torch.relu(layer(rows))
+        return rows
+
+
+def compiled(model, policy):
+    engines = []
+    return overlap(model, policy, engines.append), engines
