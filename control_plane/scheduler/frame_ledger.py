@@ -8,6 +8,7 @@ request owns a frame.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +93,9 @@ class FrameLedger:
         self._classes: list[list[int]] = [[] for _ in range(num_frames.bit_length() + 1)]
         self._cached: dict[int, _CachedPage] = {}  # by frame
         self._frame_of: dict[bytes, int] = {}  # hash of a cached page -> its frame
-        self._kept: dict[int, None] = {}  # free frames with a cached page, the first to go first
+        # Free frames with a cached page, the first to go first. A dict would look at the places of
+        # all that went before it to find its first.
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self._add_run(0, num_frames)
 
     def close(self) -> None:
@@ -243,8 +246,8 @@ class FrameLedger:
             self._kept[frame] = None
 
     def _drop_page(self) -> None:
-        frame = next(iter(self._kept))
-        del self._kept[frame], self._frame_of[self._cached.pop(frame).page_hash]
+        frame, _ = self._kept.popitem(last=False)
+        del self._frame_of[self._cached.pop(frame).page_hash]
         self._join_run(frame, 1)
 
     def _pages_in(self, runs: list[FrameRun]) -> Iterator[_CachedPage]:

@@ -127,11 +127,19 @@ def sweep(
             f"workload {workload.name} has no rate: its requests are all there at once"
         )
     found: list[Sustained] = []
-    for number in range(num_seeds if workload.name in MIXES else 1):
+    for here in seeds_of(trial, num_seeds):
         rate = found[-1].rate_per_s if found and found[-1].rate_per_s else workload.rate_per_s
-        here = replace(trial, workload=replace(workload, seed=workload.seed + number))
         found.append(highest_sustained_rate(attempts(here), rate, on_run, precision, trial.slo))
     return Sweep(tuple(found))
+
+
+def seeds_of(trial: Trial, num_seeds: int) -> list[Trial]:
+    """The trial with its workload's seed and the next ones; a trace has one."""
+    workload = trial.workload
+    return [
+        replace(trial, workload=replace(workload, seed=workload.seed + number))
+        for number in range(num_seeds if workload.name in MIXES else 1)
+    ]
 
 
 def attempts(trial: Trial) -> Callable[[float], Outcome]:

@@ -63,8 +63,7 @@ def by_scheduling_quality(cluster):
         wire_form=FORM,
     )
     task = scheduling_quality.SearchTask(WORKLOAD, trial, 1, scheduling_quality.PRECISION)
-    _, found, _ = scheduling_quality.search(task)
-    return found.rate_per_s
+    return scheduling_quality.search(task).found.rate_per_s
 
 
 @pytest.mark.system

@@ -1,19 +1,23 @@
 """benchmarks/scheduling_quality.py: rates decide its claims, and a quick run has its shape."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import scheduling_quality
 import typer
 from rich.console import Console
-from scheduling_quality import POLICIES, SearchTask, judge
+from scheduling_claims import POLICIES, RIVALS, judge
+from scheduling_quality import SearchTask, search, take_ready
 from typer.testing import CliRunner
 
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.outcome import Slo
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 
 QUIET = Console(quiet=True)
+FILE = load_cluster_file("h200x32-deepseek-v3")
 RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17.25, "fluid": 18.7}
 
 
@@ -42,8 +46,18 @@ def test_what_was_not_measured_is_not_judged():
     assert judge({"max_rate": {"issue-1": {"fluid": 30.0, "cost_aware": 29.0}}}, QUIET) == 0
 
 
-@pytest.mark.parametrize(("cpu_s", "num_broken"), [(10_800.0, 0), (10_801.0, 1)])
-def test_a_run_of_more_than_90_minutes_on_two_cores_breaks_a_claim(cpu_s, num_broken):
+@pytest.mark.parametrize(
+    ("fails_at", "num_broken"), [({}, 0), ({"least_cache": 17.8}, 1), ({"dual_balanced": 15.1}, 1)]
+)
+def test_a_rate_at_which_a_rival_fails_is_as_good_as_its_highest(fails_at, num_broken):
+    rates = {"issue-1": {"cost_aware": 17.25}}
+    fails_at = dict.fromkeys(RIVALS, 17.25) | {"dual_balanced": 15.0} | fails_at
+    results = {"max_rate": rates, "fails_at": {"issue-1": fails_at}}
+    assert judge(results, QUIET) == num_broken
+
+
+@pytest.mark.parametrize(("cpu_s", "num_broken"), [(7_200.0, 0), (7_201.0, 1)])
+def test_a_run_of_more_than_an_hour_on_two_cores_breaks_a_claim(cpu_s, num_broken):
     assert judge({"max_rate": {}, "cpu_s": {"issue-1": {"fluid": cpu_s}}}, QUIET) == num_broken
 
 
@@ -89,19 +103,50 @@ def test_a_quick_run_writes_rates_by_workload_and_policy(tmp_path):
     assert set(resumed["cpu_s"]["issue-1"]) == {"fluid"}, "what is known is not searched for again"
 
 
+def task_of(policy, key="issue-1", form="latent"):
+    name, _, constants = key.partition("@")
+    workload = Workload(name, 25.0)
+    trial = Trial(FILE, policy, workload, constants=constants or "fitted", wire_form=form)
+    return SearchTask(name, trial, 3, 1.02)
+
+
 def test_a_search_begins_at_the_rate_of_a_neighbour():
-    trial = Trial(
-        load_cluster_file("h200x32-deepseek-v3"),
-        "cost_aware",
-        Workload("issue-1", 25.0),
-        wire_form="absorbed",
-    )
-    task = SearchTask("issue-1", trial, 1, 1.02)
-    rates = {"issue-1/absorbed": {"fluid": 38.0, "least_cache": 0.0}}
-    assert task.near({}).trial == trial
-    assert task.near(rates).trial.workload.rate_per_s == 38.0, "of another policy of the row"
+    task = task_of("cost_aware", form="absorbed")
+    rates = {}
+    results = {"max_rate": rates, "rates_by_seed": {}}
+    assert task.near(results).trial == task.trial
+    rates["issue-1/absorbed"] = {"fluid": 38.0, "least_cache": 0.0}
+    assert task.near(results).trial.workload.rate_per_s == 38.0, "of another policy of the row"
     rates["issue-1"] = {"cost_aware": 34.0}
-    assert task.near(rates).trial == trial.at_rate(34.0), "of the policy in another wire form"
+    assert task.near(results).trial == task.trial.at_rate(34.0), "of the policy in another form"
+
+
+def test_a_rival_is_asked_whether_it_sustains_what_would_break_a_claim():
+    rows = {"issue-1": {"cost_aware": 23.0}, "issue-1@peak": {"cost_aware": 46.0}}
+    results = {"max_rate": rows, "rates_by_seed": {"issue-1@peak": {"cost_aware": [45, 46, 47]}}}
+    assert task_of("dual_balanced").near(results).bounds == pytest.approx([20.0] * 3)
+    assert task_of("least_batch").near(results).bounds == (23.0,) * 3
+    assert task_of("dual_balanced", "issue-1@peak").near(results).bounds == (45, 46, 47)
+    assert task_of("least_batch", form="absorbed").near(results).bounds == (), "search for it"
+    assert task_of("fluid").near(results).bounds == ()
+
+
+def test_a_policy_is_searched_for_only_if_it_sustains_its_bound():
+    workload = Workload("fixed:1000:50", 10.0, seed=1)
+    times = {"warm_up_us": 1_000_000, "measure_us": 6_000_000}
+    trial = Trial(FILE.of_size(8), "fluid", workload, slo=Slo(tpot_us=25_000), **times)
+    assert search(SearchTask("fixed", trial, 1, 1.1, bounds=(40.0,))).found is None
+    assert search(SearchTask("fixed", trial, 1, 1.1, bounds=(20.0,))).found.rate_per_s > 20 / 1.1
+
+
+def test_rivals_wait_for_their_rows_cost_aware():
+    first, rival, fluid = map(task_of, ("cost_aware", "dual_balanced", "fluid"))
+    missing = [rival, fluid, first]
+    assert take_ready(missing, []) is fluid
+    assert take_ready(missing, []) is first
+    assert take_ready(missing, [first]) is None
+    assert take_ready(missing, []) is rival
+    assert replace(fluid, more_forms=("absorbed",)).keys == ["issue-1", "issue-1/absorbed"]
 
 
 def test_the_traces_workloads_need_the_trace():
