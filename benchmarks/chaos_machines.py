@@ -8,7 +8,7 @@ chaos` does not hold. Does not know: how a service recovers.
 
 An instance is on each machine, and all KV and rows between them go by TCP. Members are killed and
 stopped, machines are unplugged for some seconds, and in the last fifth of the time one of them
-stays unplugged: the other two serve on.
+stays unplugged: the other two serve on. Requests are judged as they end, in one thread beside all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json as json_lib
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 import urllib.request
@@ -31,10 +32,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.nodes import Node, nodes, why_not
 from harness.ray_machines import RayCluster, Serve, make_checkpoint_of_12, serve
-from nanocp.chaos.judge import ReferenceJudge
+from nanocp.chaos.judge import judge_in_one_thread
+from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
-from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share, total_losses
+from nanocp.chaos.report import claims_of, pauses_by_kind, serving_share, total_losses
 from nanocp.chaos.run import ChaosRun, ask_all, settled
 from nanocp.cli.console import output, print_claims
 from nanocp.serve.process import HELD_FRAMES
@@ -45,6 +47,8 @@ KILLED, STOPPED = "member killed", "member stopped"
 WHILE, FOR_GOOD = "machine unplugged for a while", "machine unplugged"
 _PAUSES_S = (5.0, 30.0)
 _WHILE_S = (2.0, 12.0)
+_JUDGE_S = 300.0
+"""Longest wait, after the run, for requests that are not yet judged."""
 _HTTP_PORT, _STATUS_PORT = 8000, 9464
 _SETTINGS = {
     "CLUSTER__REDUNDANT_EXPERTS": 2,
@@ -129,13 +133,15 @@ def main(
 def play(machines: Sequence[Node], service: Serve, run: ChaosRun) -> dict[str, Any]:
     """Load the service, cause losses, and judge what came of it."""
     asked: list[Asked] = []
-    losses, began_s = Unplugging(machines, run.seed), time.monotonic()
+    losses, judge = Unplugging(machines, run.seed), JudgeBeside(judge_in_one_thread, run.checkpoint)
+    began_s = time.monotonic()
     http_urls = [f"http://{machines[0].address}:{_HTTP_PORT}"]
 
     def has_ended() -> bool:
         return service.process.poll() is not None
 
-    asyncio.run(ask_all(run, [service.address], http_urls, losses.cause_until, asked, has_ended))
+    addresses, cause = [service.address], losses.cause_until
+    asyncio.run(ask_all(run, addresses, http_urls, cause, asked, has_ended, judge.take))
     took_s = time.monotonic() - began_s
     seats: list[int] = []
     frames, tickets, ended_early = 0, 0, has_ended()
@@ -144,7 +150,7 @@ def play(machines: Sequence[Node], service: Serve, run: ChaosRun) -> dict[str, A
         frames = settled(lambda: _sum_of(machines[0], HELD_FRAMES))
         tickets = settled(lambda: _sum_of(machines[0], ("nanocp:tickets_open",)))
     exit_status, there = service.interrupt(), machines[:-1]
-    found = judged(asked, ReferenceJudge(run.checkpoint))
+    found = judge.found(asked, _JUDGE_S, lambda progress: print(progress, file=sys.stderr))
     return {
         "seed": run.seed,
         "seconds": round(took_s, 1),

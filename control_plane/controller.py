@@ -311,6 +311,7 @@ class Controller:
             if submission is not None:
                 self._metrics.scheduling.placed(placement.cp_degree)
                 num_cached = self._flights.num_cached(submission, plan)
+                self._metrics.recovery.placed(submission.attempt, submission.prompt_len, num_cached)
                 self._front_end.placed(placement, num_cached)
             else:
                 self._metrics.scheduling.binding_changed()

@@ -81,6 +81,8 @@ class ClientStream:
         self.resumed = choice.attempt
         """How often the client has resumed the request."""
         self.was_preempted = False
+        self.paused_by = ""
+        """What has stopped its tokens until another attempt brings some; see Observer.on_token."""
         self.num_cached = 0
         """Tokens of the prompt whose KV was in the cluster."""
         self.resumes_after: int | None = None
@@ -139,11 +141,13 @@ class ClientStream:
             message=self.ended.message if self.ended else "",
         )
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, cause: str) -> None:
         """Go on from the tokens that are in order (docs/protocol.md, one history).
 
         Tokens that came early are forgotten: the new attempt may generate others in their place.
+        cause: see Observer.on_token; until the next token the first one counts.
         """
+        self.paused_by = self.paused_by or cause
         self.attempt += 1
         self.resumes_after = None
         self._early.clear()

@@ -175,9 +175,12 @@ class FrontEnd:
         """Submit the request again when all its tokens are here. Unknown ids are ignored."""
         self._call(lambda: self._streams.preempted(preempted))
 
-    def interrupted(self) -> None:
-        """A term has ended: every open request goes back to the controller, and goes on."""
-        self._call(self._streams.interrupted)
+    def interrupted(self, cause: str = "term") -> None:
+        """A term has ended: every open request goes back to the controller, and goes on.
+
+        cause: see Observer.on_token.
+        """
+        self._call(lambda: self._streams.interrupted(cause))
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
         """Submit the request again, from its tokens in order. Unknown ids are ignored."""

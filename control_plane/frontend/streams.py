@@ -144,7 +144,7 @@ class ClientStreams:
                     self._connected_controller.abort(stream.request_id)
                 self._forget(stream, stream.finish_reason)
             elif len(stream.output_ids) == stream.resumes_after:
-                self._begin_attempt(stream)
+                self._begin_attempt(stream, "preempted")
             elif stream.num_undelivered > self._max_undelivered_tokens:
                 limit = f"max_undelivered_tokens ({self._max_undelivered_tokens})"
                 sentence = f"the client is too slow: more than {limit} tokens were not read"
@@ -207,12 +207,15 @@ class ClientStreams:
             stream.was_preempted = True
             stream.resumes_after = preempted.num_tokens - stream.prompt_len
             if len(stream.output_ids) == stream.resumes_after:
-                self._begin_attempt(stream)
+                self._begin_attempt(stream, "preempted")
 
-    def interrupted(self) -> None:
-        """Submit every open request again, from its tokens in order: a term has ended."""
+    def interrupted(self, cause: str = "term") -> None:
+        """Submit every open request again, from its tokens in order: a term has ended.
+
+        cause: see Observer.on_token.
+        """
         for stream in list(self._by_request.values()):
-            self._begin_attempt(stream)
+            self._begin_attempt(stream, cause)
         self._connected_controller.resubmitted()
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
@@ -222,7 +225,7 @@ class ClientStreams:
         """
         if stream := self._by_request.get(request_id):
             if stream.may_lose_tokens(_MAX_LOSSES):
-                self._begin_attempt(stream)
+                self._begin_attempt(stream, "tokens_lost")
             else:
                 self._abort(stream, FinishReason.FAILED, sentence)
 
@@ -263,9 +266,9 @@ class ClientStreams:
         assert self._controller is not None, "requests come only after connect"
         return self._controller
 
-    def _begin_attempt(self, stream: ClientStream) -> None:
+    def _begin_attempt(self, stream: ClientStream, cause: str) -> None:
         """Submit the request again, with the tokens that are in order."""
-        stream.begin_attempt()
+        stream.begin_attempt(cause)
         self._submit(stream)
 
     def _submit(
@@ -340,5 +343,5 @@ class ClientStreams:
                 stream.first_token_s = now_s
                 self._observer.on_first_token(now_s - stream.arrived_s)
             else:
-                self._observer.on_token(now_s - stream.last_token_s)
-            stream.last_token_s = now_s
+                self._observer.on_token(now_s - stream.last_token_s, stream.paused_by)
+            stream.last_token_s, stream.paused_by = now_s, ""

@@ -76,7 +76,7 @@ class Members:
             lambda member, message: self.lose(member, message, "silent"),
         )
         self._heartbeats = Heartbeats()
-        self.terms = Terms(self._instances, self)
+        self.terms = Terms(self._instances, self, metrics.waits_for)
         self.leaving: str | None = None
         """Why every member is asked to leave; None until then."""
         self.failure: Future[str] = Future()

@@ -9,7 +9,7 @@ A loss on the way begins the next term at its first step again: there is no seco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -45,8 +45,15 @@ class TermSteps(Protocol):
 class Terms:
     """The seats of one cluster, and the number of its term. Used from the controller's loop."""
 
-    def __init__(self, instances: Sequence[Member], steps: TermSteps) -> None:
+    def __init__(
+        self,
+        instances: Sequence[Member],
+        steps: TermSteps,
+        waits_for: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """waits_for: called with what the next term waits for, one of recovery_metrics.PHASES."""
         self._steps = steps
+        self._waits_for = waits_for
         self.number = 0
         """The number of the term that serves or is being joined; 0 before the first."""
         self.is_serving = False
@@ -130,7 +137,12 @@ class Terms:
     def _advance(self) -> None:
         standings = {self.standing[each] for each in self.seats}
         has_left = set(self.standing.values()) <= {Standing.OUT, Standing.ABSENT}
+        if Standing.LEAVING in self.standing.values():
+            self._waits_for("leave")
+        elif has_left:
+            self._waits_for("load")
         if standings == {Standing.OUT} and has_left:
+            self._waits_for("join")
             self.number += 1
             self.standing.update(dict.fromkeys(self.seats, Standing.JOINING))
             self._steps.ask_to_join()

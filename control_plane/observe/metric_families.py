@@ -24,6 +24,7 @@ INTER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 
 REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
              120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 # fmt: on
+PAUSE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0)
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -40,10 +41,10 @@ def counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> 
 
 
 def histogram(
-    registry: CollectorRegistry, name: str, text: str, buckets: Sequence[float]
+    registry: CollectorRegistry, name: str, text: str, buckets: Sequence[float], *labels: str
 ) -> Histogram:
     """A histogram that observes values as they come."""
-    return Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
+    return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=registry)
 
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -49,6 +49,11 @@ class EndedRequest:
     """The W3C header that the client sent; empty without one."""
 
 
+PAUSES = ("term", "controller", "preempted", "tokens_lost")
+"""What may pause a stream until its request has begun another attempt: the end of a term after a
+loss, another controller, a preemption, tokens that were lost on their way to the front end."""
+
+
 class Observer(Protocol):
     """Called from the front end's thread. Calls must not block or raise."""
 
@@ -61,10 +66,11 @@ class Observer(Protocol):
     def on_first_token(self, ttft_s: float) -> None:
         """The first token of a request came, this time after its arrival."""
 
-    def on_token(self, interval_s: float) -> None:
+    def on_token(self, interval_s: float, paused_by: str = "") -> None:
         """Another token of a request came, this time after the one before.
 
-        Tokens of one message share their time.
+        Tokens of one message share their time. paused_by: one of PAUSES if the request has begun
+        another attempt since the one before, else empty.
         """
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
@@ -86,7 +92,7 @@ class Unobserved:
     def on_first_token(self, ttft_s: float) -> None:
         """Nothing."""
 
-    def on_token(self, interval_s: float) -> None:
+    def on_token(self, interval_s: float, paused_by: str = "") -> None:
         """Nothing."""
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:

@@ -16,9 +16,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from control_plane.observe.metric_families import counter, gauge, histogram, total
+from control_plane.observe.metric_families import PAUSE_S, counter, gauge, histogram, total
+from nanocp.plan import PAGE_SIZE
 
-_RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0)
+PHASES = ("leave", "load", "join")
+"""What a term that is to come waits for: instances that are in the last one, processes that are not
+there yet, instances that attach to one another."""
 _MEMBER_KINDS = ("instance", "prefill")
 _LOSS_CAUSES = ("exit", "stream", "silent", "stuck", "gone", "unread")
 _REGROUP_CAUSES = ("loss", "request")
@@ -36,6 +39,9 @@ class RecoveryMetrics(Collector):
         self._term = 1
         self._ended_s: float | None = None
         """When the term ended that no other has followed; None while one serves."""
+        self._phase, self._phase_began_s = PHASES[0], 0.0
+        self._phases_s = dict.fromkeys(PHASES, 0.0)
+        """How long the term that is to come has waited for each."""
         self._num_held = self._num_tickets = 0
         self._num_unlogged: Callable[[], int] = int
         self._num_spares: Callable[[], int] = int
@@ -46,10 +52,23 @@ class RecoveryMetrics(Collector):
         )
         self._regroups = counter(registry, "regroups", "Terms that began, by cause.", "cause")
         self._recovery = histogram(
-            registry, "recovery_seconds", "From the end of a term to the next one.", _RECOVERY_S
+            registry, "recovery_seconds", "From the end of a term to the next one.", PAUSE_S
+        )
+        self._recovery_phase = histogram(
+            registry,
+            "recovery_phase_seconds",
+            "The parts of recovery_seconds, by what the next term waited for.",
+            PAUSE_S,
+            "phase",
         )
         self._attempts = counter(
             registry, "request_attempts", "Submissions of requests that were submitted before."
+        )
+        self._replayed = counter(
+            registry, "replayed_tokens", "Tokens whose KV later attempts computed again."
+        )
+        self._pages_kept = counter(
+            registry, "pages_kept", "Pages whose KV later attempts of requests found."
         )
         self._stale = counter(
             registry, "stale_messages", "Messages of an earlier term, dropped.", "kind"
@@ -61,6 +80,8 @@ class RecoveryMetrics(Collector):
             self._regroups.labels(cause)
         for kind in _REPORT_KINDS:
             self._stale.labels(kind)
+        for phase in PHASES:
+            self._recovery_phase.labels(phase)
         registry.register(self)
 
     # --- the controller's thread ---
@@ -85,19 +106,38 @@ class RecoveryMetrics(Collector):
     def term_ended(self) -> None:
         """No window runs any more."""
         if self._ended_s is None:
-            self._ended_s = self._now_s()
+            self._ended_s = self._phase_began_s = self._now_s()
+            self._phase, self._phases_s = PHASES[0], dict.fromkeys(PHASES, 0.0)
+
+    def waits_for(self, phase: str) -> None:
+        """From now on the next term waits for this, one of PHASES."""
+        now_s = self._now_s()
+        self._phases_s[self._phase] += now_s - self._phase_began_s
+        self._phase, self._phase_began_s = phase, now_s
 
     def term_began(self, term: int, cause: str) -> None:
         """Windows run again."""
         self._term = term
         self._regroups.labels(cause).inc()
         if self._ended_s is not None:
-            self._recovery.observe(self._now_s() - self._ended_s)
+            self.waits_for(self._phase)
+            for phase, seconds in self._phases_s.items():
+                self._recovery_phase.labels(phase).observe(seconds)
+            self._recovery.observe(self._phase_began_s - self._ended_s)
             self._ended_s = None
 
     def submitted_again(self) -> None:
         """A front end submits a request that it had submitted before."""
         self._attempts.inc()
+
+    def placed(self, attempt: int, prompt_len: int, num_cached: int) -> None:
+        """An attempt of a request has a row, and KV of these first tokens of its prompt is there.
+
+        prompt_len: tokens of prompt and known output. Of the last one no KV is needed.
+        """
+        if attempt:
+            self._replayed.inc(prompt_len - 1 - num_cached)
+            self._pages_kept.inc(-(-num_cached // PAGE_SIZE))
 
     def waits(self, num_held: int, num_tickets: int) -> None:
         """Take how many requests wait for their next attempt, and tickets for an answer."""

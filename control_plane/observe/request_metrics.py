@@ -10,13 +10,14 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.observe.metric_families import (
     INTER_TOKEN_S,
+    PAUSE_S,
     REQUEST_S,
     TTFT_S,
     counter,
     histogram,
     lengths_up_to,
 )
-from control_plane.observe.observer import EndedRequest
+from control_plane.observe.observer import PAUSES, EndedRequest
 from nanocp.plan import FinishReason
 
 _NOT_ADMITTED = (FinishReason.REFUSED, FinishReason.INVALID)
@@ -55,6 +56,15 @@ class RequestMetrics:
         self._inter_token = histogram(
             registry, "inter_token_latency_seconds", "Token to token.", INTER_TOKEN_S
         )
+        self._pause = histogram(
+            registry,
+            "stream_pause_seconds",
+            "Token to token, across the beginning of another attempt.",
+            PAUSE_S,
+            "cause",
+        )
+        for cause in PAUSES:
+            self._pause.labels(cause)
         self._tpot = histogram(
             registry,
             "request_time_per_output_token_seconds",
@@ -125,10 +135,12 @@ class RequestMetrics:
         self._generation_tokens.inc()
         self._ttft.observe(ttft_s)
 
-    def on_token(self, interval_s: float) -> None:
+    def on_token(self, interval_s: float, paused_by: str = "") -> None:
         """See Observer."""
         self._generation_tokens.inc()
         self._inter_token.observe(interval_s)
+        if paused_by:
+            self._pause.labels(paused_by).observe(interval_s)
 
     def on_finished(self, reason: FinishReason, request: EndedRequest) -> None:
         """See Observer. A refusal is counted elsewhere, where its cap is known."""

@@ -134,7 +134,10 @@ class SeatChange:
         """Yield (request, pages, new instance) for pages on instances that leave."""
         if not self.seats:
             return
-        for request in list(self._state.requests.values()):
+        requests = list(self._state.requests.values())
+        # Few pages move at a time: those first whose row waits for them.
+        requests.sort(key=lambda request: request.request_id not in self._rows.stopped)
+        for request in requests:
             if request.move is not None or request.ticket is not None:
                 continue
             if request.request_id not in self._rows.stopped:

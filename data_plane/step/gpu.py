@@ -184,7 +184,8 @@ class GpuStep:
         )
         if local is None:
             # In the first layer: a row's position and live flag are the same in every layer of a
-            # step.
+            # step. Behind a wait that failed they are of an earlier step, whose KV is committed.
+            live_A = live_A & (self._exchange.error[0] == 0)
             slots, lengths = self._pool.run_locate(context.received, position_A, live_A)
             local = _Local(slots, self._attention.plan(context.received.frame, lengths))
         self._frames.append(index, local.slots, kv_AW)

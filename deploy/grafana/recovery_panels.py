@@ -1,4 +1,4 @@
-"""Panels of recovery: seats, losses, terms, pauses, and what is repeated or dropped."""
+"""Panels of recovery: seats, losses, terms, pauses, and what is repeated, kept or dropped."""
 
 from __future__ import annotations
 
@@ -37,18 +37,40 @@ def recovery_panels() -> list[Panel]:
                 "(increase(nanocp:recovery_seconds_bucket[1h])))",
                 "p90 of the last hour",
             ),
+            (
+                "sum by (phase) (rate(nanocp:recovery_phase_seconds_sum[1h])) / "
+                "sum by (phase) (rate(nanocp:recovery_phase_seconds_count[1h]))",
+                "mean: {{phase}}",
+            ),
             ("max(nanocp:recovering)", "recovers now"),
             ("sum(nanocp:requests_held)", "held requests"),
             ("sum(nanocp:tickets_open)", "open tickets"),
-            about="Time from the end of a term to the next one, in which no token comes.",
+            about="Time from the end of a term to the next one, in which no token comes, and what "
+            "it is spent on: instances leave the term, processes load, instances join.",
+        ),
+        panel(
+            "Pauses of streams",
+            "s",
+            *(
+                (
+                    f"histogram_quantile({q}, sum by (cause, le) "
+                    "(increase(nanocp:stream_pause_seconds_bucket[1h])))",
+                    f"p{q * 100:g} of the last hour: {{{{cause}}}}",
+                )
+                for q in (0.5, 0.99)
+            ),
+            about="How long clients waited for the next token of a request that began again.",
         ),
         panel(
             "What recovery repeats and drops",
             "short",
             (rate("request_attempts_total"), "later attempts"),
+            (rate("replayed_tokens_total"), "tokens computed again"),
+            (rate("pages_kept_total"), "pages kept"),
             (rate("stale_messages_total", " by (kind)"), "stale {{kind}}"),
             (rate("event_log_dropped_total"), "calls not logged"),
-            about="Requests that were submitted again; messages of an earlier term; calls that the "
-            "event log lacks because its disk hung.",
+            about="Requests that were submitted again, what of their KV was computed again and "
+            "what was kept; messages of an earlier term; calls that the event log lacks because "
+            "its disk hung.",
         ),
     ]

@@ -12,7 +12,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -87,17 +87,26 @@ class Asked:
 
 
 async def ask_for_ever(
-    apis: Apis, number: int, seed: int, until_s: float, asked: list[Asked]
+    apis: Apis,
+    number: int,
+    seed: int,
+    until_s: float,
+    asked: list[Asked],
+    ended: Callable[[Asked], None],
 ) -> None:
     """Ask until the time is over, and read the last answer to its end.
 
-    number: tells clients apart, and says of which kind this one is.
+    number: tells clients apart, and says of which kind this one is. asked: gets every request.
+    ended: called with each when nothing more will come of it.
     """
     draw = random.Random(f"{seed} {number}")
     while time.monotonic() < until_s:
         request = _drawn(draw, apis, number, seed)
         asked.append(request)
-        await _ask(apis, request)
+        try:
+            await _ask(apis, request)
+        finally:
+            ended(request)
         if request.error:
             await asyncio.sleep(1.0)  # a service that is gone must not be asked in a tight loop
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanocp.chaos.judge import Judge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
+
+if TYPE_CHECKING:  # it imports torch
+    from nanocp.chaos.judge import Judge
 
 MAX_NEAR_TIES = 1e-3
 """Claim: near-ties of the reference, of all tokens, at most."""
@@ -23,28 +25,46 @@ _SERVING_GAP_S = 1.0
 """The service serves at a time if some token came at most this long before and after."""
 
 
-def judged(
-    asked: Sequence[Asked], judge: Judge, advance: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Judge every token. `advance` is called after each request."""
-    counts = Counter(lost=0, wrong=0, doubled=0, near_ties=0)
-    sentences: list[str] = []
-    for request in asked:
-        counts["lost"] += bool(request.error)
-        found = [request.error] if request.error else []
-        for choice, output in enumerate(request.outputs):
-            verdict = _of_choice(request, choice, judge)
-            counts.update(verdict)
-            if verdict["wrong"] or verdict["doubled"]:
-                found.append(f"choice {choice} of {len(output)} tokens: {dict(verdict)}")
-        sentences += [f"{request.kind} by {request.api}: {sentence}" for sentence in found]
-        advance()
+class Judgement(NamedTuple):
+    """What the judge says of one request."""
+
+    counts: Counter[str]
+    """Its wrong and doubled choices, and near-ties."""
+    failures: list[str]
+    """One sentence for each fault."""
+
+
+def judged(asked: Sequence[Asked], judge: Judge) -> dict[str, Any]:
+    """Judge every token."""
+    return summed(asked, [judgement_of(request, judge) for request in asked])
+
+
+def judgement_of(request: Asked, judge: Judge) -> Judgement:
+    """Judge every token of one request, which has ended."""
+    counts: Counter[str] = Counter()
+    found = [request.error] if request.error else []
+    for choice, output in enumerate(request.outputs):
+        verdict = _of_choice(request, choice, judge)
+        counts.update(verdict)
+        if verdict["wrong"] or verdict["doubled"]:
+            found.append(f"choice {choice} of {len(output)} tokens: {dict(verdict)}")
+    return Judgement(counts, [f"{request.kind} by {request.api}: {each}" for each in found])
+
+
+def summed(asked: Sequence[Asked], judgements: Sequence[Judgement]) -> dict[str, Any]:
+    """Sum up what was asked, and what the judge says of it; it may lack some requests."""
+    num_lost = sum(bool(request.error) for request in asked)
+    counts = Counter(lost=num_lost, wrong=0, doubled=0, near_ties=0)
+    for judgement in judgements:
+        counts.update(judgement.counts)
+    sentences = [sentence for judgement in judgements for sentence in judgement.failures]
     by_kind = Counter(f"{request.kind} by {request.api}" for request in asked)
     return {
         "requests": len(asked),
         "requests_by_kind": dict(sorted(by_kind.items())),
         "tokens": sum(len(output) for request in asked for output in request.outputs),
         **counts,
+        "unjudged": len(asked) - len(judgements),
         "failures": sentences[:_MAX_SENTENCES],
     }
 
@@ -104,6 +124,7 @@ def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
         ("no accepted request was lost", not result["lost"]),
         ("no output has a wrong token", not result["wrong"]),
         ("no token was given twice", not result["doubled"]),
+        ("every request was judged", not result["unjudged"]),
         (
             f"{result['near_ties']} near-ties of {result['tokens']:,} tokens, at most 1 of 1,000",
             result["near_ties"] <= MAX_NEAR_TIES * result["tokens"],

@@ -137,12 +137,14 @@ async def ask_all(
     disturb: Callable[[float], Coroutine[Any, Any, None]],
     asked: list[Asked],
     has_ended: Callable[[], bool],
+    ended: Callable[[Asked], None] = lambda request: None,
 ) -> None:
     """Let every client ask until the run's time is over, and the last answers end.
 
     targets, http_urls: of each front end; clients begin at them in turn, and know them all.
     disturb: runs beside them, and gets the end of the time. asked: gets every request.
-    has_ended: whether there is no service any more, which ends the run and what is asked.
+    has_ended: whether there is no service any more, which ends the run and what is asked. ended:
+    called with each request when nothing more will come of it.
     """
     until_s = time.monotonic() + run.seconds
     async with AsyncExitStack() as stack:
@@ -161,7 +163,7 @@ async def ask_all(
         async with asyncio.TaskGroup() as group:
             tasks = {
                 group.create_task(
-                    ask_for_ever(apis[number % len(apis)], number, run.seed, until_s, asked)
+                    ask_for_ever(apis[number % len(apis)], number, run.seed, until_s, asked, ended)
                 )
                 for number in range(NUM_CLIENTS)
             }

@@ -46,11 +46,11 @@ def forgotten():
     """One in four requests that a term's end has interrupted is not submitted again."""
     begin_attempt = ClientStreams._begin_attempt
 
-    def some(self, stream):
+    def some(self, stream, cause):
         if stream.request_id % 4:
-            begin_attempt(self, stream)
+            begin_attempt(self, stream, cause)
         else:
-            stream.begin_attempt()
+            stream.begin_attempt(cause)
 
     ClientStreams._begin_attempt = some
 

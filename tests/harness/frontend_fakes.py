@@ -161,9 +161,9 @@ class Recorder:
         assert 0 <= ttft_s < WAIT_S
         self.calls.append(("first",))
 
-    def on_token(self, interval_s: float) -> None:
+    def on_token(self, interval_s: float, paused_by: str = "") -> None:
         assert 0 <= interval_s < WAIT_S
-        self.calls.append(("token",))
+        self.calls.append(("token", paused_by) if paused_by else ("token",))
 
     def on_request_over(self, longest: int) -> None:
         self.longest.append(longest)

@@ -59,9 +59,9 @@ class Seat(Enum):
 class ReseedingStreams(ClientStreams):
     """Every attempt of a request samples under another seed."""
 
-    def _begin_attempt(self, stream: ClientStream) -> None:
+    def _begin_attempt(self, stream: ClientStream, cause: str) -> None:
         stream.params = replace(stream.params, seed=stream.params.seed + 1)
-        super()._begin_attempt(stream)
+        super()._begin_attempt(stream, cause)
 
 
 class RecoveringCluster(HashCluster):

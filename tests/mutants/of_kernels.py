@@ -30,6 +30,14 @@ MUTANTS = [
         tests=(STORED, "-k", "test_linear"),
     ),
     Mutant(
+        name="append-after-error",
+        why="behind a wait that failed, a step writes over committed KV of earlier positions",
+        path="data_plane/step/gpu.py",
+        text="live_A = live_A & (self._exchange.error[0] == 0)",
+        fault="",
+        tests=("tests/data_plane/kernels/test_gpu_step.py", "-k", "behind_a_wait"),
+    ),
+    Mutant(
         name="one-matrix-in-fp32",
         why="a checkpoint of which some matrices are fp32 has those rounded to bf16",
         path="data_plane/model/weights.py",

@@ -175,7 +175,7 @@ class RemoteController:
             case "opened":
                 opened = message.opened
                 front_end.open(self, self.load, tuple(opened.front_ends), opened.first_id)
-                front_end.interrupted()
+                front_end.interrupted("controller")
             case "secret":
                 secrets.take(message.secret.name, message.secret.secret)
             case "placed":

@@ -47,9 +47,9 @@ class Observations:
         """See Observer."""
         self._note("on_first_token", ttft_s)
 
-    def on_token(self, interval_s: float) -> None:
+    def on_token(self, interval_s: float, paused_by: str = "") -> None:
         """See Observer."""
-        self._note("on_token", interval_s)
+        self._note("on_token", interval_s, paused_by)
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
         """See Observer."""

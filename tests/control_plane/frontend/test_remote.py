@@ -235,6 +235,7 @@ def test_observations_are_the_same_calls_elsewhere() -> None:
     observations.on_submitted(3)
     observations.on_first_token(0.25)
     observations.on_token(0.125)
+    observations.on_token(0.5, "term")
     observations.on_finished(FinishReason.STOP, ended)
     observations.on_request_over(2)
     observations.http_responded("/v1/models", "GET", 200)
@@ -242,7 +243,8 @@ def test_observations_are_the_same_calls_elsewhere() -> None:
     assert json.loads(content)
     assert replay(content, recorder, lambda *response: responses.append(response)) == [ended]
     assert recorder.calls == [
-        ("submitted", 3), ("first",), ("token",), ("finished", FinishReason.STOP, 2),
+        ("submitted", 3), ("first",), ("token",), ("token", "term"),
+        ("finished", FinishReason.STOP, 2),
     ]  # fmt: skip
     assert recorder.longest == [2] and responses == [("/v1/models", "GET", 200)]
 

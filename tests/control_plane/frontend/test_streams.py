@@ -245,6 +245,35 @@ def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_
     assert controller.next_abort() == stream.request_id
 
 
+def test_the_token_after_a_pause_says_what_paused_it_first() -> None:
+    recorder = Recorder()
+    streams = ClientStreams(FRONT_END, 100, recorder)
+    streams.connect(FakeController(streams.placed))
+    (stream,) = streams.submit("one", [7], [Choice(SamplingParams(max_tokens=9))])
+
+    def deliver(*indices: int) -> None:
+        tokens = (
+            Token(FRONT_END, stream.request_id, index, 5, None, attempt=stream.attempt)
+            for index in indices
+        )
+        streams.deliver(0, tokens)
+
+    streams.interrupted()  # before its first token: nobody waits for the next one
+    deliver(0, 1)
+    streams.preempted(Preempted(stream.request_id, 4))
+    deliver(2)  # it was on its way
+    deliver(3, 4)
+    streams.tokens_lost(stream.request_id, "lost")
+    deliver(5)
+    streams.interrupted("controller")
+    streams.interrupted()
+    deliver(6)
+    streams.interrupted()
+    deliver(7)
+    tokens = [paused_by for name, *paused_by in recorder.calls if name == "token"]
+    assert tokens == [[], [], ["preempted"], [], ["tokens_lost"], ["controller"], ["term"]]
+
+
 def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
     streams = ClientStreams(FRONT_END, 100, Recorder())
     controller = FakeController(streams.placed)

@@ -106,6 +106,26 @@ def test_a_loss_while_others_join_begins_the_term_after():
     assert (terms.number, steps.take()) == (3, ["join"])
 
 
+def test_it_is_known_what_the_next_term_waits_for():
+    waited_for = []
+    terms = Terms([FIRST, SECOND], Steps(), waited_for.append)
+    terms.arrived(FIRST)
+    terms.arrived(SECOND)
+    assert waited_for[-1] == "join"
+    for instance in (FIRST, SECOND):
+        terms.has_joined(instance, 1)
+    terms.lost(SECOND, terms.seats)
+    assert waited_for[-1] == "leave"
+    terms.has_left(FIRST, 1)
+    assert waited_for[-1] == "load"
+    terms.arrived(SECOND)
+    assert waited_for[-1] == "join"
+    terms.lost(SECOND, terms.seats)
+    assert waited_for[-1] == "leave"
+    terms.lost(FIRST, terms.seats)
+    assert waited_for[-1] == "load", "nobody is left who could leave"
+
+
 def test_words_of_another_term_are_not_taken():
     terms, steps = serving()
     terms.end()

@@ -145,7 +145,7 @@ def test_counters_and_histograms(metrics, page):
     metrics.requests.on_submitted(100)
     metrics.requests.on_first_token(0.2)
     metrics.requests.on_token(0.015)
-    metrics.requests.on_token(0.015)
+    metrics.requests.on_token(0.015, "term")
     metrics.requests.on_finished(
         FinishReason.LENGTH,
         EndedRequest(100, 3, 30, e2e_s=0.25, queue_s=0.1, prefill_s=0.1, decode_s=0.04),
@@ -173,6 +173,8 @@ def test_counters_and_histograms(metrics, page):
     assert page["nanocp:generation_tokens_total",] == 3
     assert page["nanocp:time_to_first_token_seconds_sum",] == pytest.approx(0.2)
     assert page["nanocp:inter_token_latency_seconds_count",] == 2
+    assert page["nanocp:stream_pause_seconds_sum", ("cause", "term")] == pytest.approx(0.015)
+    assert page["nanocp:stream_pause_seconds_count", ("cause", "controller")] == 0
     assert page["nanocp:e2e_request_latency_seconds_sum",] == pytest.approx(9.25)
     assert page["nanocp:request_queue_time_seconds_sum",] == pytest.approx(0.1)
     assert page["nanocp:request_inference_time_seconds_sum",] == pytest.approx(0.14)

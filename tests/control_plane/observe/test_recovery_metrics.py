@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from control_plane.member_streams import PREFILL
-from control_plane.observe.recovery_metrics import RecoveryMetrics
+from control_plane.observe.recovery_metrics import PHASES, RecoveryMetrics
 from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -30,6 +30,37 @@ def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
     assert sample("nanocp:regroups_total", {"cause": "loss"}) == 1
     assert (sample("nanocp:requests_held"), sample("nanocp:tickets_open")) == (2, 3)
     assert sample("nanocp:event_log_dropped_total") == 5
+
+
+def test_a_recovery_has_phases_that_sum_up_to_it():
+    now_s, registry = [10.0], CollectorRegistry()
+    metrics = RecoveryMetrics(registry, lambda: now_s[0])
+    metrics.waits_for("join")  # the first term; nothing recovers
+    for phases in ((("load", 1.0), ("join", 4.0), ("leave", 0.5), ("load", 2.0)), ()):
+        now_s[0] += 100
+        metrics.term_ended()
+        now_s[0] += 0.25
+        for phase, seconds in phases:
+            metrics.waits_for(phase)
+            now_s[0] += seconds
+        metrics.term_began(2, "loss")
+
+    def sample(name, phase):
+        return registry.get_sample_value(f"nanocp:recovery_phase_seconds_{name}", {"phase": phase})
+
+    assert [sample("sum", phase) for phase in PHASES] == [0.25 + 0.5 + 0.25, 3.0, 4.0]
+    assert [sample("count", phase) for phase in PHASES] == [2, 2, 2]
+    assert registry.get_sample_value("nanocp:recovery_seconds_sum") == 8.0
+
+
+def test_what_later_attempts_compute_again_and_what_they_find_is_counted():
+    registry = CollectorRegistry()
+    metrics = RecoveryMetrics(registry)
+    metrics.placed(0, 1000, 0)  # a new request
+    metrics.placed(1, 200, 199)  # all of its KV was kept
+    metrics.placed(2, 200, 64)  # its first page was
+    names = ("nanocp:replayed_tokens_total", "nanocp:pages_kept_total")
+    assert [registry.get_sample_value(name) for name in names] == [135, 4 + 1]
 
 
 def test_seats_are_counted_by_state_and_spares_beside_them():

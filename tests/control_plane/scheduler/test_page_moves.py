@@ -6,7 +6,14 @@ from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.request import State
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import AbortRequested, Arrival, TransferDone, TransferFenced, WindowDone
+from nanocp.plan import (
+    AbortRequested,
+    Arrival,
+    SeatsWanted,
+    TransferDone,
+    TransferFenced,
+    WindowDone,
+)
 from nanocp.table import InstanceTable
 from nanocp.table_changes import PageClear, PageRun, RouteChange
 
@@ -177,3 +184,23 @@ def test_a_row_that_has_just_started_moves_later():
     story.scheduler._policy.moves = wish
     plans = [story.step(Arrival(2, 300, 50, needs_prefill=False)), story.step(), story.step()]
     assert [len(plan.transfers) for plan in plans] == [0, 0, 1]
+
+
+def test_a_stopped_row_does_not_wait_for_all_pages_of_others_that_leave_too():
+    """Two pages move at a time, ten of request 1 among them; the last request has one page."""
+    story = Story(max_moving_pages=2)
+    requests, stopped = story.scheduler._state.requests, story.scheduler._rows.stopped
+    leaving, last = requests[1].moe_binding, 1
+    while last == 1 or requests[last].moe_binding != leaving:
+        last += 1
+        story.step(Arrival(last, 20, 40, needs_prefill=False))
+    for _ in range(3):
+        story.step()
+    plan, was_stopped = story.step(SeatsWanted((1 - leaving,))), False
+    for _ in range(12):
+        was_stopped |= last in stopped
+        plan = story.step(*(TransferDone(each.ticket, 1 - leaving) for each in plan.transfers))
+        if was_stopped and last not in stopped:
+            break
+    assert was_stopped and requests[last].pages_on.keys() == {1 - leaving}
+    assert requests[1].pages_on[leaving] > 2, "its pages still leave"

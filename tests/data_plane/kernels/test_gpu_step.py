@@ -53,6 +53,26 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini, dispa
     assert is_fused == (dispatch == "fused")
 
 
+def test_behind_a_wait_that_failed_received_rows_append_to_the_scratch_frame(mini):
+    """A wait fails in the second step: what was received says where the first step appended."""
+    cluster = GpuCluster(mini[0], num_parts=2)
+    cluster.add(*prompts(70), degree=2)
+    (request,) = cluster.requests
+    holder, _ = request.pages[-1]
+    frames = cluster.instances[holder].frames
+    assert holder != request.moe_binding
+    for has_failed in (False, True):
+        cluster._stage(0)
+        for instance in cluster.instances.values():
+            instance.step._exchange.error[0] = int(has_failed)
+        frames.layers.fill_(7.0)
+        cluster._run()
+        *frames_changed, scratch_changed = (frames.layers != 7.0).any(dim=(0, 2, 3)).tolist()
+        assert any(frames_changed) != has_failed
+        assert scratch_changed or not has_failed
+        request.ids.append(5)
+
+
 def test_two_lanes_over_the_same_frames_give_the_tokens_of_one(mini):
     """Each lane has tables, regions and epochs of its own; their steps take turns."""
     path, oracle = mini

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from data_plane.instance.sampler import sample_rows
+from harness.counting_judge import CountingJudge
 from nanocp.chaos.judge import ReferenceJudge
+from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import KINDS, Loss, Losses
 from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share
@@ -20,6 +22,7 @@ SOUND = {
     "lost": 0,
     "wrong": 0,
     "doubled": 0,
+    "unjudged": 0,
     "near_ties": 1,
     "tokens": 5000,
     "frames_left": 0,
@@ -30,15 +33,6 @@ SOUND = {
     "ended_early": False,
     "losses": 3,
 }
-
-
-class Counting:
-    """The right output counts on from the prompt's last token."""
-
-    def first_wrong(self, prompt_ids, params, output_ids):
-        expected = range(prompt_ids[-1] + 1, prompt_ids[-1] + 1 + len(output_ids))
-        pairs = enumerate(zip(output_ids, expected, strict=True))
-        return next((index for index, (one, other) in pairs if one != other), None), 0
 
 
 def asked(*outputs, error=""):
@@ -73,9 +67,22 @@ def test_claims_hold_only_if_nothing_is_wrong(change, holds):
     ],
 )
 def test_lost_wrong_and_doubled_are_counted(request_, counts):
-    found = judged([request_], Counting())
+    found = judged([request_], CountingJudge())
     assert (found["lost"], found["wrong"], found["doubled"]) == counts
     assert bool(found["failures"]) == any(counts)
+
+
+def test_a_judge_beside_a_run_says_what_one_says_after_it():
+    requests = [asked([10, 11, 12, 13]), asked([10, 11, 11, 12]), asked([10], error="it broke")]
+    judge, said = JudgeBeside(CountingJudge, Path("no-checkpoint")), []
+    for request in requests:
+        judge.take(request)
+    assert judge.found(requests, 300, said.append) == judged(requests, CountingJudge())
+    assert said[0] == "3 of 3 requests are to be judged"
+    late = JudgeBeside(CountingJudge, Path("no-checkpoint"))
+    late.take(requests[0])
+    assert late.found(requests, 0, said.append)["unjudged"] == 3
+    assert not all(holds for _, holds in claims_of(SOUND | {"unjudged": 3}))
 
 
 def test_a_pause_belongs_to_the_loss_in_whose_time_it_was():

@@ -17,6 +17,7 @@ from rich.console import Console
 from control_plane.launchers.ray_actors import RayLauncher
 from control_plane.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
+from harness.paths import ROOT
 from harness.serve_process import (
     ENVIRONMENT,
     IDLE_WAKES_PER_S,
@@ -125,13 +126,22 @@ def test_an_instance_lost_in_mid_run_is_replaced_and_the_stream_goes_on(number):
         assert_nothing_is_left(processes, segments)
 
 
-def test_without_recovery_an_instance_killed_in_mid_run_ends_the_service():
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)],
+    ids=lambda each: each.name,
+)
+def test_without_recovery_a_lost_instance_ends_the_service_in_the_stated_time(number):
+    documented = (ROOT / "docs" / "architecture.md").read_text()
+    limit_s = int(re.search(r"at the\s+first loss, within (\d+) seconds", documented)[1])
     with Serve(*TWO, factory="build_slow", environment=NO_RECOVERY) as serve:
         stream = Stream(serve.address, max_tokens=1700)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
-        os.kill(an_instance_of(members), signal.SIGKILL)
+        began_s = time.monotonic()
+        os.kill(an_instance_of(members), number)
         assert serve.wait() == 1
+        assert time.monotonic() - began_s < limit_s
         stream.join()
         assert "was lost" in stream.error
         assert any(re.match(r"nanocp serve: instance \d: ", line) for line in serve.lines), (

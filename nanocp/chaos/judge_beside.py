@@ -1,0 +1,64 @@
+"""A judge in a process of its own, which judges requests while others are still asked.
+
+Enters: requests as they end. Leaves: what report.judged would say of all, within a limit of time.
+Does not know: what is asked, which tokens are right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanocp.chaos.load import Asked
+from nanocp.chaos.report import Judgement, judgement_of, summed
+
+if TYPE_CHECKING:  # it imports torch
+    from nanocp.chaos.judge import Judge
+
+_SAY_S = 10.0
+"""Time between two lines about what is left to judge."""
+
+
+class JudgeBeside:
+    """Judges each request once it has ended: little is left to judge when the run ends."""
+
+    def __init__(self, make_judge: Callable[[Path], Judge], checkpoint: Path) -> None:
+        """make_judge: a function of a module, since it is called in the other process."""
+        # A fork of a process that has threads may hang.
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"))
+        self._make_judge = make_judge
+        self._checkpoint = checkpoint
+        self._judgements: list[Future[Judgement]] = []
+
+    def take(self, request: Asked) -> None:
+        """Judge a request that has ended."""
+        made = self._pool.submit(_judge, self._make_judge, self._checkpoint, request)
+        self._judgements.append(made)
+
+    def found(
+        self, asked: Sequence[Asked], limit_s: float, said: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Sum up what is judged within a time from now; what is not counts as `unjudged`.
+
+        said: called with the progress. Raises what the judge raised.
+        """
+        end_s, pending = time.monotonic() + limit_s, set(self._judgements)
+        while (pending := wait(pending, 0).not_done) and (left_s := end_s - time.monotonic()) > 0:
+            said(f"{len(pending)} of {len(self._judgements)} requests are to be judged")
+            wait(pending, min(_SAY_S, left_s))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        return summed(asked, [each.result() for each in self._judgements if each not in pending])
+
+
+@cache
+def _judge_of(make_judge: Callable[[Path], Judge], checkpoint: Path) -> Judge:
+    return make_judge(checkpoint)
+
+
+def _judge(make_judge: Callable[[Path], Judge], checkpoint: Path, request: Asked) -> Judgement:
+    return judgement_of(request, _judge_of(make_judge, checkpoint))
