@@ -13,6 +13,7 @@ import pytest
 from control_plane.event_log import LogReader
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members import replacements
+from control_plane.observe.recovery_metrics import PHASES
 from harness.hash_members import MortalMember
 from harness.hash_service import (
     CONFIG,
@@ -67,6 +68,12 @@ def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
             os.kill(lost, number)
             until_serving(service, 2)
             assert pid_of(service, Member("instance", 1)) != lost
+        sample = service.metrics.registry.get_sample_value
+        assert sample("nanocp:stream_pause_seconds_count", {"cause": "term"})
+        assert sample("nanocp:replayed_tokens_total")
+        phases = ({"phase": phase} for phase in PHASES)
+        seconds = sum(sample("nanocp:recovery_phase_seconds_sum", phase) for phase in phases)
+        assert seconds == pytest.approx(sample("nanocp:recovery_seconds_sum")) and seconds > 0
         assert not service.failure.done()
         began = time.monotonic()
     assert time.monotonic() - began < 60, "no limit of a process that is gone is waited for"
