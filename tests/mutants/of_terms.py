@@ -106,7 +106,7 @@ OF_TERMS = [
         path="control_plane/scheduler/cluster_state.py",
         text="self._weigh(instance, _CLOSED)",
         fault="self.frames[instance].reopen()",
-        tests=("tests/data_plane/fake/test_hash_recovery.py", "-k", "come_and_go"),
+        tests=("tests/control_plane/scheduler/test_page_moves.py", "-k", "to_leave"),
     ),
     Mutant(
         name="shrunken-pages",

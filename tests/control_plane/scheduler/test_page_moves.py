@@ -204,3 +204,13 @@ def test_a_stopped_row_does_not_wait_for_all_pages_of_others_that_leave_too():
             break
     assert was_stopped and requests[last].pages_on.keys() == {1 - leaving}
     assert requests[1].pages_on[leaving] > 2, "its pages still leave"
+
+
+def test_nothing_is_placed_on_an_instance_that_is_to_leave():
+    story = Story()
+    requests = story.scheduler._state.requests
+    leaving = requests[1].moe_binding
+    story.step(Arrival(2, 700, 50, needs_prefill=False))
+    assert requests[2].moe_binding != leaving, "the instance that leaves has less to do"
+    story.step(SeatsWanted((1 - leaving,)), Arrival(3, 20, 50, needs_prefill=False))
+    assert requests[3].moe_binding != leaving
