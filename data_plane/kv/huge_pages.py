@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 
 import numpy as np
 
@@ -35,18 +36,21 @@ def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     if is_taken:
-        threading.Thread(target=_take, args=(array,), name=TAKER, daemon=True).start()
+        threading.Thread(target=_take, args=(weakref.ref(array),), name=TAKER, daemon=True).start()
     return array
 
 
-def _take(array: np.ndarray) -> None:
-    """Let the system give the memory. Other threads run meanwhile, and may use it."""
+def _take(wanted: weakref.ref[np.ndarray]) -> None:
+    """Let the system give the memory, until nobody wants it. Other threads may use it meanwhile."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for offset in range(0, array.nbytes, _CHUNK_BYTES):
+    offset = 0
+    while (array := wanted()) is not None and offset < array.nbytes:
         num_bytes = min(_CHUNK_BYTES, array.nbytes - offset)
         if madvise(array.ctypes.data + offset, num_bytes, _MADV_POPULATE_WRITE):
             return  # An older system: pages come when they are first written.
+        offset += num_bytes
+        del array
 
 
 def _available_bytes() -> int:

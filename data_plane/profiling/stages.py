@@ -28,6 +28,7 @@ from nanocp.config import Config
 from nanocp.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span, StageWorked
 
 _IDLE_S = 0.001
+_TIMED_PARTS = "_run_layer", "_sample", "progress"
 
 
 @dataclass(slots=True)
@@ -100,6 +101,8 @@ class TimedStages:
         """Release everything."""
         for timed in self._timed:
             timed.stage.close()
+            for part in _TIMED_PARTS:  # They refer to the stage, whose memory is to go with it.
+                delattr(timed.stage, part)
         unlink_cluster(self._cluster_id)
 
     def send(self, item: PassPlan | LayerMoves, prompts: dict[int, Sequence[int]]) -> None:
@@ -151,7 +154,6 @@ class TimedStages:
 
     def _time_parts(self, number: int, stage: ModelStage) -> None:
         """Take the time of layers, of sampling, and of what moves."""
-        parts: Any = stage
 
         def timed(part: Callable[..., Any], add: Callable[..., None]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:
@@ -179,9 +181,9 @@ class TimedStages:
             if moves := stage._newest_moves:
                 self.moves[moves - 1].us += us
 
-        parts._run_layer = timed(stage._run_layer, add_layer)
-        parts._sample = timed(stage._sample, add_sampling)
-        parts.progress = timed(stage.progress, add_moving)
+        adds: tuple[Callable[..., None], ...] = add_layer, add_sampling, add_moving
+        for part, add in zip(_TIMED_PARTS, adds, strict=True):
+            setattr(stage, part, timed(getattr(stage, part), add))
 
 
 def makespan_us(passes: Sequence[PassTime]) -> float:

@@ -2,6 +2,7 @@
 
 import resource
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_plane.graph.pool_cpu import LocalPages
+from data_plane.kv import huge_pages as huge_pages_module
 from data_plane.kv.frame_pool import FramePool, LocalStep
 from data_plane.kv.huge_pages import TAKER, huge_pages
 from nanocp.table_changes import PageRun
@@ -85,6 +87,25 @@ def test_memory_is_there_before_it_is_written():
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     array[:] = 1
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 4
+
+
+def test_memory_that_nobody_wants_any_more_is_not_taken(monkeypatch):
+    taken, is_dropped = [], threading.Event()
+
+    def madvise(address, num_bytes, advice):
+        taken.append(num_bytes)
+        assert is_dropped.wait(10)
+        return 0
+
+    library = SimpleNamespace(madvise=madvise)
+    monkeypatch.setattr(huge_pages_module.ctypes, "CDLL", lambda name: library)
+    pool = FramePool(2, 4096, 64, torch.float32)
+    del pool
+    is_dropped.set()
+    for thread in threading.enumerate():
+        if thread.name == TAKER:
+            thread.join()
+    assert len(taken) <= 1, "a chunk may have begun"
 
 
 def test_frames_that_no_memory_holds_are_refused_with_their_size():

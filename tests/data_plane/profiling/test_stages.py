@@ -1,5 +1,7 @@
 """Processor time of a pipeline's stages: how long passes take if each stage has a core."""
 
+import weakref
+
 import pytest
 
 from data_plane.profiling.stages import PassTime, makespan_us
@@ -26,8 +28,12 @@ def test_a_pass_waits_for_the_tokens_that_it_begins_with():
 @pytest.mark.system
 def test_a_pipeline_is_timed_while_its_layers_move(tiny_checkpoint):
     config = PassesConfig(max_pass_tokens=100, layer_policy="chaos_layers", layout_window=1)
-    played = PipelinePlay(tiny_checkpoint, [LoadPhase(4, 60, 30, 30)], config).run()
-    assert len(played.passes) >= 30 and played.num_changes > 1
+    play = PipelinePlay(tiny_checkpoint, [LoadPhase(4, 60, 30, 60)], config)
+    stage = weakref.ref(play._stages._timed[0].stage)
+    played = play.run()
+    del play
+    assert stage() is None, "the memory of a pipeline goes with it, for the next one"
+    assert len(played.passes) >= 60 and played.num_changes > 1
     for each in played.passes:
         assert len(each.layers_us) == 3, "all layers but the last"
         assert sum(each.stage_us) > sum(each.layers_us) + each.sample_us
