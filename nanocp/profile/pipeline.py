@@ -66,6 +66,8 @@ class Played(NamedTuple):
     num_changes: int
     works: dict[int, int]
     """Request id -> its SamplerWork."""
+    plan_us: float
+    """Processor time of the planning of a pass, the mean."""
 
 
 class PipelinePlay:
@@ -112,6 +114,7 @@ class PipelinePlay:
         self._prompts: dict[int, Sequence[int]] = {}
         self._works: dict[int, int] = {}
         self._events: list[PipelineEvent] = []
+        self._plan_ns = 0
 
     def run(self) -> Played:
         """Play the phases one after the other; requests that end are replaced."""
@@ -125,7 +128,8 @@ class PipelinePlay:
                         self._arrive(phase)
                     self._turn()
         num_changes = scheduler.layouts.num_changes
-        return Played(stages.passes, stages.moves, num_changes, self._works)
+        plan_us = self._plan_ns / 1e3 / len(stages.passes)
+        return Played(stages.passes, stages.moves, num_changes, self._works, plan_us)
 
     def _arrive(self, phase: LoadPhase) -> None:
         random, number = self._random, len(self._prompts) + 1
@@ -141,7 +145,9 @@ class PipelinePlay:
     def _turn(self) -> None:
         """Plan all that may be in flight, and run it to its end."""
         while True:
+            begin_ns = time.thread_time_ns()
             plan = self._scheduler.plan_pass(self._events, time.monotonic_ns() // 1000)
+            self._plan_ns += time.thread_time_ns() - begin_ns
             self._events = []
             if plan.layer_moves is not None:
                 self._stages.send(plan.layer_moves, self._prompts)
