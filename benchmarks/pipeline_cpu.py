@@ -9,6 +9,7 @@ passes) judges nothing. Does not know: how layers move.
 Parts `predictor` and `layouts` run all stages in one thread, and count processor time: how long
 passes take is that of a pipeline whose stages have a core each. Parts `prefill` and `link` are real
 services, timed by their clients, and need a core for each stage; `link` needs root (slow_link.py).
+As a control, the stages of a prefill also share one core, where they must gain nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ from nanocp.serve.service import Service, member_environment, open_checkpoint
 from nanocp.simulator.pipeline.fit import MeasuredPass, fit_costs
 
 PARTS = ("predictor", "layouts", "prefill", "link")
-NUM_EXPERTS, PER_TOKEN = {"tiny": 16, "small": 32}, 4
+NUM_EXPERTS, PER_TOKEN, NUM_DENSE = {"tiny": 16, "small": 32}, 4, 1
 BIG_VOCABULARY, SMALL_VOCABULARY = {"tiny": 32_768, "small": 129_280}, 4_096
 SLOW_MBIT = 20
 """A core here reads about 10 GB/s of weights, an H200 4,800: beside it this is 10 Gbit/s."""
@@ -69,13 +70,13 @@ def part_predictor(
         kind: greedy if kind == "greedy" else mixes(checkpoint, kind, is_quick=is_quick)
         for kind in (("greedy", "mixed") if is_quick else KINDS)
     }
-    experts = NUM_EXPERTS[preset], PER_TOKEN
-    found = errors(passes, *experts)
+    layers = NUM_EXPERTS[preset], PER_TOKEN, NUM_DENSE
+    found = errors(passes, *layers)
     layer, paper = (
         fmean(error.layer for error in found[form].values()) for form in ("ours", "paper")
     )
     every = [one for all_ in passes.values() for one in all_]
-    costs = fit_costs("ours", every, *experts)
+    costs = fit_costs("ours", every, *layers)
     begin = time.perf_counter()
     for each in every:
         predict_pass(each.spans, costs, each.works)
@@ -137,9 +138,29 @@ def first_token_s(service: Service, ids: Sequence[int]) -> float:
     return time.perf_counter() - begin
 
 
-def part_prefill(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
-    """Two stages against the embedded prefill, in turn."""
-    length, num_rounds = (256, 1) if is_quick else (4096, 3)
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Let every thread of this process, and all that they start, share a core."""
+
+    def pin(cores: set[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cores)
+
+    cores = os.sched_getaffinity(0)
+    pin({min(cores)})
+    try:
+        yield
+    finally:
+        pin(cores)
+
+
+def two_stages(checkpoint: Path, length: int, num_rounds: int) -> tuple[float, float]:
+    """Two stages against the embedded prefill, in turn, over so many rounds.
+
+    Returns ratios: of prompt tokens/s with four prompts, and of the time to the first token of a
+    prompt of this length.
+    """
     random = Random(7)
 
     def prompt(num_tokens: int) -> list[int]:
@@ -162,8 +183,15 @@ def part_prefill(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
                 begin = time.perf_counter()
                 list(pool.map(partial(first_token_s, service), four))
                 four_s[num_stages].append(time.perf_counter() - begin)
-    ttft = min(long_s[2]) / min(long_s[1])
-    rate = min(four_s[1]) / min(four_s[2])
+    return min(four_s[1]) / min(four_s[2]), min(long_s[2]) / min(long_s[1])
+
+
+def part_prefill(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
+    """Two stages against the embedded prefill; as a control, on one core, where nothing is won."""
+    length, num_rounds = (256, 1) if is_quick else (4096, 3)
+    rate, ttft = two_stages(checkpoint, length, num_rounds)
+    with on_one_core():
+        no_rate, no_ttft = two_stages(checkpoint, length // 4, num_rounds)
     can_judge = not is_quick and len(os.sched_getaffinity(0)) >= 2
     return [
         StageClaim(
@@ -177,6 +205,12 @@ def part_prefill(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
             "<= 0.65",
             f"{ttft:.2f}",
             ttft <= 0.65 if can_judge else None,
+        ),
+        StageClaim(
+            "control, both stages on one core: prompt tokens/s, time to first token",
+            "<= 1.1x, >= 0.9",
+            f"{no_rate:.2f}x, {no_ttft:.2f}",
+            None if is_quick else no_rate <= 1.1 and no_ttft >= 0.9,
         ),
     ]
 
@@ -235,10 +269,10 @@ def main(
         if "predictor" in parts:
             claims += part_predictor(big, greedy, preset, quick)
         if "layouts" in parts:
-            experts = NUM_EXPERTS[preset], PER_TOKEN
-            moving = Layouts(big, fit_costs("ours", greedy, *experts), quick)
+            layers_of = NUM_EXPERTS[preset], PER_TOKEN, NUM_DENSE
+            moving = Layouts(big, fit_costs("ours", greedy, *layers_of), quick)
             claim, r = moving.decode()
-            calm = fit_costs("ours", mixes(small, is_quick=quick), *experts)
+            calm = fit_costs("ours", mixes(small, is_quick=quick), *layers_of)
             claims += [claim, moving.phases(r), moving.pre_copy()]
             claims += Layouts(small, calm, quick).many_rows()
         if "prefill" in parts:

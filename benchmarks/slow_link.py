@@ -76,7 +76,8 @@ class Decoded(NamedTuple):
 def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Decoded:
     """Serve so many requests of so many tokens over two nodes; the better of two runs.
 
-    layout: pipeline or instances. Each request counts from its first token on.
+    layout: pipeline or instances. Tokens of all requests count, from the first one on, over the
+    time to the last one.
     """
     config = Config(
         cluster=ClusterConfig(num_instances=2, layout=layout, max_model_len=1024),
@@ -103,10 +104,12 @@ def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Dec
     def decoded() -> Decoded:
         before = seconds("step_exchange_seconds"), seconds("step_seconds")
         came = list(pool.map(run, range(num_rows)))
-        rates = [sum(count for _, count in each[1:]) / (each[-1][0] - each[0][0]) for each in came]
+        tokens = sorted(chunk for each in came for chunk in each)
+        (first_s, _), (last_s, _) = tokens[0], tokens[-1]
+        rate = sum(count for _, count in tokens[1:]) / (last_s - first_s)
         waited_s = seconds("step_exchange_seconds") - before[0]
         waiting = waited_s / (seconds("step_seconds") - before[1])
-        return Decoded(sum(rates), waiting)
+        return Decoded(rate, waiting)
 
     try:
         service.start(lambda step: None)

@@ -76,6 +76,12 @@ class PassCosts:
     """For each token with penalties, biases, bad words or a grammar, besides that."""
     logprobs_us: float = 0.0
     """For each token with log probabilities, besides that."""
+    dense_layers: int = 0
+    """First layers that are dense, where the others have experts."""
+    dense_us: float = 0.0
+    """For each of them, besides what another layer takes but for its experts; may be negative."""
+    dense_token_us: float = 0.0
+    """For each token in each of them, besides that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ _FENCE_S = 1.0
 one."""
 _LAST_WORD_S = 0.2
 """Longest wait before a lost process is killed: how it ended says more than that its stream did."""
-_DIAL_S = 60.0
+_DIAL_S = 120.0
 """Longest time without a sign of life of a process that was started: it may be stopped. Imports
-and what its start reads first take less, also on a busy machine."""
+and what its start reads first take less, also on a busy machine: an actor of Ray on a machine that
+has had none took 54 s at a load of 16 on two cores, and once more than 60."""
 
 
 class Processes(Protocol):

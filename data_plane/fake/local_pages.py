@@ -67,6 +67,10 @@ class LocalPeerRings:
             if destination == self._instance
         )
 
+    def has_lost(self, peer: int) -> bool:
+        """See PageMover: there is no connection."""
+        return False
+
     def has_place(self, peer: int) -> bool:
         """See PageMover."""
         return len(self._rings[self._instance, peer]) < self._room

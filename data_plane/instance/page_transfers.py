@@ -36,6 +36,9 @@ class PageMover(Protocol):
     def arrived(self) -> Iterable[Iterator[ArrivedPage]]:
         """The pages that are there, one iterator for each peer."""
 
+    def has_lost(self, peer: int) -> bool:
+        """Whether the connection that brings the peer's pages has ended; ask before `arrived`."""
+
     def has_place(self, peer: int) -> bool:
         """Whether a page for the peer would find a place now."""
 

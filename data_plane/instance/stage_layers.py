@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_plane.instance.page_transfers import PageMover
+from data_plane.transport.exchange import PeerLost
 from nanocp.passes import LayerMoves, LayersMoved, PassDone, PipelineConfig, Span, layers_of
 from nanocp.plan import PAGE_SIZE, InstancePlan
 
@@ -72,12 +73,19 @@ class StageLayers(ABC):
     # --- calls
 
     def progress(self) -> None:
-        """Take KV that arrived, and send what finds a place. Call it when idle; never blocks."""
+        """Take KV that arrived, and send what finds a place. Call it when idle; never blocks.
+
+        Raises PeerLost if the connection has ended by which KV was to come.
+        """
+        sources = set(self._source_of.values()) if self._coming else ()
+        lost = [source for source in sources if self._mover.has_lost(source)]
         for pages in self._mover.arrived():
             for page in pages:
                 if page.ticket > self._newest_moves:
                     break  # this stage has older passes to run; the page stays in its ring
                 self._arrive(page.page, page.num_tokens, page.payload)
+        if lost:
+            self._require_complete(lost)
         while self._to_send and self._mover.has_place(self._to_send[0][0]):
             target, layer, frame = self._to_send.popleft()
             place = self._place_of[layer]
@@ -92,6 +100,18 @@ class StageLayers(ABC):
         if self._unreported_moves is not None and has_all and self._has_layers():
             self._events.append(LayersMoved(self._stage, self._unreported_moves))
             self._unreported_moves = None
+
+    def _require_complete(self, lost: Sequence[int]) -> None:
+        """Raise PeerLost if KV is to come from one of these stages."""
+        for layer, _ in self._coming:
+            source = self._source_of[layer]
+            if source in lost:
+                error = PeerLost(
+                    f"stage {self._stage} waits for KV of layer {layer}: its connection from stage "
+                    f"{source} has ended"
+                )
+                error.peer = source
+                raise error
 
     @property
     def is_moving(self) -> bool:

@@ -24,6 +24,7 @@ from nanocp.config import LimitsConfig, PrefillConfig
 
 PREFILL_RING = "prefill0"
 """The kind of the ring that the only writer of a prefill writes; see `prefill_ring`."""
+_WRITER = "its writer"
 _NUM_COUNTS = 2
 _CLOSE_CHECK_MS = 1000
 
@@ -117,6 +118,14 @@ class PageRing:
         """Whether pages can still arrive: False after `close`."""
         return self._places is not None
 
+    @property
+    def has_lost_writer(self) -> bool:
+        """Whether a connection by which pages came from another node has ended.
+
+        If so, all that it brought is there: ask before `arrived`.
+        """
+        return self._segment.is_attached(_WRITER) is False
+
     @classmethod
     def create(
         cls,
@@ -208,7 +217,7 @@ class PageRingWriter:
         self._limits = limits
         try:
             self._segment = segments.attach(
-                kind, instance, "its writer", limits, limits.start_timeout_ms, has_pages=True
+                kind, instance, _WRITER, limits, limits.start_timeout_ms, has_pages=True
             )
         except ExchangeError as error:
             error.peer = instance

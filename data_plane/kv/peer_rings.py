@@ -55,6 +55,10 @@ class PeerRings:
         """For each peer, the pages that are here now; see PageRing.arrived."""
         return (ring.arrived() for ring in self._rings.values())
 
+    def has_lost(self, peer: int) -> bool:
+        """Whether the connection that brings the peer's pages has ended; ask before `arrived`."""
+        return self._rings[peer].has_lost_writer
+
     def has_place(self, peer: int) -> bool:
         """Whether the peer's ring has a place now."""
         return self._writers[peer].has_place

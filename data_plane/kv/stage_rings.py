@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
+from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Segments
 from data_plane.transport.stage_links import HiddenRows, PassTokens
 from nanocp.config import LimitsConfig
@@ -127,11 +128,23 @@ class RingStageLinks:
         )
 
     def _take(self) -> ArrivedPage | None:
-        """The next message, its payload cut to what came and copied."""
+        """The next message, its payload cut to what came and copied.
+
+        Raises PeerLost if there is none and the connection has ended by which it would come.
+        """
         assert self._ring is not None
+        is_lost = self._ring.has_lost_writer
         arrived = self._ring.arrived()
         page = next(arrived, None)
         if page is None:
+            if is_lost:
+                source = (self._stage - 1) % self._num_stages
+                error = PeerLost(
+                    f"stage {self._stage} waits for stage {source}, from which its connection has "
+                    "ended"
+                )
+                error.peer = source
+                raise error
             return None
         row_bytes = _TOKEN_WORDS * 8 if self._stage == 0 else self._row.nbytes
         page = page._replace(payload=page.payload[: page.num_tokens * row_bytes].copy())

@@ -157,7 +157,7 @@ class ExchangeError(RuntimeError):
 
 
 class PeerLost(ExchangeError):
-    """The peer's process is gone."""
+    """The peer's process is gone, or its connection."""
 
 
 class ExchangeTimeout(ExchangeError):

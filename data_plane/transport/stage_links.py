@@ -47,13 +47,19 @@ class StageLinks(Protocol):
         """To the next stage. Never blocks: the passes in flight are bounded."""
 
     def receive_hidden(self) -> HiddenRows | None:
-        """The next message of the stage before; None if it is not here yet."""
+        """The next message of the stage before; None if it is not here yet.
+
+        Raises PeerLost if the connection has ended by which it would come.
+        """
 
     def send_tokens(self, tokens: PassTokens) -> None:
         """From the last stage to the first; they may be the same stage."""
 
     def receive_tokens(self) -> PassTokens | None:
-        """The next message of the last stage; None if it is not here yet."""
+        """The next message of the last stage; None if it is not here yet.
+
+        Raises PeerLost as `receive_hidden` does.
+        """
 
 
 class LocalStageLinks:

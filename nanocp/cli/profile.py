@@ -166,7 +166,7 @@ def _run_pipeline(
     from data_plane.model.config import ModelConfig
     from nanocp.passes import PipelineConfig
     from nanocp.profile.fit import pipeline_yaml
-    from nanocp.profile.pipeline import KINDS, errors, mixes
+    from nanocp.profile.pipeline import KINDS, errors, mixes, num_first_dense
     from nanocp.simulator.pipeline.fit import fit_costs
 
     if measurement.max_len or measurement.degree or measurement.overlap:
@@ -174,20 +174,20 @@ def _run_pipeline(
     model = ModelConfig.from_folder(checkpoint)
     PipelineConfig.of(config, model.num_layers)
     measurement.make_folder()
-    experts = model.num_experts, model.num_experts_per_token
+    layers = model.num_experts, model.num_experts_per_token, num_first_dense(model)
     passes = {
         kind: mixes(checkpoint, kind, is_quick=measurement.quick, data_plane=config.data_plane)
         for kind in (("greedy", "mixed") if measurement.quick else KINDS)
     }
     every = [one for all_ in passes.values() for one in all_]
-    costs = fit_costs("ours", every, *experts)
+    costs = fit_costs("ours", every, *layers)
     config = replace(config, pipeline=replace(config.pipeline, costs=costs))
     path = measurement.out / "serve.yaml"
     path.write_text(pipeline_yaml(config, _about(config, checkpoint)))
     table = Table(title=f"{len(every)} passes: mean error on a held-out third")
     for column in ("form", "layer", *(f"sampling, {kind}" for kind in passes)):
         table.add_column(column)
-    for form, found in errors(passes, *experts).items():
+    for form, found in errors(passes, *layers).items():
         sampling = [f"{error.sampling:.1%}" for error in found.values()]
         table.add_row(form, f"{fmean(error.layer for error in found.values()):.1%}", *sampling)
     console.print(table)

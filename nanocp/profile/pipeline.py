@@ -173,7 +173,7 @@ def mixes(
 
     kind: how they are sampled, a name of KINDS.
     """
-    num_passes = 4 if is_quick else 10
+    num_passes, dense = 4 if is_quick else 10, num_first_dense(ModelConfig.from_folder(checkpoint))
     phases = [
         LoadPhase(rows, prompt_len, 40, num_passes)
         for rows, prompt_len in ((1, 900), (4, 300), (12, 60), (24, 200), (32, 30))
@@ -185,12 +185,22 @@ def mixes(
         played = PipelinePlay(checkpoint, phases, config, 1, params, data_plane).run()
         for each in played.passes:
             works = tuple(played.works[span.request_id] for span in each.spans)
-            measured.append(MeasuredPass(each.spans, each.layer_us, each.sample_us, works))
+            first, others = each.layers_us[:dense], each.layers_us[dense:]
+            dense_us, layer_us = fmean(first or [0.0]), fmean(others or first)
+            measured.append(MeasuredPass(each.spans, layer_us, each.sample_us, works, dense_us))
     return measured
 
 
+def num_first_dense(model: ModelConfig) -> int:
+    """The first layers of a model that are dense, where others have experts."""
+    return model.num_dense_layers if model.num_experts else 0
+
+
 def errors(
-    passes: Mapping[str, Sequence[MeasuredPass]], num_experts: int, experts_per_token: int
+    passes: Mapping[str, Sequence[MeasuredPass]],
+    num_experts: int,
+    experts_per_token: int,
+    dense_layers: int = 0,
 ) -> dict[str, dict[str, FitError]]:
     """For each form of the predictor and each kind, mean errors on a held-out third.
 
@@ -204,7 +214,7 @@ def errors(
         shuffled = {kind: random.sample(all_, len(all_)) for kind, all_ in passes.items()}
         seen = [one for all_ in shuffled.values() for one in all_[: len(all_) * 2 // 3]]
         for form, by_kind in found.items():
-            costs = fit_costs(form, seen, num_experts, experts_per_token)
+            costs = fit_costs(form, seen, num_experts, experts_per_token, dense_layers)
             for kind, all_ in shuffled.items():
                 by_kind[kind].append(fit_error(costs, all_[len(all_) * 2 // 3 :]))
     return {

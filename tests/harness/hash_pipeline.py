@@ -25,7 +25,7 @@ from data_plane.fake.stage import HashStage
 from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.stage_links import LocalStageLinks, StageLinks
 from harness.hash_parts import Story
-from harness.pipeline_setups import PipelineSetup, chaos_setup, draw_setup
+from harness.pipeline_setups import PipelineSetup, chaos_setup, crowded, draw_setup
 from nanocp.passes import LayerMoves, PassPlan, PipelinePlan
 from nanocp.plan import AbortRequested, Arrival, FinishReason, Preempted
 from nanocp.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
@@ -172,8 +172,17 @@ class HashPipeline:
                 if len(self.stories) < self.num_requests:
                     self._arrive()
 
+    def arrive_together(self) -> None:
+        """Let all requests arrive now, each with an output that needs a second frame.
+
+        Few are aborted: nobody would be left to outgrow anything.
+        """
+        self.abort_share /= 10
+        while len(self.stories) < self.num_requests:
+            self._arrive(self.random.randrange(40, 65), self.random.randrange(26, 60))
+
     def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
-        random, vocab_size = self.random, self.vocab_size
+        random, vocab_size, longest = self.random, self.vocab_size, prompt_len or 600
         any_prompt_len = random.choice(
             [1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 400)]
         )
@@ -182,7 +191,7 @@ class HashPipeline:
         if self.stories and random.random() < self.prefix_share:
             common = random.choice([story.known_ids for story in self.stories.values()])
             common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
-            prompt_ids = [*common, *prompt_ids][:600]
+            prompt_ids = [*common, *prompt_ids][:longest]
         max_tokens = max_tokens or random.choice([1, 3, 20, random.randrange(1, 150)])
         params = self._draw_params(max_tokens)
         priority = random.choice([0, 0, 0, 1])
@@ -253,9 +262,11 @@ class HashPipeline:
 
     def _carry_out(self, plan: PipelinePlan) -> None:
         if plan.layer_moves is not None:
-            name = "sent ahead" if plan.layer_moves.split is None else "sent at the mark"
+            is_mark = plan.layer_moves.split is not None
+            self.counts["marks under chunks"] += is_mark and bool(self.scheduler._prompts_in)
+            name = "sent at the mark" if is_mark else "sent ahead"
             for move in plan.layer_moves.moves:
-                self.counts["moved layers"] += plan.layer_moves.split is not None
+                self.counts["moved layers"] += is_mark
                 self.counts[name] += sum(count for _, count in move.frames)
             self._send(plan.layer_moves)
         if plan.pass_plan is not None:
@@ -369,8 +380,15 @@ class HashPipeline:
 
 
 def play(seed: int, is_chaos: bool = False) -> HashPipeline:
-    """Play one seed to its end; a failure names the seed."""
-    pipeline = HashPipeline(seed, setup=chaos_setup(seed) if is_chaos else None)
+    """Play one seed to its end; a failure names the seed.
+
+    is_chaos: layers move up to once a pass; with every fourth seed rows outgrow the frames too.
+    """
+    is_crowd = is_chaos and seed % 4 == 3
+    setup = chaos_setup(seed) if is_chaos else None
+    pipeline = HashPipeline(seed, setup=crowded(setup) if setup and is_crowd else setup)
+    if is_crowd:
+        pipeline.arrive_together()
     try:
         pipeline.play()
     except Exception as error:

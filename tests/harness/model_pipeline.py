@@ -29,7 +29,7 @@ from data_plane.step.stage import ModelStage
 from data_plane.transport.stage_links import StageLinks
 from harness.hash_parts import Story
 from harness.hash_pipeline import HashPipeline
-from harness.pipeline_setups import PipelineSetup, chaos_setup
+from harness.pipeline_setups import PipelineSetup, chaos_setup, crowded
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.passes import LayoutWanted, PipelineConfig, even_split
 from nanocp.plan import PAGE_SIZE
@@ -181,7 +181,10 @@ def still_setup(split: tuple[int, ...], **pipeline: Any) -> PipelineSetup:
 
 
 def play_chaos(checkpoint: Path, oracle: Oracle, seed: int, num_requests: int) -> ModelPipeline:
-    """Layers of the checkpoint move up to once a pass, in any way that is legal."""
+    """Layers of the checkpoint move up to once a pass, in any way that is legal.
+
+    With every fourth seed rows outgrow the frames.
+    """
     setup, num_layers = chaos_setup(seed), ModelConfig.from_folder(checkpoint).num_layers
     num_stages = min(setup.pipeline.num_stages, num_layers)
     most = max(even_split(num_layers, num_stages))
@@ -194,10 +197,14 @@ def play_chaos(checkpoint: Path, oracle: Oracle, seed: int, num_requests: int) -
     )
     scheduler = replace(setup.scheduler, max_queued_requests=1024)
     setup = setup._replace(pipeline=pipeline, scheduler=scheduler)
+    if is_crowd := seed % 4 == 3:
+        setup = crowded(setup)
     played = ModelPipeline(checkpoint, seed, setup, num_requests)
     played.speeds = [Random(seed).choice([1, 0.3]) for _ in played.speeds]
     played.abort_share = min(played.abort_share, 0.05)
-    for _ in range(num_requests // 2):
+    if is_crowd:
+        played.arrive_together()
+    for _ in range(num_requests // 2 - len(played.stories)):
         played._arrive()
     try:
         played.play()

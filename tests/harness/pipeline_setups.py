@@ -64,3 +64,13 @@ def chaos_setup(seed: int) -> PipelineSetup:
         layout_window=1,
     )
     return setup._replace(pipeline=pipeline)
+
+
+def crowded(setup: PipelineSetup) -> PipelineSetup:
+    """Few frames, of which no row is promised any beyond its prompt: together rows outgrow them."""
+    bounds = BoundsConfig(max_rows=8, max_attention_rows=8)
+    return PipelineSetup(
+        replace(setup.cluster, num_frames=5, max_model_len=192, bounds=bounds),
+        replace(setup.scheduler, growth_promise="tokens:0", max_queued_requests=1024),
+        replace(setup.pipeline, max_pass_tokens=max(setup.pipeline.max_pass_tokens, 40)),
+    )

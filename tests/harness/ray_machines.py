@@ -118,7 +118,7 @@ class Serve:
     def interrupt(self):
         """Send what Ctrl-C sends; returns the exit status."""
         self.machines[0].run("pkill -INT -f '[n]anocp.cli.main serve'")
-        return self.wait(60)
+        return self.wait(120)
 
 
 def serve_words(machines, checkpoint, num_instances, per_node, policy="fixed_degree:3"):

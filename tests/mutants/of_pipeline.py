@@ -215,6 +215,14 @@ OF_PIPELINE = [
         tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "references"),
     ),
     Mutant(
+        name="deaf-copy",
+        why="a change of layers waits for ever for KV whose connection has ended",
+        path="data_plane/instance/stage_layers.py",
+        text="if lost:",
+        fault="if False:",
+        tests=("tests/data_plane/instance/test_stage_layers.py", "-k", "cut"),
+    ),
+    Mutant(
         name="layout-outlives-a-term",
         why="the scheduler keeps a layout after a loss, and stages begin with that of the start",
         path="control_plane/scheduler/pipeline/pipeline_scheduler.py",

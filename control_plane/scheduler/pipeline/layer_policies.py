@@ -14,7 +14,7 @@ import difflib
 import struct
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from statistics import fmean
@@ -166,7 +166,8 @@ class LevelLayout:
             self._saved_us.clear()
         self._num_passes += 1
         self._latest.append(times)
-        mean = PassTimes(*(fmean(us) for us in zip(*self._latest, strict=True)))
+        layer_us, sample_us, dense_us, _ = map(fmean, zip(*self._latest, strict=True))
+        mean = PassTimes(layer_us, sample_us, dense_us, times.dense_layers)
         self._saved_us.setdefault(self._best(split, mean), 0.0)
         slowness = self._speeds.slowness
         present_us = longest_us(split, mean, slowness)
@@ -190,14 +191,15 @@ class LevelLayout:
 
         If room is too short to go there at once: of the best that can be had, the nearest to it.
         """
-        num_layers, slowness = sum(split), self._speeds.slowness
-        # What each stage takes for a layer, and besides.
-        kinds = [(times.layer_us * slow, 0.0) for slow in slowness]
-        kinds[-1] = kinds[-1][0], times.sample_us * slowness[-1]
+        num_layers, num_dense = sum(split), times.dense_layers
+        # How slow each stage is, and what it does besides its layers.
+        kinds = [(slow, 0.0) for slow in self._speeds.slowness]
+        kinds[-1] = kinds[-1][0], times.sample_us
         bounds = sorted(
             {
-                count * layer_us + extra_us
-                for layer_us, extra_us in set(kinds)
+                slow * (times.layers_us(first, count) + extra_us)
+                for slow, extra_us in set(kinds)
+                for first in range(num_dense + 1)
                 for count in range(1, self._num_places + 1)
             }
         )
@@ -205,17 +207,29 @@ class LevelLayout:
         def least(wanted: Split, num_places: int) -> Split | None:
             """The nearest to what is wanted, of those with the least longest stage."""
 
-            def most_within(bound: float) -> Split | None:
-                """The most layers of each stage; None if those are too few."""
-                most = tuple(self._most(bound - extra_us, us) for us, extra_us in kinds)
-                return None if min(most) < 1 or sum(most) < num_layers else most
+            def most_within(bound: float) -> tuple[Split, ...] | None:
+                """The most layers of each stage, by its first one; None if those are too few."""
+                most = tuple(
+                    tuple(
+                        self._most(bound / slow - extra_us, times, first)
+                        for first in range(num_dense + 1)
+                    )
+                    for slow, extra_us in kinds
+                )
+                end = 0
+                for stage, limits in enumerate(most, 1):
+                    limit = limits[min(end, num_dense)]
+                    if limit < 1:
+                        return None
+                    end += min(limit, num_layers - end - len(most) + stage)
+                return most if end == num_layers else None
 
             def within(bound: float) -> Split | None:
                 most = most_within(bound)
                 return None if most is None else _nearest(wanted, most, split, num_places)
 
             # With room for all layers, limits that hold them are enough: there is such a layout.
-            can_be = within if num_places < num_layers else most_within
+            can_be: Callable[[float], object] = within if num_places < num_layers else most_within
             index = bisect_left(bounds, True, key=lambda bound: can_be(bound) is not None)
             return within(bounds[index]) if index < len(bounds) else None
 
@@ -224,28 +238,36 @@ class LevelLayout:
             return best
         return least(best, self._num_places) or split
 
-    def _most(self, us: float, layer_us: float) -> int:
-        """The layers that a stage can run in this time."""
-        # A bound is a sum of products; rounding must not cost the layer that made it.
-        fits = int((us + 1e-9 * abs(us)) / layer_us) if layer_us else self._num_places
+    def _most(self, us: float, times: PassTimes, first: int) -> int:
+        """The layers from `first` on that a stage can run in this time."""
+        num_dense = max(times.dense_layers - first, 0)
+        fits = self._fits(us, times.dense_us) if num_dense else 0
+        if fits >= num_dense:
+            fits = num_dense + self._fits(us - num_dense * times.dense_us, times.layer_us)
         return min(fits, self._num_places)
+
+    def _fits(self, us: float, layer_us: float) -> int:
+        # A bound is a sum of products; rounding must not cost the layer that made it.
+        return int((us + 1e-9 * abs(us)) / layer_us) if layer_us else self._num_places
 
 
 @lru_cache(maxsize=1024)
-def _nearest(wanted: Split, most: Split, split: Split, num_places: int) -> Split | None:
+def _nearest(wanted: Split, most: tuple[Split, ...], split: Split, num_places: int) -> Split | None:
     """The layout within these limits that has the fewest layers elsewhere than wanted; exact.
 
-    split: the layout that is: stages have room for `num_places` layers while they go from it. None
-    if there is no such layout.
+    most: for each stage, its most layers by its first one; the last number holds for all that come
+    after. split: the layout that is: stages have room for `num_places` layers while they go from
+    it. None if there is no such layout.
     """
     stage_of = stages_of(wanted)
     num_layers = len(stage_of)
     # (layers elsewhere, layout) of the stages so far, by the layers that they have.
     reached: dict[int, tuple[int, Split]] = {0: (0, ())}
-    for stage, limit in enumerate(most):
+    for stage, limits in enumerate(most):
         following: dict[int, tuple[int, Split]] = {}
         old_first = sum(split[:stage])
         for first, (elsewhere, counts) in reached.items():
+            limit = limits[min(first, len(limits) - 1)]
             for count in range(1, min(limit, num_layers - first) + 1):
                 elsewhere += stage_of[first + count - 1] != stage
                 if num_needed(old_first, split[stage], first, count) > num_places:

@@ -7,6 +7,7 @@ Does not know: how the constants were fitted, why a stage is slow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from nanocp.passes import PassCosts, SamplerWork, Span
@@ -27,9 +28,18 @@ class PassTimes(NamedTuple):
     """What is predicted of one pass."""
 
     layer_us: float
-    """Time of one layer."""
+    """Time of one layer; of one with experts, if some are dense."""
     sample_us: float
     """Time of the last stage for logits and sampling."""
+    dense_us: float = 0.0
+    """Time of one dense layer."""
+    dense_layers: int = 0
+    """Layers that are dense, the first ones; 0: all are equal."""
+
+    def layers_us(self, first: int, count: int) -> float:
+        """Time of so many layers from this one on."""
+        num_dense = min(max(self.dense_layers - first, 0), count)
+        return (count - num_dense) * self.layer_us + num_dense * self.dense_us
 
 
 def stage_times(
@@ -39,7 +49,8 @@ def stage_times(
 
     split: layers of each stage. slowness: what each stage takes for 1 us of the prediction.
     """
-    us = [count * times.layer_us for count in split]
+    firsts = accumulate(split, initial=0)
+    us = [times.layers_us(first, count) for first, count in zip(firsts, split, strict=False)]
     us[-1] += times.sample_us
     return us if slowness is None else [a * b for a, b in zip(us, slowness, strict=True)]
 
@@ -179,4 +190,13 @@ def predict_pass(spans: Sequence[Span], costs: PassCosts, works: Sequence[int] =
         + costs.controls_us * found.controls
         + costs.logprobs_us * found.logprobs
     )
-    return PassTimes(max(layer_us, 0.0), max(sample_us, 0.0))
+    if not costs.dense_layers:
+        return PassTimes(max(layer_us, 0.0), max(sample_us, 0.0))
+    dense_us = (
+        layer_us
+        - costs.expert_us * found.experts
+        + costs.dense_us
+        + costs.dense_token_us * found.tokens
+    )
+    times = max(layer_us, 0.0), max(sample_us, 0.0), max(dense_us, 0.0)
+    return PassTimes(*times, costs.dense_layers)

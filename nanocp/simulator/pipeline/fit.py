@@ -7,6 +7,7 @@ ours, and how far they are off. Does not know: where the times come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
@@ -56,11 +57,13 @@ class MeasuredPass(NamedTuple):
 
     spans: tuple[Span, ...]
     layer_us: float
-    """Time of one layer."""
+    """Time of one layer; of one with experts, if some are dense."""
     sample_us: float
     """Time of logits and sampling; 0 if nothing is sampled."""
     works: tuple[int, ...] = ()
     """See predictor.pass_features."""
+    dense_us: float = 0.0
+    """Time of one dense layer, if some are."""
 
 
 class FitError(NamedTuple):
@@ -87,23 +90,43 @@ def draw_mixes(num_mixes: int, seed: int = 0) -> list[tuple[Span, ...]]:
 
 
 def fit_costs(
-    form: str, passes: Sequence[MeasuredPass], num_experts: int = 0, experts_per_token: int = 0
+    form: str,
+    passes: Sequence[MeasuredPass],
+    num_experts: int = 0,
+    experts_per_token: int = 0,
+    dense_layers: int = 0,
 ) -> PassCosts:
     """The constants of least squared relative error.
 
-    form: a name of FORMS. Raises ValueError for another one, and without passes that sample.
+    form: a name of FORMS. dense_layers: see PassCosts. Raises ValueError for another form, and
+    without passes that sample.
     """
     check_one_of(tuple(FORMS), predictor=form)
     experts = num_experts, experts_per_token
     found = [pass_features(one.spans, *experts, one.works) for one in passes]
     sampling = [(each, one.sample_us) for each, one in zip(found, passes, strict=True)]
     sampling = [(each, us) for each, us in sampling if each.sampled and us > 0]
-    return PassCosts(
+    costs = PassCosts(
         **_constants(FORMS[form], found, [one.layer_us for one in passes]),
         **_constants(_SAMPLING[form], [each for each, _ in sampling], [us for _, us in sampling]),
         num_experts=num_experts,
         experts_per_token=experts_per_token,
+        dense_layers=dense_layers,
     )
+    return _with_dense(costs, passes, found) if dense_layers else costs
+
+
+def _with_dense(
+    costs: PassCosts, passes: Sequence[MeasuredPass], found: Sequence[PassFeatures]
+) -> PassCosts:
+    """Add what a dense layer takes besides one with experts, but for these."""
+    known = [
+        predict_pass(one.spans, costs).layer_us - costs.expert_us * each.experts
+        for one, each in zip(passes, found, strict=True)
+    ]
+    rows = [[1.0, float(each.tokens)] for each in found]
+    dense_us, token_us = _least_squares(rows, [one.dense_us for one in passes], known)
+    return replace(costs, dense_us=dense_us, dense_token_us=token_us)
 
 
 def fit_error(costs: PassCosts, passes: Sequence[MeasuredPass]) -> FitError:
@@ -126,8 +149,13 @@ def _constants(
     return dict.fromkeys(names, 0.0) | dict(zip(there, factors, strict=True))
 
 
-def _least_squares(rows: list[list[float]], values: Sequence[float]) -> list[float]:
-    """The factors of the columns; of the relative error, so each row is divided by its value."""
+def _least_squares(
+    rows: list[list[float]], values: Sequence[float], known: Sequence[float] | None = None
+) -> list[float]:
+    """The factors of the columns; of the relative error, so each row is divided by its value.
+
+    known: what of each value is not the columns'. None: nothing.
+    """
     import numpy
 
     if not rows:
@@ -135,5 +163,6 @@ def _least_squares(rows: list[list[float]], values: Sequence[float]) -> list[flo
     scaled = numpy.array(rows) / numpy.array(values)[:, None]
     size = numpy.abs(scaled).max(axis=0)
     size[size == 0] = 1.0
-    factors = numpy.linalg.lstsq(scaled / size, numpy.ones(len(values)), rcond=None)[0]
+    wanted = 1 - numpy.array(known or [0.0] * len(values)) / numpy.array(values)
+    factors = numpy.linalg.lstsq(scaled / size, wanted, rcond=None)[0]
     return [float(factor) for factor in factors / size]

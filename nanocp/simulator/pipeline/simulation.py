@@ -269,7 +269,7 @@ class PipelineSimulation:
         layer_us = self._file.layer_us(costs, spans)
         sample_us = costs.sample_us(num_sampled)
         predicted_us = predict_pass(spans, self.pipeline.costs)
-        self._recorder.passed(self._heap.now_us, (layer_us, sample_us), predicted_us)
+        self._recorder.passed(self._heap.now_us, (layer_us, sample_us), predicted_us[:2])
         hidden_bytes = sum(span.num_tokens for span in spans) * self._file.model.hidden_bytes
         shares_us = self._shares_us(plan.number, num_sampled) if num_sampled else ()
         timed = TimedPass(

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from data_plane.kv.stage_rings import RingStageLinks
+from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.stage_links import HiddenRows, PassTokens
+from data_plane.transport.tcp_messages import shut
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
@@ -70,6 +72,17 @@ def test_what_was_received_stays_when_its_place_is_written_again(stages):
         stages[1].send_hidden(HiddenRows(number, 0, 1, torch.zeros(4, WIDTH)))
         received(stages[2], stages[2].receive_hidden)
     assert torch.equal(came.rows, first)
+
+
+@pytest.mark.parametrize("stages", ["TCP"], indirect=True)
+def test_a_connection_that_ends_is_a_lost_stage_once_its_messages_are_taken(stages):
+    stages[2].send_tokens(PassTokens(0, ((1, 7),)))
+    shut(stages[2]._writer._segment._connection)
+    assert received(stages[0], stages[0].receive_tokens) == PassTokens(0, ((1, 7),))
+    with pytest.raises(PeerLost, match="stage 0 waits for stage 2") as lost:
+        received(stages[0], stages[0].receive_tokens)
+    assert lost.value.peer == 2
+    assert stages[1].receive_hidden() is None, "stage 0 is still there"
 
 
 def test_tokens_go_from_the_last_stage_to_the_first(stages):

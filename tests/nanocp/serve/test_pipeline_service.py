@@ -46,8 +46,8 @@ WAIT_S = 120
 
 
 @contextmanager
-def pipeline_service(checkpoint, config=CONFIG):
-    service = forked_service(config, open_checkpoint(config, checkpoint))
+def pipeline_service(checkpoint, config=CONFIG, **served):
+    service = forked_service(config, replace(open_checkpoint(config, checkpoint), **served))
     try:
         service.start(lambda step: None)
         yield service
@@ -186,6 +186,40 @@ def test_stages_that_are_lost_while_layers_move_are_replaced(
             assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
         assert moving.result(WAIT_S).exit_code == 0
         assert "stage 0 has layers 0 to 0" in layout(service).output
+        until_free(service)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("copy_ahead", [True, False])
+@pytest.mark.parametrize(
+    ("breaks", "lost"), [("cut_connection", 0), ("dying_source", 0), ("dying_target", 1)]
+)
+def test_what_breaks_in_the_middle_of_a_copy_of_kv_costs_no_token(
+    tiny_checkpoint, tiny_oracle, breaks, lost, copy_ahead
+):
+    """KV goes by TCP, ahead of the mark or with it. Of a cut connection one end is replaced."""
+    config = replace(
+        CONFIG,
+        data_plane=DataPlaneConfig(exchange_backend="tcp"),
+        pipeline=replace(CONFIG.pipeline, copy_ahead=copy_ahead),
+    )
+    factory = f"harness.cut_stages:{breaks}"
+    with (
+        pipeline_service(tiny_checkpoint, config, instance_factory=factory) as service,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        ids = [prompt(length, length) for length in (600, 1, 150, 300)]
+        before = pids(service)
+        generate(service, ids[0], 1)  # from now on there are pages that travel
+        running = [pool.submit(generate, service, each, 200) for each in ids]
+        while service.num_open < len(ids):
+            time.sleep(0.01)
+        assert "stage 0 has layers 0 to 0" in layout(service, "1,3").output
+        for each, output in zip(ids, running, strict=True):
+            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        assert [a != b for a, b in zip(before, pids(service), strict=True)] == [
+            stage == lost for stage in range(2)
+        ]
         until_free(service)
 
 

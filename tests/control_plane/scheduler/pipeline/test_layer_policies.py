@@ -17,7 +17,12 @@ from control_plane.scheduler.pipeline.layer_policies import (
     num_moved,
     stages_of,
 )
-from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, predict_pass
+from control_plane.scheduler.pipeline.predictor import (
+    PassTimes,
+    StageSpeeds,
+    predict_pass,
+    stage_times,
+)
 from nanocp.passes import PassCosts, PipelineConfig, Span
 
 
@@ -101,7 +106,8 @@ def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
     splits = all_splits(num_layers, num_stages, num_places)
     split = data.draw(st.sampled_from(splits))
     layer_us = data.draw(st.sampled_from([0.1, 1.0, 7.3]))
-    times = PassTimes(layer_us, data.draw(st.floats(0, 60)))
+    dense_us, num_dense = data.draw(st.sampled_from([0.23, 5.1])), data.draw(st.integers(0, 3))
+    times = PassTimes(layer_us, data.draw(st.floats(0, 60)), dense_us, num_dense)
     speeds = StageSpeeds(num_stages)
     speeds.slowness = slow = tuple(
         data.draw(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.1])) for _ in range(num_stages)
@@ -116,6 +122,13 @@ def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
     elif num_places == num_layers:
         best = (s for s in splits if longest_us(s, times, slow) <= least * (1 + 1e-9))
         assert num_moved(split, wished) == min(num_moved(split, each) for each in best)
+
+
+def test_a_dense_layer_counts_by_its_own_time():
+    times = PassTimes(5.0, 0.0, dense_us=2.0, dense_layers=3)
+    assert stage_times((2, 2, 4), times) == [4.0, 7.0, 20.0]
+    policy = LevelLayout(config(3, 8, layout_window=1))
+    assert policy.wish((2, 2, 4), times, 0, 0) == (4, 2, 2)  # 11, 10 and 10
 
 
 def ran(speeds, number, *us):

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from control_plane.scheduler.pipeline.predictor import pass_features, predict_pass
+from control_plane.scheduler.pipeline.predictor import PassTimes, pass_features, predict_pass
 from nanocp.passes import PassCosts, SamplerWork, Span
 from nanocp.sampling import SamplingParams
 from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs, fit_error
@@ -38,7 +38,8 @@ def measured(costs, num_mixes, seed):
     random, passes = Random(seed), []
     for spans in draw_mixes(num_mixes, seed):
         works = tuple(random.choice([0, 1, 3, 4, 8, 15]) for _ in spans)
-        passes.append(MeasuredPass(spans, *predict_pass(spans, costs, works), works))
+        layer_us, sample_us, dense_us, _ = predict_pass(spans, costs, works)
+        passes.append(MeasuredPass(spans, layer_us, sample_us, works, dense_us))
     return passes
 
 
@@ -68,6 +69,15 @@ def test_known_constants_are_found_again():
     assert fit_error(found, measured(KNOWN, 100, seed=2)).layer < 1e-6
 
 
+def test_a_dense_layer_takes_what_others_take_but_for_experts_and_something_of_its_own():
+    known = replace(KNOWN, dense_layers=3, dense_us=-150.0, dense_token_us=2.0)
+    found = fit_costs("ours", measured(known, 200, seed=1), 64, 4, dense_layers=3)
+    assert found.dense_layers == 3
+    assert (found.dense_us, found.dense_token_us) == pytest.approx((-150.0, 2.0), rel=1e-5)
+    times = predict_pass((Span(1, 99, 1, True),), known)
+    assert times.layer_us - times.dense_us == pytest.approx(4 * KNOWN.expert_us + 150 - 2)
+
+
 def test_the_papers_form_lacks_what_ours_has():
     passes = measured(KNOWN, 200, seed=1)
     held_out = measured(KNOWN, 100, seed=2)
@@ -90,7 +100,7 @@ def test_constants_of_the_papers_form_make_its_prediction():
 
 def test_a_prediction_is_never_negative():
     costs = PassCosts(token_us=-5.0, sampled_us=-1.0)
-    assert predict_pass((Span(1, 9, 1, True),), costs) == (0.0, 0.0)
+    assert predict_pass((Span(1, 9, 1, True),), costs) == PassTimes(0.0, 0.0)
 
 
 def test_nothing_to_fit_is_an_error():
