@@ -125,8 +125,10 @@ def main(
         write_results(json, [result], describe(load_before))
     for key, value in result.items():
         console.print(f"{key}: {value}", highlight=False, markup=False)
-    seats = result["seats_at_the_end"]
-    claims = [*claims_of(result), ("the other machines serve", seats == [0, 1])]
+    # Which seats the others have is Ray's choice. None of them is on the machine that is unplugged:
+    # a window needs every instance of its term.
+    num_seats = len(result["seats_at_the_end"])
+    claims = [*claims_of(result), ("the other machines serve", num_seats == NUM_MACHINES - 1)]
     raise typer.Exit(not print_claims(console, claims))
 
 
