@@ -5,20 +5,24 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.moe.fused import GateTiles
+from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import PeerMemory
 from harness import check_run, gpu_cluster, gpu_token_checks
 from harness.check_run import run
+from harness.cuda_stand_in import Cuda
 from harness.exchange_cases import NARROW
 from harness.fused_cases import SMALL_TILES
+from harness.gpu_cluster import GpuCluster
 from harness.gpu_exchange_checks import exchange_checks
 from harness.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
-from harness.gpu_token_checks import decode_process, token_checks
+from harness.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
 from harness.paths import ROOT
 from nanocp.config import BoundsConfig
 
@@ -127,6 +131,28 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
     decode_process(0, 1, tmp_path, path, "cpu")
     found = json.loads((tmp_path / "0.json").read_text())
     assert [len(ids) - num_prompt for ids, num_prompt in found] == [8] * 4
+
+
+@pytest.mark.system
+@without_gpu
+def test_graphs_of_two_lanes_give_the_tokens_of_the_reference(mini, monkeypatch):
+    """A graph runs its interpreted steps anew; one instance, since nobody takes turns."""
+    cuda, run_step = Cuda(), GpuStep.run
+    cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(
+        GpuStep, "run", lambda step, context: cuda.launch(partial(run_step, step, context))
+    )
+    monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
+    path, oracle = mini
+    cluster = GpuCluster(path, num_instances=1, num_parts=2, is_captured=True, num_lanes=2)
+    for ids in make_prompts((1, 70, 63), 320):
+        cluster.add(ids, 1)
+    for _ in range(2):
+        cluster.step()
+    assert_exact(cluster, oracle)
+    assert [len(graph.calls) for graph in cuda.graphs] == [2], "one bucket, a step of each lane"
+    assert sum("replays" in each for each in cuda.log) == 2
 
 
 class OneBucket(BucketTable):
