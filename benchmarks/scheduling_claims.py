@@ -25,7 +25,7 @@ RIVALS = (
 )
 POLICIES = (FLUID, COST_AWARE, *RIVALS)
 CLOSE = ("issue-1", "issue-5")
-"""Workloads with claims about what separates cost_aware from fluid."""
+"""Workloads with claims about what separates cost_aware from fluid and from dual_balanced."""
 MAX_CPU_MINUTES = 2 * 60
 """Claim: of a full run, so that it takes at most an hour on 2 cores."""
 _ROUNDING = 1e-4

@@ -67,8 +67,8 @@ MEASURE_S = {"mooncake-x8": 200.0}
 """Seconds measured of a workload for which less than these would allow fewer than 20 misses, since
 it comes in bursts."""
 PRECISION, CLOSE_PRECISION, QUICK_PRECISION = 1.02, 1.005, 1.1
-"""A rate is found to this factor: fluid's and cost_aware's to the second where a claim is about
-what separates them, and any to the third in a quick run."""
+"""A rate is found to this factor: to the second where a claim is about what separates two rates,
+and to the third in a quick run."""
 MEASURES = (
     "ttft_ms_p50",
     "ttft_ms_p99",
@@ -175,7 +175,7 @@ class Question:
                 name,
                 self._trial(name, policy, constants, form),
                 self.num_seeds,
-                self._precision(name, policy),
+                self._precision(name),
                 more_forms=tuple(self.forms[1:]) if policy == FLUID else (),
             )
             for form in self.forms
@@ -185,10 +185,10 @@ class Question:
             if policy != FLUID or form == self.forms[0]
         ]
 
-    def _precision(self, name: str, policy: str) -> float:
+    def _precision(self, name: str) -> float:
         if self.is_quick:
             return QUICK_PRECISION
-        return CLOSE_PRECISION if name in CLOSE and policy not in RIVALS else PRECISION
+        return CLOSE_PRECISION if name in CLOSE else PRECISION
 
     def _trial(self, name: str, policy: str, constants: str, form: str) -> Trial:
         measure_s = self.measure_s or MEASURE_S.get(name)
@@ -340,13 +340,11 @@ def collect(
     """
     for name in ("max_rate", "rates_by_seed", "fails_at", *COUNTS, *MEASURES, "cpu_s"):
         results.setdefault(name, {})
+    known = (results["max_rate"], results["fails_at"])
     missing = [
         task
         for task in tasks
-        if all(
-            task.trial.policy not in results[name].get(task.key, {})
-            for name in ("max_rate", "fails_at")
-        )
+        if not all(any(task.trial.policy in of.get(key, {}) for of in known) for key in task.keys)
     ]
     columns = (
         TextColumn("{task.description}"),
