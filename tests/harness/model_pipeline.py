@@ -130,7 +130,7 @@ class ModelPipeline(HashPipeline):
         return stages
 
     def _draw_params(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=0, max_tokens=10 + max_tokens % 40)
+        return SamplingParams(temperature=0, max_tokens=min(10 + max_tokens, 49))
 
     def _expected(self, prompt_ids: list[int], params: SamplingParams) -> list[int]:
         return []  # `judge` says at the end

@@ -14,7 +14,7 @@ import difflib
 import struct
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from statistics import fmean
@@ -195,20 +195,30 @@ class LevelLayout:
         # How slow each stage is, and what it does besides its layers.
         kinds = [(slow, 0.0) for slow in self._speeds.slowness]
         kinds[-1] = kinds[-1][0], times.sample_us
+        layer_us, more_us = times.layer_us, times.dense_us - times.layer_us
         bounds = sorted(
             {
-                slow * (times.layers_us(first, count) + extra_us)
+                slow * (count * layer_us + dense * more_us + extra_us)
                 for slow, extra_us in set(kinds)
-                for first in range(num_dense + 1)
-                for count in range(1, self._num_places + 1)
+                for dense in range(num_dense + 1)
+                for count in range(dense or 1, self._num_places + 1)
             }
         )
 
         def least(wanted: Split, num_places: int) -> Split | None:
             """The nearest to what is wanted, of those with the least longest stage."""
 
-            def most_within(bound: float) -> tuple[Split, ...] | None:
-                """The most layers of each stage, by its first one; None if those are too few."""
+            def holds(bound: float) -> bool:
+                """Whether the stages can run all layers if each runs as many as it can."""
+                end = 0
+                for stage, (slow, extra_us) in enumerate(kinds, 1):
+                    most = self._most(bound / slow - extra_us, times, end)
+                    if most < 1:
+                        return False
+                    end += min(most, num_layers - end - len(kinds) + stage)
+                return end == num_layers
+
+            def within(bound: float) -> Split | None:
                 most = tuple(
                     tuple(
                         self._most(bound / slow - extra_us, times, first)
@@ -216,21 +226,14 @@ class LevelLayout:
                     )
                     for slow, extra_us in kinds
                 )
-                end = 0
-                for stage, limits in enumerate(most, 1):
-                    limit = limits[min(end, num_dense)]
-                    if limit < 1:
-                        return None
-                    end += min(limit, num_layers - end - len(most) + stage)
-                return most if end == num_layers else None
+                return _nearest(wanted, most, split, num_places)
 
-            def within(bound: float) -> Split | None:
-                most = most_within(bound)
-                return None if most is None else _nearest(wanted, most, split, num_places)
+            def can_be(bound: float) -> bool:
+                # With room for all layers, a bound that holds them is enough.
+                has_all_room = num_places == num_layers
+                return holds(bound) and (has_all_room or within(bound) is not None)
 
-            # With room for all layers, limits that hold them are enough: there is such a layout.
-            can_be: Callable[[float], object] = within if num_places < num_layers else most_within
-            index = bisect_left(bounds, True, key=lambda bound: can_be(bound) is not None)
+            index = bisect_left(bounds, True, key=can_be)
             return within(bounds[index]) if index < len(bounds) else None
 
         best = least(split, num_layers) or split
@@ -240,9 +243,10 @@ class LevelLayout:
 
     def _most(self, us: float, times: PassTimes, first: int) -> int:
         """The layers from `first` on that a stage can run in this time."""
-        num_dense = max(times.dense_layers - first, 0)
-        fits = self._fits(us, times.dense_us) if num_dense else 0
-        if fits >= num_dense:
+        num_dense = times.dense_layers - first
+        if num_dense <= 0:
+            fits = self._fits(us, times.layer_us)
+        elif (fits := self._fits(us, times.dense_us)) >= num_dense:
             fits = num_dense + self._fits(us - num_dense * times.dense_us, times.layer_us)
         return min(fits, self._num_places)
 

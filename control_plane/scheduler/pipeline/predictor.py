@@ -7,7 +7,6 @@ Does not know: how the constants were fitted, why a stage is slow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from nanocp.passes import PassCosts, SamplerWork, Span
@@ -36,11 +35,6 @@ class PassTimes(NamedTuple):
     dense_layers: int = 0
     """Layers that are dense, the first ones; 0: all are equal."""
 
-    def layers_us(self, first: int, count: int) -> float:
-        """Time of so many layers from this one on."""
-        num_dense = min(max(self.dense_layers - first, 0), count)
-        return (count - num_dense) * self.layer_us + num_dense * self.dense_us
-
 
 def stage_times(
     split: Sequence[int], times: PassTimes, slowness: Sequence[float] | None = None
@@ -49,8 +43,13 @@ def stage_times(
 
     split: layers of each stage. slowness: what each stage takes for 1 us of the prediction.
     """
-    firsts = accumulate(split, initial=0)
-    us = [times.layers_us(first, count) for first, count in zip(firsts, split, strict=False)]
+    us = [count * times.layer_us for count in split]
+    left, more_us = times.dense_layers, times.dense_us - times.layer_us
+    for stage, count in enumerate(split):
+        if left <= 0:
+            break
+        us[stage] += min(left, count) * more_us
+        left -= count
     us[-1] += times.sample_us
     return us if slowness is None else [a * b for a, b in zip(us, slowness, strict=True)]
 

@@ -50,37 +50,35 @@ def stages():
         yield stages
 
 
-def cut(stage):
-    """End the connection by which stage 0 sends."""
-    shut(stage._mover._writers[1]._segment._connection)
-
-
-def progress_of(stages, seconds=20.0):
-    """Let them go on until the second one has reported."""
-    deadline = time.monotonic() + seconds
-    while not (events := stages[-1].poll().events):
+def cut(stages):
+    """End the connection by which stage 0 sends; stage 1 knows it when this returns."""
+    source, target = stages
+    shut(source._mover._writers[1]._segment._connection)
+    deadline = time.monotonic() + 20
+    while not target._mover.has_lost(0):
         assert time.monotonic() < deadline
-        for stage in stages:
-            stage.progress()
         time.sleep(0.001)
-    return events
 
 
 def test_a_connection_that_is_cut_in_the_middle_of_a_copy_is_a_lost_peer(stages):
     """Else the change would never end, nor any after it: nothing else waits for KV sent ahead."""
     source, target = stages
     assert len(source._to_send) == 1, "the ring is full"
-    cut(source)
+    cut(stages)
     with pytest.raises(PeerLost, match=r"stage 1 waits for KV of layer 1: .* stage 0") as lost:
-        progress_of([target])
+        target.progress()
     assert lost.value.peer == 0
     assert target._filled[2, 2] == 0 and target.is_moving
 
 
 def test_a_connection_that_ends_after_a_copy_costs_nothing(stages):
-    assert progress_of(stages) == (LayersMoved(1, 1),)
-    cut(stages[0])
-    while not stages[1]._mover.has_lost(0):
+    deadline = time.monotonic() + 20
+    while not (events := stages[1].poll().events):
+        assert time.monotonic() < deadline
+        for stage in stages:
+            stage.progress()
         time.sleep(0.001)
+    assert events == (LayersMoved(1, 1),)
+    cut(stages)
     stages[1].progress()
     assert (stages[1]._filled[2, :3] == PAGE_SIZE).all()
