@@ -9,7 +9,8 @@ WORKLOAD/absorbed. Exit status 1 if a claim does not hold. Does not know: how a 
 
 Fluid and cost_aware are searched for. Of any other policy a run for each seed shows that it does
 not sustain what cost_aware does, or 1/1.15 of that where so much is claimed: that rate is in
-"fails_at". Only if one of these runs is sustained, the policy is searched for too.
+"fails_at". As in a search, higher rates are taken to fail too. Only if one of these runs is
+sustained, the policy is searched for.
 
 Runs are those of `nanocp simulate sweep`: each begins as full as it would be after a long time. A
 search that was interrupted goes on with --resume.
@@ -252,8 +253,8 @@ def main(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Policies; all if not given. If cost_aware is not among them, each is searched "
-            "for."
+            help="Policies; all if not given. Where cost_aware's rate is not known, each is "
+            "searched for."
         ),
     ] = None,
     mooncake: Annotated[
