@@ -348,7 +348,7 @@ def measure_services(
             prompts = random_prompts(checkpoint, batch, STEP_LENGTH)
             times: dict[str, list[float]] = {variant: [] for variant in services}
             for number in range(rounds + 1):
-                for variant, service in services.items():
+                for variant, service in list(services.items())[:: -1 if number % 2 else 1]:
                     steady = asyncio.run(decode(service.target, prompts, 32 if number else 2))
                     if number:
                         times[variant].append(1e6 * batch / steady.tokens_per_s)

@@ -74,6 +74,7 @@ class Members:
             processes,
             self._deadlines,
             lambda member, message: self.lose(member, message, "silent"),
+            limits.recovery_timeout_ms,
         )
         self._heartbeats = Heartbeats()
         self.terms = Terms(self._instances, self, metrics.waits_for)

@@ -22,10 +22,11 @@ _FENCE_S = 1.0
 one."""
 _LAST_WORD_S = 0.2
 """Longest wait before a lost process is killed: how it ended says more than that its stream did."""
-_DIAL_S = 120.0
-"""Longest time without a sign of life of a process that was started: it may be stopped. Imports
-and what its start reads first take less, also on a busy machine: an actor of Ray on a machine that
-has had none took 54 s at a load of 16 on two cores, and once more than 60."""
+_DIAL_S, _LEAST_DIAL_S = 120.0, 30.0
+"""Longest time without a sign of life of a process that was started: it may be stopped. Half of
+recovery_timeout_ms, so that another one can be tried, but within these. Imports and what its start
+reads first take less, also on a busy machine: an actor of Ray on a machine that has had none took
+54 s at a load of 16 on two cores, and once more than 60."""
 
 
 class Processes(Protocol):
@@ -50,6 +51,7 @@ class Replacements:
         processes: Processes,
         deadlines: Deadlines,
         silent: Callable[[Member, str], None],
+        recovery_timeout_ms: float,
     ) -> None:
         """silent: called with a member whose process shows no sign of life, and what it did not do.
 
@@ -58,6 +60,7 @@ class Replacements:
         self._processes = processes
         self._deadlines = deadlines
         self._silent = silent
+        self._dial_s = min(_DIAL_S, max(_LEAST_DIAL_S, recovery_timeout_ms / 2000))
         self._numbers = dict.fromkeys(members, 0)
         """The number of each member's process, counted from 0; a lost one is counted already."""
         self._exits: dict[tuple[Member, int], asyncio.Future[str]] = {}
@@ -81,9 +84,9 @@ class Replacements:
 
     def expect(self, member: Member) -> None:
         """The member has a process, which is to dial."""
-        sentence = f"{member}: its process has not dialled in {_DIAL_S:.0f} s"
+        sentence = f"{member}: its process has not dialled in {self._dial_s:.0f} s"
         overdue = partial(self._silent, member, sentence)
-        self._deadlines.start(f"{member} dials", _DIAL_S * 1000, overdue)
+        self._deadlines.start(f"{member} dials", self._dial_s * 1000, overdue)
 
     def loads(self, member: Member) -> None:
         """The member's process has loaded some of its weights."""

@@ -65,11 +65,9 @@ class RecoveryMetrics(Collector):
             registry, "request_attempts", "Submissions of requests that were submitted before."
         )
         self._replayed = counter(
-            registry, "replayed_tokens", "Tokens whose KV later attempts computed again."
+            registry, "replayed_tokens", "Tokens whose KV later attempts computed."
         )
-        self._pages_kept = counter(
-            registry, "pages_kept", "Pages whose KV later attempts of requests found."
-        )
+        self._pages_kept = counter(registry, "pages_kept", "Pages whose KV later attempts found.")
         self._stale = counter(
             registry, "stale_messages", "Messages of an earlier term, dropped.", "kind"
         )

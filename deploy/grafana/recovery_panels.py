@@ -65,12 +65,12 @@ def recovery_panels() -> list[Panel]:
             "What recovery repeats and drops",
             "short",
             (rate("request_attempts_total"), "later attempts"),
-            (rate("replayed_tokens_total"), "tokens computed again"),
-            (rate("pages_kept_total"), "pages kept"),
+            (rate("replayed_tokens_total"), "tokens computed for later attempts"),
+            (rate("pages_kept_total"), "pages found by later attempts"),
             (rate("stale_messages_total", " by (kind)"), "stale {{kind}}"),
             (rate("event_log_dropped_total"), "calls not logged"),
-            about="Requests that were submitted again, what of their KV was computed again and "
-            "what was kept; messages of an earlier term; calls that the event log lacks because "
+            about="Requests that were submitted again, what of their KV was computed and "
+            "what was found; messages of an earlier term; calls that the event log lacks because "
             "its disk hung.",
         ),
     ]

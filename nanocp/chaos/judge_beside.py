@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,13 +37,18 @@ class JudgeBeside:
 
     def take(self, request: Asked) -> None:
         """Judge a request that has ended."""
-        made = self._pool.submit(_judge, self._make_judge, self._checkpoint, request)
+        try:
+            made = self._pool.submit(_judge, self._make_judge, self._checkpoint, request)
+        except BrokenExecutor as error:  # The judge's process is gone, and the run goes on.
+            made = Future()
+            made.set_exception(error)
         self._judgements.append(made)
 
     def found(
         self, asked: Sequence[Asked], limit_s: float, said: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Sum up what is judged within a time from now; what is not counts as `unjudged`.
+        """Sum up what is judged within a time from now; what is not counts as `unjudged`, as
+        does what a judge whose process died has left.
 
         said: called with the progress. Raises what the judge raised.
         """
@@ -52,7 +57,10 @@ class JudgeBeside:
             said(f"{len(pending)} of {len(self._judgements)} requests are to be judged")
             wait(pending, min(_SAY_S, left_s))
         self._pool.shutdown(wait=False, cancel_futures=True)
-        return summed(asked, [each.result() for each in self._judgements if each not in pending])
+        ended = [each for each in self._judgements if each not in pending]
+        return summed(
+            asked, [e.result() for e in ended if not isinstance(e.exception(), BrokenExecutor)]
+        )
 
 
 @cache

@@ -29,7 +29,7 @@ class Judgement(NamedTuple):
     """What the judge says of one request."""
 
     counts: Counter[str]
-    """wrong and doubled: choices of the request; near_ties."""
+    """Of the request: `wrong` and `doubled` choices, and `near_ties`."""
     failures: list[str]
     """One sentence for each fault."""
 

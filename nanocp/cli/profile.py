@@ -286,6 +286,8 @@ def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
     from nanocp.profile.lanes import measure_lane_table
     from nanocp.serve.service import member_environment
 
+    if config.data_plane.device != "cpu":
+        raise ValueError("--overlap measures CPUs only; data_plane.device must be cpu")
     two_lanes = replace(config, scheduler=replace(config.scheduler, lanes="always"))
     with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
         return measure_lane_table(

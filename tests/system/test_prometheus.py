@@ -136,7 +136,7 @@ def _wait_for_samples(address, service, log):
     raise AssertionError(log.read_text()[-2000:])
 
 
-ONLY_AFTER_A_LOSS = (": Recovery",)
+ONLY_AFTER_A_LOSS = (": Recovery", ": Pauses of streams")
 """Panels that say how long recovery took."""
 ONLY_WITH_GRAMMARS = ("Waiting for masks in a step",)
 """Panels of a mean that needs a request with structured output."""

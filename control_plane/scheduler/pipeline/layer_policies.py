@@ -229,9 +229,11 @@ class LevelLayout:
                 return _nearest(wanted, most, split, num_places)
 
             def can_be(bound: float) -> bool:
-                # With room for all layers, a bound that holds them is enough.
-                has_all_room = num_places == num_layers
-                return holds(bound) and (has_all_room or within(bound) is not None)
+                # With room for all layers, a bound that holds them is enough. Not so with several
+                # dense layers: a slow stage may have to begin earlier, on one of these.
+                if num_places == num_layers and num_dense < 2:
+                    return holds(bound)
+                return within(bound) is not None
 
             index = bisect_left(bounds, True, key=can_be)
             return within(bounds[index]) if index < len(bounds) else None

@@ -56,6 +56,12 @@ def test_with_synthetic_kv_there_is_no_prefill():
         cluster.attach(PREFILL)
 
 
+def test_a_process_that_never_dials_leaves_time_for_another():
+    limit_s = LimitsConfig().recovery_timeout_ms / 1000
+    replacements = Cluster().members._replacements
+    assert 30 <= replacements._dial_s <= limit_s / 2
+
+
 @pytest.mark.parametrize(
     ("member", "sentence"),
     [

@@ -131,6 +131,15 @@ def test_a_dense_layer_counts_by_its_own_time():
     assert policy.wish((2, 2, 4), times, 0, 0) == (4, 2, 2)  # 11, 10 and 10
 
 
+def test_a_slow_stage_may_begin_on_a_dense_layer():
+    """Each stage has a layer: the first one, with both dense layers, would leave none but slow."""
+    times = PassTimes(7.3, 0.0, dense_us=0.23, dense_layers=2)
+    speeds = StageSpeeds(3)
+    speeds.slowness = (1.0, 4.1, 1.0)
+    policy = LevelLayout(config(3, 4, layout_window=1), speeds)
+    assert policy.wish((2, 1, 1), times, 0, 0) == (1, 1, 2)
+
+
 def ran(speeds, number, *us):
     for stage, each in enumerate(us):
         speeds.ran(stage, number, each)
