@@ -87,6 +87,9 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
     with DecodeCluster(config, path) as cluster:
         cluster.run([greedy, drawn])
     assert [parts.frames for parts in made] == [made[0].frames] * (1 if lanes == "off" else 2)
+    for apart in ("pool", "exchange"):
+        assert len({id(getattr(parts, apart)) for parts in made}) == len(made), apart
+    assert len({id(parts.exchange.memory) for parts in made}) == len(made), "a memory each"
     assert isinstance(made[0].step.mixture, FusedMixtures) == (dispatch == "fused")
     if not eager:
         ways = {plan.two_lanes for each in cluster.plans for plan in each.instances}
