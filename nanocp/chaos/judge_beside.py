@@ -47,9 +47,9 @@ class JudgeBeside:
     def found(
         self, asked: Sequence[Asked], limit_s: float, said: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Sum up what is judged within a time from now; what is not counts as `unjudged`, as
-        does what a judge whose process died has left.
+        """Sum up what is judged within a time from now.
 
+        What is not judged by then, or never since the judge's process died, counts as `unjudged`.
         said: called with the progress. Raises what the judge raised.
         """
         end_s, pending = time.monotonic() + limit_s, set(self._judgements)

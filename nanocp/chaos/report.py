@@ -29,7 +29,7 @@ class Judgement(NamedTuple):
     """What the judge says of one request."""
 
     counts: Counter[str]
-    """Of the request: `wrong` and `doubled` choices, and `near_ties`."""
+    """Choices of the request that are `wrong` or `doubled`, and `near_ties`."""
     failures: list[str]
     """One sentence for each fault."""
 
