@@ -150,6 +150,11 @@ def members(
         unlink_cluster(cluster_id + _LATE)
 
 
+def in_turn(variants: Sequence[str], number: int) -> Sequence[str]:
+    """The order of a round: every second one runs them backwards, so that drift hits all alike."""
+    return variants[:: -1 if number % 2 else 1]
+
+
 def measure(
     pipes: Sequence[Connection], point: MixturePoint, rounds: int, console: Console
 ) -> list[dict[str, Any]]:
@@ -157,7 +162,7 @@ def measure(
     times: dict[str, list[float]] = {variant: [] for variant in point.variants}
     with console.status(f"{point.part}: {point.instances} instances, {point.rows} rows"):
         for number in range(rounds + 1):
-            for variant in point.variants[:: -1 if number % 2 else 1]:
+            for variant in in_turn(point.variants, number):
                 for pipe in pipes:
                     pipe.send((variant, point.rows, point.late_ms, point.straggler_ms))
                 slowest = max(pipe.recv() for pipe in pipes)
@@ -348,8 +353,9 @@ def measure_services(
             prompts = random_prompts(checkpoint, batch, STEP_LENGTH)
             times: dict[str, list[float]] = {variant: [] for variant in services}
             for number in range(rounds + 1):
-                for variant, service in list(services.items())[:: -1 if number % 2 else 1]:
-                    steady = asyncio.run(decode(service.target, prompts, 32 if number else 2))
+                for variant in in_turn(list(services), number):
+                    target = services[variant].target
+                    steady = asyncio.run(decode(target, prompts, 32 if number else 2))
                     if number:
                         times[variant].append(1e6 * batch / steady.tokens_per_s)
                 console.print(f"{_name(point)}: round {number} of {rounds}")

@@ -300,7 +300,6 @@ def operator_cost(num_rounds: int) -> dict[str, Any]:
         for call, given in alone_calls:
             call(*given)
 
-    calls = 2 * NUM_OPERATORS
     alone_us, decided_us, repeated_us = fastest_us(
         (alone, lambda: record(engine.program, policy, len(rows)), lambda: engine(*inputs)),
         num_rounds,

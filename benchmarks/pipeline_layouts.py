@@ -103,7 +103,7 @@ class Layouts:
         rows = LoadPhase(24, 60, 400, 2 * self._num + self._window)
         even, level = self._run("even", rows), self._run("level", rows)
         last = even.passes[-self._num :]
-        r = ratio_of(last)
+        r, besides_us = ratio_of(last), besides_layers(last)
         pass_us = makespan_us(level.passes) / len(level.passes)
         planning = (level.plan_us - even.plan_us) / pass_us
         claims = [
@@ -119,10 +119,10 @@ class Layouts:
             longest_us = max(per_pass(played.passes[-self._num :]))
             layers_us = layers_of(played.passes[-self._num :])
             even_us, *others_us = (
-                longest_of(layers_us, besides_layers(last), slowness, head)
+                longest_of(layers_us, besides_us, slowness, head)
                 for head in (NUM_LAYERS // 2, *range(1, NUM_LAYERS))
             )
-            lost_us = even_us - longest_of(layers_us, besides_layers(last), (1, 1), NUM_LAYERS // 2)
+            lost_us = even_us - longest_of(layers_us, besides_us, (1, 1), NUM_LAYERS // 2)
             share, allowed = ((even_us - us) / lost_us for us in (longest_us, min(others_us)))
             claims.append(
                 self._claim(

@@ -134,7 +134,8 @@ class Instance(Protocol):
         """Copy the pages that arrived into their frames, which is safe only between two steps.
 
         A page whose ticket is newer than every ticket expected so far stays in the ring: its
-        `expect` is under way.
+        `expect` is under way. Raises PeerLost (transport.exchange) if the connection has ended by
+        which another instance's pages were to come.
         """
 
     def send_pages(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
+from data_plane.transport.exchange import PeerLost
 from nanocp.plan import PAGE_SIZE, Event, Fetch, Stow, Transfer, TransferDone, TransferFenced
 from nanocp.table import InstanceTable
 
@@ -178,6 +179,8 @@ class PageTransfers(ABC):
         that was taken already is dropped: two writers may have been asked for it. The same holds
         for a part of a page, and a page is there with its last part.
         """
+        sources = {expected.transfer.source for expected in self._expected.values()}
+        lost = [s for s in sources if s is not None and self._moves.has_lost(s)]
         for ring in self.rings:
             self._copy(ring.arrived())
         for arrived in self._moves.arrived():
@@ -188,6 +191,20 @@ class PageTransfers(ABC):
             for ticket, page in filled:
                 if ticket in self._expected:
                     self._is_there(ticket, page)
+        if lost:
+            self._require_complete(lost)
+
+    def _require_complete(self, lost: Sequence[int]) -> None:
+        """Raise PeerLost if pages are to come from one of these instances."""
+        for ticket, expected in self._expected.items():
+            source = expected.transfer.source
+            if source in lost:
+                error = PeerLost(
+                    f"instance {self._instance} waits for pages of ticket {ticket}: its connection "
+                    f"from instance {source} has ended"
+                )
+                error.peer = source
+                raise error
 
     def _send_loaded(self) -> None:
         while self.copier is not None and (loaded := self.copier.loaded()) is not None:

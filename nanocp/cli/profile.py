@@ -139,6 +139,8 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         raise ValueError(
             f"instances is {num_instances}; it must be at least 2, or no exchange can be measured"
         )
+    if measurement.overlap and config.data_plane.device != "cpu":
+        raise ValueError("--overlap measures CPUs only; data_plane.device must be cpu")
     degrees = _degrees(measurement.degree, num_instances)
     model = ModelConfig.from_folder(checkpoint)
     max_len = measurement.longest(model.max_len)
@@ -286,8 +288,6 @@ def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
     from nanocp.profile.lanes import measure_lane_table
     from nanocp.serve.service import member_environment
 
-    if config.data_plane.device != "cpu":
-        raise ValueError("--overlap measures CPUs only; data_plane.device must be cpu")
     two_lanes = replace(config, scheduler=replace(config.scheduler, lanes="always"))
     with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
         return measure_lane_table(

@@ -1,9 +1,14 @@
 """Tickets of an instance: which pages are taken, and when they are done."""
 
+import time
+
+import numpy as np
 import pytest
 
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.page_ring import ArrivedPage
+from data_plane.transport.exchange import PeerLost
+from harness.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
 from nanocp.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone
 
 
@@ -25,6 +30,9 @@ class NoMoves:
     def arrived(self):
         return ()
 
+    def has_lost(self, peer):
+        return False
+
     def close(self):
         """There is nothing to close."""
 
@@ -32,8 +40,8 @@ class NoMoves:
 class Transfers(PageTransfers):
     """Records which pages were written."""
 
-    def __init__(self, ring, num_parts=1):
-        super().__init__(0, 2, [ring], NoMoves(), num_parts)
+    def __init__(self, ring, num_parts=1, moves=None):
+        super().__init__(0 if moves is None else 1, 2, [ring], moves or NoMoves(), num_parts)
         self.written = []
 
     def _read_page(self, frame):
@@ -123,3 +131,47 @@ def test_a_page_is_there_with_its_last_part_and_each_part_comes_once(ring):
     ring.append(page(2, 0, "moved"))
     instance.copy_arrived_pages()
     assert instance.take_events() == [TransferDone(2, 0)], "peers send whole pages"
+
+
+@pytest.fixture
+def by_tcp():
+    """The end of instance 0, and instance 1, which has another's ticket of two pages to wait for.
+
+    The first page is there.
+    """
+    with peer_rings_by_tcp(8) as (sender, receiver):
+        instance = Transfers(Ring(), moves=receiver)
+        target = TargetRun(0, 2, 1, 10)
+        instance.expect(Transfer(1, 7, 2 * PAGE_SIZE, (target,), source=0))
+        move(sender, instance, 0)
+        yield sender, instance
+
+
+def move(sender, instance, number):
+    """Send a page, and wait until it is in its frame."""
+    written = len(instance.written)
+    sender.send(1, ticket=1, page=number, num_tokens=PAGE_SIZE, payload=np.zeros(8, np.uint8))
+    deadline = time.monotonic() + WAIT_S
+    while len(instance.written) == written:
+        assert time.monotonic() < deadline
+        instance.copy_arrived_pages()
+
+
+def test_a_connection_that_is_cut_in_the_middle_of_a_move_is_a_lost_peer(by_tcp):
+    """Else the ticket would stay open until its term ends: the sender has no page left to send."""
+    sender, instance = by_tcp
+    cut(sender, instance._moves)
+    with pytest.raises(
+        PeerLost, match=r"instance 1 waits for pages of ticket 1: .* instance 0 "
+    ) as lost:
+        instance.copy_arrived_pages()
+    assert lost.value.peer == 0
+
+
+def test_a_connection_that_ends_after_a_move_costs_nothing(by_tcp):
+    sender, instance = by_tcp
+    move(sender, instance, 1)
+    instance.expect(transfer(2))  # of the prefill
+    cut(sender, instance._moves)
+    instance.copy_arrived_pages()
+    assert instance.take_events() == [TransferDone(1, 1)]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import ExitStack
 
 import pytest
 
 from data_plane.fake.model import HashModel
 from data_plane.fake.stage import HashStage
-from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.exchange import PeerLost
-from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.stage_links import LocalStageLinks
-from data_plane.transport.tcp_messages import shut
-from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import LimitsConfig
+from harness.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
 from nanocp.passes import LayerMove, LayerMoves, LayersMoved, PipelineConfig
 from nanocp.plan import PAGE_SIZE
 
@@ -28,20 +22,7 @@ THREE_FRAMES = LayerMoves(1, None, (LayerMove(1, 0, 1, 2, ((0, 3),)),))
 @pytest.fixture
 def stages():
     """Two stages with full frames, whose KV goes by TCP."""
-    with ExitStack() as held:
-        segments = []
-        for _ in range(2):
-            server = TcpSegmentServer("127.0.0.1")
-            segments.append(Segments(f"layers{os.getpid()}", server, is_always_tcp=True))
-            held.callback(segments[-1].close)
-        movers = [
-            PeerRings(own, stage, 2, PAGE_SIZE * 8, LimitsConfig())
-            for stage, own in enumerate(segments)
-        ]
-        for own, mover in zip(segments, movers, strict=True):
-            held.callback(mover.close)
-            own.meet([Peer(each.node, each.address) for each in segments])
-            mover.connect()
+    with peer_rings_by_tcp(PAGE_SIZE * 8) as movers:
         links, model = LocalStageLinks.create_all(2), HashModel(4)
         stages = [HashStage(i, PIPELINE, 8, model, links[i], movers[i]) for i in range(2)]
         for stage in stages:
@@ -50,21 +31,11 @@ def stages():
         yield stages
 
 
-def cut(stages):
-    """End the connection by which stage 0 sends; stage 1 knows it when this returns."""
-    source, target = stages
-    shut(source._mover._writers[1]._segment._connection)
-    deadline = time.monotonic() + 20
-    while not target._mover.has_lost(0):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_connection_that_is_cut_in_the_middle_of_a_copy_is_a_lost_peer(stages):
     """Else the change would never end, nor any after it: nothing else waits for KV sent ahead."""
     source, target = stages
     assert len(source._to_send) == 1, "the ring is full"
-    cut(stages)
+    cut(source._mover, target._mover)
     with pytest.raises(PeerLost, match=r"stage 1 waits for KV of layer 1: .* stage 0") as lost:
         target.progress()
     assert lost.value.peer == 0
@@ -72,13 +43,14 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_copy_is_a_lost_peer(stages)
 
 
 def test_a_connection_that_ends_after_a_copy_costs_nothing(stages):
-    deadline = time.monotonic() + 20
-    while not (events := stages[1].poll().events):
+    source, target = stages
+    deadline = time.monotonic() + WAIT_S
+    while not (events := target.poll().events):
         assert time.monotonic() < deadline
         for stage in stages:
             stage.progress()
         time.sleep(0.001)
     assert events == (LayersMoved(1, 1),)
-    cut(stages)
-    stages[1].progress()
-    assert (stages[1]._filled[2, :3] == PAGE_SIZE).all()
+    cut(source._mover, target._mover)
+    target.progress()
+    assert (target._filled[2, :3] == PAGE_SIZE).all()

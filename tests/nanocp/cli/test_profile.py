@@ -257,6 +257,15 @@ def test_bounds_without_room_for_a_link_are_named(tiny_checkpoint, tmp_path):
     )
 
 
+def test_lanes_of_gpus_are_refused_before_anything_is_measured(tiny_checkpoint, tmp_path):
+    given = tmp_path / "gpus.yaml"
+    given.write_text("data_plane: {device: cuda}\n")
+    out = tmp_path / "out"
+    result = nanocp("profile", tiny_checkpoint, "--overlap", "--config", given, "--out", out)
+    assert result.exit_code == 2
+    assert "data_plane.device must be cpu" in result.stderr and not out.exists()
+
+
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
     result = nanocp("profile", tmp_path / "none", "--out", tmp_path)
     assert result.exit_code == 2 and "config.json is missing" in result.stderr
