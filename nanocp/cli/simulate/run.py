@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -117,8 +118,10 @@ def _run(
     if reports.event_log is not None and len(scenario.policy) > 1:
         raise ValueError(f"--event-log is of one run; {len(scenario.policy)} policies are given")
     trials = scenario.trials(rate)
-    reports.prepare()
     first = next(iter(trials.values()))
+    if pages["host_pages"] and not any(each.hash_ids for each in islice(first.requests(), 1000)):
+        raise ValueError(f"--host-pages finds pages by hashes, and {scenario.workload} has none")
+    reports.prepare()
     played = _Played(first.file, first.run.measure_us / 1e6)
     timelines: dict[str, tuple[TimelineRecorder, CostModel]] = {}
     for policy, trial in trials.items():

@@ -120,6 +120,7 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
         (["--wire-form", "fp8"], "wire form is 'fp8'; it must be one of latent, absorbed"),
         (["--ttft-target-ms", "100"], "--ttft-target-ms is for policy cost_aware"),
         (["--host-pages", "8", "--no-prefix-sharing"], "--host-pages finds pages by the hashes"),
+        (["--host-pages", "8"], "--host-pages finds pages by hashes, and issue-1 has none"),
         (["sweep", "--workload", "static-1"], "static-1 has no rate"),
         (["sweep", "--first-rate", "-1"], "rate_per_s is -1"),
         (["--event-log", "/proc/log"], "the event log /proc/log cannot be written"),
