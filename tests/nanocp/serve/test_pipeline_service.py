@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+import grpc
 import openai
 import pytest
 import typer.testing
@@ -29,6 +30,8 @@ from nanocp.config import (
     ServiceConfig,
 )
 from nanocp.serve.service import open_checkpoint
+from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
 CONFIG = Config(
     cluster=ClusterConfig(
@@ -239,6 +242,30 @@ def test_rows_that_outgrow_the_frames_are_preempted_and_right(tiny_checkpoint, t
         until_free(service)
         preempted = service.metrics.registry.get_sample_value("nanocp:num_preemptions_total")
         assert preempted, "the story must contain what it is about"
+
+
+def test_a_slow_client_loses_its_request_and_stalls_no_other(tiny_checkpoint, tiny_oracle):
+    """It reads nothing, and has the smallest window of HTTP/2; its log probabilities fill it."""
+    config = replace(CONFIG, limits=replace(CONFIG.limits, max_undelivered_tokens=64))
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+    with (
+        pipeline_service(tiny_checkpoint, config) as service,
+        ThreadPoolExecutor(4) as pool,
+        grpc.insecure_channel(service.address, options=options) as channel,
+    ):
+        sampling = pb.SamplingParameters(max_tokens=900, logprobs=20, ignore_eos=True)
+        slow = rpc.InferenceStub(channel).Generate(
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=sampling)
+        )
+        ids = [prompt(length, length) for length in (1, 64, 150)]
+        running = [pool.submit(generate, service, each, 300) for each in ids]
+        for each, output in zip(ids, running, strict=True):
+            assert tiny_oracle.judge(each, output.result(WAIT_S)).exact
+        until_free(service)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(slow)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "max_undelivered_tokens (64)" in raised.value.details()
 
 
 def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
