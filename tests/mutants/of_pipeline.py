@@ -126,7 +126,7 @@ OF_PIPELINE = [
         name="out-of-reach",
         why="level asks again and again for a layout that stages have no room for on the way",
         path="control_plane/scheduler/pipeline/layer_policies.py",
-        text="return least(best, self._num_places) or split",
+        text="return least(best, self._num_places, split)",
         fault="return best",
         tests=("tests/control_plane/scheduler/pipeline/test_layer_policies.py", "-k", "short"),
     ),

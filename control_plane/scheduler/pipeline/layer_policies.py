@@ -26,6 +26,9 @@ from nanocp.passes import PipelineConfig, even_split
 Split = tuple[int, ...]
 """The layers of each stage."""
 
+_LESS = 4e-9
+"""A bound is lower by more than this part of it; what is less is rounding."""
+
 LAYER_POLICY_NAMES = ("even", "static:N,N", "delta", "level", "chaos_layers")
 
 
@@ -158,6 +161,8 @@ class LevelLayout:
         """Layout -> what it would have saved since it was noted."""
         self._latest: deque[PassTimes] = deque(maxlen=pipeline.num_stages)
         """Passes that may be in flight together: a stage that is idle in one is busy in another."""
+        self._guess: Split | None = None
+        """What was best for the pass before, and mostly still is."""
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
         """See LayerPolicy. The present layout is wanted for a window of passes at least."""
@@ -196,17 +201,24 @@ class LevelLayout:
         kinds = [(slow, 0.0) for slow in self._speeds.slowness]
         kinds[-1] = kinds[-1][0], times.sample_us
         layer_us, more_us = times.layer_us, times.dense_us - times.layer_us
-        bounds = sorted(
-            {
-                slow * (count * layer_us + dense * more_us + extra_us)
-                for slow, extra_us in set(kinds)
-                for dense in range(num_dense + 1)
-                for count in range(dense or 1, self._num_places + 1)
-            }
-        )
 
-        def least(wanted: Split, num_places: int) -> Split | None:
-            """The nearest to what is wanted, of those with the least longest stage."""
+        def bounds() -> list[float]:
+            """All times that a stage may take, ascending."""
+            return sorted(
+                {
+                    slow * (count * layer_us + dense * more_us + extra_us)
+                    for slow, extra_us in set(kinds)
+                    for dense in range(num_dense + 1)
+                    for count in range(dense or 1, self._num_places + 1)
+                }
+            )
+
+        def least(wanted: Split, num_places: int, guess: Split) -> Split:
+            """The nearest to what is wanted, of those with the least longest stage.
+
+            guess: a layout within these places. If no bound below its longest stage holds, that is
+            the least one, and no other needs to be tried.
+            """
 
             def holds(bound: float) -> bool:
                 """Whether the stages can run all layers if each runs as many as it can."""
@@ -235,13 +247,16 @@ class LevelLayout:
                     return holds(bound)
                 return within(bound) is not None
 
-            index = bisect_left(bounds, True, key=can_be)
-            return within(bounds[index]) if index < len(bounds) else None
+            bound = longest_us(guess, times, self._speeds.slowness)
+            if can_be(bound * (1 - _LESS)):
+                lower = bounds()
+                bound = lower[bisect_left(lower, True, key=can_be)]
+            return within(bound) or split
 
-        best = least(split, num_layers) or split
+        self._guess = best = least(split, num_layers, self._guess or split)
         if has_room(split, best, self._num_places):
             return best
-        return least(best, self._num_places) or split
+        return least(best, self._num_places, split)
 
     def _most(self, us: float, times: PassTimes, first: int) -> int:
         """The layers from `first` on that a stage can run in this time."""
