@@ -54,6 +54,10 @@ class PassCosts:
     """For each token that is sampled (alpha)."""
     sampling_us: float = 0.0
     """For each pass that samples (beta)."""
+    sampled_together: int = 0
+    """Sampled tokens for which the weights of the logits are read in the time of computing."""
+    more_sampled_us: float = 0.0
+    """For each token that is sampled beyond these, besides sampled_us."""
     layer_us: float = 0.0
     """For each layer."""
     decode_length_us: float = 0.0
@@ -78,10 +82,16 @@ class PassCosts:
     """For each token with log probabilities, besides that."""
     dense_layers: int = 0
     """First layers that are dense, where the others have experts."""
-    dense_us: float = 0.0
-    """For each of them, besides what another layer takes but for its experts; may be negative."""
-    dense_token_us: float = 0.0
-    """For each token in each of them, besides that."""
+    dense_layer_us: float = 0.0
+    """For each of them."""
+    dense_layer_token_us: float = 0.0
+    """For each token in each of them."""
+    dense_layer_token_length_us: float = 0.0
+    """For each token and each token that it attends to, in each of them."""
+    dense_layer_together: int = 0
+    """Tokens for which a dense layer's weights are read in the time of computing."""
+    dense_layer_more_us: float = 0.0
+    """For each token beyond these, besides dense_layer_token_us."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,11 +187,15 @@ def _run_pipeline(
     path = measurement.out / "serve.yaml"
     path.write_text(pipeline_yaml(config, _about(config, checkpoint)))
     table = Table(title=f"{len(every)} passes: mean error on a held-out third")
-    for column in ("form", "layer", *(f"sampling, {kind}" for kind in passes)):
+    for column in ("form", "layer", "dense layer", *(f"sampling, {kind}" for kind in passes)):
         table.add_column(column)
     for form, found in errors(passes, *layers).items():
         sampling = [f"{error.sampling:.1%}" for error in found.values()]
-        table.add_row(form, f"{fmean(error.layer for error in found.values()):.1%}", *sampling)
+        layer, dense = (
+            f"{fmean(each):.1%}"
+            for each in zip(*((one.layer, one.dense) for one in found.values()), strict=True)
+        )
+        table.add_row(form, layer, dense if costs.dense_layers else "none", *sampling)
     console.print(table)
     console.print(f"nanocp serve {checkpoint} --config {path}", soft_wrap=True)
 

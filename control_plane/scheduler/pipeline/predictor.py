@@ -183,6 +183,7 @@ def predict_pass(spans: Sequence[Span], costs: PassCosts, works: Sequence[int] =
     )
     sample_us = (
         costs.sampled_us * found.sampled
+        + costs.more_sampled_us * max(found.sampled - costs.sampled_together, 0)
         + (costs.sampling_us if found.sampled else 0.0)
         + costs.drawn_us * found.drawn
         + costs.nucleus_us * found.nucleus
@@ -192,10 +193,10 @@ def predict_pass(spans: Sequence[Span], costs: PassCosts, works: Sequence[int] =
     if not costs.dense_layers:
         return PassTimes(max(layer_us, 0.0), max(sample_us, 0.0))
     dense_us = (
-        layer_us
-        - costs.expert_us * found.experts
-        + costs.dense_us
-        + costs.dense_token_us * found.tokens
+        costs.dense_layer_us
+        + costs.dense_layer_token_us * found.tokens
+        + costs.dense_layer_token_length_us * found.attended
+        + costs.dense_layer_more_us * max(found.tokens - costs.dense_layer_together, 0)
     )
     times = max(layer_us, 0.0), max(sample_us, 0.0), max(dense_us, 0.0)
     return PassTimes(*times, costs.dense_layers)

@@ -6,11 +6,10 @@ ours, and how far they are off. Does not know: where the times come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from control_plane.scheduler.pipeline.predictor import PassFeatures, pass_features, predict_pass
 from nanocp.choices import check_one_of
@@ -34,6 +33,29 @@ _SAMPLING = {
     "paper": ("sampled_us", "sampling_us"),
     "ours": ("sampled_us", "sampling_us", "drawn_us", "nucleus_us", "controls_us", "logprobs_us"),
 }
+_DENSE = {
+    "paper": ("dense_layer_token_us", "dense_layer_token_length_us"),
+    "ours": ("dense_layer_us", "dense_layer_token_us", "dense_layer_token_length_us"),
+}
+
+
+class _Bend(NamedTuple):
+    """What a time depends on besides its features, by names of PassCosts."""
+
+    together: str
+    """The number of tokens from which on another one takes another time."""
+    more_us: str
+    """What each of these takes more."""
+    count: Callable[[PassFeatures], int]
+    """Counts the tokens."""
+
+
+_MORE_SAMPLED = _Bend("sampled_together", "more_sampled_us", lambda found: found.sampled)
+_MORE_IN_DENSE = _Bend("dense_layer_together", "dense_layer_more_us", lambda found: found.tokens)
+_NUMBERS_TOGETHER = sorted({most << power for most in (2, 3) for power in range(9)})
+"""Tokens from which on another one may take another time; all are tried."""
+_ROUNDING = 1e-12
+"""A squared error that is less is none."""
 _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
     "token_us": lambda found: found.tokens,
     "token_length_us": lambda found: found.attended,
@@ -43,6 +65,9 @@ _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
     "chunk_us": lambda found: float(found.has_chunk),
     "cached_us": lambda found: found.cached,
     "expert_us": lambda found: found.experts,
+    "dense_layer_us": lambda found: 1.0,
+    "dense_layer_token_us": lambda found: found.tokens,
+    "dense_layer_token_length_us": lambda found: found.attended,
     "sampled_us": lambda found: found.sampled,
     "sampling_us": lambda found: 1.0,
     "drawn_us": lambda found: found.drawn,
@@ -71,6 +96,8 @@ class FitError(NamedTuple):
 
     layer: float
     sampling: float
+    dense: float
+    """That of a dense layer; 0 if none is."""
 
 
 def draw_mixes(num_mixes: int, seed: int = 0) -> list[tuple[Span, ...]]:
@@ -106,55 +133,79 @@ def fit_costs(
     found = [pass_features(one.spans, *experts, one.works) for one in passes]
     sampling = [(each, one.sample_us) for each, one in zip(found, passes, strict=True)]
     sampling = [(each, us) for each, us in sampling if each.sampled and us > 0]
-    costs = PassCosts(
-        **_constants(FORMS[form], found, [one.layer_us for one in passes]),
-        **_constants(_SAMPLING[form], [each for each, _ in sampling], [us for _, us in sampling]),
+    found_sampling, sampling_us = [each for each, _ in sampling], [us for _, us in sampling]
+    constants = _constants(FORMS[form], found, [one.layer_us for one in passes]).constants
+    numbers = _NUMBERS_TOGETHER if form == "ours" else ()
+    constants |= _bent(_SAMPLING[form], _MORE_SAMPLED, numbers, found_sampling, sampling_us)
+    if dense_layers:
+        dense_us = [one.dense_us for one in passes]
+        constants |= _bent(_DENSE[form], _MORE_IN_DENSE, numbers, found, dense_us)
+    return PassCosts(
+        **constants,
         num_experts=num_experts,
         experts_per_token=experts_per_token,
         dense_layers=dense_layers,
     )
-    return _with_dense(costs, passes, found) if dense_layers else costs
-
-
-def _with_dense(
-    costs: PassCosts, passes: Sequence[MeasuredPass], found: Sequence[PassFeatures]
-) -> PassCosts:
-    """Add what a dense layer takes besides one with experts, but for these."""
-    known = [
-        predict_pass(one.spans, costs).layer_us - costs.expert_us * each.experts
-        for one, each in zip(passes, found, strict=True)
-    ]
-    rows = [[1.0, float(each.tokens)] for each in found]
-    dense_us, token_us = _least_squares(rows, [one.dense_us for one in passes], known)
-    return replace(costs, dense_us=dense_us, dense_token_us=token_us)
 
 
 def fit_error(costs: PassCosts, passes: Sequence[MeasuredPass]) -> FitError:
     """How far the constants are off, on average."""
     times = [predict_pass(one.spans, costs, one.works) for one in passes]
     pairs = list(zip(times, passes, strict=True))
+    dense = [abs(time.dense_us / one.dense_us - 1) for time, one in pairs if one.dense_us]
     return FitError(
         fmean(abs(time.layer_us / one.layer_us - 1) for time, one in pairs),
         fmean(abs(time.sample_us / one.sample_us - 1) for time, one in pairs if one.sample_us),
+        fmean(dense or [0.0]),
     )
 
 
+class _Fitted(NamedTuple):
+    """Constants by name, and the sum of their squared relative errors."""
+
+    constants: dict[str, Any]
+    squared: float
+
+
+def _bent(
+    names: Sequence[str],
+    bend: _Bend,
+    numbers: Sequence[int],
+    found: Sequence[PassFeatures],
+    us: Sequence[float],
+) -> dict[str, Any]:
+    """Constants of a time that grows faster, or slower, from some number of tokens on.
+
+    For few tokens it is that of reading weights, for many that of computing. numbers: those that
+    are tried; the best one may be none.
+    """
+    best = _constants(names, found, us)
+    for number in numbers:
+        more = {bend.more_us: lambda each, number=number: max(bend.count(each) - number, 0)}
+        fitted = _constants((*names, bend.more_us), found, us, more)
+        if fitted.squared < best.squared - _ROUNDING:
+            best = fitted._replace(constants=fitted.constants | {bend.together: number})
+    return best.constants
+
+
 def _constants(
-    names: Sequence[str], found: Sequence[PassFeatures], us: Sequence[float]
-) -> dict[str, float]:
-    """The constants by name; 0 for what no pass has."""
-    there = [name for name in names if any(map(_FEATURE[name], found))]
-    rows = [[_FEATURE[name](each) for name in there] for each in found]
-    factors = _least_squares(rows, us)
-    return dict.fromkeys(names, 0.0) | dict(zip(there, factors, strict=True))
+    names: Sequence[str],
+    found: Sequence[PassFeatures],
+    us: Sequence[float],
+    more: Mapping[str, Callable[[PassFeatures], float]] | None = None,
+) -> _Fitted:
+    """The constants; 0 for what no pass has. more: features besides those of _FEATURE."""
+    features = _FEATURE | dict(more or {})
+    there = [name for name in names if any(map(features[name], found))]
+    rows = [[features[name](each) for name in there] for each in found]
+    factors, squared = _least_squares(rows, us)
+    return _Fitted(dict.fromkeys(names, 0.0) | dict(zip(there, factors, strict=True)), squared)
 
 
-def _least_squares(
-    rows: list[list[float]], values: Sequence[float], known: Sequence[float] | None = None
-) -> list[float]:
-    """The factors of the columns; of the relative error, so each row is divided by its value.
+def _least_squares(rows: list[list[float]], values: Sequence[float]) -> tuple[list[float], float]:
+    """The factors of the columns, and their squared error.
 
-    known: what of each value is not the columns'. None: nothing.
+    Errors are relative, so each row is divided by its value.
     """
     import numpy
 
@@ -163,6 +214,6 @@ def _least_squares(
     scaled = numpy.array(rows) / numpy.array(values)[:, None]
     size = numpy.abs(scaled).max(axis=0)
     size[size == 0] = 1.0
-    wanted = 1 - numpy.array(known or [0.0] * len(values)) / numpy.array(values)
-    factors = numpy.linalg.lstsq(scaled / size, wanted, rcond=None)[0]
-    return [float(factor) for factor in factors / size]
+    factors = numpy.linalg.lstsq(scaled / size, numpy.ones(len(values)), rcond=None)[0]
+    squared = float(numpy.square(scaled / size @ factors - 1).sum())
+    return [float(factor) for factor in factors / size], squared

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from control_plane.scheduler.pipeline.predictor import PassTimes, pass_features, predict_pass
+from nanocp.config_file import load_config
 from nanocp.passes import PassCosts, SamplerWork, Span
 from nanocp.sampling import SamplingParams
 from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs, fit_error
@@ -22,6 +23,8 @@ KNOWN = PassCosts(
     expert_us=4.0,
     sampled_us=11.0,
     sampling_us=1250.0,
+    sampled_together=24,
+    more_sampled_us=37.0,
     drawn_us=70.0,
     nucleus_us=300.0,
     controls_us=90.0,
@@ -69,13 +72,47 @@ def test_known_constants_are_found_again():
     assert fit_error(found, measured(KNOWN, 100, seed=2)).layer < 1e-6
 
 
-def test_a_dense_layer_takes_what_others_take_but_for_experts_and_something_of_its_own():
-    known = replace(KNOWN, dense_layers=3, dense_us=-150.0, dense_token_us=2.0)
+def test_a_dense_layer_has_constants_of_its_own():
+    known = replace(
+        KNOWN,
+        dense_layers=3,
+        dense_layer_us=250.0,
+        dense_layer_token_us=2.0,
+        dense_layer_token_length_us=0.003,
+        dense_layer_together=16,
+        dense_layer_more_us=5.0,
+    )
     found = fit_costs("ours", measured(known, 200, seed=1), 64, 4, dense_layers=3)
-    assert found.dense_layers == 3
-    assert (found.dense_us, found.dense_token_us) == pytest.approx((-150.0, 2.0), rel=1e-5)
-    times = predict_pass((Span(1, 99, 1, True),), known)
-    assert times.layer_us - times.dense_us == pytest.approx(4 * KNOWN.expert_us + 150 - 2)
+    for name in PassCosts.__dataclass_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=1e-5), name
+    held_out = measured(known, 100, seed=2)
+    assert fit_error(found, held_out).dense < 1e-6
+    assert fit_error(replace(found, dense_layer_more_us=0.0), held_out).dense > 0.1
+    (*_, dense_us, num_dense) = predict_pass((Span(1, 99, 1, True),), known)
+    assert (dense_us, num_dense) == (pytest.approx(250.0 + 2.0 + 0.3), 3)
+
+
+def test_constants_of_an_older_profile_are_refused_by_name(tmp_path):
+    """A dense layer's were relative to the other layers'."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("pipeline: {costs: {dense_us: -150.0}}")
+    with pytest.raises(ValueError, match="dense_us"):
+        load_config(path, {}, {})
+
+
+def test_tokens_that_are_sampled_beyond_some_number_take_another_time():
+    rows = tuple(Span(i, 99, 1, True) for i in range(30))
+    costs = PassCosts(sampling_us=1000.0, sampled_us=1.0, sampled_together=8, more_sampled_us=60.0)
+    found = [predict_pass(rows[:count], costs).sample_us for count in (1, 8, 9, 30)]
+    assert found == [1001.0, 1008.0, 1069.0, 1030.0 + 22 * 60.0]
+    passes = [
+        MeasuredPass(rows[:count], 1.0, predict_pass(rows[:count], costs).sample_us)
+        for count in (1, 4, 12, 20, 30)
+    ]
+    fitted = fit_costs("ours", passes)
+    assert fit_error(fitted, passes).sampling < 1e-6
+    straight = replace(fit_costs("paper", passes), layer_us=1.0)
+    assert fit_error(straight, passes).sampling > 0.03
 
 
 def test_the_papers_form_lacks_what_ours_has():
