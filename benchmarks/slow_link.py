@@ -3,7 +3,8 @@
 Enters: a checkpoint. Leaves: tokens a second of both. Does not know: what is asked of them.
 
 Each member is in a network namespace of its own, behind a link that lets so much through in each
-direction (`tc`). Controller, prefill and client are outside. It needs root.
+direction (`tc`). A message takes its whole time on the link: what was not sent before lets no more
+than two packets through at once. Controller, prefill and client are outside. It needs root.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from nanocp.config import ClusterConfig, Config, DataPlaneConfig, LimitsConfig, 
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 _BRIDGE, _HOST, _NODE = "nanocp-gb", "10.87.41.1", "nanocp-gb{}"
+_BURST = "3100"
+"""Bytes of two packets. A bucket of 16 KB let most messages of a layer through without waiting."""
 _IN_NAMESPACE = (
     'case "$0" in instance*) set -- ip netns exec "nanocp-gb${0#instance }";; esac; '
     f'exec "$@" {sys.executable} -m data_plane.member.process "$0"'
@@ -40,9 +43,7 @@ def why_not() -> str:
 @contextmanager
 def nodes_behind(mbit_per_s: int, num_nodes: int = 2) -> Iterator[None]:
     """Make namespaces with links of this rate. Raises CalledProcessError if that fails."""
-    # A burst is a millisecond's worth, but at least a few packets.
-    burst = f"{max(mbit_per_s // 8, 16)}kb"
-    rate = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", burst, "latency", "400ms")
+    rate = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", "400ms")
     try:
         _run("ip", "link", "add", _BRIDGE, "type", "bridge")
         _run("ip", "address", "add", f"{_HOST}/24", "dev", _BRIDGE)
@@ -71,6 +72,8 @@ class Decoded(NamedTuple):
     tokens_per_s: float
     waiting: float
     """Share of its steps, or passes, for which a member waited for the other one."""
+    sent_kb: float
+    """Kilobytes that both nodes sent for each token, with headers."""
 
 
 def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Decoded:
@@ -102,6 +105,7 @@ def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Dec
         return sum(value(f"nanocp:{name}_sum", {"engine": str(i)}) or 0.0 for i in range(2))
 
     def decoded() -> Decoded:
+        sent_bytes = _sent_bytes()
         before = seconds("step_exchange_seconds"), seconds("step_seconds")
         came = list(pool.map(run, range(num_rows)))
         tokens = sorted(chunk for each in came for chunk in each)
@@ -109,7 +113,7 @@ def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Dec
         rate = sum(count for _, count in tokens[1:]) / (last_s - first_s)
         waited_s = seconds("step_exchange_seconds") - before[0]
         waiting = waited_s / (seconds("step_seconds") - before[1])
-        return Decoded(rate, waiting)
+        return Decoded(rate, waiting, (_sent_bytes() - sent_bytes) / 1e3 / num_rows / num_tokens)
 
     try:
         service.start(lambda step: None)
@@ -118,6 +122,14 @@ def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Dec
             return max(decoded(), decoded())
     finally:
         service.stop()
+
+
+def _sent_bytes(num_nodes: int = 2) -> int:
+    """Bytes that the nodes have sent since they were made."""
+    links = (f"{_BRIDGE}-v{node}" for node in range(num_nodes))
+    return sum(
+        int(Path(f"/sys/class/net/{link}/statistics/rx_bytes").read_text()) for link in links
+    )
 
 
 def _run(*words: str) -> None:
