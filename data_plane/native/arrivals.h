@@ -95,6 +95,7 @@ struct ExpertRows {
     Mixture<T, W>* mixture = nullptr;
     const W *gate_up, *down;
     long slot = 0, M = 0, I = 0;
+    long begun = 0;  // 1 if other rows of this expert began first in the layer, 2 if second; or 0
     bool has_peers = false;  // rows of other instances
     std::vector<Row> rows;   // those of a source follow each other
     std::vector<T> inner;    // [M, I], apart(I) from row to row
@@ -119,7 +120,8 @@ class Arrivals {
     // Forget the last layer.
     void clear(long num_slots) {
         waiting.assign(num_slots, nullptr);
-        num_used = 0;
+        begun.assign(num_slots, 0);
+        num_used = num_begun = 0;
     }
 
     void add(const MixtureLayer<T, W>& of, Source<T, W>& source, bool is_peer) {
@@ -150,15 +152,23 @@ class Arrivals {
         ExpertRows<T, W>* fullest = nullptr;
         for (ExpertRows<T, W>* rows : waiting)
             if (rows && (!fullest || rows->rows.size() > fullest->rows.size())) fullest = rows;
-        if (fullest) waiting[fullest->slot] = nullptr;
+        if (!fullest) return nullptr;
+        waiting[fullest->slot] = nullptr;
+        begun[fullest->slot] = ++num_begun;
         return fullest;
     }
 
-    // All experts that rows wait for, by ascending slot.
-    void take_all(std::vector<ExpertRows<T, W>*>& taken) {
+    // All experts that rows wait for, as they run best. First those that began with other rows, the
+    // last one first: their weights are in the cache, until others' take their place. Then, if
+    // by_rows, the one with most rows, so that the last ones to run are short; or by ascending slot.
+    void take_all(std::vector<ExpertRows<T, W>*>& taken, bool by_rows) {
         taken.clear();
         for (ExpertRows<T, W>*& rows : waiting)
             if (rows) taken.push_back(std::exchange(rows, nullptr));
+        std::stable_sort(taken.begin(), taken.end(), [by_rows](const auto* a, const auto* b) {
+            if (a->begun != b->begun) return a->begun > b->begun;
+            return by_rows && a->rows.size() > b->rows.size();
+        });
     }
 
    private:
@@ -169,6 +179,7 @@ class Arrivals {
         rows.gate_up = of.gate_up[slot];
         rows.down = of.down[slot];
         rows.slot = slot;
+        rows.begun = begun[slot];
         rows.I = of.I;
         rows.has_peers = false;
         rows.rows.clear();
@@ -176,6 +187,8 @@ class Arrivals {
     }
 
     std::vector<ExpertRows<T, W>*> waiting;  // by slot
+    std::vector<long> begun;                 // by slot: ExpertRows::begun of rows that come now
+    long num_begun = 0;
     std::vector<std::unique_ptr<ExpertRows<T, W>>> used;
     size_t num_used = 0;
 };

@@ -240,13 +240,9 @@ class Mixture {
     }
 
     void begin_experts() {
-        arrivals.take_all(order);
-        // The expert with most rows first: the last ones to run are short. One processor takes them
-        // as they lie in memory, because what follows an expert's weights is fetched with them.
-        if (processors->count() > 1)
-            std::stable_sort(
-                order.begin(), order.end(),
-                [](const auto* a, const auto* b) { return a->rows.size() > b->rows.size(); });
+        // One processor takes them as they lie in memory, because what follows an expert's weights
+        // is fetched with them.
+        arrivals.take_all(order, processors->count() > 1);
         for (ExpertRows<T, W>* rows : order)
             publish_expert(*rows, rows->has_peers || schedule == BARRIER ? PEERS : OWN,
                            wanted_blocks(long(order.size())));

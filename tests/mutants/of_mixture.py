@@ -33,9 +33,17 @@ MUTANTS = [
         name="joins-what-has-begun",
         why="late rows join an expert that has begun without them",
         path="data_plane/native/arrivals.h",
-        text="if (fullest) waiting[fullest->slot] = nullptr;",
+        text="waiting[fullest->slot] = nullptr;",
         fault="",
         tests=("tests/data_plane/native/test_mixture.py", "-k", "begin_while_rows_are_awaited"),
+    ),
+    Mutant(
+        name="cold-weights-first",
+        why="experts whose weights were just read run last, when the cache has lost them",
+        path="data_plane/native/arrivals.h",
+        text="return a->begun > b->begun;",
+        fault="return a->begun < b->begun;",
+        tests=("tests/data_plane/native/test_mixture_races.py", "-k", "in_the_cache"),
     ),
     Mutant(
         name="no-release",

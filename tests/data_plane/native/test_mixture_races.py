@@ -1,7 +1,7 @@
-"""The mixture's C++ under ThreadSanitizer: instances are threads, each with processors of its own.
+"""The mixture's C++ without Python: under ThreadSanitizer, and what runs when.
 
-It sees a store that no release announces, which an x86 machine never shows. Without it, the driver
-compares outputs only.
+Instances are threads, each with processors of its own. ThreadSanitizer sees a store that no release
+announces, which an x86 machine never shows. Without it, the driver compares outputs only.
 """
 
 import os
@@ -14,17 +14,17 @@ import pytest
 from data_plane.native import build
 from harness.paths import ROOT
 
-DRIVER = Path(__file__).with_name("mixture_driver.cpp")
 NATIVE = ROOT / "data_plane" / "native"
 
 
-def build_driver(folder, *flags):
+def build_driver(folder, *flags, source="mixture_driver.cpp"):
     compiler = shutil.which(os.environ.get("CXX") or "c++")
     if compiler is None or "avx2" not in build._cpu_flags():
         pytest.skip("there is no C++ compiler, or the CPU has no AVX2")
     driver = folder / "driver"
     command = [compiler, "-std=c++17", "-pthread", "-mavx2", "-mfma", *flags, f"-I{NATIVE}"]
-    subprocess.run([*command, str(DRIVER), "-o", str(driver)], check=True, timeout=300)
+    path = Path(__file__).with_name(source)
+    subprocess.run([*command, str(path), "-o", str(driver)], check=True, timeout=300)
     return driver
 
 
@@ -49,6 +49,11 @@ def test_outputs_are_those_of_one_processor(tmp_path):
         (4, 1, 2),
     ]:
         run(driver, instances, processors, 40, schedule, instances + processors)
+
+
+def test_experts_whose_weights_are_in_the_cache_run_first(tmp_path):
+    """The last one that began early comes first, then by rows or by slot (decision 0044)."""
+    run(build_driver(tmp_path, "-O0", source="arrivals_driver.cpp"))
 
 
 @pytest.mark.system

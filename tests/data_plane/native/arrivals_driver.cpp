@@ -1,0 +1,66 @@
+// In which order experts run that have rows of two instances, some of which began early.
+//
+//     driver
+//
+// Exit status 1 if the order is another one.
+#include "arrivals.h"
+
+#include <cstdio>
+
+constexpr long SLOTS = 6, X = 16, K = 2;
+
+using Rows = Source<float, float>;
+
+static int has_failed = 0;
+
+static void expect(const char* what, const std::vector<ExpertRows<float, float>*>& found,
+                   const std::vector<long>& wanted) {
+    bool is_equal = found.size() == wanted.size();
+    for (size_t i = 0; is_equal && i < wanted.size(); ++i) is_equal = found[i]->slot == wanted[i];
+    if (is_equal) return;
+    has_failed = 1;
+    fprintf(stderr, "%s:", what);
+    for (const auto* rows : found) fprintf(stderr, " %ld", rows->slot);
+    fprintf(stderr, "\n");
+}
+
+int main() {
+    const int64_t slot[SLOTS] = {0, 1, 2, 3, 4, 5};
+    const float* weights[SLOTS] = {};
+    MixtureLayer<float, float> of{};
+    of.gate_up = of.down = weights;
+    of.slot = slot;
+    of.X = X;
+    of.K = K;
+    of.num_slots = SLOTS;
+    // Expert 4 has three of the own rows, 1 two, the others at most one; 0 has none.
+    const std::vector<int64_t> own_experts = {4, 1, 4, 1, 4, 3, 2, 5}, all = {0, 1, 2, 3, 4, 5, 0, 5};
+    const std::vector<float> weight(K * 4, 1.0f), hidden(X * 4);
+    for (const bool by_rows : {false, true}) {
+        Rows own, peer;
+        own.count = peer.count = 4;
+        own.which = peer.which = nullptr;
+        own.weight = peer.weight = weight.data();
+        own.hidden = peer.hidden = hidden.data();
+        own.expert = own_experts.data();
+        peer.expert = all.data();
+        Arrivals<float, float> arrivals;
+        std::vector<ExpertRows<float, float>*> order;
+        for (long layer = 0; layer < 2; ++layer) {
+            arrivals.clear(SLOTS);
+            arrivals.add(of, own, false);
+            if (arrivals.take_fullest()->slot != 4 || arrivals.take_fullest()->slot != 1)
+                has_failed = 1;
+            arrivals.add(of, peer, true);
+            arrivals.take_all(order, by_rows);
+            expect(by_rows ? "by rows" : "by slot", order,
+                   by_rows ? std::vector<long>{1, 4, 5, 0, 2, 3}
+                           : std::vector<long>{1, 4, 0, 2, 3, 5});
+        }
+        arrivals.clear(SLOTS);
+        arrivals.add(of, peer, true);
+        arrivals.take_all(order, false);
+        expect("without an early one", order, {0, 1, 2, 3, 4, 5});
+    }
+    return has_failed;
+}
