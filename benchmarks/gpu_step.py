@@ -33,8 +33,8 @@ from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.model.config import ModelConfig
 from data_plane.startup.gpu_parts import GpuParts, gpu_parts
-from data_plane.transport.cuda_ipc import PeerMemory
 from data_plane.transport.exchange import Channel, row_bytes
+from data_plane.transport.peer_memory import PeerMemory
 from data_plane.transport.regions import step_layout
 from harness.exchange_cases import ExchangeCase, Widths
 from nanocp.config import ClusterConfig, DataPlaneConfig

@@ -393,7 +393,7 @@ class Config:
             "it must be exchange, the only one that both lanes can use at once",
         )
         require(
-            not self.cluster.spares or self.recovers,
+            not self.cluster.spares or (self.recovers and on_cpu),
             f"cluster.spares is {self.cluster.spares}, for a service that ends at its first loss; "
             "spares need device cpu, page_backend auto and recovery_timeout_ms above 0",
         )
@@ -410,8 +410,9 @@ class Config:
     @property
     def recovers(self) -> bool:
         """Whether the cluster goes on after it has lost a member."""
-        is_cpu = self.data_plane.device == "cpu" and self.data_plane.page_backend != "nixl"
-        return is_cpu and self.limits.recovery_timeout_ms > 0
+        own, timeout_ms = self.data_plane, self.limits.recovery_timeout_ms
+        can_regroup = own.device == "cpu" or own.dispatch_backend in ("exchange", "fused")
+        return can_regroup and own.page_backend != "nixl" and timeout_ms > 0
 
     @property
     def has_prefill_member(self) -> bool:

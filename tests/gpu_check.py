@@ -44,6 +44,7 @@ from harness.gpu_kernel_checks import (
     no_spills_in_loops,
     package_checks,
 )
+from harness.gpu_loss_checks import survives_a_kill
 from harness.gpu_token_checks import reference_checks
 
 
@@ -61,8 +62,16 @@ def all_checks():
     else:
         with tempfile.TemporaryDirectory() as directory:
             yield from reference_checks(Path(directory))
+            yield "tokens, one of two processes is killed", lambda: one_is_killed(Path(directory))
     yield "routed exchange between two processes", exchange_between_processes
     yield from package_checks()
+
+
+def one_is_killed(checkpoint):
+    """Kill one of two processes on this card inside a step."""
+    from data_plane.reference.oracle import Oracle
+
+    survives_a_kill(checkpoint, Oracle(checkpoint))
 
 
 def main():

@@ -43,7 +43,7 @@ class CudaGraphs:
         """Run the step once, then capture it; returns what replays it.
 
         contexts: one for each lane that runs, lane 0 first. The first run compiles and loads all
-        that the step needs. Every peer must run it too.
+        that the step needs. What it awaits must come: every peer must run it too, if there is one.
         """
         self.warm(lambda: self._run(contexts))
         return self.capture(*contexts)

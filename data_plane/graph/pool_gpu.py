@@ -245,9 +245,12 @@ class GpuPool:
             BLOCK=_ADOPT_BLOCK,
         )
 
-    def run_locate(self, pages: GpuPages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+    def run_locate(
+        self, pages: GpuPages, position: Tensor, live: Tensor, error: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Launch the kernel that finds where rows append and how much they read.
 
+        error: the exchange's error word; once it is set, every row appends to the scratch frame.
         Returns (slots [rows] int64, lengths [rows] int32), on the device; see frame_pool.LocalStep.
         """
         num_rows = len(pages.num_pages)
@@ -259,6 +262,7 @@ class GpuPool:
             pages.frame,
             position,
             live.view(torch.uint8),
+            error,
             slots,
             lengths,
             num_rows,

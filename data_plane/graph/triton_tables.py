@@ -64,6 +64,7 @@ def locate_kernel(
     frame_ptr,
     position_ptr,
     live_ptr,
+    error_ptr,
     slot_ptr,
     length_ptr,
     num_rows,
@@ -77,12 +78,15 @@ def locate_kernel(
 
     Writes slot_ptr [B] int64 and length_ptr [B] int32; the reference is kv.frame_pool.LocalStep.
     The pages of a row ascend, so the first one that is not below the tail page is found by halving.
+    Once the exchange's error word is set every row appends to the scratch slot: behind a wait that
+    failed, positions are those of an earlier step, whose KV is committed.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     num_pages = tl.load(num_pages_ptr + row, mask=inside, other=0)
     position = tl.load(position_ptr + row, mask=inside, other=0)
     is_live = tl.load(live_ptr + row, mask=inside, other=0) != 0
+    is_right = tl.load(error_ptr) == 0
     tail_page = (position // PAGE).to(tl.int32)
     offset = (position % PAGE).to(tl.int32)
     first = row.to(tl.int64) * max_pages
@@ -98,7 +102,7 @@ def locate_kernel(
     has_tail = is_there & (tl.load(page_ptr + first + low, mask=is_there, other=0) == tail_page)
     frame = tl.load(frame_ptr + first + low, mask=has_tail, other=0).to(tl.int64)
     length = low * PAGE + tl.where(has_tail, offset + 1, 0)
-    slot = tl.where(has_tail & is_live, frame * PAGE + offset, scratch_slot)
+    slot = tl.where(has_tail & is_live & is_right, frame * PAGE + offset, scratch_slot)
     tl.store(slot_ptr + row, slot, mask=inside)
     tl.store(length_ptr + row, length, mask=inside)
 

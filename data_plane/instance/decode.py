@@ -78,7 +78,7 @@ class DecodeInstance(WindowEdge):
         rings: Sequence[PageRing],
         moves: PeerRings,
         selected: list[str],
-        meet: Callable[[], None] = lambda: None,
+        meet: Callable[[Sequence[int]], None] = lambda seats: None,
         graphs_report: Callable[[], list[str]] = list,
         new_ends: Callable[[], TermEnds] | None = None,
         second_lane: StepLane | None = None,
@@ -88,8 +88,8 @@ class DecodeInstance(WindowEdge):
         """Everything is made at start-up; `connect` attaches it to the peers.
 
         exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
-        together with all peers, before the graphs are prepared. graphs_report: sentences about the
-        graphs once they are prepared. new_ends: see WindowEdge. second_lane: lane 1; None if every
+        together with these instances of the term. graphs_report: sentences about the graphs once
+        they are prepared. new_ends: see WindowEdge. second_lane: lane 1; None if every
         window has one lane. both_lanes: what captured the steps of both; None if they take turns in
         this thread. load_experts: see model.weights.load_experts, of its `held`.
         """
@@ -115,17 +115,22 @@ class DecodeInstance(WindowEdge):
     def connect(self) -> int:
         """Attach to every peer and prepare every graph; returns the number of graphs.
 
-        The graphs outlive the term. Raises ExchangeTimeout if a peer does not appear, PeerLost or
-        TermOver.
+        The graphs outlive the term. They are prepared without peers: those that served before have
+        theirs, and run no step for one that comes. Raises ExchangeTimeout if a peer does not
+        appear, PeerLost or TermOver.
         """
         super().connect()
-        if self._num_graphs is not None:
-            return self._num_graphs
-        self._meet()
+        if self._num_graphs is None:
+            self._meet([self._instance])
+            self._num_graphs = self._prepare_graphs()
+        self._meet(sorted([self._instance, *self._peers]))
+        return self._num_graphs
+
+    def _prepare_graphs(self) -> int:
         engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._lanes]
         if self._both_lanes is not None:
             engines[1:] = [self._both_lanes]  # lane 1 never runs alone
-        num_graphs = self._num_graphs = sum(
+        num_graphs = sum(
             engine.prepare(
                 lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
             )

@@ -226,11 +226,13 @@ def load_experts(
     weights: ModelWeights,
     held: Mapping[int, int],
     packing: Packing | None = None,
+    put: Callable[[int, int, MlpWeights], None] | None = None,
 ) -> int:
     """Let `weights` hold these experts (slot -> expert) and no others, in every layer.
 
     Only experts that are not in their slot already are read; returns how many that are in a layer.
-    Other arguments and errors: see load_weights.
+    put: takes an expert for (layer, slot), if it does not belong into `mlps`. Other arguments and
+    errors: see load_weights.
     """
     layers = [(index, layer.moe) for index, layer in enumerate(weights.layers) if layer.moe]
     if not layers:
@@ -247,6 +249,9 @@ def load_experts(
     for index, moe in layers:
         for slot, expert in sorted(missing.items()):
             mlp = loader.expert(index, expert)
+            if put is not None:
+                put(index, slot, mlp)
+                continue
             # A slot that is passed over is written before it is used.
             moe.mlps.extend([mlp] * (slot + 1 - len(moe.mlps)))
             moe.mlps[slot] = mlp

@@ -58,7 +58,7 @@ class GpuMixtures:
         self._layers, self._experts = weights.weights.layers, weights.experts
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Do nothing: on a GPU a term has all instances."""
+        """Do nothing: who is in the term, the exchange knows."""
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; see GpuAllToAll.place_experts."""

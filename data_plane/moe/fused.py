@@ -176,6 +176,11 @@ class FusedMoe:
         """Set the instance of each expert, where captured steps read it."""
         self.seat.copy_(torch.tensor(seats, dtype=torch.int64))
 
+    def begin_term(self) -> None:
+        """Begin at epoch 1 again, as the exchange does; no launch may run."""
+        self.epoch.zero_()
+        self.counter.zero_()
+
     def rows(self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor) -> FusedRows:
         """Name a layer's rows as the kernel takes them, and allocate the results.
 
@@ -212,7 +217,7 @@ class FusedMoe:
 
     def state(self) -> FusedState:
         """Name the memory of this instance as the kernel takes it; the exchange is attached."""
-        peer, error = self._exchange.memory.address_N, self._exchange.error
+        peer, error = self._exchange.table, self._exchange.error
         return FusedState(
             peer=peer, error=error, epoch=self.epoch, counter=self.counter, seat=self.seat,
             statistic=self.statistic, **self._tables,
@@ -253,7 +258,8 @@ class FusedMixtures:
         """Whether instances take turns in one thread, so that a launch must not wait for peers."""
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Do nothing: on a GPU a term has all instances."""
+        """Begin another term: forget an epoch that was abandoned."""
+        self.fused.begin_term()
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; captured steps read it anew."""

@@ -59,12 +59,15 @@ from data_plane.moe.fused_tasks import (
     output_task,
     return_task,
 )
+from data_plane.transport.triton_exchange import TERM_OVER, is_term_over
 
 _NUMBERS = ["instance", "num_rows", "num_programs", "max_tasks", "max_idle", "is_last"]
 """One variant serves all numbers: the kernel takes long to compile."""
 _BLOCK_PAIRS = tl.constexpr(128)
 """Pairs that a sweep takes in at once."""
 _BLOCK_COUNTERS = tl.constexpr(1024)
+_POLLS_A_LOOK = tl.constexpr(1024)
+"""Polls of a program between two looks at the host's memory, which all programs do."""
 
 
 @triton.jit
@@ -238,23 +241,27 @@ def add(ptr, value):
 
 
 @triton.jit
-def sweep(state, weights, own, num_rows, is_late, epoch, S: tl.constexpr):
+def sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S: tl.constexpr):
     """Take in what has arrived and publish what can run; return 1 if there was something.
 
-    is_late: if there was nothing, a peer that is awaited becomes the error. So does a flag that is
-    ahead, and a count that no region holds, of which the error says the negative. Called under the
-    lock.
+    is_late, is_ended: if there was nothing, a peer that is awaited becomes the error, because it is
+    late or because the term is over. So does a flag that is ahead, and a count that no region
+    holds, of which the error says the negative. Called under the lock.
     """
     progress = 0
+    source = tl.arange(0, S.pad_n)
+    is_source = source < S.num_instances
+    is_there = tl.load(state.peer + source, mask=is_source, other=0) != 0
     if tl.load(word(state, STARTED)) == 0:
         add(word(state, STARTED), 1)
         start(state, num_rows, S)
+        # Nothing comes from an instance that is not in the term.
+        add(word(state, TAKEN_IN), tl.sum((is_source & (is_there == 0)).to(tl.int32)))
+        tl.debug_barrier()
         progress = 1
     add(state.statistic, 1)
-    source = tl.arange(0, S.pad_n)
     region = first_region(epoch, S) + source
-    is_source = source < S.num_instances
-    is_out = tl.load(of_source(state, IS_TAKEN_IN, source, S), mask=is_source, other=1) == 0
+    is_out = tl.load(of_source(state, IS_TAKEN_IN, source, S), mask=is_there, other=1) == 0
     found = flags(own + S.dispatch_flag, region, is_out, state)
     is_new = is_out & (found == epoch)
     count_ptr = field(own, S.dispatch_count, state.count) + region
@@ -284,8 +291,10 @@ def sweep(state, weights, own, num_rows, is_late, epoch, S: tl.constexpr):
                 progress = 1
         elif tl.max(is_missing.to(tl.int32), 0) == 0:
             channel, is_missing, found = 4, is_sent & (returned < epoch), returned
-    if (is_late > progress) & (tl.max(is_missing.to(tl.int32), 0) > 0):
-        blame(state, channel, source, is_missing, epoch, found, S)
+    if (tl.maximum(is_late, is_ended) > progress) & (tl.max(is_missing.to(tl.int32), 0) > 0):
+        if is_late > 0:
+            is_ended = is_term_over(state.peer, S.num_instances)
+        blame(state, channel + is_ended * TERM_OVER, source, is_missing, epoch, found, S)
     return progress
 
 
@@ -299,15 +308,18 @@ def flags(address, region, is_awaited, state):
 
 
 @triton.jit
-def blame(state, channel, source, is_wrong, awaited, found, S: tl.constexpr):
-    """Make the first wrong source the error word: [channel + 1, source, awaited, found]."""
+def blame(state, code, source, is_wrong, awaited, found, S: tl.constexpr):
+    """Make the first wrong source the error word: [code, source, awaited, found].
+
+    code: see triton_exchange.wait_kernel.
+    """
     first = tl.min(tl.where(is_wrong, source, S.pad_n), 0)
     if tl.load(state.error) == 0:
         tl.store(state.error + 1, first.to(tl.int64))
         tl.store(state.error + 2, awaited)
         tl.store(state.error + 3, tl.sum(tl.where(source == first, found, 0)).to(tl.int64))
         tl.debug_barrier()
-        tl.atomic_xchg(state.error, channel, sem="release", scope="gpu")
+        tl.atomic_xchg(state.error, code, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -343,7 +355,7 @@ def fused_kernel(
     """
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)
-    num_tasks, idle, polls = 0, epoch * 0, 0
+    num_tasks, idle, polls = 0, epoch * 0, instance * 0
     if S.is_card:
         begin = globaltimer()
         since, busy = begin, begin * 0
@@ -374,8 +386,11 @@ def fused_kernel(
                 else:
                     idle += 1
             is_late = (is_idle & (idle >= max_idle) & (is_last > 0)).to(tl.int32)
+            is_ended = is_late * 0
+            if polls % _POLLS_A_LOOK == _POLLS_A_LOOK - 1:
+                is_ended = is_term_over(state.peer, S.num_instances)
             if tl.atomic_cas(word(state, LOCK), 0, 1, sem="acq_rel", scope="gpu") == 0:
-                progress = sweep(state, weights, own, num_rows, is_late, epoch, S)
+                progress = sweep(state, weights, own, num_rows, is_late, is_ended, epoch, S)
                 tl.debug_barrier()
                 tl.atomic_xchg(word(state, LOCK), 0, sem="release", scope="gpu")
             polls += (is_idle & (progress == 0)).to(tl.int32)

@@ -97,7 +97,7 @@ class FusedState(NamedTuple):
     """The memory of an instance that lives from launch to launch. Pointers."""
 
     peer: Any
-    """[N] int64: addresses of the instances' memory."""
+    """[N + 2] int64: addresses of the instances' memory, and more; see GpuExchange.table."""
     error: Any
     """[4] int64: the error word of the exchange."""
     epoch: Any

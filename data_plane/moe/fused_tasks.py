@@ -36,14 +36,17 @@ from data_plane.moe.fused_state import (
 
 
 @triton.jit
-def announce(state, part, count, done_ptr, flag_ptr, epoch, S: tl.constexpr):
-    """End a part of the `count` rows for a peer; the last part releases the flag."""
+def announce(state, part, count, base, done_ptr, flag_ptr, epoch, S: tl.constexpr):
+    """End a part of the `count` rows for a peer; the last part releases the flag.
+
+    base: the address of the peer's memory; 0 if it is not in the term, and has no flag.
+    """
     if part == 0:
         tl.atomic_add(state.statistic + 3, count, sem="relaxed", scope="gpu")
     # Only one thread releases. Without this barrier the stores of other threads could come after.
     tl.debug_barrier()
     done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="sys")
-    if done == num_parts(count, S) - 1:
+    if (done == num_parts(count, S) - 1) & (base != 0):
         tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
 
 
@@ -58,7 +61,10 @@ def copy(from_ptr, to_ptr, width: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def dispatch_task(target, part, state, rows, instance, epoch, S: tl.constexpr):
-    """Send part of the rows for one target: one copy of a row, whatever it visits there."""
+    """Send part of the rows for one target: one copy of a row, whatever it visits there.
+
+    A target that is not in the term has no rows, and is not told so.
+    """
     K: tl.constexpr = S.per_row
     X: tl.constexpr = S.hidden
     count = tl.load(state.count + target)
@@ -72,11 +78,11 @@ def dispatch_task(target, part, state, rows, instance, epoch, S: tl.constexpr):
         copy(state.chosen + row * K, expert_ptr + slot * K, K, S.pad_k)
         copy(state.weight + row * K, weight_ptr + slot * K, K, S.pad_k)
         copy(rows.x + row * X, hidden_ptr + slot * X, X, S.block_x)
-    if part == 0:
+    if (part == 0) & (base != 0):
         tl.store(field(base, S.dispatch_count, state.count) + region, count)
     done_ptr = of_source(state, PARTS_SENT, target, S)
     flag_ptr = field(base, S.dispatch_flag, state.epoch) + region
-    announce(state, part, count, done_ptr, flag_ptr, epoch, S)
+    announce(state, part, count, base, done_ptr, flag_ptr, epoch, S)
 
 
 @triton.jit
@@ -245,7 +251,7 @@ def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.co
             tl.store(sum_ptr + slot * X + column, acc.to(rows.x.dtype.element_ty), mask=column < X)
     done_ptr = of_source(state, PARTS_RETURNED, item, S)
     flag_ptr = field(base, S.combine_flag, state.epoch) + to_region
-    announce(state, task, count, done_ptr, flag_ptr, epoch, S)
+    announce(state, task, count, base, done_ptr, flag_ptr, epoch, S)
 
 
 @triton.jit

@@ -34,6 +34,12 @@ class GpuWeights:
         """Whether the experts' weights are in FP8."""
         return any(isinstance(experts.down, Fp8Weight) for experts in self.experts if experts)
 
+    def put_expert(self, layer: int, slot: int, mlp: MlpWeights) -> None:
+        """Write an expert into a slot of a layer, where captured steps read it."""
+        experts = self.experts[layer]
+        assert experts is not None, f"layer {layer} has no experts"
+        experts.put(slot, _weight(mlp.gate_up), _weight(mlp.down))
+
 
 def place_weights(
     weights: ModelWeights,
@@ -41,11 +47,13 @@ def place_weights(
     gemm: GroupedGemm,
     max_len: int,
     is_fused: bool = False,
+    num_slots: int = 0,
 ) -> GpuWeights:
     """Copy weights to the device, layer by layer, and make the rope table reach max_len.
 
     is_fused: shared experts follow the experts, each with a slot of its own, as a fused mixture
-    takes them. Raises ValueError if they cannot.
+    takes them. num_slots: for experts in a layer; at least those that are here have one. Raises
+    ValueError if they cannot.
     """
     weights.rope.place(device, max_len)
     layers: list[LayerWeights] = []
@@ -54,9 +62,11 @@ def place_weights(
         if layer.moe is None:
             experts.append(None)
         else:
-            experts.append(_experts(layer.moe, device, gemm, is_fused))
-            if is_fused:
-                layer = replace(layer, moe=replace(layer.moe, shared=None))
+            slot_E = layer.moe.slot_E.to(device)
+            experts.append(_experts(layer.moe, slot_E, gemm, is_fused, num_slots))
+            shared = None if is_fused else layer.moe.shared
+            # One table for both: who writes it has moved the expert.
+            layer = replace(layer, moe=replace(layer.moe, shared=shared, slot_E=slot_E))
         layers.append(_placed(layer, device, weights.embedding.dtype))
     placed = ModelWeights(
         weights.embedding.to(device),
@@ -69,16 +79,17 @@ def place_weights(
 
 
 def _experts(
-    moe: MoeWeights, device: torch.device, gemm: GroupedGemm, is_fused: bool
+    moe: MoeWeights, slot_E: Tensor, gemm: GroupedGemm, is_fused: bool, num_slots: int
 ) -> GroupedExperts:
-    gate_up = [_weight(mlp.gate_up) for mlp in moe.mlps]
-    down = [_weight(mlp.down) for mlp in moe.mlps]
+    # A slot that no expert of the table is in has any weights.
+    mlps = moe.mlps + moe.mlps[-1:] * (num_slots - len(moe.mlps))
+    gate_up = [_weight(mlp.gate_up) for mlp in mlps]
+    down = [_weight(mlp.down) for mlp in mlps]
     if is_fused and moe.shared is not None:
         shared = shared_slots(moe.shared, moe.mlps[0].down.shape[1])
         gate_up, down = gate_up + shared[0], down + shared[1]
-    return GroupedExperts(
-        gemm, moe.slot_E.to(device), _stacked(gate_up).to(device), _stacked(down).to(device)
-    )
+    device = slot_E.device
+    return GroupedExperts(gemm, slot_E, _stacked(gate_up).to(device), _stacked(down).to(device))
 
 
 def shared_slots(shared: MlpWeights, width: int) -> tuple[list[Weight], list[Weight]]:

@@ -110,6 +110,14 @@ class GroupedExperts:
         self._gemm, self.place_E, self.num_here = gemm, place_E, _num_experts(gate_up_ENX)
         self.gate_up, self.down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 
+    def put(self, slot: int, gate_up_NX: Tensor | Fp8Weight, down_XI: Tensor | Fp8Weight) -> None:
+        """Write another expert's weights into a slot; those of all slots stay where they are."""
+        for held, weight in ((self.gate_up, gate_up_NX), (self.down, down_XI)):
+            one = weight[None] if isinstance(weight, Tensor) else Fp8Weight.stack([weight])
+            one = _prepared(self._gemm, one)
+            for target, source in zip(_tensors(held), _tensors(one), strict=True):
+                target[slot].copy_(source[0])
+
     def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Run the experts on rows, as experts.experts_forward does: [T, X]."""
         x_ESX, count_E, slot_TK = group_rows(
@@ -125,6 +133,12 @@ class GroupedExperts:
 
 def _num_experts(weight: Tensor | Fp8Weight) -> int:
     return len(weight if isinstance(weight, Tensor) else weight.values)
+
+
+def _tensors(prepared: Any) -> list[Tensor]:
+    """List the tensors of prepared weights: values, and scales where they are apart."""
+    parts = [prepared] if isinstance(prepared, Tensor) else prepared
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _prepared(gemm: GroupedGemm, weight: Tensor | Fp8Weight) -> Any:

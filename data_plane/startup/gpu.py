@@ -20,9 +20,10 @@ from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.instance.decode import DecodeInstance, StepLane
+from data_plane.instance.interface import TermEnds
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
-from data_plane.model.weights import Progress, expert_range, load_weights
+from data_plane.model.weights import Progress, expert_range, load_experts, load_weights
 from data_plane.moe.all_to_all_gpu import GpuMixtures
 from data_plane.moe.backend import fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
@@ -36,12 +37,13 @@ from data_plane.startup.shared_parts import (
     page_ways,
     torch_dtype,
 )
-from data_plane.transport.cuda_ipc import PeerMemory, cuda_ipc_obstacle
 from data_plane.transport.mailbox import mailbox_layout
+from data_plane.transport.peer_memory import Meeting, PeerMemory, cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config import Config
+from nanocp.experts import num_slots
 
 _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
 _NVSHMEM = (
@@ -74,9 +76,11 @@ def build_gpu_instance(
     moe = moe_backends(config, model, experts, device, _fused_obstacle(config, device))
     assert moe.gemm is not None, "a GPU has no loop"
     keeps_fp8, weights_choice = fp8_experts(model, moe.gemm, data_plane.dtype)
-    weights = load_weights(checkpoint, model, dtype, experts, progress, PlainPacking(keeps_fp8))
+    packing = PlainPacking(keeps_fp8)
+    weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
-    placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused)
+    slots = num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
+    placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused, slots)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )
@@ -84,24 +88,26 @@ def build_gpu_instance(
     lanes = [parts]
     if config.scheduler.has_lanes:
         lanes.append(new_parts(frames=parts.frames))
+    for lane in lanes:
+        segments.term.mirror(lane.exchange.ended)
     mailbox = mailbox_layout(cluster)
-    exchange = ShmExchange.create(segments, instance, cluster.num_instances, mailbox, config.limits)
+
+    def new_exchange() -> ShmExchange:
+        num = cluster.num_instances
+        return ShmExchange.create(segments, instance, num, mailbox, config.limits)
+
+    def new_ends() -> TermEnds:
+        return TermEnds(new_exchange(), *page_ways(config, instance, segments, parts.frames))
+
+    exchange = new_exchange()
     rings, moves = page_ways(config, instance, segments, parts.frames)
     first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
     capture: Any = (eager if data_plane.eager else CudaGraphs)(*first, *beside)
-    selected = [
-        f"attention: {attention_choice}",
-        "exchange: cuda_ipc, peers' memory on one node",
-        page_choice(config),
-        f"wire form: {data_plane.wire_form}",
-        *moe.sentences,
-        f"KV: {'FP8' if kv_dtype == torch.uint8 else data_plane.dtype}",
-    ]
-    if model.fp8_block is not None:
-        selected.append(f"weights: {weights_choice}")
-    if beside:
-        selected.append(f"lanes: up to two ({config.scheduler.lanes})")
-    meet = _meeting(config, instance, segments.cluster_id, lanes, model, placed, moe.has_deep_ep)
+    weights_choice = weights_choice if model.fp8_block is not None else ""
+    if moe.has_deep_ep:
+        meet = _deep_ep_meeting(config, instance, segments, lanes, model, placed)
+    else:
+        meet = _meeting(config, instance, segments, lanes)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(exchange, mailbox)
     without = ["graphs: none, every step is launched (eager)"]
@@ -113,12 +119,36 @@ def build_gpu_instance(
         tensors,
         rings,
         moves,
-        selected,
+        _selected(config, attention_choice, moe.sentences, weights_choice),
         meet,
         graphs_report=lambda: without if data_plane.eager else [capture.report],
+        new_ends=None if moe.has_deep_ep else new_ends,
         second_lane=StepLane(engines[1], lanes[1].step, tensors) if beside else None,
         both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
+        load_experts=lambda held: load_experts(
+            checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
+        ),
     )
+
+
+def _selected(
+    config: Config, attention_choice: str, moe_sentences: Sequence[str], weights_choice: str
+) -> list[str]:
+    """Say for an operator what was chosen. weights_choice: empty if no weights are in FP8."""
+    data_plane = config.data_plane
+    selected = [
+        f"attention: {attention_choice}",
+        "exchange: cuda_ipc, peers' memory on one node",
+        page_choice(config),
+        f"wire form: {data_plane.wire_form}",
+        *moe_sentences,
+        f"KV: {'FP8' if data_plane.kv_dtype == 'fp8' else data_plane.dtype}",
+    ]
+    if weights_choice:
+        selected.append(f"weights: {weights_choice}")
+    if config.scheduler.has_lanes:
+        selected.append(f"lanes: up to two ({config.scheduler.lanes})")
+    return selected
 
 
 def _both_lanes(
@@ -144,48 +174,83 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
 
 
 def _meeting(
+    config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
+) -> Callable[[Sequence[int]], None]:
+    """Make what maps the memory of a term's instances, which all of them call together.
+
+    Each lane has memory of its own at every peer. One instance alone meets nobody.
+    """
+    device, term = lanes[0].step.logits.device, segments.term
+
+    def meet(seats: Sequence[int]) -> None:
+        if len(seats) == 1:
+            for lane in lanes:
+                (memory,) = PeerMemory.create_all(lane.places, device, seats)
+                lane.exchange.attach(memory, term.number)
+            return
+        # Their host's exchanges are attached to each other, so all of them are on their way here.
+        path, store = _store(segments, f"t{term.number}", len(seats))
+        limit_ms = config.limits.start_timeout_ms
+        for number, lane in enumerate(lanes):
+            name = f"{segments.cluster_id} term {term.number} lane {number}"
+            meeting = Meeting(name, instance, seats, store, limit_ms, term.check)
+            lane.exchange.attach(PeerMemory.create(lane.places, device, meeting), term.number)
+        if store.add("left", 1) == len(seats):  # nobody reads it any more
+            os.unlink(path)
+
+    return meet
+
+
+def _store(segments: Segments, name: str, num_members: int) -> tuple[str, Any]:
+    """Open a store of this name: a file, since cuda_ipc is for one node, so no port must be free.
+
+    Returns (path, torch.distributed.Store).
+    """
+    import torch.distributed as dist
+
+    path = f"{tempfile.gettempdir()}/nanocp-{segments.cluster_id}-{name}"
+    return path, dist.FileStore(path, num_members)  # type: ignore[attr-defined]
+
+
+def _deep_ep_meeting(
     config: Config,
     instance: int,
-    cluster_id: str,
+    segments: Segments,
     lanes: Sequence[GpuParts],
     model: ModelConfig,
     weights: GpuWeights,
-    has_deep_ep: bool,
-) -> Callable[[], None]:
-    """Make what maps the peers' memory, called once together with all of them.
+) -> Callable[[Sequence[int]], None]:
+    """Make what `_meeting` makes, with DeepEP's buffers: for one term, and all before the graphs.
 
-    Each lane has memory of its own at every peer.
+    DeepEP needs all instances in a group of torch, also while graphs are prepared.
     """
-    cluster, device = config.cluster, lanes[0].step.logits.device
+    cluster = config.cluster
+    has_met = False
 
-    def meet() -> None:
-        if cluster.num_instances == 1:
-            for lane in lanes:
-                (memory,) = PeerMemory.create_all(lane.places, device)
-                lane.exchange.attach(memory)
+    def meet(seats: Sequence[int]) -> None:
+        nonlocal has_met
+        if has_met:
             return
         import torch.distributed as dist
 
-        # A file, not a port, since cuda_ipc is for one node: no port has to be found free.
-        path = f"{tempfile.gettempdir()}/nanocp-{cluster_id}-group"
+        has_met, num = True, cluster.num_instances
+        path, store = _store(segments, "group", num)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(path, cluster.num_instances),  # type: ignore[attr-defined]
+            store=store,
             rank=instance,
-            world_size=cluster.num_instances,
+            world_size=num,
             timeout=timedelta(milliseconds=config.limits.start_timeout_ms),
         )
-        for lane in lanes:
-            lane.exchange.attach(PeerMemory.create(lane.places, device, dist.group.WORLD))
-        if has_deep_ep:
-            all_to_all = DeepEpExchange.open(
-                dist.group.WORLD,
-                num_instances=cluster.num_instances,
-                num_experts=model.num_experts,
-                hidden_size=model.hidden_size,
-                max_rows=cluster.bounds.max_rows,
-            )
-            lanes[0].step.mixture = GpuMixtures(all_to_all, model, weights)
+        _meeting(config, instance, segments, lanes)(range(num))
+        all_to_all = DeepEpExchange.open(
+            dist.group.WORLD,
+            num_instances=num,
+            num_experts=model.num_experts,
+            hidden_size=model.hidden_size,
+            max_rows=cluster.bounds.max_rows,
+        )
+        lanes[0].step.mixture = GpuMixtures(all_to_all, model, weights)
         if instance == 0:
             os.unlink(path)
 

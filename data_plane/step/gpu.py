@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data_plane.attention.backend import Attention
 from data_plane.attention.triton_merge import merge_routed
-from data_plane.graph.pool_gpu import GpuContext, GpuPool
+from data_plane.graph.pool_gpu import GpuContext, GpuPages, GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
@@ -96,7 +96,7 @@ class GpuStep:
         x_BX = self._weights.embedding[context.token]
         own, slot_NB = None, torch.empty(0)
         if num_rows:
-            slots, lengths = self._pool.run_locate(context.own, context.position, context.live)
+            slots, lengths = self._locate(context.own, context.position, context.live)
             own = _Local(slots, self._attention.plan(context.own.frame, lengths))
             slot_NB = self._pool.run_route(context)
         received: _Local | None = None
@@ -130,7 +130,9 @@ class GpuStep:
         return self.logits[torch.tensor(rows, dtype=torch.int64, device=self.logits.device)]
 
     def meet(self, peers: Sequence[int]) -> None:
-        """Do nothing: on a GPU a term has all instances."""
+        """Begin another term; who is in it, captured steps read in the exchange's table."""
+        if self.mixture is not None:
+            self.mixture.meet(peers)
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert; captured steps read it anew."""
@@ -138,8 +140,14 @@ class GpuStep:
             self.mixture.place_experts(seats)
 
     def check(self) -> None:
-        """Raise what ended a wait of the steps so far, if something did. Waits for the GPU."""
+        """Raise what ended a wait of the steps so far, if something did. Waits for the GPU.
+
+        See GpuExchange.check.
+        """
         self._exchange.check()
+
+    def _locate(self, pages: GpuPages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        return self._pool.run_locate(pages, position, live, self._exchange.error)
 
     def _attend(self, q_AHD: Tensor, index: int, plan: Any) -> tuple[Tensor, Tensor]:
         return self._attention.run(
@@ -184,9 +192,8 @@ class GpuStep:
         )
         if local is None:
             # In the first layer: a row's position and live flag are the same in every layer of a
-            # step. Behind a wait that failed they are of an earlier step, whose KV is committed.
-            live_A = live_A & (self._exchange.error[0] == 0)
-            slots, lengths = self._pool.run_locate(context.received, position_A, live_A)
+            # step. A wait that fails later leaves the slots, which are of the position in flight.
+            slots, lengths = self._locate(context.received, position_A, live_A)
             local = _Local(slots, self._attention.plan(context.received.frame, lengths))
         self._frames.append(index, local.slots, kv_AW)
         if self._is_latent:

@@ -115,6 +115,10 @@ def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
     }
 
 
+_NO_TERM = 2**62
+"""A number that no term reaches."""
+
+
 class Term:
     """The term that a process is in, and whether it is over (docs/protocol.md, terms).
 
@@ -125,14 +129,26 @@ class Term:
         self.number = number
         """Names the segments of the term, so that none is mistaken for one of another term."""
         self._last_ended = 0.0
+        self._mirrors: list[np.ndarray] = []
 
     def end(self, number: float) -> None:
         """The term of this number is over, and every one before it; math.inf ends all."""
         self._last_ended = max(self._last_ended, number)
+        self._write()
 
     def go_on(self) -> None:
         """Another controller is there: terms after this one may be joined, though all had ended."""
         self._last_ended = self.number
+        self._write()
+
+    def mirror(self, word: np.ndarray) -> None:
+        """Keep word[0], int64, at the last term that ended, for waits that can only read memory."""
+        self._mirrors.append(word)
+        self._write()
+
+    def _write(self) -> None:
+        for word in self._mirrors:
+            word[0] = min(self._last_ended, _NO_TERM)
 
     @property
     def is_over(self) -> bool:

@@ -12,12 +12,28 @@ before, partials follow the queries that they answer, and dispatch and combine d
 
 Only the sender of a dispatch knows how many rows it has. So that channel is COUNTED: every instance
 puts to every one, and each flag has a count, [parity, source] int32.
+
+A launch may be replayed in another term, with other memory. So every address comes from peer_ptr
+[N + 2] int64 (cuda_ipc.GpuExchange.table): where the memory of each instance is, 0 for one that is
+not in the term; where the host keeps the last term that is over; the number of this term.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+TERM_OVER = tl.constexpr(16)
+"""What the error word's first number has more if the wait ended because the term was over."""
+_POLLS_A_LOOK = tl.constexpr(64)
+"""Polls of device memory between two looks at the host's memory, which is further away."""
+
+
+@triton.jit
+def is_term_over(peer_ptr, num_instances):
+    """Return 1 if the host has said that the term is over, else 0."""
+    ended = tl.load(tl.load(peer_ptr + num_instances).to(peer_ptr.dtype), volatile=True)
+    return (ended >= tl.load(peer_ptr + num_instances + 1)).to(tl.int32)
 
 
 @triton.jit
@@ -75,17 +91,17 @@ def put_kernel(
     Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target. A, B, C and
     D are the widths of the fields. HAS_ROWS: row_ptr [N, num_slots] has the row of each slot; else
     rows are dense, by target, then slot. The program that finishes last for a target releases the
-    flag.
+    flag. A target that is not in the term gets nothing.
     """
     target, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
     count = tl.load(count_ptr + target)
+    base = tl.load(peer_ptr + target)
     # After an error the rows of this instance are worthless, and peers must not merge them.
-    if ((count == 0) & (not COUNTED)) | (tl.load(error_ptr) != 0):
+    if ((count == 0) & (not COUNTED)) | (base == 0) | (tl.load(error_ptr) != 0):
         return
     epoch = tl.load(epoch_ptr) + AHEAD
     region = (epoch & 1) * num_instances + instance
-    base = tl.load(peer_ptr + target)
     lower = tl.arange(0, BLOCK_N)
     first = tl.sum(tl.load(count_ptr + lower, mask=lower < target, other=0))
     for slot in range(program, count, num_programs):
@@ -119,11 +135,13 @@ def put_kernel(
 
 @triton.jit
 def wait_kernel(
-    flag_ptr,
+    peer_ptr,
     epoch_ptr,
     error_ptr,
     count_ptr,
-    cell_ptr,
+    flag_offset,
+    cell_offset,
+    instance,
     num_instances,
     channel,
     max_polls,
@@ -132,26 +150,30 @@ def wait_kernel(
 ):
     """Advance the channel's epoch and poll until the flag of every source with a count has come.
 
-    There is one program. COUNTED: it awaits every source, and writes the counts in cell_ptr to
-    count_ptr, zeros after an error.
+    There is one program. COUNTED: it awaits every source of the term, and writes their counts to
+    count_ptr, zeros for the others and after an error.
 
-    A flag that is newer, or that does not come within max_polls, ends the wait. The error word then
-    becomes [channel + 1, source, epoch awaited, epoch found] int64, and stays so. If there is an
-    error already, nothing is awaited.
+    A flag that is newer, or that does not come within max_polls or before the term is over, ends
+    the wait. The error word then becomes [code, source, epoch awaited, epoch found] int64, and
+    stays so. The code is channel + 1, and TERM_OVER more if the term was over. If there is an error
+    already, nothing is awaited.
     """
     epoch = tl.load(epoch_ptr) + 1
     error = tl.load(error_ptr)
     source = tl.arange(0, BLOCK_N)
-    if COUNTED:
-        is_awaited = tl.where(error == 0, source, num_instances) < num_instances
-    else:
+    address = tl.load(peer_ptr + source, mask=source < num_instances, other=0)
+    is_awaited = tl.where(error == 0, address, 0) != 0
+    if not COUNTED:
         count = tl.load(count_ptr + source, mask=source < num_instances, other=0)
-        is_awaited = tl.where(error == 0, count, 0) > 0
+        is_awaited = tl.where(is_awaited, count, 0) > 0
+    base = tl.load(peer_ptr + instance)
+    flag_ptr = (base + flag_offset).to(epoch_ptr.dtype)
     source_flag_ptr = flag_ptr + (epoch & 1) * num_instances + source
     found = tl.zeros([BLOCK_N], tl.int64)
     num_missing = tl.sum(is_awaited.to(tl.int32))
     num_polls = 0
-    while (num_missing > 0) & (num_polls < max_polls):
+    is_over = 0
+    while (num_missing > 0) & (num_polls < max_polls) & (is_over == 0):
         # Adding zero is the only ordered load that every supported Triton has.
         found = tl.atomic_add(
             source_flag_ptr,
@@ -162,19 +184,22 @@ def wait_kernel(
         )
         num_missing = tl.sum((is_awaited & (found < epoch)).to(tl.int32))
         num_polls += 1
+        if (num_polls % _POLLS_A_LOOK == 0) | (num_polls == max_polls):
+            is_over = is_term_over(peer_ptr, num_instances)
     is_wrong = is_awaited & (found != epoch)
     first_wrong = tl.min(tl.where(is_wrong, source, BLOCK_N))
     tl.debug_barrier()
     tl.store(epoch_ptr, epoch)
     if COUNTED:
         is_counted = tl.where(first_wrong == BLOCK_N, is_awaited.to(tl.int32), 0) > 0
+        cell_ptr = (base + cell_offset).to(count_ptr.dtype)
         came = tl.load(cell_ptr + (epoch & 1) * num_instances + source, mask=is_counted, other=0)
         tl.store(count_ptr + source, came, mask=source < num_instances)
     if first_wrong < BLOCK_N:
         tl.store(error_ptr + 1, first_wrong)
         tl.store(error_ptr + 2, epoch)
         tl.store(error_ptr + 3, tl.sum(tl.where(source == first_wrong, found, 0)))
-        tl.store(error_ptr, channel + 1)
+        tl.store(error_ptr, channel + 1 + is_over * TERM_OVER)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from control_plane.flights.transfers import fetched_pages
 from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
+from data_plane.instance.interface import TermStart
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
@@ -27,6 +28,7 @@ from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.transport import futex
+from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.lost_changes import corrupted, full
 from nanocp.config import Config
@@ -84,6 +86,7 @@ class DecodeCluster:
         """lost_share: of the plans, the share that arrives corrupted. experts: where they are."""
         self.config = config
         self._experts = experts
+        self._term = 1
         self.cluster_id = uuid.uuid4().hex[:8]
         self.scheduler = Scheduler(config.cluster, config.scheduler)
         self.plans: list[Plan] = []
@@ -121,6 +124,15 @@ class DecodeCluster:
             inbox.put(None)
         for thread in self._threads:
             thread.join(WAIT_S)
+
+    def regroup(self, experts: ExpertTable | None = None) -> None:
+        """End the term and begin the next one, while nothing runs. experts: where they are then."""
+        self._term += 1
+        start = TermStart(tuple(range(len(self._inboxes))), experts, keeps_rows=True)
+        for inbox in self._inboxes:
+            inbox.put(start)
+        for _ in self._inboxes:
+            self._take_outbox()
 
     def run(self, prompts: list[Prompt]) -> list[Prompt]:
         """Play the story to its end; every frame must be free then."""
@@ -298,7 +310,7 @@ class DecodeCluster:
             instance = instance_of[page]
             if instance not in writers:
                 writers[instance] = PageRingWriter(
-                    Segments(self.cluster_id), instance, self.config.limits
+                    Segments(self.cluster_id, term=Term(self._term)), instance, self.config.limits
                 )
             num_tokens = min(64, transfer.num_tokens - 64 * page)
             payload = kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1)
@@ -319,7 +331,8 @@ class DecodeCluster:
             self._outbox.put(error)
 
     def _instance_loop(self, index: int) -> None:
-        instance = build_instance(self.config, index, Segments(self.cluster_id), self._checkpoint)
+        segments = Segments(self.cluster_id)
+        instance = build_instance(self.config, index, segments, self._checkpoint)
         if self._experts is not None:
             instance.place_experts(self._experts)
         instance.connect()
@@ -332,7 +345,13 @@ class DecodeCluster:
                     message = ()
                 if message is None:
                     return
-                if isinstance(message, InstancePlan):
+                if isinstance(message, TermStart):
+                    instance.leave()
+                    segments.term.end(segments.term.number)
+                    segments.term.number += 1
+                    instance.enter(message)
+                    self._outbox.put(instance.poll())
+                elif isinstance(message, InstancePlan):
                     needed = instance.begin(message)
                     if needed is not None:
                         self.num_resyncs += 1

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from control_plane.scheduler.routing import build_routes
 from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
-from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
+from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel, Field
+from data_plane.transport.peer_memory import Meeting, PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 
 POISON = 0xA5
@@ -306,15 +307,15 @@ def run_process(instance, num_instances, store_path, device, num_layers):
     """
     store = dist.FileStore(store_path, num_instances)
     dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
+    everyone, shared = range(num_instances), dist.PrefixStore("meeting", store)
+    meeting = Meeting("check", instance, everyone, shared, timeout_ms=60_000)
     try:
         case = ExchangeCase(
             num_instances,
             4,
             device=device,
             timeout_ms=10_000,
-            own_memory=lambda places: [
-                PeerMemory.create(places, torch.device(device), dist.group.WORLD)
-            ],
+            own_memory=lambda places: [PeerMemory.create(places, torch.device(device), meeting)],
             has_experts=True,
         )
         generator = torch.Generator().manual_seed(0)

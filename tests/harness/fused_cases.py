@@ -10,7 +10,8 @@ from data_plane.model.weights import slots_of
 from data_plane.moe.fused import FusedMoe, FusedTiles, GateTiles
 from data_plane.moe.fused_state import FusedWeights
 from data_plane.moe.gate import gate
-from data_plane.transport.cuda_ipc import GpuExchange, PeerMemory, RegionPlaces
+from data_plane.transport.cuda_ipc import GpuExchange
+from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness.kernel_cases import in_fp8
 from nanocp.experts import home_experts
@@ -192,8 +193,8 @@ class FusedCase:
 
 
 def run_turns(case):
-    """Run the next epoch of every instance by turns, and count the rounds."""
-    turns = [fused.turns(*case.arguments(i)) for i, fused in enumerate(case.fused)]
+    """Run the next epoch of the instances that have one by turns, and count the rounds."""
+    turns = [case.fused[i].turns(*case.arguments(i)) for i in case.pending()]
     num_rounds = 0
     while turns:
         turns = [turn for turn in turns if next(turn, StopIteration) is not StopIteration]

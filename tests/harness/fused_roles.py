@@ -78,7 +78,7 @@ def sweep_role(state, weights, instance, num_rows, S: tl.constexpr):
     """Make one sweep; for the lint."""
     epoch = tl.load(state.epoch) + 1
     own = tl.load(state.peer + instance)
-    sweep(state, weights, own, num_rows, 0, epoch, S)
+    sweep(state, weights, own, num_rows, 0, 0, epoch, S)
 
 
 def run_queues(case, instance, *queues):

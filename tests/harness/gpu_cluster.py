@@ -7,6 +7,7 @@ whatever runs the steps.
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,16 @@ from data_plane.graph.cuda_graphs import CudaGraphs
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
-from data_plane.model.weights import expert_range, load_weights
+from data_plane.model.weights import expert_range, load_experts, load_weights
 from data_plane.moe.backend import fp8_experts
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.gpu_weights import place_weights
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.gpu_parts import gpu_parts
-from data_plane.transport.cuda_ipc import PeerMemory
+from data_plane.transport.peer_memory import Meeting, PeerMemory
 from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
+from nanocp.experts import num_slots, place_experts
 from nanocp.plan import PAGE_SIZE
 from nanocp.table_changes import PageRun
 
@@ -57,6 +59,7 @@ class GpuInstance:
 
     def __init__(self, parts, memory):
         self.step, self.frames, self.pool = parts.step, parts.frames, parts.pool
+        self.exchange, self.places = parts.exchange, parts.places
         parts.exchange.attach(memory)
         self.window = -1
 
@@ -64,13 +67,14 @@ class GpuInstance:
 class GpuCluster:
     """Requests that are decoded together by instances with GPU steps.
 
-    All instances run in this process, unless it is a member of `group` (gloo): then one does.
+    All instances run in this process, unless it has a `store` that others have too, and a group of
+    torch (gloo): then one does. num_redundant: slots for experts of instances that are lost.
     """
 
     def __init__(
         self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS,
         num_frames=24, max_len=512, seed=0, timeout_ms=1.0, num_parts=None, is_captured=False,
-        group=None, num_lanes=1,
+        store=None, num_lanes=1, num_redundant=0,
     ):  # fmt: skip
         self.device = torch.device(device)
         self.data_plane = data_plane or DataPlaneConfig()
@@ -84,22 +88,30 @@ class GpuCluster:
         self.model = model = ModelConfig.from_folder(checkpoint)
         self.dtype = torch.bfloat16 if self.data_plane.dtype == "bfloat16" else torch.float32
         self.all_weights = load_weights(checkpoint, model, self.dtype, range(model.num_experts))
-        self.group = group
+        self.is_one_of_many = store is not None
         kind = model.attention
         if isinstance(kind, GqaConfig):
             attention = TritonHeads(kind.num_kv_heads, kind.head_dim, kind.num_heads, num_parts)
         else:
             attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, num_parts)
         lanes = [{} for _ in range(num_lanes)]
-        for instance in range(num_instances) if group is None else [dist.get_rank(group)]:
+        self.seats = list(range(num_instances))
+        self._held = {}
+        """Instance -> what lets it hold the experts of a slot -> expert table."""
+        slots = num_slots(model.num_experts, num_instances, num_redundant)
+        self._num_redundant = num_redundant
+        for instance in self.seats if store is None else [dist.get_rank()]:
             experts = expert_range(model, instance, num_instances)
             gemm = TritonGemm()
             keeps_fp8, _ = fp8_experts(model, gemm, self.data_plane.dtype)
-            weights = load_weights(
-                checkpoint, model, self.dtype, experts, packing=PlainPacking(keeps_fp8)
-            )
+            packing = PlainPacking(keeps_fp8)
+            weights = load_weights(checkpoint, model, self.dtype, experts, packing=packing)
             is_fused = self.data_plane.dispatch_backend == "fused"
-            placed = place_weights(weights, self.device, gemm, max_len, is_fused)
+            placed = place_weights(weights, self.device, gemm, max_len, is_fused, slots)
+            self._held[instance] = partial(
+                load_experts, checkpoint, model, self.dtype, placed.weights, packing=packing,
+                put=placed.put_expert,
+            )  # fmt: skip
             frames = None
             for lane in lanes:
                 lane[instance] = gpu_parts(
@@ -109,12 +121,13 @@ class GpuCluster:
                 frames = lane[instance].frames
         self.lanes = []
         """[lane][instance]: each lane has an exchange of its own."""
-        for parts in lanes:
+        for number, parts in enumerate(lanes):
             places = next(iter(parts.values())).places
-            if group is None:
+            if store is None:
                 memories = PeerMemory.create_all(places, self.device)
             else:
-                memories = [PeerMemory.create(places, self.device, group)]
+                meeting = Meeting(f"lane {number}", dist.get_rank(), self.seats, store, 60_000)
+                memories = [PeerMemory.create(places, self.device, meeting)]
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
         self.instances = self.lanes[0]
         self.free = [
@@ -129,7 +142,7 @@ class GpuCluster:
 
     def add(self, ids, degree):
         """Prefill all but the last token, over `degree` instances."""
-        kv_binding = self.random.sample(range(self.cluster.num_instances), degree)
+        kv_binding = self.random.sample(self.seats, degree)
         request = Request(list(ids), kv_binding[0], kv_binding, num_prompt=len(ids))
         num_tokens = len(ids) - 1
         for page, kv_LSD in prefill_pages(self.all_weights, self.model, ids, num_tokens, 128):
@@ -143,32 +156,68 @@ class GpuCluster:
             self.instances[holder].frames.write_payload(frame, count, payload)
         self.requests.append(request)
 
+    def submit_again(self, request):
+        """Prefill a request that has lost pages, over the instances of the term, and go on."""
+        self.requests.remove(request)
+        self.add(request.ids, min(2, len(self.seats)))
+        self.requests[-1].num_prompt = request.num_prompt
+
+    def begin_term(self, number, seats, owned=None):
+        """Let these instances go on: with other memory, and the experts of those that do not.
+
+        owned: the memory of those that run here; by default all do.
+        """
+        self.seats = list(seats)
+        total, num = self.model.num_experts, self.cluster.num_instances
+        table = place_experts(total, num, self._num_redundant, seats) if total else None
+        for lane in self.lanes:
+            places = next(iter(lane.values())).places
+            memories = owned or PeerMemory.create_all(places, self.device, seats)
+            for memory in memories:
+                instance = lane[memory.instance]
+                if table is not None:
+                    self._held[memory.instance](table.at(memory.instance))
+                    instance.step.place_experts(table.seats)
+                instance.step.meet([seat for seat in seats if seat != memory.instance])
+                instance.exchange.attach(memory, number)
+
+    def phases(self, instance, context):
+        """Run a step of an instance; see GpuStep.phases."""
+        return instance.step.phases(context)
+
     def step(self):
         """Decode one token of every request."""
+        rows_of_lanes = self.stage()
+        self._run()
+        self._commit(rows_of_lanes)
+
+    def stage(self):
+        """Place requests for a step and fill its tables; return every lane's rows by instance."""
         for request in self.requests:
             if self.random.random() < 0.2:
-                request.kv_binding = sorted(
-                    {*request.kv_binding, self.random.randrange(self.cluster.num_instances)}
-                )
+                request.kv_binding = sorted({*request.kv_binding, self.random.choice(self.seats)})
             if (len(request.ids) - 1) // PAGE_SIZE == len(request.pages):
                 self._allocate(request)
             if self.random.random() < 0.3:
                 moe_binding = self.random.choice(request.kv_binding)
                 self.num_moved += moe_binding != request.moe_binding
                 request.moe_binding = moe_binding
-        rows_of_lanes = [self._stage(number) for number in range(len(self.lanes))]
-        self._run()
+        return [self._stage(number) for number in range(len(self.lanes))]
+
+    def _commit(self, rows_of_lanes):
         for lane, rows in zip(self.lanes, rows_of_lanes, strict=True):
             found = {}
-            for index, instance in lane.items():
-                instance.step.check()
-                found[index] = instance.step.logits_of(list(range(len(rows[index])))).cpu()
-            if self.group is not None:
+            for index in self.seats:
+                if index in lane:
+                    lane[index].step.check()
+                    number = len(rows[index])
+                    found[index] = lane[index].step.logits_of(list(range(number))).cpu()
+            if self.is_one_of_many:
                 everybodys = [None] * self.cluster.num_instances
-                dist.all_gather_object(everybodys, found, group=self.group)
+                dist.all_gather_object(everybodys, found)
                 found = {index: logits for own in everybodys for index, logits in own.items()}
             for index, requests in enumerate(rows):
-                for request, logits_V in zip(requests, found[index], strict=True):
+                for request, logits_V in zip(requests, found.get(index, ()), strict=True):
                     request.logits.append(logits_V)
                     request.ids.append(int(logits_V.argmax()))
 
@@ -265,10 +314,9 @@ class GpuCluster:
 
     def _run(self):
         if self.graphs is None:
-            instances = [instance for lane in self.lanes for instance in lane.values()]
-            for instance in instances:
-                instance.pool.adopt(instance.window & 1)
-            run_in_turn([(i, i.pool.context(self._bucket(i))) for i in instances])
+            steps = self.begin()
+            while steps:
+                steps = [step for step in steps if next(step, StopIteration) is not StopIteration]
             return
         for index in self.instances:
             lanes = [lane[index] for lane in self.lanes]
@@ -281,6 +329,16 @@ class GpuCluster:
                     instance.pool.adopt(instance.window & 1)
                 self.graphs[index][bucket]()
         torch.cuda.synchronize(self.device)
+
+    def begin(self):
+        """Begin an eager step of the term's instances; return their phases, lane by lane."""
+        instances = [lane[seat] for lane in self.lanes for seat in self.seats if seat in lane]
+        contexts = []
+        for instance in instances:
+            instance.pool.adopt(instance.window & 1)
+            instance.pool.start()
+            contexts.append(instance.pool.context(self._bucket(instance)))
+        return [self.phases(*each) for each in zip(instances, contexts, strict=True)]
 
     def _bucket(self, instance):
         tables = instance.pool.staging[instance.window & 1]

@@ -91,7 +91,7 @@ def decoded(
     lengths=PROMPTS,
     num_tokens=24,
     is_captured=False,
-    group=None,
+    store=None,
     num_lanes=1,
     **keys,
 ):
@@ -109,10 +109,10 @@ def decoded(
         num_frames=32,
         max_len=1024,
         # Peers in other processes compile meanwhile, and have the card half of the time.
-        timeout_ms=2000 if group is None else 20_000,
+        timeout_ms=2000 if store is None else 20_000,
         num_parts=None if torch.cuda.is_available() else 2,
         is_captured=is_captured,
-        group=group,
+        store=store,
         num_lanes=num_lanes,
     )
     for number, ids in enumerate(make_prompts(lengths, cluster.model.vocab_size)):
@@ -182,7 +182,7 @@ def decode_process(index, num_instances, directory, checkpoint, device):
             lengths=(1, 64, 130, 300),
             num_tokens=8,
             is_captured=True,
-            group=dist.group.WORLD,
+            store=dist.PrefixStore("meeting", store),
         )
         found = [(request.ids, request.num_prompt) for request in cluster.requests]
         Path(directory, f"{index}.json").write_text(json.dumps(found))

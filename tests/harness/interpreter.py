@@ -6,6 +6,8 @@ interpreter when a kernel is decorated, so `interpret` comes before any import o
 
 import inspect
 import os
+import threading
+import time
 from contextlib import contextmanager
 
 
@@ -65,6 +67,40 @@ class LastingPatch:
     @staticmethod
     def restore():
         """Keep it."""
+
+
+_CHANGE_S = 0.0002
+"""How long a thread leaves the interpreter to others."""
+
+
+@contextmanager
+def shared_by_threads():
+    """Let threads interpret kernels that wait for each other: they change at atomic accesses.
+
+    The interpreter has one grid for the whole process.
+    """
+    from triton.runtime import interpreter
+
+    function, builder = interpreter.InterpretedFunction, interpreter.InterpreterBuilder
+    run, access, lock = function.run, builder.create_atomic_rmw, threading.Lock()
+
+    def one_by_one(kernel, *args, **keys):
+        with lock:
+            return run(kernel, *args, **keys)
+
+    def changing(self, *args):
+        found, place = access(self, *args), (self.grid_dim, self.grid_idx)
+        lock.release()
+        time.sleep(_CHANGE_S)
+        lock.acquire()
+        self.grid_dim, self.grid_idx = place
+        return found
+
+    function.run, builder.create_atomic_rmw = one_by_one, changing
+    try:
+        yield
+    finally:
+        function.run, builder.create_atomic_rmw = run, access
 
 
 @contextmanager

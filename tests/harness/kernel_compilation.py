@@ -148,10 +148,13 @@ def exchange_kernels():
         return build(exchange.take_kernel, take_head, field_offsets, fields, {})
 
     def wait(is_counted):
-        arguments = {"flag_ptr": "*i64", **counts, "cell_ptr": "*i32"}
-        arguments |= numbers("num_instances", "channel", "max_polls")
+        offsets = ["flag_offset", "cell_offset"]
+        arguments = {"peer_ptr": "*i64", **counts, **dict.fromkeys(offsets, "i64")}
+        arguments |= numbers("instance", "num_instances", "channel", "max_polls")
         constants = {"COUNTED": is_counted, "BLOCK_N": 32}
-        return compile_kernel(exchange.wait_kernel, arguments, constants, num_warps=1)
+        return compile_kernel(
+            exchange.wait_kernel, arguments, constants, num_warps=1, aligned=offsets
+        )
 
     return {
         "put q": lambda: put(q, ahead=1, has_rows=True),
@@ -175,7 +178,7 @@ def table_kernels():
 
     def locate():
         arguments = dict.fromkeys(("num_pages_ptr", "page_ptr", "frame_ptr"), "*i32")
-        arguments |= {"position_ptr": "*i64", "live_ptr": "*u8"}
+        arguments |= {"position_ptr": "*i64", "live_ptr": "*u8", "error_ptr": "*i64"}
         arguments |= {"slot_ptr": "*i64", "length_ptr": "*i32"}
         arguments |= numbers("num_rows", "max_pages", "scratch_slot")
         return compile_kernel(

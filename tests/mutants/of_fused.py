@@ -19,6 +19,8 @@ WOVEN = (FILE, "-k", "woven_instances", "-m", "not system")
 WOVEN_PROGRAMS = (FILE, "-k", "woven_programs", "-m", "not system")
 GATES = (FILE, "-k", "gate_chooses and sigmoid")
 BITS = (FILE, "-k", "bit_by_bit", "-m", "not system")
+ABANDONED = (FILE, "-k", "abandoned_is_forgotten")
+LOOKS = (FILE, "-k", "wait_ends_with_its_term and looks")
 LINT = ("tests/data_plane/kernels/test_fused_compilation.py", "-k", "puts_releases and dispatch")
 
 STATE = "data_plane/moe/fused_state.py"
@@ -169,7 +171,7 @@ MUTANTS = [
         path=TASKS,
         text=(
             'done = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="sys")\n'
-            "if done == num_parts(count, S) - 1:\n"
+            "if (done == num_parts(count, S) - 1) & (base != 0):\n"
             '    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")'
         ),
         fault=(
@@ -178,5 +180,21 @@ MUTANTS = [
             '    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="gpu")'
         ),
         tests=LINT,
+    ),
+    Mutant(
+        name="fused-absent-awaited",
+        why="a fused mixture awaits an instance that is not in the term (explorer)",
+        path=KERNEL,
+        text="add(word(state, TAKEN_IN), tl.sum((is_source & (is_there == 0)).to(tl.int32)))",
+        fault="",
+        tests=ABANDONED,
+    ),
+    Mutant(
+        name="fused-deaf-wait",
+        why="a wait inside a fused mixture does not see that its term is over (bounded waits)",
+        path=KERNEL,
+        text="if polls % _POLLS_A_LOOK == _POLLS_A_LOOK - 1:",
+        fault="if polls < 0:",
+        tests=LOOKS,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from mutant import Mutant
 
+ROUTED = "tests/data_plane/kernels/test_routed_exchange.py"
 STORED = "tests/data_plane/native/test_stored_bf16.py"
 
 MUTANTS = [
@@ -32,9 +33,9 @@ MUTANTS = [
     Mutant(
         name="append-after-error",
         why="behind a wait that failed, a step writes over committed KV of earlier positions",
-        path="data_plane/step/gpu.py",
-        text="live_A = live_A & (self._exchange.error[0] == 0)",
-        fault="",
+        path="data_plane/graph/triton_tables.py",
+        text="tl.where(has_tail & is_live & is_right, frame",
+        fault="tl.where(has_tail & is_live, frame",
         tests=("tests/data_plane/kernels/test_gpu_step.py", "-k", "behind_a_wait"),
     ),
     Mutant(
@@ -44,5 +45,29 @@ MUTANTS = [
         text="return all(reader.is_bf16(name)",
         fault="return any(reader.is_bf16(name)",
         tests=(STORED, "-k", "one_matrix"),
+    ),
+    Mutant(
+        name="gpu-deaf-wait",
+        why="a wait on a GPU does not see that its term is over (bounded waits)",
+        path="data_plane/transport/triton_exchange.py",
+        text="is_over = is_term_over(peer_ptr, num_instances)",
+        fault="is_over = 0",
+        tests=(ROUTED, "-k", "wait_ends_with_its_term and not polls"),
+    ),
+    Mutant(
+        name="gpu-base-kept",
+        why="a captured step writes to the memory of the term before (terms)",
+        path="data_plane/transport/cuda_ipc.py",
+        text="self.table.copy_(torch.tensor(words, dtype=torch.int64))",
+        fault="self.table = torch.tensor(words, dtype=torch.int64)",
+        tests=(ROUTED, "-k", "recorded_layer"),
+    ),
+    Mutant(
+        name="gpu-absent-awaited",
+        why="a step on a GPU awaits an instance that is not in the term (bounded waits)",
+        path="data_plane/transport/triton_exchange.py",
+        text="is_awaited = tl.where(error == 0, address, 0) != 0",
+        fault="is_awaited = tl.where(error == 0, source, num_instances) < num_instances",
+        tests=(ROUTED, "-k", "neither_written"),
     ),
 ]

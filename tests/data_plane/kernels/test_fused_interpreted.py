@@ -1,15 +1,19 @@
 """A fused mixture, interpreted: any order of tasks gives the same rows, and every wait ends."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import triton
 
+from data_plane.moe import fused_kernel
 from data_plane.moe.fused import fused_obstacle
 from data_plane.moe.fused_state import ROUTE
 from data_plane.moe.triton_rows import route_rows
-from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, TermOver
+from data_plane.transport.peer_memory import PeerMemory
 from harness.fused_cases import FusedCase, FusedSizes, run_turns
 from harness.fused_roles import run_gate, run_queues, run_roles
 from harness.fused_schedules import explore, weave
@@ -233,6 +237,38 @@ def test_a_peer_that_does_not_come_is_the_error(has_sent, channel, word):
     assert int(case.fused[0].statistic[2]) <= 12
     with pytest.raises(ExchangeTimeout, match=f"awaits {channel.name} of instance 1, epoch 1"):
         case.exchanges[0].check()
+
+
+@pytest.mark.parametrize("has_sent, code", [(False, 16 + 3), (True, 16 + 4)])
+@pytest.mark.parametrize("how", ["late", "looks"])
+def test_a_wait_ends_with_its_term(has_sent, code, how, monkeypatch):
+    """A program looks now and then whether its term is over, and at last when it gives up."""
+    case = lonely(has_sent)
+    case.exchanges[0].ended[0] = 1
+    if how == "looks":
+        monkeypatch.setattr(fused_kernel, "_POLLS_A_LOOK", triton.language.constexpr(4))
+    case.launch(0, max_idle=10 if how == "late" else 400)
+    assert case.exchanges[0].error.tolist() == [code, 1, 1, 0] and case.epoch(0) == 0
+    assert int(case.fused[0].statistic[2]) <= 12
+    with pytest.raises(TermOver, match="term 1 is over: instance 0 awaits"):
+        case.exchanges[0].check()
+
+
+def test_an_epoch_that_was_abandoned_is_forgotten_and_the_lost_instance_is_left_out():
+    """The second of three instances is lost; rows of the others visit experts of the others."""
+    sizes = FusedSizes(num_instances=3, num_experts=6)
+    case = drawn(sizes, 1, num_rows=(2, 2, 2))
+    case.launch(0, max_idle=1, is_last=False)
+    case.layers = [[], [], []]
+    memories = PeerMemory.create_all(case.exchanges[0].places, torch.device("cpu"), [0, 2])
+    for memory in memories:
+        case.exchanges[memory.instance].attach(memory, term=2)
+        case.fused[memory.instance].begin_term()
+    for run in (run_turns, partial(explore, seed=1)):
+        case.draw(num_rows=(3, 0, 4), visited=[0, 1, 4, 5])
+        case.layers[1].clear()
+        run(case)
+        case.check()
 
 
 def test_after_an_error_nothing_is_put_and_the_first_error_stays():

@@ -13,7 +13,7 @@ import torch
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.moe.fused import GateTiles
 from data_plane.step.gpu import GpuStep
-from data_plane.transport.cuda_ipc import PeerMemory
+from data_plane.transport.peer_memory import PeerMemory
 from harness import check_run, gpu_cluster, gpu_token_checks
 from harness.check_run import run
 from harness.cuda_stand_in import Cuda
@@ -22,6 +22,7 @@ from harness.fused_cases import SMALL_TILES
 from harness.gpu_cluster import GpuCluster
 from harness.gpu_exchange_checks import exchange_checks
 from harness.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
+from harness.gpu_loss_checks import LEAVE_S, survives_a_kill
 from harness.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
 from harness.paths import ROOT
 from nanocp.config import BoundsConfig
@@ -131,6 +132,14 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
     decode_process(0, 1, tmp_path, path, "cpu")
     found = json.loads((tmp_path / "0.json").read_text())
     assert [len(ids) - num_prompt for ids, num_prompt in found] == [8] * 4
+
+
+@pytest.mark.system
+@without_gpu
+def test_one_of_two_processes_is_killed_and_the_other_goes_on(mini):
+    """The check for a card, with eager steps and the memory of the exchange in files."""
+    found = survives_a_kill(*mini, device="cpu")
+    assert found["ended_s"] > LEAVE_S, "the survivor waited"
 
 
 @pytest.mark.system

@@ -1,5 +1,6 @@
 """An instance with a GPU's step behind its interface: real plans, samplers and prefill's pages."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -12,10 +13,17 @@ from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
+from data_plane.transport.peer_memory import PeerMemory
 from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
+from harness.interpreter import shared_by_threads
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
+from nanocp.experts import place_experts
 from nanocp.sampling import SamplingParams
+
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
+)
 
 
 class Hopper:
@@ -24,23 +32,8 @@ class Hopper:
     major, minor, shared_memory_per_block_optin = 9, 0, 232_448
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
-)
-@pytest.mark.parametrize(
-    ("dispatch", "lanes", "eager"),
-    [
-        ("exchange", "random", False),
-        pytest.param("exchange", "always", True, marks=pytest.mark.system),
-        pytest.param("auto", "off", True, marks=pytest.mark.system),
-        pytest.param("fused", "off", True, marks=pytest.mark.system),
-    ],
-)
-def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatch, lanes, eager):
-    """One instance runs on a CPU that it takes for a GPU; its graphs run steps anew.
-
-    What several do together is tested with tests/harness/gpu_cluster.py.
-    """
+def stand_in_for_a_gpu(monkeypatch):
+    """Let an instance take this machine's CPU for a GPU, and run its kernels interpreted."""
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -54,6 +47,24 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
         ),
     )
     monkeypatch.setattr(shared_parts, "expert_backend", lambda *site: (TritonGemm(), "triton"))
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("dispatch", "lanes", "eager"),
+    [
+        ("exchange", "random", False),
+        pytest.param("exchange", "always", True, marks=pytest.mark.system),
+        pytest.param("auto", "off", True, marks=pytest.mark.system),
+        pytest.param("fused", "off", True, marks=pytest.mark.system),
+    ],
+)
+def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatch, lanes, eager):
+    """One instance runs on a CPU that it takes for a GPU; its graphs run steps anew.
+
+    They outlive its term. What several do together is tested with tests/harness/gpu_cluster.py.
+    """
+    stand_in_for_a_gpu(monkeypatch)
     made = []
 
     def gpu_parts(*arguments, **keys):
@@ -86,6 +97,11 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
     )
     with DecodeCluster(config, path) as cluster:
         cluster.run([greedy, drawn])
+        num_graphs = len(cuda.graphs)
+        cluster.regroup()
+        later = Prompt(list(range(5, 75)), SamplingParams(max_tokens=2, temperature=0.0))
+        cluster.run([later])
+        assert len(cuda.graphs) == num_graphs, "graphs outlive a term"
     assert [parts.frames for parts in made] == [made[0].frames] * (1 if lanes == "off" else 2)
     for apart in ("pool", "exchange"):
         assert len({id(getattr(parts, apart)) for parts in made}) == len(made), apart
@@ -98,6 +114,46 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
         assert num_lanes == [1] * 6 + [2] * 6, "each bucket, in one lane and in two"
         assert sum("replays" in each for each in cuda.log) >= 3
     assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 3
+    assert oracle.judge(later.ids, later.output).exact and len(later.output) == 2
     expected = oracle.logits(drawn.ids, drawn.output).double().log_softmax(dim=-1)
     for logprob_V, token_id, found in zip(expected, drawn.output, drawn.logprobs, strict=True):
         assert found.logprob == pytest.approx(float(logprob_V[token_id]), abs=1e-3)
+
+
+@without_gpu
+def test_two_instances_meet_in_one_term_after_the_other(mini, monkeypatch):
+    """Both run in threads, where waits poll; in the second term experts are at the other seat."""
+    stand_in_for_a_gpu(monkeypatch)
+    memories, lock = {}, threading.Lock()
+
+    def create(places, device, meeting):
+        meeting.gather("here")
+        with lock:
+            if meeting.name not in memories:
+                memories[meeting.name] = PeerMemory.create_all(places, device, meeting.seats)
+            return memories[meeting.name][meeting.seats.index(meeting.instance)]
+
+    monkeypatch.setattr(PeerMemory, "create", create)
+    path, oracle = mini
+    bounds = BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2)
+    config = Config(
+        cluster=ClusterConfig(
+            num_instances=2, instances_per_node=2, num_frames=4, max_model_len=256, bounds=bounds,
+            redundant_experts=4,
+        ),
+        scheduler=SchedulerConfig(steps_per_window=2),
+        data_plane=DataPlaneConfig(
+            device="cuda", eager=True, row_buckets=(2,), dispatch_backend="exchange"
+        ),
+    )  # fmt: skip
+    prompts = [
+        Prompt(list(range(first, first + 70)), SamplingParams(max_tokens=3, temperature=0.0))
+        for first in (2, 90)
+    ]
+    with shared_by_threads(), DecodeCluster(config, path) as cluster:
+        cluster.run(prompts[:1])
+        cluster.regroup(place_experts(8, 2, 4, [1]))
+        cluster.run(prompts[1:])
+    assert len(memories) == 2, "a memory for each term"
+    for prompt in prompts:
+        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3

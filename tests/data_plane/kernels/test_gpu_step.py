@@ -53,7 +53,7 @@ def test_tokens_are_the_reference_models_wherever_pages_and_rows_are(mini, dispa
     assert is_fused == (dispatch == "fused")
 
 
-def test_behind_a_wait_that_failed_received_rows_append_to_the_scratch_frame(mini):
+def test_behind_a_wait_that_failed_every_row_appends_to_the_scratch_frame(mini):
     """A wait fails in the second step: what was received says where the first step appended."""
     cluster = GpuCluster(mini[0], num_parts=2)
     cluster.add(*prompts(70), degree=2)
@@ -201,7 +201,8 @@ def test_a_window_is_adopted_once_and_slots_and_lengths_are_the_cpus():
             state.live,
             64 * 64,
         )
-        slots, lengths = pool.run_locate(context.own, context.position, context.live)
+        no_error = torch.zeros(4, dtype=torch.int64)
+        slots, lengths = pool.run_locate(context.own, context.position, context.live, no_error)
         assert (
             slots.tolist() == expected.slots.tolist()
             and lengths.tolist() == expected.lengths.tolist()

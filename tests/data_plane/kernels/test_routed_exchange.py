@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 
 from data_plane.transport import triton_exchange
-from data_plane.transport.cuda_ipc import (
+from data_plane.transport.cuda_ipc import GpuExchange
+from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Term, TermOver
+from data_plane.transport.peer_memory import (
     GroupMember,
+    Meeting,
     PeerMemory,
     RegionPlaces,
     _refuse,
     cuda_ipc_obstacle,
 )
-from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout
 from harness.exchange_cases import ExchangeCase
+from harness.recorded_calls import recorded
 
 CPU = torch.device("cpu")
 
@@ -95,8 +99,9 @@ def test_a_wait_ends_in_the_error_word_unless_the_flag_equals_the_epoch(found, e
     set_flag(case, found, awaited=8)
     wait_q(1)
     assert case.members[1].error.tolist() == [Channel.Q + 1, 0, 8, found]
-    with pytest.raises(error, match=f"instance 1 awaits Q of instance 0, epoch 8.*{words}"):
+    with pytest.raises(error, match=f"instance 1 awaits Q of instance 0, epoch 8.*{words}") as late:
         case.members[1].check()
+    assert late.value.peer == (0 if error is ExchangeTimeout else None)
 
 
 def test_the_other_parity_is_not_looked_at():
@@ -119,6 +124,92 @@ def test_after_an_error_nothing_is_put_and_the_first_error_stays():
     assert case.members[1].error.tolist() == first == [Channel.Q + 1, 0, 1, 0]
     wait_res(0)
     assert case.members[0].error.tolist() == [Channel.RES + 1, 1, 1, 0]
+
+
+def test_a_wait_ends_with_its_term():
+    """The host says so before the wait begins; what has come by then is taken all the same."""
+    case, (put_q, wait_q, *_) = one_link()
+    receiver, term = case.members[1], Term(1)
+    term.mirror(receiver.ended)
+    term.end(1)
+    receiver.max_polls = 200
+    wait_q(1)
+    assert receiver.error.tolist() == [16 + Channel.Q + 1, 0, 1, 0]
+    with pytest.raises(TermOver, match="term 1 is over: instance 1 awaits Q of instance 0, epoch"):
+        receiver.check()
+    case, (put_q, wait_q, *_) = one_link()
+    case.members[1].ended[0] = 1
+    put_q(0)
+    wait_q(1)
+    case.members[1].check()
+
+
+def test_a_wait_ends_with_its_term_while_it_polls():
+    case, (_, wait_q, *_) = one_link()
+    receiver, term = case.members[1], Term(1)
+    term.mirror(receiver.ended)
+    receiver.max_polls = 2**30
+    thread = threading.Timer(0.1, term.end, [1])
+    thread.start()
+    wait_q(1)
+    thread.join()
+    with pytest.raises(TermOver):
+        receiver.check()
+
+
+def test_another_term_goes_on_where_only_the_one_before_is_over():
+    case, (_, wait_q, *_) = one_link()
+    for member, memory in zip(
+        case.members.values(), PeerMemory.create_all(case.places, CPU), strict=True
+    ):
+        member.ended[0] = 1
+        member.attach(memory, term=2)
+        member.max_polls = 200
+    wait_q(1)
+    with pytest.raises(ExchangeTimeout):
+        case.members[1].check()
+
+
+def test_an_instance_that_is_not_in_the_term_is_neither_written_to_nor_awaited():
+    """Instances 0 and 2 are the term's; the address of the other is 0, where a store faults."""
+    seats = [0, 2]
+    case = ExchangeCase(
+        3, 2, own_memory=lambda places: PeerMemory.create_all(places, CPU, seats), has_experts=True
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        case.fill([(0, 0, (0, 2)), (1, 2, (0, 2)), (2, 2, (2,))], generator)
+        visited = torch.rand(*case.expert.shape[:2], 4, generator=generator).argsort(dim=-1)
+        case.expert.copy_(torch.tensor([0, 1, 4, 5])[visited[..., :2]])
+        case.live[:] = True
+        case.run_layer()
+        case.check()
+
+
+def test_a_recorded_layer_goes_on_in_another_term_with_another_peer():
+    """Instance 0 runs again what it launched in term 1; instance 1 is another process then."""
+    case, generator = filled(2, 2, [(0, 0, (0, 1)), (1, 1, (0, 1))])
+    calls = []
+    for phase in case.phases():
+        calls.append([])
+        for instance in case.members:
+            with recorded(calls[-1] if instance == 0 else []):
+                phase(instance)
+    case.check()
+    before = case.members[0].memory
+    case.members[1] = GpuExchange(case.places, CPU, timeout_ms=0.01)
+    memories = PeerMemory.create_all(case.places, CPU)
+    for member, memory in zip(case.members.values(), memories, strict=True):
+        member.attach(memory, term=2)
+    old = before.memory.clone()
+    for _ in range(2):
+        case.fill([(0, 0, (0, 1)), (1, 1, (0, 1)), (2, 1, (0, 1))], generator)
+        for own, phase in zip(calls, case.phases(), strict=True):
+            for call in own:
+                call()
+            phase(1)
+        case.check()
+    assert before.memory.equal(old), "memory of the term before was written"
 
 
 def test_regions_are_two_deep_and_a_sender_two_ahead_is_an_error():
@@ -189,21 +280,35 @@ def test_without_cuda_it_is_refused_by_name_on_every_member():
     with pytest.raises(
         ValueError, match="cuda_ipc cannot run on instance 1: it needs an NVIDIA GPU"
     ):
-        _refuse([GroupMember("", "a", 0), GroupMember(obstacle, "a", 0)], 2)
+        _refuse([0, 1], [GroupMember("", "a", 0), GroupMember(obstacle, "a", 0)])
     with pytest.raises(ValueError, match="GPUs of one node; the instances are on a, b"):
-        _refuse([GroupMember("", "a", 0), GroupMember("", "b", 0)], 2)
-    with pytest.raises(ValueError, match="has 1 members; the cluster has 2 instances"):
-        _refuse([GroupMember("", "a", 0)], 2)
+        _refuse([1, 3], [GroupMember("", "a", 0), GroupMember("", "b", 0)])
 
 
 def test_create_asks_every_member_before_it_maps_anything():
-    import torch.distributed as dist
+    meeting = Meeting("a term", 2, [2], torch.distributed.HashStore(), timeout_ms=1000)
+    with pytest.raises(
+        ValueError, match="cuda_ipc cannot run on instance 2: it needs an NVIDIA GPU"
+    ):
+        PeerMemory.create(RegionPlaces(ExchangeCase(1, 2).layout, 3), CPU, meeting)
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(
-            ValueError, match="cuda_ipc cannot run on instance 0: it needs an NVIDIA GPU"
-        ):
-            PeerMemory.create(RegionPlaces(ExchangeCase(1, 2).layout, 1), CPU, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+
+def test_members_meet_by_seat_and_one_that_is_missing_is_named():
+    store, found = torch.distributed.HashStore(), {}
+    meetings = [Meeting("a term", seat, [1, 3], store, timeout_ms=10_000) for seat in (1, 3)]
+
+    def gather(meeting):
+        found[meeting.instance] = meeting.gather("word", f"of {meeting.instance}")
+
+    other = threading.Thread(target=gather, args=(meetings[1],))
+    other.start()
+    gather(meetings[0])
+    other.join()
+    assert found == {1: ["of 1", "of 3"], 3: ["of 1", "of 3"]}
+    with pytest.raises(ExchangeTimeout, match="instance 1 awaits memory of instance 3") as late:
+        meetings[0]._replace(timeout_ms=1).gather("another")
+    assert late.value.peer == 3
+    term = Term(2)
+    term.end(2)
+    with pytest.raises(TermOver):
+        meetings[0]._replace(check=term.check).gather("a third")

@@ -1,0 +1,139 @@
+"""The GPU's step in one term after the other, interpreted: peers are lost, survivors go on."""
+
+import pytest
+import torch
+
+from data_plane.graph.buckets import Bucket, BucketTable
+from data_plane.transport.exchange import TermOver
+from harness import gpu_cluster
+from harness.gpu_cluster import GpuCluster
+from harness.recorded_calls import RecordedSteps
+from nanocp.plan import PAGE_SIZE
+
+NUM_PHASES = 7
+"""Phases of a step: two of the dense layer, four of the mixture's, and the end."""
+
+
+def prompt(length, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 320, (length,), generator=generator).tolist()
+
+
+def advance(step):
+    """Let an instance's step go on to where it waits; return whether it has not ended."""
+    return next(step, StopIteration) is not StopIteration
+
+
+def in_flight(cluster, instance):
+    """(frame, offset) here of the positions that the next step writes."""
+    places = set()
+    for request in cluster.requests:
+        page, offset = divmod(len(request.ids) - 1, PAGE_SIZE)
+        holder, frame = request.pages[page]
+        if holder == instance:
+            places.add((frame, offset))
+    return places
+
+
+def changed(before, after):
+    """(frame, offset) of what differs, of any layer."""
+    differs = (before.view(torch.int32) != after.view(torch.int32)).any(dim=3).any(dim=0)
+    return {(frame, offset) for frame, offset in differs.nonzero().tolist()}
+
+
+def test_wherever_a_peer_is_lost_the_wait_ends_and_committed_kv_stays(mini):
+    """Instance 1 stops after each number of phases; then instance 0's term is over."""
+    path, oracle = mini
+    cluster = GpuCluster(path, num_parts=2, seed=3)
+    cluster.add(prompt(70), degree=2)
+    cluster.add(prompt(63, seed=2), degree=2)
+    cluster.step()
+    survivor, term, num_over = cluster.instances[0], 1, 0
+    scratch = survivor.frames.layers.shape[1] - 1
+    for num_phases in range(NUM_PHASES + 1):
+        cluster.stage()
+        own, lost = cluster.begin()
+        for _ in range(num_phases):
+            advance(own)
+            advance(lost)
+        before = survivor.frames.layers.clone()
+        survivor.exchange.ended[0] = term
+        while advance(own):
+            pass
+        try:
+            survivor.step.check()
+        except TermOver:
+            num_over += 1
+        places = changed(before, survivor.frames.layers)
+        assert {place for place in places if place[0] != scratch} <= in_flight(cluster, 0)
+        term += 1
+        cluster.begin_term(term, [0, 1])
+    assert num_over == NUM_PHASES - 1, "after the last phases nothing is awaited"
+    for _ in range(2):
+        cluster.step()
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+
+
+class OneBucket(BucketTable):
+    """A table with one bucket for all shapes."""
+
+    def all(self):
+        return [Bucket(4, 8)]
+
+    def lookup(self, num_rows, num_received):
+        return Bucket(4, 8)
+
+
+@pytest.mark.parametrize("num_steps", [2])
+def test_survivors_go_on_with_what_they_captured(mini, monkeypatch, num_steps):
+    """One of three instances is lost inside a step, two hold all experts, and it comes again."""
+    monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
+    path, oracle = mini
+    cluster = GpuCluster(path, num_instances=3, num_parts=2, num_redundant=1)
+    recorder = RecordedSteps()
+    cluster.phases = recorder.phases
+    for number, length in enumerate((1, 70, 63, 66)):
+        cluster.add(prompt(length, seed=number), degree=min(number + 1, 2))
+    for _ in range(num_steps):
+        cluster.step()
+    captured = {key: list(phases) for key, phases in recorder.phases_of.items()}
+    assert len(captured) == 3
+    cluster.stage()
+    steps = cluster.begin()
+    for step in steps * 2:
+        advance(step)
+    for seat, step in enumerate(steps[:2]):
+        cluster.instances[seat].exchange.ended[0] = 1
+        while advance(step):
+            pass
+        with pytest.raises(TermOver, match="term 1 is over"):
+            cluster.instances[seat].step.check()
+
+    cluster.begin_term(2, [0, 1])
+    lost = [r for r in cluster.requests if any(holder == 2 for holder, _ in r.pages)]
+    kept = [r for r in cluster.requests if r not in lost]
+    assert kept and lost, "of both kinds"
+    for request in kept:
+        request.kv_binding = sorted({*request.kv_binding} - {2}) or [0]
+        if request.moe_binding == 2:
+            request.moe_binding = request.kv_binding[0]
+    for request in lost:
+        cluster.submit_again(request)
+    for _ in range(num_steps):
+        cluster.step()
+
+    newcomer = cluster.instances[2]
+    newcomer.frames.layers.fill_(7.0)
+    for key in [key for key in recorder.phases_of if key[0] is newcomer]:
+        del recorder.phases_of[key]
+    cluster.begin_term(3, [0, 1, 2])
+    cluster.add(prompt(64, seed=9), degree=3)
+    for _ in range(num_steps):
+        cluster.step()
+    for key, phases in captured.items():
+        if key[0] is not newcomer:
+            assert recorder.phases_of[key] == phases, "nothing was captured again"
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    assert max(len(request.output) for request in cluster.requests) == 3 * num_steps
