@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -59,6 +59,8 @@ NUM_EXPERTS, PER_TOKEN, NUM_DENSE = {"tiny": 16, "small": 32}, 4, 1
 BIG_VOCABULARY, SMALL_VOCABULARY = {"tiny": 32_768, "small": 129_280}, 4_096
 GPU_LAYER_MS = 0.82
 """NanoCP's paper allows a token of DeepSeek-V3 50 ms on H200s (6.1), for 61 layers."""
+AS_ON_A_GPU = {"hidden_size": 2048, "moe_intermediate_size": 32}
+"""Preset tiny with rows of 8 KB there and back; DeepSeek-V3's have 7 (FP8) and 14 (BF16)."""
 
 
 # --- the predictor
@@ -202,7 +204,7 @@ def part_prefill(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
     claims = []
     if not is_quick:
         with on_one_core():
-            no_rate, no_ttft = two_stages(checkpoint, length // 4, num_rounds)
+            no_rate, no_ttft = two_stages(checkpoint, length // 4, num_rounds=2)
         claims.append(
             StageClaim(
                 "control, both stages on one core: prompt tokens/s, time to first token",
@@ -232,6 +234,7 @@ def part_prefill(checkpoint: Path, is_quick: bool) -> list[StageClaim]:
 # --- a slow network
 
 
+@cache
 def layer_ms(checkpoint: Path, num_rows: int) -> float:
     """Processor time of a layer with experts, for a pass of so many rows that decode: median."""
     rows = LoadPhase(num_rows, 60, 200, 60)
@@ -242,9 +245,9 @@ def layer_ms(checkpoint: Path, num_rows: int) -> float:
 def part_link(fast: Path, small: Path, is_quick: bool) -> list[StageClaim]:
     """Two stages against two instances, one after the other, over a link.
 
-    Asked of layers that take about a GPU's time. Shown of preset small too, and over a slow link:
-    a core takes so long for its layers that a fast link hardly matters. The share of a step that
-    instances wait bounds what a faster link could give them.
+    Asked of layers that take about a GPU's time and move about its bytes. Shown of preset small
+    too, and over a slow link: a core takes so long for its layers that a fast link hardly matters.
+    The share of a step that instances wait bounds what a faster link could give them.
     """
     claims = []
     num_rows, num_tokens = (2, 20) if is_quick else (8, 160)
@@ -285,10 +288,10 @@ class Subjects:
         self._folder, self._is_quick = folder, is_quick
         self.preset = "tiny" if is_quick else "small"
 
-    def _checkpoint(self, preset: str, vocab_size: int) -> Path:
-        path = self._folder / f"{preset}-{vocab_size}"
+    def _checkpoint(self, preset: str, vocab_size: int, **widths: int) -> Path:
+        path = self._folder / "-".join(map(str, (preset, vocab_size, *widths.values())))
         if not path.exists():
-            overrides = {"num_hidden_layers": NUM_LAYERS, "vocab_size": vocab_size}
+            overrides = {"num_hidden_layers": NUM_LAYERS, "vocab_size": vocab_size} | widths
             make_checkpoint(path, preset, overrides=overrides)
         return path
 
@@ -304,8 +307,8 @@ class Subjects:
 
     @property
     def fast(self) -> Path:
-        """A checkpoint whose layers take about a GPU's time."""
-        return self._checkpoint("tiny", SMALL_VOCABULARY)
+        """A checkpoint whose layers take about a GPU's time, and move about its bytes."""
+        return self._checkpoint("tiny", SMALL_VOCABULARY, **AS_ON_A_GPU)
 
     @cached_property
     def greedy(self) -> list[MeasuredPass]:
