@@ -1,5 +1,6 @@
 """An instance with a GPU's step behind its interface: real plans, samplers and prefill's pages."""
 
+import re
 import threading
 from functools import partial
 
@@ -8,12 +9,15 @@ import torch
 
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.instance.decode import DecodeInstance
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
+from data_plane.transport.exchange import TermOver
 from data_plane.transport.peer_memory import PeerMemory
+from harness import decode_cluster
 from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.interpreter import shared_by_threads
@@ -120,9 +124,9 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
         assert found.logprob == pytest.approx(float(logprob_V[token_id]), abs=1e-3)
 
 
-@without_gpu
-def test_two_instances_meet_in_one_term_after_the_other(mini, monkeypatch):
-    """Both run in threads, where waits poll; in the second term experts are at the other seat."""
+@pytest.fixture
+def two_instances(mini, monkeypatch):
+    """(configuration of two instances in threads of this process, their memories by term)."""
     stand_in_for_a_gpu(monkeypatch)
     memories, lock = {}, threading.Lock()
 
@@ -134,7 +138,6 @@ def test_two_instances_meet_in_one_term_after_the_other(mini, monkeypatch):
             return memories[meeting.name][meeting.seats.index(meeting.instance)]
 
     monkeypatch.setattr(PeerMemory, "create", create)
-    path, oracle = mini
     bounds = BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2)
     config = Config(
         cluster=ClusterConfig(
@@ -146,14 +149,56 @@ def test_two_instances_meet_in_one_term_after_the_other(mini, monkeypatch):
             device="cuda", eager=True, row_buckets=(2,), dispatch_backend="exchange"
         ),
     )  # fmt: skip
-    prompts = [
-        Prompt(list(range(first, first + 70)), SamplingParams(max_tokens=3, temperature=0.0))
-        for first in (2, 90)
-    ]
-    with shared_by_threads(), DecodeCluster(config, path) as cluster:
+    with shared_by_threads():
+        yield config, memories
+
+
+def greedy_prompt(first, max_tokens=3):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Prompt(list(range(first, first + 70)), params)
+
+
+@without_gpu
+def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
+    """Waits poll in threads; in the second term all experts are at one seat."""
+    (path, oracle), (config, memories) = mini, two_instances
+    prompts = [greedy_prompt(2), greedy_prompt(90)]
+    with DecodeCluster(config, path) as cluster:
         cluster.run(prompts[:1])
         cluster.regroup(place_experts(8, 2, 4, [1]))
         cluster.run(prompts[1:])
     assert len(memories) == 2, "a memory for each term"
     for prompt in prompts:
         assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+
+
+@without_gpu
+def test_a_step_whose_peer_stops_ends_with_its_term(mini, two_instances, monkeypatch):
+    """Instance 1 stops before its second step; its peer's wait would go on for 30 s or more."""
+    (path, _), (config, _) = mini, two_instances
+    terms, ended, is_over = {}, {}, threading.Event()
+    build, run_step = decode_cluster.build_instance, DecodeInstance.run_step
+
+    def noting(config, index, segments, checkpoint):
+        terms[index] = segments.term
+        return build(config, index, segments, checkpoint)
+
+    def stopping(instance):
+        number = instance._instance
+        if number == 1 and instance._window.steps_done == 1:
+            threading.Timer(0.2, terms[0].end, [1]).start()
+            is_over.wait(60)
+            raise TermOver("stopped")
+        try:
+            run_step(instance)
+        except TermOver as over:
+            ended[number] = str(over)
+            is_over.set()
+            raise
+
+    monkeypatch.setattr(decode_cluster, "build_instance", noting)
+    monkeypatch.setattr(DecodeInstance, "run_step", stopping)
+    with DecodeCluster(config, path) as cluster, pytest.raises(TermOver):
+        cluster.run([greedy_prompt(2)])
+    assert list(ended) == [0]
+    assert re.match(r"term 1 is over: instance 0 awaits \w+ of instance 1", ended[0])

@@ -23,7 +23,7 @@ from data_plane.moe.grouped import (
 )
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.instance import build_instance
-from harness.kernel_cases import ExpertCase
+from harness.kernel_cases import ExpertCase, in_fp8
 from harness.published_packages import deep_ep as package
 from harness.published_packages import deep_gemm
 from nanocp.config import Config, DataPlaneConfig
@@ -46,6 +46,34 @@ def test_every_visit_gets_a_slot_of_its_expert_in_the_order_of_rows(num_rows, se
     is_here = torch.isin(expert_TK, torch.tensor(experts))
     expected = x_TX * (weight_TK * is_here).sum(dim=1, keepdim=True)
     torch.testing.assert_close(ungroup_rows(x_ESX, slot_TK, weight_TK), expected)
+
+
+@pytest.mark.parametrize("gemm", [ReferenceGemm(), GroupedMm()], ids=["reference", "grouped_mm"])
+def test_an_expert_in_a_slot_gives_way_to_another_and_weights_stay_where_they_are(gemm):
+    generator = torch.Generator().manual_seed(0)
+    gate_up_ENX, down_EXI = torch.randn(4, 32, 16, generator=generator), torch.randn(4, 16, 16)
+    held = [0, 1, 2]
+    experts = GroupedExperts(gemm, slots_of(held, 4), gate_up_ENX[held], down_EXI[held])
+    before = experts.gate_up.data_ptr(), experts.down.data_ptr()
+    experts.put(1, gate_up_ENX[3], down_EXI[3])
+    held[1] = 3
+    experts.place_E.copy_(slots_of(held, 4))
+    assert before == (experts.gate_up.data_ptr(), experts.down.data_ptr())
+    anew = GroupedExperts(gemm, slots_of(held, 4), gate_up_ENX[held], down_EXI[held])
+    rows = torch.randn(5, 16), torch.tensor([[0, 3], [3, 2], [1, 0], [2, 3], [1, 1]])
+    weight_TK = torch.rand(5, 2)
+    assert experts(*rows, weight_TK).equal(anew(*rows, weight_TK))
+
+
+def test_an_expert_in_fp8_brings_its_scales():
+    weight_ENX, down_EXI = torch.randn(2, 256, 128), torch.randn(2, 128, 128)
+    stored = [in_fp8(weight, (128, 128)) for weight in (weight_ENX, down_EXI)]
+    first, other = ([part._replace(values=part.values[i : i + 1], scale=part.scale[i : i + 1])
+                     for part in stored] for i in (0, 1))  # fmt: skip
+    experts = GroupedExperts(DeepGemm(1, deep_gemm), slots_of([0], 2), *first)
+    experts.put(0, *(part._replace(values=part.values[0], scale=part.scale[0]) for part in other))
+    for held, part in zip((experts.gate_up, experts.down), other, strict=True):
+        assert held[0].equal(part.values) and held[1].equal(part.scale)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data_plane.startup.instance import build_instance
-from nanocp.config import Config, DataPlaneConfig
+from nanocp.config import ClusterConfig, Config, DataPlaneConfig
 from nanocp.serve.service import member_environment
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -43,6 +43,17 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_pa
 def test_what_does_not_go_together_is_refused(keys, words):
     with pytest.raises(ValueError, match=words):
         DataPlaneConfig(**keys)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "goes_on"),
+    [("exchange", True), ("fused", True), ("auto", False), ("deep_ep", False)],
+)
+def test_a_service_on_gpus_goes_on_after_a_loss_with_a_dispatch_that_can_regroup(dispatch, goes_on):
+    data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
+    assert Config(data_plane=data_plane).recovers == goes_on
+    with pytest.raises(ValueError, match="spares need device cpu"):
+        Config(data_plane=data_plane, cluster=ClusterConfig(spares=1))
 
 
 def test_members_on_gpus_see_all_of_them_and_have_a_queue_for_every_stream():
