@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 class Step(Protocol):
     """What runs a step: CpuStep (step/cpu.py) or GpuStep (step/gpu.py)."""
 
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a step awaits without the host; None if none. For any thread."""
+
     def check(self) -> None:
         """Raise what ended the last step, if something did."""
 
@@ -111,6 +115,12 @@ class DecodeInstance(WindowEdge):
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self._num_graphs: int | None = None
         self._load_experts = load_experts
+
+    @property
+    def awaited(self) -> int | None:
+        """See instance_runner.ClusterInstance.awaited."""
+        of_steps = (lane.step.awaited for lane in self._lanes)
+        return next((peer for peer in of_steps if peer is not None), super().awaited)
 
     def connect(self) -> int:
         """Attach to every peer and prepare every graph; returns the number of graphs.

@@ -85,6 +85,11 @@ class CpuStep:
         """Set the instance of each expert, between two terms."""
         self._mixtures.place_experts(seats)
 
+    @property
+    def awaited(self) -> int | None:
+        """None: what a step awaits on the CPU, its exchange says."""
+        return None
+
     def check(self) -> None:
         """Nothing to do: on the CPU, a wait of the step has raised what ended it."""
 

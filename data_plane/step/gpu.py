@@ -139,6 +139,11 @@ class GpuStep:
         if self.mixture is not None:
             self.mixture.place_experts(seats)
 
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a wait of a step polls for now; see GpuExchange.awaited."""
+        return self._exchange.awaited
+
     def check(self) -> None:
         """Raise what ended a wait of the steps so far, if something did. Waits for the GPU.
 

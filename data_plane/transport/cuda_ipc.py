@@ -79,10 +79,10 @@ class GpuExchange:
         """[N + 2] int64: what captured steps must know of a term; `attach` writes it.
 
         The address of each instance's memory, 0 for one that is not in the term; then the address
-        of `ended`, then the number of the term.
+        of two words of the host, then the number of the term.
         """
-        self._ended = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.ended: np.ndarray = self._ended.numpy()
+        self._words = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.ended: np.ndarray = self._words[:1].numpy()
         """[1] int64 in the host's memory: the last term that is over; see exchange.Term.mirror.
 
         A wait that polls looks at it, so that no wait outlives its term.
@@ -105,10 +105,19 @@ class GpuExchange:
         Steps that were captured in an earlier term read all of this anew.
         """
         self.memory, self._term = memory, term
-        words = [*memory.addresses, self._ended.data_ptr(), term]
+        words = [*memory.addresses, self._words.data_ptr(), term]
         self.table.copy_(torch.tensor(words, dtype=torch.int64))
         for state in (self.epoch_C, self.error, self._done_CN):
             state.zero_()
+
+    @property
+    def awaited(self) -> int | None:
+        """The instance that a wait polls for now; None if none does. Any thread may read it.
+
+        Captured steps write it, not in step with the host. A fused mixture does not.
+        """
+        number = int(self._words[1])
+        return number - 1 if number else None
 
     def put(
         self,

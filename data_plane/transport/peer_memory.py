@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ _ALIGNMENT = 128
 _COUNT = "count"
 """The field that makes a channel a counted one: every instance puts to every one, also no rows."""
 _TICK_S = 0.01
+_MAP_S = 30.0
+"""Limit of what torch does to map memory, when all members are there; it does not see the term."""
 
 
 def cuda_ipc_obstacle(device: torch.device) -> str:
@@ -183,7 +186,7 @@ class PeerMemory:
         """Make the memory of this process's instance; all members of the meeting call it together.
 
         Raises ValueError, in every process, if one has no CUDA, or if they are on several nodes,
-        and what Meeting.gather raises.
+        ExchangeTimeout if a member does not map its memory, and what Meeting.gather raises.
         """
         import torch.distributed._symmetric_memory as symm_mem
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -204,7 +207,14 @@ class PeerMemory:
         # has other members than the one before. So each has a name, and no process group.
         rank = meeting.seats.index(meeting.instance)
         _SymmetricMemory.set_group_info(meeting.name, rank, len(members), meeting.store)
-        handle = symm_mem.rendezvous(memory, GroupName(meeting.name))
+        meeting.store.set_timeout(timedelta(seconds=_MAP_S))
+        began = time.monotonic()
+        try:
+            handle = symm_mem.rendezvous(memory, GroupName(meeting.name))
+        except RuntimeError as error:
+            if time.monotonic() - began < _MAP_S:
+                raise
+            raise ExchangeTimeout(f"peers did not map their memory in {_MAP_S:g} s") from error
         addresses = [0] * places.num_instances
         peers = []
         for peer, seat in enumerate(meeting.seats):

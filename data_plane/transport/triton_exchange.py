@@ -15,7 +15,8 @@ puts to every one, and each flag has a count, [parity, source] int32.
 
 A launch may be replayed in another term, with other memory. So every address comes from peer_ptr
 [N + 2] int64 (cuda_ipc.GpuExchange.table): where the memory of each instance is, 0 for one that is
-not in the term; where the host keeps the last term that is over; the number of this term.
+not in the term; where two words of the host are; the number of this term. The words are the last
+term that is over, which the host writes, and the instance that a wait polls for + 1, or 0.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ def wait_kernel(
         count = tl.load(count_ptr + source, mask=source < num_instances, other=0)
         is_awaited = tl.where(is_awaited, count, 0) > 0
     base = tl.load(peer_ptr + instance)
+    host_ptr = tl.load(peer_ptr + num_instances).to(peer_ptr.dtype)
     flag_ptr = (base + flag_offset).to(epoch_ptr.dtype)
     source_flag_ptr = flag_ptr + (epoch & 1) * num_instances + source
     found = tl.zeros([BLOCK_N], tl.int64)
@@ -186,6 +188,10 @@ def wait_kernel(
         num_polls += 1
         if (num_polls % _POLLS_A_LOOK == 0) | (num_polls == max_polls):
             is_over = is_term_over(peer_ptr, num_instances)
+            missing = tl.min(tl.where(is_awaited & (found < epoch), source + 1, BLOCK_N + 1))
+            tl.store(host_ptr + 1, tl.where(num_missing > 0, missing, 0).to(tl.int64))
+    if (num_polls >= _POLLS_A_LOOK) | (num_polls == max_polls):
+        tl.store(host_ptr + 1, epoch * 0)
     is_wrong = is_awaited & (found != epoch)
     first_wrong = tl.min(tl.where(is_wrong, source, BLOCK_N))
     tl.debug_barrier()

@@ -149,10 +149,18 @@ def test_a_wait_ends_with_its_term_while_it_polls():
     receiver, term = case.members[1], Term(1)
     term.mirror(receiver.ended)
     receiver.max_polls = 2**30
-    thread = threading.Timer(0.1, term.end, [1])
+    assert receiver.awaited is None
+    seen = []
+
+    def end():
+        seen.append(receiver.awaited)
+        term.end(1)
+
+    thread = threading.Timer(0.1, end)
     thread.start()
     wait_q(1)
     thread.join()
+    assert seen == [0] and receiver.awaited is None
     with pytest.raises(TermOver):
         receiver.check()
 
