@@ -23,11 +23,16 @@ RIVALS = (
     "uniform_cp:4",
     "uniform_cp:8",
 )
-POLICIES = (FLUID, COST_AWARE, *RIVALS)
+ON_TARGET = "+tpot"
+"""Ends the name of a policy that runs with scheduler.tpot_target_ms, the SLO's time per token."""
+AIMED, FLUID_AIMED = COST_AWARE + ON_TARGET, FLUID + ON_TARGET
+POLICIES = (FLUID, COST_AWARE, AIMED, FLUID_AIMED, *RIVALS)
 CLOSE = ("issue-1", "issue-5")
 """Workloads with claims about what separates cost_aware from fluid and from dual_balanced."""
 MAX_CPU_MINUTES = 2 * 60
 """Claim: of a full run, so that it takes at most an hour on 2 cores."""
+NUM_ROWS = 24
+"""Rows of a full run: six workloads, two sets of constants, two wire forms."""
 _ROUNDING = 1e-4
 """Rates in the results are rounded."""
 
@@ -81,32 +86,37 @@ def show(results: Results, console: Console) -> None:
 def judge(results: Results, console: Console) -> int:
     """Say which claims hold; returns how many do not.
 
-    A claim about what was not measured is left out.
+    A claim about what was not measured is shown and not judged. Nor are the minutes, unless all
+    claims of all rows are.
     """
     table = Table(title="claims")
     for column in ("workload", "claim", "measured", "claimed", "holds"):
         table.add_column(column)
-    broken = 0
+    broken = num_open = 0
     for key, rates in results["max_rate"].items():
         at_most = results.get("fails_at", {}).get(key, {}) | rates
         for claim, policy, others, least in _claims(key):
-            if policy not in rates or not at_most.keys() >= {*others}:
+            best = max(others, key=lambda other: at_most.get(other, 0.0))
+            if policy not in rates or not at_most.keys() >= {*others} or not at_most[best]:
+                num_open += 1
+                table.add_row(key, claim, "-", f">= {least}", "not judged")
                 continue
-            best = max(others, key=at_most.__getitem__)
-            if at_most[best]:
-                ratio = rates[policy] / at_most[best]
-                holds = ratio >= least - _ROUNDING
-                broken += not holds
-                measured = f"{ratio:.3f}" if best in rates else f"> {ratio:.3f}"
-                table.add_row(key, claim, measured, f">= {least}", "yes" if holds else "no")
+            ratio = rates[policy] / at_most[best]
+            holds = ratio >= least - _ROUNDING
+            broken += not holds
+            measured = f"{ratio:.3f}" if best in rates else f"> {ratio:.3f}"
+            table.add_row(key, claim, measured, f">= {least}", "yes" if holds else "no")
     if cpu_s := sum(sum(policies.values()) for policies in results.get("cpu_s", {}).values()):
-        cpu_minutes = cpu_s / 60
-        broken += cpu_minutes > MAX_CPU_MINUTES
-        holds = cpu_minutes <= MAX_CPU_MINUTES
+        is_whole = not num_open and len(results["max_rate"]) >= NUM_ROWS
+        holds = cpu_s <= 60 * MAX_CPU_MINUTES
+        broken += is_whole and not holds
+        said = ("yes" if holds else "no") if is_whole else "not judged"
         claimed = f"<= {MAX_CPU_MINUTES}"
-        measured = f"{cpu_minutes:.0f}"
-        table.add_row("all", "processor minutes", measured, claimed, "yes" if holds else "no")
+        table.add_row("all", "processor minutes", f"{cpu_s / 60:.0f}", claimed, said)
     console.print(table)
+    if num_open or len(results["max_rate"]) < NUM_ROWS:
+        rows = f"{len(results['max_rate'])} of {NUM_ROWS} rows are there"
+        console.print(f"{rows}; {num_open} of their claims are not judged")
     return broken
 
 
@@ -118,4 +128,11 @@ def _claims(key: str) -> list[tuple[str, str, tuple[str, ...], float]]:
     of_fluid = ("cost_aware / fluid", COST_AWARE, (FLUID,), 0.92 if constants else 0.90)
     if name not in CLOSE:
         return [loses_nowhere]
-    return [of_fluid, loses_nowhere, *(() if constants else (beats_paper,))]
+    if constants:
+        return [of_fluid, loses_nowhere]
+    # The bound without a target: with one it is no bound of the policy's placement alone.
+    aimed = [
+        (f"{AIMED} / {others[0]}", AIMED, others, least)
+        for _, _, others, least in (of_fluid, beats_paper)
+    ]
+    return [of_fluid, loses_nowhere, beats_paper, *aimed]

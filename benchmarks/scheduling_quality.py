@@ -7,7 +7,8 @@ Enters: the simulator. Leaves: a table for each workload, which claims hold, and
 that shape}; under the peak constants a workload is called WORKLOAD@peak, in the absorbed wire form
 WORKLOAD/absorbed. Exit status 1 if a claim does not hold. Does not know: how a policy decides.
 
-Fluid and cost_aware are searched for. Of any other policy a run for each seed shows that it does
+Fluid and cost_aware are searched for, also with a target for the time per token where a claim says
+so (POLICY+tpot). Of any other policy a run for each seed shows that it does
 not sustain what cost_aware does, or 1/1.15 of that where so much is claimed: that rate is in
 "fails_at". As in a search, higher rates are taken to fail too. Only if one of these runs is
 sustained, the policy is searched for.
@@ -39,6 +40,7 @@ from scheduling_claims import (
     CLOSE,
     COST_AWARE,
     FLUID,
+    ON_TARGET,
     POLICIES,
     RIVALS,
     Results,
@@ -48,6 +50,7 @@ from scheduling_claims import (
 )
 
 from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
+from nanocp.simulator.outcome import Slo
 from nanocp.simulator.sweep import NUM_SEEDS, Sweep, attempts, seeds_of, sweep
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import MIXES, Workload
@@ -117,9 +120,14 @@ class SearchTask:
         return [self.key, *map(self._key, self.more_forms)]
 
     @property
+    def policy(self) -> str:
+        """Name of the policy in the results, and with a target for its time per token."""
+        return self.trial.policy + (ON_TARGET if self.trial.file.tpot_target_ms else "")
+
+    @property
     def is_of_rival(self) -> bool:
         """Whether it need only be known that the policy sustains less than cost_aware."""
-        return self.trial.policy in RIVALS
+        return self.policy in RIVALS
 
     def _key(self, form: str) -> str:
         constants = self.trial.constants
@@ -132,7 +140,7 @@ class SearchTask:
         If cost_aware is known, its rival has bounds. Else the search begins at the rate of the same
         policy in another wire form, or else of the last policy of the same row.
         """
-        rates, policy = results["max_rate"], self.trial.policy
+        rates, policy = results["max_rate"], self.policy
         row = rates.get(self.key, {})
         each = [row.get(COST_AWARE, 0)] * self.num_seeds
         by_seed = results["rates_by_seed"].get(self.key, {}).get(COST_AWARE, each)
@@ -177,13 +185,14 @@ class Question:
                 self._trial(name, policy, constants, form),
                 self.num_seeds,
                 self._precision(name),
-                more_forms=tuple(self.forms[1:]) if policy == FLUID else (),
+                more_forms=tuple(self.forms[1:]) if policy.startswith(FLUID) else (),
             )
             for form in self.forms
             for constants in self.constants
             for name in self.names
             for policy in self.policies
-            if policy != FLUID or form == self.forms[0]
+            if form == self.forms[0] or not policy.startswith(FLUID)
+            if name in CLOSE or not policy.endswith(ON_TARGET)
         ]
 
     def _precision(self, name: str) -> float:
@@ -193,9 +202,10 @@ class Question:
 
     def _trial(self, name: str, policy: str, constants: str, form: str) -> Trial:
         measure_s = self.measure_s or MEASURE_S.get(name)
+        target_ms = Slo().tpot_us // 1000 if policy.endswith(ON_TARGET) else 0
         return Trial(
-            self.file,
-            policy,
+            replace(self.file, tpot_target_ms=target_ms),
+            policy.removesuffix(ON_TARGET),
             _workload(name, self.mooncake, self.seed),
             constants=constants,
             wire_form=form,
@@ -345,7 +355,7 @@ def collect(
     missing = [
         task
         for task in tasks
-        if not all(any(task.trial.policy in of.get(key, {}) for of in known) for key in task.keys)
+        if not all(any(task.policy in of.get(key, {}) for of in known) for key in task.keys)
     ]
     columns = (
         TextColumn("{task.description}"),
@@ -374,7 +384,7 @@ def collect(
 
 def take_ready(missing: list[SearchTask], running: Iterable[SearchTask]) -> SearchTask | None:
     """Take the first task that need not wait for its row's cost_aware; None if all must."""
-    undecided = {task.key for task in (*missing, *running) if task.trial.policy == COST_AWARE}
+    undecided = {task.key for task in (*missing, *running) if task.policy == COST_AWARE}
     for task in missing:
         if not task.is_of_rival or task.key not in undecided:
             missing.remove(task)
@@ -385,7 +395,7 @@ def take_ready(missing: list[SearchTask], running: Iterable[SearchTask]) -> Sear
 def _note(results: Results, answer: SearchAnswer, console: Console) -> None:
     """Print what a task has found, and put it among the results."""
     task, found = answer.task, answer.found
-    policy = task.trial.policy
+    policy = task.policy
     rates = [one.rate_per_s for one in found.seeds] if found else task.bounds
     what = f"{task.key} {policy}: {'' if found else 'less than '}"
     console.print(f"{what}{', '.join(f'{rate:.2f}' for rate in rates)} ({answer.cpu_s:.0f} s)")
@@ -407,7 +417,7 @@ def _note(results: Results, answer: SearchAnswer, console: Console) -> None:
 def _in_order(
     by_key: dict[str, dict[str, Any]], tasks: Sequence[SearchTask]
 ) -> dict[str, dict[str, Any]]:
-    ranks = {(key, task.trial.policy): n for n, task in enumerate(tasks) for key in task.keys}
+    ranks = {(key, task.policy): n for n, task in enumerate(tasks) for key in task.keys}
     last = len(ranks)
     values = [
         ((key, policy), value)

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.choices import check_at_least, check_one_of, require
+from nanocp.cost_config import CostConfig as CostConfig
+from nanocp.cost_config import check_ttft_targets as check_ttft_targets
 from nanocp.offload import KvOffloadConfig as KvOffloadConfig
 from nanocp.offload import offload_obstacle
 from nanocp.passes import PassesConfig as PassesConfig
@@ -113,44 +115,6 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CostConfig:
-    """Costs for policy cost_aware, in KV tokens that attention reads in the same time."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    exchange_tokens: int = 512
-    """Cost of an instance's first link: both routes and the merge."""
-    exchange_tokens_between_nodes: int = 512
-    """Additional cost of the first link to another node."""
-    link_tokens: int = 64
-    """Cost of each link within a node."""
-    link_tokens_between_nodes: int = 128
-    """Cost of each link to another node."""
-    dispatch_tokens_per_row: int = 64
-    """Cost of a row's dispatch and combine."""
-    ingest_ns_per_token: int = 1000
-    """Nanoseconds in which an instance receives a token's KV from prefill (not in KV tokens); with
-    it scheduler.ttft_targets foresee when a prompt's KV is there."""
-
-    def __post_init__(self) -> None:
-        check_at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
-        check_at_least(0, exchange_tokens_between_nodes=self.exchange_tokens_between_nodes)
-        check_at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
-        check_at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
-        check_at_least(0, ingest_ns_per_token=self.ingest_ns_per_token)
-
-
-def check_ttft_targets(targets: tuple[tuple[int, int], ...]) -> None:
-    """Raises ValueError unless these are (priority, ms) pairs of different classes, ms from 1."""
-    priorities = [priority for priority, _ in targets]
-    require(
-        len(set(priorities)) == len(priorities) and all(ms >= 1 for _, ms in targets),
-        f"ttft_targets is {targets}; it must be (priority, ms) pairs, one for a priority, with ms "
-        "from 1",
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """How the scheduler admits, places and moves requests (4.2)."""
 
@@ -169,6 +133,9 @@ class SchedulerConfig:
     """(priority, ms) pairs: KV of that class's prompts should be there within this time of their
     placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
     class has a target."""
+    tpot_target_ms: int = 0
+    """While steps take longer than this, one in 110 requests may wait up to 20 s to be placed: long
+    prompts, so that the others keep their time per token. 0: nobody waits for that."""
     growth_promise: str = "max_tokens"
     """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row
     ever parks. `percentile:90`: as many as 90% of the latest finished requests had, at most
@@ -231,7 +198,9 @@ class SchedulerConfig:
         )
         check_at_least(1, chaos_period_windows=self.chaos_period_windows)
         check_at_least(0, max_moving_pages=self.max_moving_pages)
-        check_at_least(0, max_unfilled_tokens=self.max_unfilled_tokens)
+        check_at_least(
+            0, max_unfilled_tokens=self.max_unfilled_tokens, tpot_target_ms=self.tpot_target_ms
+        )
         host, file = self.offload_host_pages, self.offload_file_pages
         check_at_least(0, offload_host_pages=host, offload_file_pages=file)
         check_at_least(

@@ -201,6 +201,10 @@ def pipeline_obstacle(config: Config) -> str:
             f"scheduler.policy {scheduler.policy}: a pipeline places no request on instances, so "
             "take the default, and see pipeline.layer_policy",
         ),
+        (
+            scheduler.tpot_target_ms != 0,
+            f"scheduler.tpot_target_ms {scheduler.tpot_target_ms}: its prompts are not deferred",
+        ),
         (bool(prefill.engines), "prefill.engines is set: its stages compute prompts"),
         (prefill.synthetic_kv, "prefill.synthetic_kv is set: its stages compute prompts"),
         (

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from control_plane.scheduler.answer import Answer
+from control_plane.scheduler.deferral import Deferral
 from control_plane.scheduler.fair_share import FairShare
 from control_plane.scheduler.regroup import FATAL, FirstWindows
 from control_plane.scheduler.waiting_queue import WaitingQueue, earliest, invalidity
@@ -26,8 +27,16 @@ _NOTE_US = 1_000_000
 class Admission:
     """The waiting queue, and the preempted requests that are away from it."""
 
-    def __init__(self, cluster: ClusterConfig, config: SchedulerConfig, answer: Answer) -> None:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        config: SchedulerConfig,
+        answer: Answer,
+        deferral: Deferral | None = None,
+    ) -> None:
+        """deferral: says who waits although it could be placed; None: nobody does."""
         self._cluster = cluster
+        self._deferral = deferral
         self._config = config
         self._answer = answer
         self.fair_share = FairShare()
@@ -62,6 +71,8 @@ class Admission:
             for refused, sentence in self.queue.admit(arrival, now_us):
                 self._answer.end(refused, FinishReason.REFUSED, sentence)
             self.should_walk |= arrival.request_id in self.queue
+            if self._deferral is not None:
+                self._deferral.arrived()
         return True
 
     def come_back(self, arrival: Arrival, now_us: int) -> None:
@@ -136,6 +147,9 @@ class Admission:
         for arrival, arrived_us in self.queue:
             if is_shrunk and (reason := invalidity(arrival, self._cluster, num_open)):
                 self.note(arrival.request_id, now_us, partial(str, f"{reason} now"))
+                continue
+            if self._deferral is not None and self._deferral.defers(arrival, arrived_us, now_us):
+                self.note(arrival.request_id, now_us, self._deferral.sentence)
                 continue
             if place(arrival):
                 placed.append(arrival.request_id)

@@ -6,7 +6,7 @@ not know: how a story is shown. It decides nothing: plans are the same with it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,6 +100,8 @@ class Explainer:
         self._now_us = 0
         self._tried: list[int] = []
         """Requests that this call tried to place, in order."""
+        self.deferred: Container[int] = ()
+        """Ids of the requests that are deferred; the scheduler says which."""
         self._away: set[int] = set()
         """Preempted requests that have not come back."""
 
@@ -284,7 +286,10 @@ class Explainer:
 
     def _say_who_is_before(self, story: Story) -> None:
         """This call did not come to it: the queue was not walked so far, or not at all."""
-        if self._tried:
+        if story.arrival.request_id in self.deferred:
+            text = "deferred: its prompt is long, and steps would take longer than tpot_target_ms"
+            story.waits(self._now_us, "deferred", text)
+        elif self._tried:
             text = (
                 f"behind request {self._tried[-1]}, which cannot be placed; nobody behind it is "
                 "tried"

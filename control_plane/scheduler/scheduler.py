@@ -16,6 +16,7 @@ from typing import Any
 from control_plane.scheduler.admission import Admission
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.deferral import Deferral
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.lanes import Lanes
@@ -72,11 +73,13 @@ class Scheduler(Readings):
         self._promise = Promise(scheduler)
         num_steps = scheduler.steps_per_window
         self._state = state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
+        self._deferral = Deferral(scheduler, state)
         self._explainer = explainer
         if explainer is not None:
             self._policy = explainer.watch(self._policy, state, scheduler)
+            explainer.deferred = self._deferral
         self._answer = answer = Answer()
-        self._admission = Admission(cluster, scheduler, answer)
+        self._admission = Admission(cluster, scheduler, answer, self._deferral)
         self.fair_share = share = self._admission.fair_share
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = lowering = Lowering(cluster.num_instances, lanes)
@@ -206,7 +209,10 @@ class Scheduler(Readings):
         for held in self._quarantine.windows_reported(map(_instance_and_window, reports)):
             self._free(held)
         self.offload.window_reported()
-        self._rows.reported(self._quarantine.last_complete)
+        last, rows, admission = self._quarantine.last_complete, self._rows, self._admission
+        rows.reported(last)
+        self._deferral.reported(last, bool(rows.in_flight), self._now_us, admission.queue)
+        admission.should_walk |= len(self._deferral) > 0
 
     def _finished(self, report: WindowDone) -> None:
         for request_id, num_tokens, _ in report.finished:
@@ -286,6 +292,7 @@ class Scheduler(Readings):
         self._tickets.end_term()
         self.offload.end_term()
         self._rows.end_term()
+        self._deferral.end_term(self._rows.next_window - 1)
         self._lowering.end_term()
 
     def _resubmitted(self, event: Resubmitted) -> None:

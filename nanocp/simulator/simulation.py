@@ -121,6 +121,7 @@ def scheduler_config(file: ClusterFile, model: CostModel, policy: str) -> Schedu
         cp_degree_max=max(file.cp_degrees),
         costs=model.in_tokens(),
         ttft_targets=file.ttft_targets if policy == "cost_aware" else (),
+        tpot_target_ms=file.tpot_target_ms,
         # The queue is measured here, so nothing is refused for its length.
         max_queued_requests=1_000_000,
         max_queued_tokens=10**12,

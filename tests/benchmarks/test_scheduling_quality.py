@@ -1,5 +1,6 @@
 """benchmarks/scheduling_quality.py: rates decide its claims, and a quick run has its shape."""
 
+import io
 import json
 from dataclasses import replace
 
@@ -18,7 +19,12 @@ from nanocp.simulator.workload import Workload
 
 QUIET = Console(quiet=True)
 FILE = load_cluster_file("h200x32-deepseek-v3")
-RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17.25, "fluid": 18.7}
+RATES = dict.fromkeys(POLICIES, 10.0) | {
+    "dual_balanced": 15.0,
+    "cost_aware": 17.25,
+    "cost_aware+tpot": 18.0,
+    "fluid": 18.7,
+}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +36,8 @@ RATES = dict.fromkeys(POLICIES, 10.0) | {"dual_balanced": 15.0, "cost_aware": 17
         ("issue-1", {"cost_aware": 17.2}, 1),
         ("issue-5", {"cost_aware": 17.2}, 1),
         ("issue-5", {"fluid": 19.2}, 1),
+        ("issue-5", {"cost_aware+tpot": 16.8}, 2),
+        ("issue-5@peak", {"cost_aware+tpot": 16.8}, 0),
         ("issue-5@peak", {"uniform_cp:2": 17.8}, 1),
         ("issue-5@peak/absorbed", {"fluid": 18.8}, 1),
         ("issue-1/absorbed", {"dual_balanced": 15.1}, 1),
@@ -42,8 +50,12 @@ def test_a_claim_that_the_rates_do_not_bear_is_broken(key, change, num_broken):
     assert judge({"max_rate": {key: RATES | change}}, QUIET) == num_broken
 
 
-def test_what_was_not_measured_is_not_judged():
-    assert judge({"max_rate": {"issue-1": {"fluid": 30.0, "cost_aware": 29.0}}}, QUIET) == 0
+def test_what_was_not_measured_is_shown_and_not_judged():
+    console = Console(file=io.StringIO(), width=120, record=True)
+    assert judge({"max_rate": {"issue-1": {"fluid": 30.0, "cost_aware": 29.0}}}, console) == 0
+    shown = console.export_text()
+    assert shown.count("not judged") == 5, "four claims and their number"
+    assert "1 of 24 rows are there; 4 of their claims are not judged" in shown
 
 
 @pytest.mark.parametrize(
@@ -56,9 +68,12 @@ def test_a_rate_at_which_a_rival_fails_is_as_good_as_its_highest(fails_at, num_b
     assert judge(results, QUIET) == num_broken
 
 
-@pytest.mark.parametrize(("cpu_s", "num_broken"), [(7_200.0, 0), (7_201.0, 1)])
-def test_a_run_of_more_than_an_hour_on_two_cores_breaks_a_claim(cpu_s, num_broken):
-    assert judge({"max_rate": {}, "cpu_s": {"issue-1": {"fluid": cpu_s}}}, QUIET) == num_broken
+@pytest.mark.parametrize(
+    ("cpu_s", "num_rows", "num_broken"), [(7_200.0, 24, 0), (7_201.0, 24, 1), (7_201.0, 23, 0)]
+)
+def test_a_whole_run_of_more_than_an_hour_on_two_cores_breaks_a_claim(cpu_s, num_rows, num_broken):
+    rows = {f"issue-0/{number}": RATES for number in range(num_rows)}
+    assert judge({"max_rate": rows, "cpu_s": {"issue-0": {"fluid": cpu_s}}}, QUIET) == num_broken
 
 
 @pytest.mark.system

@@ -92,6 +92,14 @@ class Scenario:
             "prompts that would be late. Default: the cluster file's, none.",
         ),
     ] = None
+    tpot_target_ms: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="While steps take longer, a few long prompts wait (scheduler.tpot_target_ms). "
+            "Default: the cluster file's, none.",
+        ),
+    ] = 0
     begin_empty: Annotated[
         bool,
         typer.Option(
@@ -141,6 +149,8 @@ class Scenario:
                     f"--ttft-target-ms is for policy cost_aware; given are {', '.join(self.policy)}"
                 )
             file = replace(file, ttft_targets=((0, self.ttft_target_ms),))
+        if self.tpot_target_ms:
+            file = replace(file, tpot_target_ms=self.tpot_target_ms)
         schedule = None
         if self.schedule is not None:
             if self.lanes:

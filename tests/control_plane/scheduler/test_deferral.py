@@ -1,0 +1,178 @@
+"""Deferral: a few long prompts wait while steps are too long, and nobody waits without a target."""
+
+from dataclasses import replace
+
+import pytest
+
+from control_plane.scheduler.explanation import Explainer
+from control_plane.scheduler.scheduler import Scheduler
+from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.plan import Arrival, Finished, FinishReason, TermEnded, WindowDone
+
+CLUSTER = ClusterConfig(
+    num_instances=2,
+    instances_per_node=2,
+    num_frames=2000,
+    max_model_len=65536,
+    bounds=BoundsConfig(max_rows=128, max_attention_rows=256),
+)
+CONFIG = SchedulerConfig(tpot_target_ms=50, prefix_sharing=False)
+NUM_SHORT = 110
+LONG = 5000
+"""Tokens of a long prompt: the short ones have 110 x 100."""
+
+
+class Steps:
+    """A scheduler with 110 short rows; windows end one after the other, as long as is asked."""
+
+    def __init__(self, config=CONFIG, num_short=NUM_SHORT, explainer=None):
+        self.scheduler = Scheduler(CLUSTER, config, explainer)
+        self.plan_window = self.scheduler.plan_window
+        if explainer:
+            self.plan_window = explainer.around(self.plan_window)
+        self.now_us = self.window = 0
+        self.in_flight = 0
+        shorts = [Arrival(n, 100, 300, needs_prefill=False) for n in range(1, num_short + 1)]
+        self.placed = self.call(shorts)
+
+    def call(self, events):
+        """Call until nothing is left to be said; returns the ids of requests that are placed."""
+        placed = []
+        while True:
+            plan = self.plan_window(events, self.now_us)
+            placed += [placement.request_id for placement in plan.placements]
+            events = []
+            self.in_flight += plan.window is not None
+            if plan.window is None or self.in_flight == 2:
+                return placed
+
+    def run(self, *steps_ms, finished=()):
+        """Let a window end after each of these times."""
+        placed = []
+        for ms in steps_ms:
+            self.now_us += 1000 * ms
+            ends = tuple(Finished(n, 1, FinishReason.STOP) for n in finished)
+            # Reports come one by one; those of the first instance end no window.
+            placed += self.call([WindowDone(0, self.window, ends)])
+            self.in_flight -= 1
+            placed += self.call([WindowDone(1, self.window)])
+            self.window += 1
+        return placed
+
+    def arrive(self, request_id, length=LONG, **more):
+        return self.call([Arrival(request_id, length, 50, **more)])
+
+
+def test_a_long_prompt_waits_while_steps_are_too_long_and_others_pass_it():
+    steps = Steps()
+    steps.run(*[60] * 4)
+    assert steps.arrive(201) == []
+    assert steps.arrive(202, length=100) == [202]
+    assert steps.run(*[60] * 20) == []
+    assert steps.run(*[25] * 8) == [201], "by then a step with it would be short"
+
+
+def test_steps_have_to_be_clearly_shorter_before_it_is_placed():
+    steps = Steps()
+    steps.run(*[45] * 12)
+    assert steps.arrive(201) == [], "45 ms with almost half as many tokens more is too long"
+    assert steps.run(*[34] * 12) == [], "49 ms with it"
+    assert steps.run(*[30] * 12) == [201], "44 ms with it"
+
+
+@pytest.mark.parametrize(
+    "arrival",
+    [
+        {"length": 100},
+        {"needs_prefill": False},
+        {"priority": -1},
+    ],
+    ids=["short", "already there", "of a class before the default one"],
+)
+def test_others_do_not_wait(arrival):
+    steps = Steps()
+    steps.run(*[60] * 4)
+    assert steps.arrive(201, **arrival) == [201]
+
+
+def test_without_a_target_nobody_waits():
+    steps = Steps(replace(CONFIG, tpot_target_ms=0))
+    steps.run(*[600] * 4)
+    assert steps.arrive(201) == [201]
+
+
+def test_one_in_110_waits():
+    assert Steps(num_short=108).arrive(201) == [201]
+    few = Steps(num_short=108)
+    few.run(*[60] * 4)
+    assert few.arrive(201) == [201]
+    steps = Steps()
+    steps.run(*[60] * 4)
+    assert steps.arrive(201) == []
+    assert steps.arrive(202) == [202]
+
+
+def test_nobody_waits_for_more_than_20_s():
+    steps = Steps()
+    steps.run(*[100] * 4)
+    steps.arrive(201)
+    assert steps.run(*[100] * 199) == []
+    assert steps.run(100) == [201]
+
+
+def test_time_without_a_window_is_no_steps():
+    """The cluster is idle for a minute; after that a window is still to show how long steps are."""
+    steps = Steps(num_short=2)
+    steps.call([Arrival(n, 100, 50, needs_prefill=False) for n in range(3, 112)])
+    steps.run(60, 60, 60, 60)
+    steps.arrive(201)
+    everyone = range(1, 112)
+    placed = steps.run(60, finished=everyone)
+    placed += steps.run(*[60] * steps.in_flight)
+    assert placed == [201], "no window is in flight any more"
+    steps.now_us += 60_000_000
+    steps.call([Arrival(n, 100, 50, needs_prefill=False) for n in range(301, 412)])
+    steps.run(10)
+    assert steps.arrive(202) == [202]
+
+
+def test_a_term_that_ends_takes_its_windows_along():
+    steps = Steps()
+    steps.run(*[60] * 4)
+    assert steps.scheduler._deferral.step_us == 60_000
+    steps.call([TermEnded()])
+    steps.scheduler._end_term((0, 1))
+    assert steps.scheduler._deferral.step_us == 0
+
+
+def test_an_aborted_request_is_deferred_no_more():
+    steps = Steps()
+    steps.run(*[60] * 4)
+    steps.arrive(201)
+    assert 201 in steps.scheduler._deferral
+    steps.scheduler._end_by_id(201, FinishReason.ABORTED, "aborted")
+    steps.run(60)
+    assert len(steps.scheduler._deferral) == 0
+
+
+def test_an_explanation_says_so():
+    explainer = Explainer(["201"])
+    steps = Steps(explainer=explainer)
+    steps.run(*[60] * 4)
+    steps.arrive(201)
+    steps.arrive(202, length=100)
+    texts = [note.text for note in explainer.stories[201].notes]
+    assert any("deferred: its prompt is long" in text for text in texts)
+
+
+def test_equal_inputs_give_equal_plans():
+    def plans():
+        steps = Steps()
+        plans, plan_window = [], steps.plan_window
+        steps.plan_window = lambda *inputs: plans.append(plan_window(*inputs)) or plans[-1]
+        steps.run(*[60] * 4)
+        steps.arrive(201)
+        steps.run(*[20] * 9)
+        return plans
+
+    assert plans() == plans()
