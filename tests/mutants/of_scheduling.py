@@ -52,6 +52,14 @@ OF_SCHEDULING = [
         tests=("tests/nanocp/simulator/test_sweep.py", "-k", "cannot_pass"),
     ),
     Mutant(
+        name="idle-deferral",
+        why="a deferred request waits for shorter steps while no window runs",
+        path="control_plane/scheduler/deferral.py",
+        text="if not goes_on:",
+        fault="if False:",
+        tests=("tests/control_plane/scheduler/test_deferral.py", "-k", "time_without_a_window"),
+    ),
+    Mutant(
         name="node-secret",
         why="a node's process may bring instances without their secret",
         path="control_plane/member_streams.py",

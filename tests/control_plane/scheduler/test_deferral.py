@@ -6,8 +6,12 @@ import pytest
 
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
 from nanocp.plan import Arrival, Finished, FinishReason, TermEnded, WindowDone
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.outcome import Run
+from nanocp.simulator.simulation import make_simulation
+from nanocp.simulator.workload import Workload
 
 CLUSTER = ClusterConfig(
     num_instances=2,
@@ -176,3 +180,19 @@ def test_equal_inputs_give_equal_plans():
         return plans
 
     assert plans() == plans()
+
+
+def test_a_cluster_file_sets_the_target_of_simulated_requests():
+    def most_waiting(target_ms):
+        file = replace(load_cluster_file("h200x32-deepseek-v3"), tpot_target_ms=target_ms)
+        simulation = make_simulation(file, "fitted", "cost_aware", Run(1_000_000, 7_000_000))
+        return simulation.run(Workload("issue-5", 40.0, seed=1).requests(1 << 20)).num_waiting_max
+
+    assert most_waiting(0) == 0
+    assert most_waiting(10) >= 1
+
+
+def test_a_pipeline_defers_nobody():
+    cluster = ClusterConfig(num_instances=2, layout="pipeline")
+    with pytest.raises(ValueError, match="tpot_target_ms 50: its prompts are not deferred"):
+        Config(cluster=cluster, scheduler=SchedulerConfig(tpot_target_ms=50))
