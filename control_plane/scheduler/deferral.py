@@ -1,7 +1,7 @@
 """Deferral: while steps are too long, one long prompt in a hundred requests waits, for the others.
 
 Enters: reports of windows, arrivals, loads. Leaves: whether a waiting request waits on. Does not
-know: the queue's order, policies, costs. (docs/decisions/0048.)
+know: the queue's order, policies, costs. (docs/decisions/0049.)
 
 A burst of long prompts makes every row late. If a few of them wait until it is over, none is, but
 these. A request that is late already has nothing to lose, so it waits until steps are clearly
@@ -11,9 +11,9 @@ shorter again, and others pass it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
 
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.waiting_queue import WaitingQueue
 from nanocp.config import SchedulerConfig
 from nanocp.plan import Arrival
 
@@ -54,13 +54,11 @@ class Deferral:
         """A request was admitted."""
         self._credit += 1
 
-    def reported(
-        self, last_window: int, goes_on: bool, now_us: int, waiting: Container[int]
-    ) -> None:
+    def reported(self, last_window: int, goes_on: bool, now_us: int, queue: WaitingQueue) -> None:
         """Every instance has reported last_window, maybe some time ago.
 
         goes_on: whether another window is in flight; else the time until the next is no step's.
-        waiting: ids of the requests that wait; others are deferred no more.
+        queue: requests that are no more in it are deferred no more.
         """
         if not self._target_us or last_window == self._last_window:
             return
@@ -69,7 +67,7 @@ class Deferral:
         if not goes_on:
             self._ends.clear()
         if self._deferred:
-            self._deferred = {each for each in self._deferred if each in waiting}
+            self._deferred = {each for each in self._deferred if each in queue}
 
     def end_term(self, last_window: int) -> None:
         """All windows up to the last one are over, and none that comes follows closely on them."""

@@ -242,7 +242,7 @@ class ClusterFile:
     """(priority, ms) pairs of policy cost_aware, as scheduler.ttft_targets of the service; every
     request of a workload has priority 0."""
     tpot_target_ms: int = 0
-    """As scheduler.tpot_target_ms of the service, whatever the policy."""
+    """The service's scheduler.tpot_target_ms, whatever the policy. 0: nobody is deferred."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
     """Degrees that the length profile chooses from."""
     row_buckets: tuple[int, ...] = field(default=(8, 16, 32, 48, 64, 96, 128, 192, 256))
