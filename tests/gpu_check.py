@@ -62,13 +62,16 @@ def all_checks():
     else:
         with tempfile.TemporaryDirectory() as directory:
             yield from reference_checks(Path(directory))
-            yield "tokens, one of two processes is killed", lambda: one_is_killed(Path(directory))
+            yield (
+                "tokens, one of two is killed and a third comes",
+                lambda: one_is_killed(Path(directory)),
+            )
     yield "routed exchange between two processes", exchange_between_processes
     yield from package_checks()
 
 
 def one_is_killed(checkpoint):
-    """Kill one of two processes on this card inside a step."""
+    """Kill one of two processes on this card inside a step, and let another one come."""
     from data_plane.reference.oracle import Oracle
 
     survives_a_kill(checkpoint, Oracle(checkpoint))

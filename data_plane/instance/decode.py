@@ -88,14 +88,16 @@ class DecodeInstance(WindowEdge):
         second_lane: StepLane | None = None,
         both_lanes: PairedEngine | None = None,
         load_experts: Callable[[Mapping[int, int]], int] = len,
+        part: Callable[[], None] = lambda: None,
     ) -> None:
         """Everything is made at start-up; `connect` attaches it to the peers.
 
         exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
-        together with these instances of the term. graphs_report: sentences about the graphs once
-        they are prepared. new_ends: see WindowEdge. second_lane: lane 1; None if every
-        window has one lane. both_lanes: what captured the steps of both; None if they take turns in
-        this thread. load_experts: see model.weights.load_experts, of its `held`.
+        together with these instances of the term. part: what else `leave` does, when no step runs.
+        graphs_report: sentences about the graphs once they are prepared. new_ends: see WindowEdge.
+        second_lane: lane 1; None if every window has one lane. both_lanes: what captured the steps
+        of both; None if they take turns in this thread. load_experts: see
+        model.weights.load_experts, of its `held`.
         """
         ends = TermEnds(exchange.exchange, rings, moves)
         super().__init__(config, ends, exchange.sent_bytes, new_ends)
@@ -105,7 +107,7 @@ class DecodeInstance(WindowEdge):
             self.copier = PageCopier(self._instance, slots, frames.page_view, self._write_page)
             self.copier.start()
         self._frames = frames
-        self._meet, self._graphs_report = meet, graphs_report
+        self._meet, self._part, self._graphs_report = meet, part, graphs_report
         self._lanes = [StepLane(engine, step, exchange)]
         if second_lane is not None:
             second_lane.exchange.sent_bytes = exchange.sent_bytes  # one count for both
@@ -123,24 +125,27 @@ class DecodeInstance(WindowEdge):
         return next((peer for peer in of_steps if peer is not None), super().awaited)
 
     def connect(self) -> int:
-        """Attach to every peer and prepare every graph; returns the number of graphs.
+        """Attach to every peer; returns the number of graphs, which are prepared if they are not.
 
-        The graphs outlive the term. They are prepared without peers: those that served before have
-        theirs, and run no step for one that comes. Raises ExchangeTimeout if a peer does not
-        appear, PeerLost or TermOver.
+        Raises ExchangeTimeout if a peer does not appear, PeerLost or TermOver.
         """
         super().connect()
-        if self._num_graphs is None:
-            self._meet([self._instance])
-            self._num_graphs = self._prepare_graphs()
         self._meet(sorted([self._instance, *self._peers]))
+        if self._num_graphs is None:
+            self.prepare()
+        assert self._num_graphs is not None
         return self._num_graphs
 
-    def _prepare_graphs(self) -> int:
+    def prepare(self) -> None:
+        """Prepare every graph; the graphs outlive every term.
+
+        A GPU's are prepared before the first term, without peers: those that served before have
+        theirs, and run no step for one that comes. Only those with DeepEP need all peers.
+        """
         engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._lanes]
         if self._both_lanes is not None:
             engines[1:] = [self._both_lanes]  # lane 1 never runs alone
-        num_graphs = sum(
+        self._num_graphs = sum(
             engine.prepare(
                 lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
             )
@@ -149,13 +154,14 @@ class DecodeInstance(WindowEdge):
         # On a GPU a wait of the steps before the captures may have ended in its error word.
         for lane in self._lanes:
             lane.step.check()
+            lane.step.meet(self._peers)  # forget epochs of steps that no peer has run
         self.selected += self._graphs_report()
-        return num_graphs
 
     # --- terms ---
 
     def leave(self) -> None:
         """See interface.Instance.leave."""
+        self._part()
         self._close_tensors()
         super().leave()
 

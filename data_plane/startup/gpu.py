@@ -37,14 +37,18 @@ from data_plane.startup.shared_parts import (
     page_ways,
     torch_dtype,
 )
+from data_plane.transport.cuda_runtime import load_runtime
+from data_plane.transport.exchange import NO_TERM
+from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.mailbox import mailbox_layout
-from data_plane.transport.peer_memory import Meeting, PeerMemory, cuda_ipc_obstacle
+from data_plane.transport.peer_memory import cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
-from nanocp.config import Config
+from nanocp.config import ClusterConfig, Config
 from nanocp.experts import num_slots
 
+_EAGER = "graphs: none, every step is launched (eager)"
 _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
 _NVSHMEM = (
     "exchange_backend is nvshmem: puts between nodes from the device are not there yet "
@@ -79,7 +83,7 @@ def build_gpu_instance(
     packing = PlainPacking(keeps_fp8)
     weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
-    slots = num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
+    slots = 0 if moe.has_deep_ep else _num_slots(cluster, model)  # DeepEP has no redundant ones
     placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused, slots)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
@@ -88,8 +92,6 @@ def build_gpu_instance(
     lanes = [parts]
     if config.scheduler.has_lanes:
         lanes.append(new_parts(frames=parts.frames))
-    for lane in lanes:
-        segments.term.mirror(lane.exchange.ended)
     mailbox = mailbox_layout(cluster)
 
     def new_exchange() -> ShmExchange:
@@ -104,14 +106,13 @@ def build_gpu_instance(
     first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
     capture: Any = (eager if data_plane.eager else CudaGraphs)(*first, *beside)
     weights_choice = weights_choice if model.fp8_block is not None else ""
+    meeting = _Meeting(config, instance, segments, lanes)
+    meet: Callable[[Sequence[int]], None] = meeting.meet
     if moe.has_deep_ep:
-        meet = _deep_ep_meeting(config, instance, segments, lanes, model, placed)
-    else:
-        meet = _meeting(config, instance, segments, lanes)
+        meet = _deep_ep_meeting(config, instance, segments, meeting, parts, model, placed)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(exchange, mailbox)
-    without = ["graphs: none, every step is launched (eager)"]
-    return DecodeInstance(
+    built = DecodeInstance(
         config,
         parts.step,
         parts.frames,
@@ -121,14 +122,23 @@ def build_gpu_instance(
         moves,
         _selected(config, attention_choice, moe.sentences, weights_choice),
         meet,
-        graphs_report=lambda: without if data_plane.eager else [capture.report],
+        graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
         new_ends=None if moe.has_deep_ep else new_ends,
         second_lane=StepLane(engines[1], lanes[1].step, tensors) if beside else None,
         both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
         load_experts=lambda held: load_experts(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
+        part=meeting.part,
     )
+    if not moe.has_deep_ep:
+        meeting.be_alone()
+        built.prepare()
+    return built
+
+
+def _num_slots(cluster: ClusterConfig, model: ModelConfig) -> int:
+    return num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
 
 
 def _selected(
@@ -173,76 +183,66 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
     )
 
 
-def _meeting(
-    config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
-) -> Callable[[Sequence[int]], None]:
-    """Make what maps the memory of a term's instances, which all of them call together.
+class _Meeting:
+    """What maps the memory of a term's instances; each lane has memory of its own at every peer."""
 
-    Each lane has memory of its own at every peer. One instance alone meets nobody.
-    """
-    device, term = lanes[0].step.logits.device, segments.term
+    def __init__(
+        self, config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
+    ) -> None:
+        self._instance, self._term, self._lanes = instance, segments.term, lanes
+        runtime = load_runtime(lanes[0].step.logits.device.index or 0)
+        self._memories = [
+            IpcMemory(runtime, segments, number, instance, lane.places, config.limits)
+            for number, lane in enumerate(lanes)
+        ]
+        for lane in lanes:
+            segments.term.mirror(lane.exchange.ended)
 
-    def meet(seats: Sequence[int]) -> None:
-        if len(seats) == 1:
-            for lane in lanes:
-                (memory,) = PeerMemory.create_all(lane.places, device, seats)
-                lane.exchange.attach(memory, term.number)
-            return
-        # Their host's exchanges are attached to each other, so all of them are on their way here.
-        path, store = _store(segments, f"t{term.number}", len(seats))
-        limit_ms = config.limits.start_timeout_ms
-        for number, lane in enumerate(lanes):
-            name = f"{segments.cluster_id} term {term.number} lane {number}"
-            meeting = Meeting(name, instance, seats, store, limit_ms, term.check)
-            lane.exchange.attach(PeerMemory.create(lane.places, device, meeting), term.number)
-        if store.add("left", 1) == len(seats):  # nobody reads it any more
-            os.unlink(path)
+    def meet(self, seats: Sequence[int]) -> None:
+        """Begin the present term, which these instances do together. See IpcMemory.begin_term."""
+        self._attach(seats, self._term.number)
 
-    return meet
+    def be_alone(self) -> None:
+        """Let this instance run steps alone, before its first term; no end of a term ends them."""
+        self._attach([self._instance], NO_TERM)
 
+    def part(self) -> None:
+        """Leave the term. See IpcMemory.leave."""
+        for memory in self._memories:
+            memory.leave()
 
-def _store(segments: Segments, name: str, num_members: int) -> tuple[str, Any]:
-    """Open a store of this name: a file, since cuda_ipc is for one node, so no port must be free.
-
-    Returns (path, torch.distributed.Store).
-    """
-    import torch.distributed as dist
-
-    path = f"{tempfile.gettempdir()}/nanocp-{segments.cluster_id}-{name}"
-    return path, dist.FileStore(path, num_members)  # type: ignore[attr-defined]
+    def _attach(self, seats: Sequence[int], term: int) -> None:
+        for lane, memory in zip(self._lanes, self._memories, strict=True):
+            lane.exchange.attach(memory.begin_term(seats), term)
 
 
 def _deep_ep_meeting(
     config: Config,
     instance: int,
     segments: Segments,
-    lanes: Sequence[GpuParts],
+    meeting: _Meeting,
+    lane: GpuParts,
     model: ModelConfig,
     weights: GpuWeights,
 ) -> Callable[[Sequence[int]], None]:
-    """Make what `_meeting` makes, with DeepEP's buffers: for one term, and all before the graphs.
+    """Make what begins the only term of instances with DeepEP: it opens DeepEP's buffers too.
 
     DeepEP needs all instances in a group of torch, also while graphs are prepared.
     """
     cluster = config.cluster
-    has_met = False
 
     def meet(seats: Sequence[int]) -> None:
-        nonlocal has_met
-        if has_met:
-            return
         import torch.distributed as dist
 
-        has_met, num = True, cluster.num_instances
-        path, store = _store(segments, "group", num)
+        num, path = cluster.num_instances, _store_path(segments)
         dist.init_process_group(
             "gloo",
-            store=store,
+            store=dist.FileStore(path, num),  # type: ignore[attr-defined]
             rank=instance,
             world_size=num,
             timeout=timedelta(milliseconds=config.limits.start_timeout_ms),
         )
-        _meeting(config, instance, segments, lanes)(range(num))
+        meeting.meet(seats)
         all_to_all = DeepEpExchange.open(
             dist.group.WORLD,
             num_instances=num,
@@ -250,8 +250,13 @@ def _deep_ep_meeting(
             hidden_size=model.hidden_size,
             max_rows=cluster.bounds.max_rows,
         )
-        lanes[0].step.mixture = GpuMixtures(all_to_all, model, weights)
+        lane.step.mixture = GpuMixtures(all_to_all, model, weights)
         if instance == 0:
             os.unlink(path)
 
     return meet
+
+
+def _store_path(segments: Segments) -> str:
+    """Name the file in which DeepEP's instances meet: one node, so that no port must be free."""
+    return f"{tempfile.gettempdir()}/nanocp-{segments.cluster_id}-group"

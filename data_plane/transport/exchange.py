@@ -115,8 +115,8 @@ def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
     }
 
 
-_NO_TERM = 2**62
-"""A number that no term reaches."""
+NO_TERM = 2**62
+"""A number that no term reaches, and after which none ends."""
 
 
 class Term:
@@ -148,7 +148,7 @@ class Term:
 
     def _write(self) -> None:
         for word in self._mirrors:
-            word[0] = min(self._last_ended, _NO_TERM)
+            word[0] = min(self._last_ended, NO_TERM - 1)
 
     @property
     def is_over(self) -> bool:

@@ -1,7 +1,8 @@
-"""Memory of the GPUs of one node that peers write: where regions lie, and who maps what.
+"""Memory of the GPUs of one node that peers write: where regions lie in it, and where it is.
 
-Enters: the layout of a region; where the members of a term meet. Leaves: this instance's memory,
-and the addresses of its peers'. Does not know: epochs, kernels, what rows mean.
+Enters: the layout of a region. Leaves: the places of regions, and the address of each instance's
+memory. Does not know: epochs, kernels, what rows mean, how another process's memory is mapped
+(ipc_memory.py).
 
 The memory is of one term, as the segments of the host's exchange are: a process that was lost may
 still write what it has mapped (docs/protocol.md, terms).
@@ -9,13 +10,8 @@ still write what it has mapped (docs/protocol.md, terms).
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -23,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_plane.transport.exchange import Channel, ExchangeTimeout, RegionLayout
+from data_plane.transport.cuda_runtime import loaded_cudart
+from data_plane.transport.exchange import Channel, RegionLayout
 
 CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
 """The channels that a step uses; the mailbox is the host's."""
@@ -33,9 +30,6 @@ MAX_FIELDS = 4
 _ALIGNMENT = 128
 _COUNT = "count"
 """The field that makes a channel a counted one: every instance puts to every one, also no rows."""
-_TICK_S = 0.01
-_MAP_S = 30.0
-"""Limit of what torch does to map memory, when all members are there; it does not see the term."""
 
 
 def cuda_ipc_obstacle(device: torch.device) -> str:
@@ -46,6 +40,8 @@ def cuda_ipc_obstacle(device: torch.device) -> str:
         return "it needs an NVIDIA GPU, and torch sees none here"
     if find_spec("triton") is None:
         return "the package triton is not installed (pip install 'nanocp[gpu]')"
+    if not loaded_cudart():
+        return "torch has loaded no CUDA runtime (libcudart), whose calls map memory of peers"
     return ""
 
 
@@ -105,65 +101,22 @@ class RegionPlaces:
         self.num_bytes = offset
 
 
-class GroupMember(NamedTuple):
-    """What each process of a term reports to the others before it maps memory."""
-
-    obstacle: str
-    """See cuda_ipc_obstacle."""
-    node: str
-    gpu: int | None
-
-
-class Meeting(NamedTuple):
-    """Where the members of a term exchange what they must know to map each other's memory."""
-
-    name: str
-    """The name of this memory; this process has used it for no other."""
-    instance: int
-    seats: Sequence[int]
-    """Instances of the term, ascending, with this one."""
-    store: Any
-    """A torch.distributed.Store that all members reach, and that no other term uses."""
-    timeout_ms: float
-    check: Callable[[], None] = lambda: None
-    """Raises TermOver if the term is over."""
-
-    def gather(self, what: str, value: str = "") -> list[str]:
-        """Wait until every member has called this; returns their values, by seat.
-
-        Raises ExchangeTimeout naming a member that is missing, or what `check` raises.
-        """
-        deadline = time.monotonic() + self.timeout_ms / 1000
-        self.store.set(self._key(what, self.instance), value)
-        for seat in self.seats:
-            while not self.store.check([self._key(what, seat)]):
-                self.check()
-                if time.monotonic() > deadline:
-                    error = ExchangeTimeout(
-                        f"instance {self.instance} awaits memory of instance {seat}: it did not "
-                        f"come within {self.timeout_ms:g} ms ({what})"
-                    )
-                    error.peer = seat
-                    raise error
-                time.sleep(_TICK_S)
-        return [self.store.get(self._key(what, seat)).decode() for seat in self.seats]
-
-    def _key(self, what: str, seat: int) -> str:
-        return f"{self.name}/{what}/{seat}"
-
-
 class PeerMemory:
     """An instance's memory that its peers write in one term, and where the peers' memory is."""
 
     def __init__(
-        self, instance: int, memory: Tensor, addresses: Sequence[int], owner: Any = None
+        self,
+        instance: int,
+        addresses: Sequence[int],
+        memory: Tensor | None = None,
+        owner: Any = None,
     ) -> None:
-        """owner: an object that keeps the mappings of the peers' memory alive."""
+        """owner: an object that keeps the peers' memory alive."""
         self.instance = instance
-        self.memory = memory
-        """[bytes] uint8, zero at first."""
         self.addresses = addresses
         """The address of each instance's memory; 0 for one that is not in the term."""
+        self.memory = memory
+        """[bytes] uint8, this instance's; None if it is no tensor."""
         self._owner = owner
 
     @classmethod
@@ -179,61 +132,7 @@ class PeerMemory:
             memory_of[seat].data_ptr() if seat in memory_of else 0
             for seat in range(places.num_instances)
         ]
-        return [cls(seat, memory, addresses, memory_of) for seat, memory in memory_of.items()]
-
-    @classmethod
-    def create(cls, places: RegionPlaces, device: torch.device, meeting: Meeting) -> PeerMemory:
-        """Make the memory of this process's instance; all members of the meeting call it together.
-
-        Raises ValueError, in every process, if one has no CUDA, or if they are on several nodes,
-        ExchangeTimeout if a member does not map its memory, and what Meeting.gather raises.
-        """
-        import torch.distributed._symmetric_memory as symm_mem
-        from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed.distributed_c10d import GroupName
-
-        own = GroupMember(cuda_ipc_obstacle(device), socket.gethostname(), device.index)
-        found = meeting.gather("member", json.dumps(own))
-        members = [GroupMember(*json.loads(member)) for member in found]
-        _refuse(meeting.seats, members)
-        if len({member.gpu for member in members}) < len(members):
-            # Ray shows each actor one GPU, as number 0. torch takes these for the same GPU and
-            # refuses, as it does for a test with several processes on one GPU. Allowing it costs
-            # multicast, which is not used here.
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        memory = symm_mem.empty(places.num_bytes, dtype=torch.uint8, device=device).zero_()
-        torch.cuda.synchronize(device)
-        # torch keeps a group's members by its name for as long as the process lives, and a term
-        # has other members than the one before. So each has a name, and no process group.
-        rank = meeting.seats.index(meeting.instance)
-        _SymmetricMemory.set_group_info(meeting.name, rank, len(members), meeting.store)
-        meeting.store.set_timeout(timedelta(seconds=_MAP_S))
-        began = time.monotonic()
-        try:
-            handle = symm_mem.rendezvous(memory, GroupName(meeting.name))
-        except RuntimeError as error:
-            if time.monotonic() - began < _MAP_S:
-                raise
-            raise ExchangeTimeout(f"peers did not map their memory in {_MAP_S:g} s") from error
-        addresses = [0] * places.num_instances
-        peers = []
-        for peer, seat in enumerate(meeting.seats):
-            peers.append(handle.get_buffer(peer, (places.num_bytes,), torch.uint8))
-            addresses[seat] = peers[-1].data_ptr()
-        meeting.gather("mapped")  # no instance may put before all memory is zero
-        return cls(meeting.instance, memory, addresses, (handle, peers))
-
-
-def _refuse(seats: Sequence[int], members: Sequence[GroupMember]) -> None:
-    """Raise ValueError if the exchange cannot run between the members."""
-    for seat, member in zip(seats, members, strict=True):
-        if member.obstacle:
-            raise ValueError(f"cuda_ipc cannot run on instance {seat}: {member.obstacle}")
-    nodes = sorted({member.node for member in members})
-    if len(nodes) > 1:
-        raise ValueError(
-            f"cuda_ipc reaches the GPUs of one node; the instances are on {', '.join(nodes)}"
-        )
+        return [cls(seat, addresses, memory, memory_of) for seat, memory in memory_of.items()]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple, Protocol
 from data_plane.transport.exchange import Term
 from data_plane.transport.futex import Word
 from data_plane.transport.nixl import NixlAgent, NixlSegment
-from data_plane.transport.shared_memory import DIRECTORY, OwnedSegment, PeerSegment, segment_name
+from data_plane.transport.shared_memory import (
+    DIRECTORY,
+    OwnedSegment,
+    PeerSegment,
+    is_owned,
+    segment_name,
+)
 from data_plane.transport.tcp_segment import TcpSegment
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
@@ -184,6 +190,10 @@ class Segments:
                 "exchange over TCP"
             )
         return TcpSegment(name, address, writer, limits, timeout_ms, self.term)
+
+    def is_owned(self, kind: str, instance: int, term: int) -> bool:
+        """Whether an instance on this node still has its segment of this kind, in a term."""
+        return is_owned(segment_name(self.cluster_id, term, kind, instance))
 
     def close(self) -> None:
         """Let no process attach any more. Idempotent."""

@@ -40,7 +40,7 @@ DIRECTORY = Path("/dev/shm")
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(
     r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-t[0-9]+"
-    r"-(exchange|prefill[0-9]+|moves_from_[0-9]+|hidden_rows|pass_tokens)-[0-9]+"
+    r"-(exchange|gpu_memory[0-9]+|prefill[0-9]+|moves_from_[0-9]+|hidden_rows|pass_tokens)-[0-9]+"
 )
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
@@ -326,6 +326,11 @@ def unlink_cluster(cluster_id: str) -> list[str]:
     matches = (_NAME.fullmatch(name) for name in sorted(os.listdir(DIRECTORY)))
     names = [match[0] for match in matches if match and match["cluster_id"] == cluster_id]
     return [name for name in names if _unlink(name)]
+
+
+def is_owned(name: str) -> bool:
+    """Whether there is a segment of this name, of a living owner; a dead one's is removed."""
+    return not _unlink_if_dead(name)
 
 
 def _unlink(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,13 @@ from control_plane.scheduler.routing import build_routes
 from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.transport.cuda_ipc import GpuExchange
+from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import Channel, Field
-from data_plane.transport.peer_memory import Meeting, PeerMemory, RegionPlaces
+from data_plane.transport.ipc_memory import IpcMemory
+from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
+from data_plane.transport.segments import Segments
+from nanocp.config import LimitsConfig
 
 POISON = 0xA5
 
@@ -275,7 +280,8 @@ def shared_files(places, folder, instance):
     mapped = [
         torch.from_file(f, shared=True, size=places.num_bytes, dtype=torch.uint8) for f in files
     ]
-    return PeerMemory(instance, mapped[instance], [memory.data_ptr() for memory in mapped], mapped)
+    addresses = [memory.data_ptr() for memory in mapped]
+    return PeerMemory(instance, addresses, mapped[instance], mapped)
 
 
 def run_slowly(instance, num_instances, folder, num_layers):
@@ -307,15 +313,21 @@ def run_process(instance, num_instances, store_path, device, num_layers):
     """
     store = dist.FileStore(store_path, num_instances)
     dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
-    everyone, shared = range(num_instances), dist.PrefixStore("meeting", store)
-    meeting = Meeting("check", instance, everyone, shared, timeout_ms=60_000)
+    segments = Segments(Path(store_path).parent.name)
+    memories = []
+
+    def own_memory(places):
+        runtime, limits = load_runtime(torch.device(device).index or 0), LimitsConfig()
+        memories.append(IpcMemory(runtime, segments, 0, instance, places, limits))
+        return [memories[0].begin_term(range(num_instances))]
+
     try:
         case = ExchangeCase(
             num_instances,
             4,
             device=device,
             timeout_ms=10_000,
-            own_memory=lambda places: [PeerMemory.create(places, torch.device(device), meeting)],
+            own_memory=own_memory,
             has_experts=True,
         )
         generator = torch.Generator().manual_seed(0)
@@ -325,4 +337,6 @@ def run_process(instance, num_instances, store_path, device, num_layers):
             case.check()
         dist.barrier()  # no process unmaps what others still write
     finally:
+        for memory in memories:
+            memory.leave()
         dist.destroy_process_group()

@@ -5,9 +5,11 @@ grows, and their MoE binding changes. Tokens are greedy. The same seed gives the
 whatever runs the steps.
 """
 
+import pickle
 import random
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,12 @@ from data_plane.moe.gpu_weights import place_weights
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.gpu_parts import gpu_parts
-from data_plane.transport.peer_memory import Meeting, PeerMemory
-from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
+from data_plane.transport.cuda_runtime import load_runtime
+from data_plane.transport.exchange import Term
+from data_plane.transport.ipc_memory import IpcMemory
+from data_plane.transport.peer_memory import PeerMemory
+from data_plane.transport.segments import Segments
+from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig, LimitsConfig
 from nanocp.experts import num_slots, place_experts
 from nanocp.plan import PAGE_SIZE
 from nanocp.table_changes import PageRun
@@ -64,17 +70,50 @@ class GpuInstance:
         self.window = -1
 
 
+class OneOfMany:
+    """An instance whose peers are other processes of this node: how they meet, in a folder."""
+
+    def __init__(self, instance, folder, term=1, runtime=None, device="cuda:0"):
+        """runtime: what maps memory; by default CUDA's."""
+        self.instance, self.segments = instance, Segments(Path(folder).name, term=Term(term))
+        self._store, self._num_gathered = dist.FileStore(f"{folder}/store", -1), 0
+        self._runtime = runtime or load_runtime(torch.device(device).index or 0)
+        self._memories = {}
+
+    def begin_term(self, lane, seats, places):
+        """Map the memory of these instances, who do the same, for a lane."""
+        if lane not in self._memories:
+            limits = LimitsConfig(start_timeout_ms=120_000)
+            self._memories[lane] = IpcMemory(
+                self._runtime, self.segments, lane, self.instance, places, limits
+            )
+        self._num_gathered = 0
+        return self._memories[lane].begin_term(seats)
+
+    def leave(self):
+        """Unmap what is mapped."""
+        for memory in self._memories.values():
+            memory.leave()
+
+    def gather(self, value, seats):
+        """Wait for the values of these instances, who all call this; returns them in this order."""
+        self._num_gathered += 1
+        prefix = f"{self.segments.term.number}/{self._num_gathered}"
+        self._store.set(f"{prefix}/{self.instance}", pickle.dumps(value))
+        return [pickle.loads(self._store.get(f"{prefix}/{seat}")) for seat in seats]
+
+
 class GpuCluster:
     """Requests that are decoded together by instances with GPU steps.
 
-    All instances run in this process, unless it has a `store` that others have too, and a group of
-    torch (gloo): then one does. num_redundant: slots for experts of instances that are lost.
+    All instances run in this process, unless it is `one_of` many: then one does. num_redundant:
+    slots for experts of instances that are lost.
     """
 
     def __init__(
         self, checkpoint, num_instances=2, device="cpu", data_plane=None, bounds=BOUNDS,
         num_frames=24, max_len=512, seed=0, timeout_ms=1.0, num_parts=None, is_captured=False,
-        store=None, num_lanes=1, num_redundant=0,
+        one_of=None, num_lanes=1, num_redundant=0,
     ):  # fmt: skip
         self.device = torch.device(device)
         self.data_plane = data_plane or DataPlaneConfig()
@@ -88,7 +127,7 @@ class GpuCluster:
         self.model = model = ModelConfig.from_folder(checkpoint)
         self.dtype = torch.bfloat16 if self.data_plane.dtype == "bfloat16" else torch.float32
         self.all_weights = load_weights(checkpoint, model, self.dtype, range(model.num_experts))
-        self.is_one_of_many = store is not None
+        self.one_of = one_of
         kind = model.attention
         if isinstance(kind, GqaConfig):
             attention = TritonHeads(kind.num_kv_heads, kind.head_dim, kind.num_heads, num_parts)
@@ -100,7 +139,7 @@ class GpuCluster:
         """Instance -> what lets it hold the experts of a slot -> expert table."""
         slots = num_slots(model.num_experts, num_instances, num_redundant)
         self._num_redundant = num_redundant
-        for instance in self.seats if store is None else [dist.get_rank()]:
+        for instance in self.seats if one_of is None else [one_of.instance]:
             experts = expert_range(model, instance, num_instances)
             gemm = TritonGemm()
             keeps_fp8, _ = fp8_experts(model, gemm, self.data_plane.dtype)
@@ -123,22 +162,29 @@ class GpuCluster:
         """[lane][instance]: each lane has an exchange of its own."""
         for number, parts in enumerate(lanes):
             places = next(iter(parts.values())).places
-            if store is None:
+            if one_of is None:
                 memories = PeerMemory.create_all(places, self.device)
             else:
-                meeting = Meeting(f"lane {number}", dist.get_rank(), self.seats, store, 60_000)
-                memories = [PeerMemory.create(places, self.device, meeting)]
+                memories = [one_of.begin_term(number, [one_of.instance], places)]
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
         self.instances = self.lanes[0]
-        self.free = [
-            [*range(0, num_frames, 2), *range(1, num_frames, 2)] for _ in range(num_instances)
-        ]
+        self.forget_requests(seed)
         self.buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows)
-        self.requests, self.random, self.num_moved = [], random.Random(seed), 0
         # Grids of instances on one card must fit on it together.
         self.num_programs = 16 if self.device.type == "cuda" else 1
         self._take_turns(True)
         self.graphs = self._capture() if is_captured else None
+        if one_of is not None:
+            self.begin_term(one_of.segments.term.number, self.seats)
+
+    def forget_requests(self, seed):
+        """Begin with no request, and this seed."""
+        num_frames = self.cluster.num_frames
+        self.free = [
+            [*range(0, num_frames, 2), *range(1, num_frames, 2)]
+            for _ in range(self.cluster.num_instances)
+        ]
+        self.requests, self.random, self.num_moved = [], random.Random(seed), 0
 
     def add(self, ids, degree):
         """Prefill all but the last token, over `degree` instances."""
@@ -162,17 +208,18 @@ class GpuCluster:
         self.add(request.ids, min(2, len(self.seats)))
         self.requests[-1].num_prompt = request.num_prompt
 
-    def begin_term(self, number, seats, owned=None):
-        """Let these instances go on: with other memory, and the experts of those that do not.
-
-        owned: the memory of those that run here; by default all do.
-        """
+    def begin_term(self, number, seats):
+        """Let these instances go on: with other memory, and the experts of those that do not."""
         self.seats = list(seats)
         total, num = self.model.num_experts, self.cluster.num_instances
         table = place_experts(total, num, self._num_redundant, seats) if total else None
-        for lane in self.lanes:
+        for lane_number, lane in enumerate(self.lanes):
             places = next(iter(lane.values())).places
-            memories = owned or PeerMemory.create_all(places, self.device, seats)
+            if self.one_of is None:
+                memories = PeerMemory.create_all(places, self.device, seats)
+            else:
+                self.one_of.segments.term.number = number
+                memories = [self.one_of.begin_term(lane_number, seats, places)]
             for memory in memories:
                 instance = lane[memory.instance]
                 if table is not None:
@@ -212,9 +259,8 @@ class GpuCluster:
                     lane[index].step.check()
                     number = len(rows[index])
                     found[index] = lane[index].step.logits_of(list(range(number))).cpu()
-            if self.is_one_of_many:
-                everybodys = [None] * self.cluster.num_instances
-                dist.all_gather_object(everybodys, found)
+            if self.one_of is not None:
+                everybodys = self.one_of.gather(found, self.seats)
                 found = {index: logits for own in everybodys for index, logits in own.items()}
             for index, requests in enumerate(rows):
                 for request, logits_V in zip(requests, found.get(index, ()), strict=True):

@@ -65,6 +65,6 @@ def captured_exchange():
 
 
 def exchange_between_processes():
-    """Two processes on this GPU exchange through torch's symmetric memory."""
+    """Two processes on this GPU exchange through memory that each maps of the other."""
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(run_process, (2, f"{directory}/store", "cuda:0", 5), nprocs=2)

@@ -1,4 +1,4 @@
-"""A check of whole steps between two processes on one card, of which one is killed."""
+"""A check of whole steps between two processes on one card: one is killed, another one comes."""
 
 import json
 import os
@@ -9,19 +9,18 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from data_plane.transport.exchange import Term, TermOver
-from data_plane.transport.peer_memory import PeerMemory
-from harness.exchange_cases import shared_files
-from harness.gpu_cluster import GpuCluster
+from data_plane.transport.cuda_runtime import CudaRuntime
+from data_plane.transport.exchange import TermOver
+from harness.fake_cudart import FakeCudart
+from harness.gpu_cluster import GpuCluster, OneOfMany
 from harness.gpu_token_checks import make_prompts
 from nanocp.config import BoundsConfig, DataPlaneConfig
 
 BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partials=8)
 LENGTHS = (1, 64, 70, 130)
 NUM_TOKENS = 3
-"""Before the loss, and after it."""
+"""Before the loss, after it, and when another process has come."""
 SEED = 2
 """With it some requests have all pages on the survivor, and others have not."""
 LEAVE_S = 0.5
@@ -31,41 +30,44 @@ MOST_S = 10.0
 
 
 def survives_a_kill(checkpoint, oracle, device="cuda:0", limit_s=240):
-    """Kill one of two processes inside a step; the other one goes on, and every token is right."""
+    """Kill one of two processes inside a step; the other one goes on alone, then with a new one.
+
+    Every token is right.
+    """
     with tempfile.TemporaryDirectory() as directory:
         context = torch.multiprocessing.get_context("spawn")
-        processes = [
-            context.Process(target=_decode, args=(index, directory, str(checkpoint), device))
-            for index in range(2)
-        ]
-        for process in processes:
+
+        def started(body, index):
+            process = context.Process(target=body, args=(index, directory, str(checkpoint), device))
             process.start()
+            return process
+
         deadline = time.monotonic() + limit_s
+        survivor, killed = started(_decode, 0), started(_decode, 1)
+        killed.join(max(0.0, deadline - time.monotonic()))
+        processes = [survivor, killed, started(_come, 1)]
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
+                process.join()
         codes = [process.exitcode for process in processes]
-        assert codes == [0, -signal.SIGKILL], f"the processes ended with {codes}"
+        assert codes == [0, -signal.SIGKILL, 0], f"the processes ended with {codes}"
         found = json.loads(Path(directory, "found.json").read_text())
+        of_new = json.loads(Path(directory, "of_new.json").read_text())
+    assert found["requests"] == of_new, "two processes of one cluster"
     for ids, num_prompt in found["requests"]:
-        assert len(ids) == num_prompt + 2 * NUM_TOKENS, "a step of each process, and no more"
+        assert len(ids) == num_prompt + 3 * NUM_TOKENS, "steps of three terms, and no more"
         assert oracle.judge(ids[:num_prompt], ids[num_prompt:]).exact, num_prompt
     assert found["ended_s"] < MOST_S and found["num_kept"] > 0, found
     return found
 
 
-def _decode(index, directory, checkpoint, device):
-    """The body of one process; number 1 is killed, number 0 writes its tokens."""
+def _cluster(index, directory, checkpoint, device, term):
+    """Make one instance of two, in this process; it meets the other one in this term."""
     is_card = torch.device(device).type == "cuda"
-    if not is_card:
-        # Under the interpreter the memory of the exchange is in files.
-        PeerMemory.create = staticmethod(
-            lambda places, _, meeting: shared_files(places, directory, meeting.instance)
-        )
-    store = dist.FileStore(f"{directory}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=2)
-    cluster = GpuCluster(
+    runtime = None if is_card else CudaRuntime(FakeCudart(directory), 0)
+    return GpuCluster(
         checkpoint,
         device=device,
         data_plane=DataPlaneConfig(device="cuda"),
@@ -73,18 +75,22 @@ def _decode(index, directory, checkpoint, device):
         timeout_ms=60_000,
         num_parts=None if is_card else 2,
         is_captured=is_card,
-        store=dist.PrefixStore("meeting", store),
+        one_of=OneOfMany(index, directory, term, runtime, device),
         num_redundant=8,
         seed=SEED,
     )
+
+
+def _decode(index, directory, checkpoint, device):
+    """The body of the first two processes; number 1 is killed, number 0 writes its tokens."""
+    cluster = _cluster(index, directory, checkpoint, device, term=1)
     for number, ids in enumerate(make_prompts(LENGTHS, cluster.model.vocab_size)):
         cluster.add(ids, number % 2 + 1)
-    dist.barrier()
     for _ in range(NUM_TOKENS):
         cluster.step()
     if index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    (own,), term = cluster.instances.values(), Term(1)
+    (own,), term = cluster.instances.values(), cluster.one_of.segments.term
     term.mirror(own.exchange.ended)
     cluster.stage()
     began = time.monotonic()
@@ -97,16 +103,26 @@ def _decode(index, directory, checkpoint, device):
     except TermOver:
         ended_s = time.monotonic() - began
     num_kept = _go_on_alone(cluster)
-    requests = [(request.ids, request.num_prompt) for request in cluster.requests]
+    known = [(request.ids, request.num_prompt) for request in cluster.requests]
+    path = Path(directory, "known")
+    path.write_text(json.dumps(known))
+    path.rename(path.with_suffix(".json"))
+    cluster.begin_term(3, [0, 1])
+    requests = _go_on_together(cluster, known)
     found = {"requests": requests, "ended_s": ended_s, "num_kept": num_kept}
     Path(directory, "found.json").write_text(json.dumps(found))
-    # The group has lost a member, so it is not left in order.
-    os._exit(0)
+
+
+def _come(index, directory, checkpoint, device):
+    """The body of the process that comes in the third term."""
+    cluster = _cluster(index, directory, checkpoint, device, term=3)
+    known = json.loads(Path(directory, "known.json").read_text())
+    requests = _go_on_together(cluster, known)
+    Path(directory, "of_new.json").write_text(json.dumps(requests))
 
 
 def _go_on_alone(cluster):
     """Decode in a term of instance 0; return how many requests kept their pages."""
-    cluster.is_one_of_many = False
     cluster.begin_term(2, [0])
     kept = [r for r in cluster.requests if all(holder == 0 for holder, _ in r.pages)]
     for request in list(cluster.requests):
@@ -116,3 +132,16 @@ def _go_on_alone(cluster):
     for _ in range(NUM_TOKENS):
         cluster.step()
     return len(kept)
+
+
+def _go_on_together(cluster, known):
+    """Submit requests again that have these tokens, and decode; return what they have then."""
+    cluster.forget_requests(SEED)
+    for number, (ids, num_prompt) in enumerate(known):
+        cluster.add(ids, number % 2 + 1)
+        cluster.requests[-1].num_prompt = num_prompt
+    for _ in range(NUM_TOKENS):
+        cluster.step()
+    cluster.one_of.gather(None, cluster.seats)  # what the other one still writes must stay mapped
+    cluster.one_of.leave()
+    return [[request.ids, request.num_prompt] for request in cluster.requests]

@@ -8,9 +8,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from harness.gpu_cluster import GpuCluster
+from harness.gpu_cluster import GpuCluster, OneOfMany
 from nanocp.config import BoundsConfig, DataPlaneConfig
 
 BOUNDS = BoundsConfig(max_rows=8, max_links=8, max_attention_rows=24, max_partials=24)
@@ -91,7 +90,7 @@ def decoded(
     lengths=PROMPTS,
     num_tokens=24,
     is_captured=False,
-    store=None,
+    one_of=None,
     num_lanes=1,
     **keys,
 ):
@@ -109,10 +108,10 @@ def decoded(
         num_frames=32,
         max_len=1024,
         # Peers in other processes compile meanwhile, and have the card half of the time.
-        timeout_ms=2000 if store is None else 20_000,
+        timeout_ms=2000 if one_of is None else 20_000,
         num_parts=None if torch.cuda.is_available() else 2,
         is_captured=is_captured,
-        store=store,
+        one_of=one_of,
         num_lanes=num_lanes,
     )
     for number, ids in enumerate(make_prompts(lengths, cluster.model.vocab_size)):
@@ -154,7 +153,7 @@ def assert_near(cluster, oracle, kind):
 
 
 def between_processes(checkpoint, oracle, num_instances=2):
-    """Each instance is a process with its own graphs and memory of the peers (symmetric memory)."""
+    """Each instance is a process with its own graphs, and maps the memory of its peers."""
     with tempfile.TemporaryDirectory() as directory:
         arguments = num_instances, directory, checkpoint, "cuda:0"
         torch.multiprocessing.spawn(decode_process, arguments, nprocs=num_instances)
@@ -172,20 +171,17 @@ def decode_process(index, num_instances, directory, checkpoint, device):
 
     Every process places the same requests; the processes send each other their tokens.
     """
-    store = dist.FileStore(f"{directory}/store", num_instances)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=num_instances)
-    try:
-        cluster = decoded(
-            checkpoint,
-            device,
-            num_instances,
-            lengths=(1, 64, 130, 300),
-            num_tokens=8,
-            is_captured=True,
-            store=dist.PrefixStore("meeting", store),
-        )
-        found = [(request.ids, request.num_prompt) for request in cluster.requests]
-        Path(directory, f"{index}.json").write_text(json.dumps(found))
-        dist.barrier()  # no process may unmap memory that others still write
-    finally:
-        dist.destroy_process_group()
+    one_of = OneOfMany(index, directory, device=device)
+    cluster = decoded(
+        checkpoint,
+        device,
+        num_instances,
+        lengths=(1, 64, 130, 300),
+        num_tokens=8,
+        is_captured=True,
+        one_of=one_of,
+    )
+    found = [(request.ids, request.num_prompt) for request in cluster.requests]
+    Path(directory, f"{index}.json").write_text(json.dumps(found))
+    one_of.gather(None, cluster.seats)  # what others still write must stay mapped
+    one_of.leave()

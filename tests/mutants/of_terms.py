@@ -2,7 +2,25 @@
 
 from mutant import Mutant
 
+IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
+
 OF_TERMS = [
+    Mutant(
+        name="gpu-memory-freed-early",
+        why="memory of a GPU is freed while a process that hangs may write it (terms)",
+        path="data_plane/transport/ipc_memory.py",
+        text="if any(owned):",
+        fault="if not any(owned):",
+        tests=(IPC_MEMORY, "-k", "hangs"),
+    ),
+    Mutant(
+        name="gpu-unmapped-under-a-step",
+        why="memory of a peer is unmapped while a kernel may use it (terms)",
+        path="data_plane/transport/ipc_memory.py",
+        text="self._runtime.synchronize()",
+        fault="pass",
+        tests=(IPC_MEMORY, "-k", "survivor"),
+    ),
     Mutant(
         name="same-segments",
         why="a term has the segments of the one before, which a lost process may write (terms)",

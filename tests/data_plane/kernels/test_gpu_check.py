@@ -13,11 +13,12 @@ import torch
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.moe.fused import GateTiles
 from data_plane.step.gpu import GpuStep
-from data_plane.transport.peer_memory import PeerMemory
+from data_plane.transport.cuda_runtime import CudaRuntime
 from harness import check_run, gpu_cluster, gpu_token_checks
 from harness.check_run import run
 from harness.cuda_stand_in import Cuda
 from harness.exchange_cases import NARROW
+from harness.fake_cudart import FakeCudart
 from harness.fused_cases import SMALL_TILES
 from harness.gpu_cluster import GpuCluster
 from harness.gpu_exchange_checks import exchange_checks
@@ -124,11 +125,8 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
         gpu_token_checks, "BOUNDS", BoundsConfig(max_rows=4, max_attention_rows=4, max_partials=1)
     )
     monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
-    monkeypatch.setattr(
-        PeerMemory,
-        "create",
-        lambda *places_device_group: PeerMemory.create_all(*places_device_group[:2])[0],
-    )
+    runtime = CudaRuntime(FakeCudart(tmp_path), 0)
+    monkeypatch.setattr(gpu_cluster, "load_runtime", lambda device: runtime)
     decode_process(0, 1, tmp_path, path, "cpu")
     found = json.loads((tmp_path / "0.json").read_text())
     assert [len(ids) - num_prompt for ids, num_prompt in found] == [8] * 4
@@ -137,7 +135,7 @@ def test_what_captures_runs_up_to_the_captures_themselves(mini, monkeypatch, tmp
 @pytest.mark.system
 @without_gpu
 def test_one_of_two_processes_is_killed_and_the_other_goes_on(mini):
-    """The check for a card, with eager steps and the memory of the exchange in files."""
+    """The check for a card, with eager steps; what processes map of each other is in files."""
     found = survives_a_kill(*mini, device="cpu")
     assert found["ended_s"] > LEAVE_S, "the survivor waited"
 

@@ -2,24 +2,30 @@
 
 import re
 import threading
+import uuid
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data_plane.attention.triton_mla import TritonMla
-from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.instance.decode import DecodeInstance
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.triton_gemm import TritonGemm
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
+from data_plane.transport.cuda_runtime import CudaRuntime
 from data_plane.transport.exchange import TermOver
-from data_plane.transport.peer_memory import PeerMemory
+from data_plane.transport.segments import Segments
 from harness import decode_cluster
 from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
+from harness.fake_cudart import FakeCudart
+from harness.gpu_cluster import run_in_turn
 from harness.interpreter import shared_by_threads
 from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
 from nanocp.experts import place_experts
@@ -36,8 +42,13 @@ class Hopper:
     major, minor, shared_memory_per_block_optin = 9, 0, 232_448
 
 
-def stand_in_for_a_gpu(monkeypatch):
-    """Let an instance take this machine's CPU for a GPU, and run its kernels interpreted."""
+def stand_in_for_a_gpu(monkeypatch, folder):
+    """Let an instance take this machine's CPU for a GPU, and run its kernels interpreted.
+
+    Returns the fake CUDA runtime, whose memory is in files of the folder.
+    """
+    library = FakeCudart(folder)
+    monkeypatch.setattr(gpu, "load_runtime", lambda device: CudaRuntime(library, device))
     monkeypatch.setattr(gpu, "cuda_ipc_obstacle", lambda device: "")
     monkeypatch.setattr(gpu, "device_of", lambda cluster, instance: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -51,11 +62,12 @@ def stand_in_for_a_gpu(monkeypatch):
         ),
     )
     monkeypatch.setattr(shared_parts, "expert_backend", lambda *site: (TritonGemm(), "triton"))
+    return library
 
 
 @without_gpu
 @pytest.mark.parametrize(
-    ("dispatch", "lanes", "eager"),
+    ("dispatch", "lanes", "is_eager"),
     [
         ("exchange", "random", False),
         pytest.param("exchange", "always", True, marks=pytest.mark.system),
@@ -63,12 +75,14 @@ def stand_in_for_a_gpu(monkeypatch):
         pytest.param("fused", "off", True, marks=pytest.mark.system),
     ],
 )
-def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatch, lanes, eager):
+def test_greedy_and_sampled_tokens_and_their_logprobs(
+    mini, monkeypatch, tmp_path, dispatch, lanes, is_eager
+):
     """One instance runs on a CPU that it takes for a GPU; its graphs run steps anew.
 
     They outlive its term. What several do together is tested with tests/harness/gpu_cluster.py.
     """
-    stand_in_for_a_gpu(monkeypatch)
+    stand_in_for_a_gpu(monkeypatch, tmp_path)
     made = []
 
     def gpu_parts(*arguments, **keys):
@@ -77,7 +91,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
 
     monkeypatch.setattr(gpu, "gpu_parts", gpu_parts)
     cuda = Cuda()
-    if not eager:
+    if not is_eager:
         cuda.install(monkeypatch)
         monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)  # nothing is to be loaded
         run = GpuStep.run
@@ -91,7 +105,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
         # With this seed the first two windows, and the two rows, are in different lanes.
         scheduler=SchedulerConfig(steps_per_window=2, lanes=lanes, chaos_seed=8),
         data_plane=DataPlaneConfig(
-            device="cuda", eager=eager, row_buckets=(2,), dispatch_backend=dispatch
+            device="cuda", eager=is_eager, row_buckets=(2,), dispatch_backend=dispatch
         ),
     )
     greedy = Prompt(list(range(2, 65)), SamplingParams(max_tokens=3, temperature=0.0))
@@ -111,7 +125,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
         assert len({id(getattr(parts, apart)) for parts in made}) == len(made), apart
     assert len({id(parts.exchange.memory) for parts in made}) == len(made), "a memory each"
     assert isinstance(made[0].step.mixture, FusedMixtures) == (dispatch == "fused")
-    if not eager:
+    if not is_eager:
         ways = {plan.two_lanes for each in cluster.plans for plan in each.instances}
         assert ways == {True, False}, "windows of one lane and of two"
         num_lanes = [len(graph.calls) for graph in cuda.graphs]
@@ -125,19 +139,9 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(mini, monkeypatch, dispatc
 
 
 @pytest.fixture
-def two_instances(mini, monkeypatch):
-    """(configuration of two instances in threads of this process, their memories by term)."""
-    stand_in_for_a_gpu(monkeypatch)
-    memories, lock = {}, threading.Lock()
-
-    def create(places, device, meeting):
-        meeting.gather("here")
-        with lock:
-            if meeting.name not in memories:
-                memories[meeting.name] = PeerMemory.create_all(places, device, meeting.seats)
-            return memories[meeting.name][meeting.seats.index(meeting.instance)]
-
-    monkeypatch.setattr(PeerMemory, "create", create)
+def two_instances(mini, monkeypatch, tmp_path):
+    """(configuration of two instances in threads of this process, their fake CUDA runtime)."""
+    library = stand_in_for_a_gpu(monkeypatch, tmp_path)
     bounds = BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2)
     config = Config(
         cluster=ClusterConfig(
@@ -150,7 +154,7 @@ def two_instances(mini, monkeypatch):
         ),
     )  # fmt: skip
     with shared_by_threads():
-        yield config, memories
+        yield config, library
 
 
 def greedy_prompt(first, max_tokens=3):
@@ -161,15 +165,61 @@ def greedy_prompt(first, max_tokens=3):
 @without_gpu
 def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
     """Waits poll in threads; in the second term all experts are at one seat."""
-    (path, oracle), (config, memories) = mini, two_instances
+    (path, oracle), (config, library) = mini, two_instances
     prompts = [greedy_prompt(2), greedy_prompt(90)]
     with DecodeCluster(config, path) as cluster:
         cluster.run(prompts[:1])
         cluster.regroup(place_experts(8, 2, 4, [1]))
         cluster.run(prompts[1:])
-    assert len(memories) == 2, "a memory for each term"
+        names = library.names()
+    assert names.count("cudaMalloc") == 6, "memory to be alone, and for each term"
+    assert names.count("cudaFree") >= 4, "what nobody has mapped is free"
     for prompt in prompts:
         assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+
+
+@without_gpu
+def test_an_instance_that_has_just_prepared_its_graphs_meets_one_that_has_none(
+    mini, two_instances, monkeypatch
+):
+    """Instance 1 runs steps of a fused mixture at start-up, as before a capture; 0 does not."""
+    path, config = mini[0], two_instances[0]
+    data_plane = replace(config.data_plane, dispatch_backend="fused")
+    config, made, cluster_id = replace(config, data_plane=data_plane), [], uuid.uuid4().hex[:8]
+
+    def warm(*lanes):
+        capture = eager(*lanes)
+
+        def run_once(*contexts):
+            contexts[0].live[:] = True
+            made[-1].contexts.append(contexts[0])
+            step = capture(*contexts)
+            if len(made) == 2:
+                step()
+            return step
+
+        return run_once
+
+    def gpu_parts(*arguments, **keys):
+        made.append(SimpleNamespace(parts=build_parts(*arguments, **keys), contexts=[]))
+        return made[-1].parts
+
+    monkeypatch.setattr(gpu, "eager", warm)
+    monkeypatch.setattr(gpu, "gpu_parts", gpu_parts)
+    instances = [
+        gpu.build_gpu_instance(config, seat, Segments(cluster_id), path, print) for seat in (0, 1)
+    ]
+    threads = [threading.Thread(target=instance.connect) for instance in instances]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run_in_turn([(each.parts, each.contexts[0]) for each in made])
+    for each in made:
+        each.parts.step.check()
+        assert int(each.parts.step.mixture.fused.epoch) > 0
+    for instance in instances:
+        instance.close()
 
 
 @without_gpu

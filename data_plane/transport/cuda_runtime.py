@@ -1,0 +1,130 @@
+"""The calls of NVIDIA's CUDA runtime by which processes of one node map each other's GPU memory.
+
+Enters: sizes, addresses, handles of other processes. Leaves: addresses on a GPU, handles of this
+process. Does not know: who exchanges handles, terms, what memory is for.
+
+torch has no such calls for memory of a term: its symmetric memory belongs to a process group, whose
+members it keeps for the life of a process (docs/decisions/0048).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+HANDLE_BYTES = 64
+"""Bytes of a handle (CUDA_IPC_HANDLE_SIZE)."""
+GRANULE = 2 << 20
+"""Memory is allocated in multiples of this: of less, the driver would share more than was meant."""
+_ENABLE_PEER_ACCESS = 1
+"""cudaIpcMemLazyEnablePeerAccess."""
+_TOKEN = uuid4().hex
+
+
+class IpcHandle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+_ADDRESS = ctypes.POINTER(ctypes.c_void_p)
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cudaSetDevice": (ctypes.c_int,),
+    "cudaDeviceSynchronize": (),
+    "cudaMalloc": (_ADDRESS, ctypes.c_size_t),
+    "cudaMemset": (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t),
+    "cudaFree": (ctypes.c_void_p,),
+    "cudaIpcGetMemHandle": (ctypes.POINTER(IpcHandle), ctypes.c_void_p),
+    "cudaIpcOpenMemHandle": (_ADDRESS, IpcHandle, ctypes.c_uint),
+    "cudaIpcCloseMemHandle": (ctypes.c_void_p,),
+    "cudaGetLastError": (),
+}
+
+
+class CudaError(RuntimeError):
+    """A call of the CUDA runtime failed."""
+
+
+class CudaRuntime:
+    """The CUDA runtime, with one GPU. Every call raises CudaError if it fails."""
+
+    def __init__(self, library: Any, device: int) -> None:
+        """library: a ctypes library. device: torch's number of the GPU."""
+        self._library, self._device = library, device
+        self.process = f"{os.getpid()} {_TOKEN}"
+        """A name that no other process has: containers may give two processes one number."""
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+        library.cudaGetErrorString.argtypes = (ctypes.c_int,)
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def allocate(self, num_bytes: int) -> int:
+        """Allocate memory of at least this size, all zero; returns its address."""
+        address = ctypes.c_void_p()
+        rounded = -(-num_bytes // GRANULE) * GRANULE
+        self._on_device("cudaMalloc", ctypes.byref(address), rounded)
+        self._call("cudaMemset", address, 0, rounded)
+        self.synchronize()
+        return _value(address)
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all that this process gave it."""
+        self._on_device("cudaDeviceSynchronize")
+
+    def free(self, address: int) -> None:
+        """Free memory that `allocate` returned. No other process may have it mapped."""
+        self._on_device("cudaFree", address)
+
+    def export(self, address: int) -> bytes:
+        """Make the handle by which other processes map memory of `allocate`."""
+        handle = IpcHandle()
+        self._on_device("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Map memory of another process; returns its address here. It may be on another GPU."""
+        address = ctypes.c_void_p()
+        self._on_device(
+            "cudaIpcOpenMemHandle",
+            ctypes.byref(address),
+            IpcHandle.from_buffer_copy(handle),
+            _ENABLE_PEER_ACCESS,
+        )
+        return _value(address)
+
+    def close(self, address: int) -> None:
+        """Give up a mapping that `open` returned. No kernel of this process may use it."""
+        self._on_device("cudaIpcCloseMemHandle", address)
+
+    def _on_device(self, name: str, *arguments: Any) -> None:
+        self._call("cudaSetDevice", self._device)
+        self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            # The runtime keeps an error for whoever looks next, which would be a launch of torch.
+            self._library.cudaGetLastError()
+            why = self._library.cudaGetErrorString(code).decode()
+            raise CudaError(f"{name} failed on GPU {self._device}: {why} (error {code})")
+
+
+def loaded_cudart() -> str:
+    """Path of the CUDA runtime that this process has loaded with torch; empty if it has none."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = (line[line.index("/") :] for line in lines if "/libcudart" in line)
+    return next(paths, "")
+
+
+def load_runtime(device: int) -> CudaRuntime:
+    """Take the CUDA runtime that torch uses, for this GPU."""
+    return CudaRuntime(ctypes.CDLL(loaded_cudart()), device)
+
+
+def _value(address: ctypes.c_void_p) -> int:
+    assert address.value, "the CUDA runtime returned the address 0"
+    return address.value
