@@ -83,7 +83,7 @@ def build_gpu_instance(
     packing = PlainPacking(keeps_fp8)
     weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
-    slots = 0 if moe.has_deep_ep else _num_slots(cluster, model)  # DeepEP has no redundant ones
+    slots = _num_slots(cluster, model, moe.has_deep_ep)
     placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused, slots)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
@@ -137,7 +137,10 @@ def build_gpu_instance(
     return built
 
 
-def _num_slots(cluster: ClusterConfig, model: ModelConfig) -> int:
+def _num_slots(cluster: ClusterConfig, model: ModelConfig, has_deep_ep: bool) -> int:
+    """Slots for experts in a layer; 0: as many as there are experts, since DeepEP knows no more."""
+    if has_deep_ep:
+        return 0
     return num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
 
 

@@ -1,5 +1,7 @@
 """Start-up on a GPU, on a machine without one: what is refused, and with which sentence."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -54,6 +56,13 @@ def test_a_service_on_gpus_goes_on_after_a_loss_with_a_dispatch_that_can_regroup
     assert Config(data_plane=data_plane).recovers == goes_on
     with pytest.raises(ValueError, match="spares need device cpu"):
         Config(data_plane=data_plane, cluster=ClusterConfig(spares=1))
+
+
+def test_deep_ep_has_no_redundant_slots():
+    gpu = pytest.importorskip("data_plane.startup.gpu")
+    cluster = ClusterConfig(num_instances=4, instances_per_node=4, redundant_experts=2)
+    model = SimpleNamespace(num_experts=8)
+    assert [gpu._num_slots(cluster, model, has_deep_ep) for has_deep_ep in (False, True)] == [4, 0]
 
 
 def test_members_on_gpus_see_all_of_them_and_have_a_queue_for_every_stream():
