@@ -34,7 +34,7 @@ from machine import describe, write_results
 from pipeline_layouts import NUM_LAYERS, Layouts, StageClaim
 from rich.console import Console
 from rich.table import Table
-from slow_link import decode, nodes_behind, why_not
+from slow_link import decode, nodes_behind, rates, why_not
 
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.scheduler.pipeline.predictor import predict_pass
@@ -59,6 +59,8 @@ NUM_EXPERTS, PER_TOKEN, NUM_DENSE = {"tiny": 16, "small": 32}, 4, 1
 BIG_VOCABULARY, SMALL_VOCABULARY = {"tiny": 32_768, "small": 129_280}, 4_096
 GPU_LAYER_MS = 0.82
 """NanoCP's paper allows a token of DeepSeek-V3 50 ms on H200s (6.1), for 61 layers."""
+RATE_ERROR = 0.1
+"""A link that lets more or less through, by this share, is not the one that the claim names."""
 AS_ON_A_GPU = {"hidden_size": 2048, "moe_intermediate_size": 32}
 """Preset tiny with rows of 8 KB there and back; DeepSeek-V3's have 7 (FP8) and 14 (BF16)."""
 
@@ -242,12 +244,23 @@ def layer_ms(checkpoint: Path, num_rows: int) -> float:
     return median(fmean(each.layers_us[NUM_DENSE:]) for each in played.passes[-40:]) / 1e3
 
 
+def another_setting(ms: float, mbit_per_s: int, measured: Sequence[float]) -> str:
+    """What keeps a run over a link from being what the claim is about; empty if nothing.
+
+    ms: time of a layer. measured: Mbit/s that the link let through, in each direction.
+    """
+    if any(abs(rate / mbit_per_s - 1) > RATE_ERROR for rate in measured):
+        return f"the link is off by more than {RATE_ERROR:.0%}"
+    return "a layer takes longer than a GPU's" if ms > GPU_LAYER_MS else ""
+
+
 def part_link(fast: Path, small: Path, is_quick: bool) -> list[StageClaim]:
     """Two stages against two instances, one after the other, over a link.
 
     Asked of layers that take about a GPU's time and move about its bytes. Shown of preset small
     too, and over a slow link: a core takes so long for its layers that a fast link hardly matters.
-    The share of a step that instances wait bounds what a faster link could give them.
+    The share of a step that instances wait bounds what a faster link could give them. What the link
+    let through is measured before and after.
     """
     claims = []
     num_rows, num_tokens = (2, 20) if is_quick else (8, 160)
@@ -266,14 +279,19 @@ def part_link(fast: Path, small: Path, is_quick: bool) -> list[StageClaim]:
             claims.append(StageClaim(claim, asked, f"not measured: {reason}", None))
             continue
         with nodes_behind(mbit):
+            measured = rates(mbit)
             stages = decode(checkpoint, "pipeline", num_rows, num_tokens)
             instances = decode(checkpoint, "instances", num_rows, num_tokens)
+            measured += rates(mbit)
         ratio = stages.tokens_per_s / instances.tokens_per_s
         found = (
             f"{ratio:.2f}x, {num_rows} rows; instances wait for {instances.waiting:.0%}; "
-            f"{stages.sent_kb:.0f} and {instances.sent_kb:.0f} KB a token"
+            f"{stages.sent_kb:.0f} and {instances.sent_kb:.0f} KB a token; the link let "
+            f"{min(measured):.1f} to {max(measured):.1f} Mbit/s through"
         )
         can_judge = is_asked and not is_quick and len(os.sched_getaffinity(0)) >= 2
+        if is_asked and (reason := another_setting(ms, mbit, measured)):
+            found, can_judge = f"{found}; not judged: {reason}", False
         claims.append(StageClaim(claim, asked, found, ratio >= 1.5 if can_judge else None))
     return claims
 

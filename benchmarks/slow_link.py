@@ -2,9 +2,9 @@
 
 Enters: a checkpoint. Leaves: tokens a second of both. Does not know: what is asked of them.
 
-Each member is in a network namespace of its own, behind a link that lets so much through in each
-direction (`tc`). A message takes its whole time on the link: what was not sent before lets no more
-than two packets through at once. Controller, prefill and client are outside. It needs root.
+Each member is in a network namespace of its own, and sends over a link of some rate (`tc`). A
+message takes its whole time on the link: what was not sent before lets only a small burst through
+at once. Controller, prefill and client are outside. It needs root.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ from nanocp.client import Client
 from nanocp.config import ClusterConfig, Config, DataPlaneConfig, LimitsConfig, ServiceConfig
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 
-_BRIDGE, _HOST, _NODE = "nanocp-gb", "10.87.41.1", "nanocp-gb{}"
-_BURST = "3100"
-"""Bytes of two packets. A bucket of 16 KB let most messages of a layer through without waiting."""
+_BRIDGE, _NODE, _ADDRESS = "nanocp-gb", "nanocp-gb{}", "10.87.41.{}"
+_HOST = _ADDRESS.format(1)
+_BURST_US, _LEAST_BURST, _MOST_SEGMENT = 100, 3100, 9000
+"""A link lets through at once what it carries in this time, or two packets if they are more. With
+less, a timer that wakes late costs the link its rate. With more, a message of a layer hardly waits.
+Nor is a segment, which the kernel sends as one, longer than the last number of bytes.
+"""
+_RATE_S = 0.25
+"""How long the rate of a link is measured."""
 _IN_NAMESPACE = (
     'case "$0" in instance*) set -- ip netns exec "nanocp-gb${0#instance }";; esac; '
     f'exec "$@" {sys.executable} -m data_plane.member.process "$0"'
@@ -43,7 +49,8 @@ def why_not() -> str:
 @contextmanager
 def nodes_behind(mbit_per_s: int, num_nodes: int = 2) -> Iterator[None]:
     """Make namespaces with links of this rate. Raises CalledProcessError if that fails."""
-    rate = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", "400ms")
+    burst = max(_LEAST_BURST, mbit_per_s * _BURST_US // 8)
+    bucket = [part for name in ("burst", "cburst", "quantum") for part in (name, f"{burst}")]
     try:
         _run("ip", "link", "add", _BRIDGE, "type", "bridge")
         _run("ip", "address", "add", f"{_HOST}/24", "dev", _BRIDGE)
@@ -54,16 +61,45 @@ def nodes_behind(mbit_per_s: int, num_nodes: int = 2) -> Iterator[None]:
             _run("ip", "netns", "add", name)
             _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
             _run("ip", "link", "set", link, "master", _BRIDGE, "up")
-            _run(*inside, "address", "add", f"10.87.41.{node + 2}/24", "dev", "eth0")
+            _run(*inside, "address", "add", f"{_ADDRESS.format(node + 2)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _run(*inside, "link", "set", device, "up")
-            _run("tc", "qdisc", "add", "dev", link, "root", *rate)
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *rate)
+            segment = f"{min(burst, _MOST_SEGMENT)}"
+            _run(*inside, "link", "set", "eth0", "gso_max_size", segment)
+            queue = ("tc", "-n", name)
+            root = ("dev", "eth0", "root", "handle", "1:", "htb", "default", "1")
+            _run(*queue, "qdisc", "add", *root)
+            of_rate = ("parent", "1:", "classid", "1:1", "htb", "rate", f"{mbit_per_s}mbit")
+            _run(*queue, "class", "add", "dev", "eth0", *of_rate, *bucket)
         yield
     finally:
         for node in range(num_nodes):  # its link goes with it
             subprocess.run(["ip", "netns", "delete", _NODE.format(node)], check=False)
         subprocess.run(["ip", "link", "delete", _BRIDGE], check=False)
+
+
+def rates(mbit_per_s: int) -> tuple[float, float]:
+    """Mbit/s that two nodes' links let through, from the first one to the second and back.
+
+    mbit_per_s: what they are meant to. Raises CalledProcessError if nothing comes through.
+    """
+    return _rate(0, 1, mbit_per_s), _rate(1, 0, mbit_per_s)
+
+
+def _rate(source: int, target: int, mbit_per_s: int) -> float:
+    def end(node: int, *words: str) -> list[str]:
+        script = Path(__file__).with_name("link_rate.py")
+        return ["ip", "netns", "exec", _NODE.format(node), sys.executable, str(script), *words]
+
+    num_bytes = int(mbit_per_s * 1e6 / 8 * _RATE_S)
+    with subprocess.Popen(end(target, "receive"), stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout is not None
+        try:
+            port = receiver.stdout.readline().strip()
+            _run(*end(source, "send", _ADDRESS.format(target + 2), port, f"{num_bytes}"))
+            return float(receiver.stdout.readline())
+        finally:
+            receiver.kill()
 
 
 class Decoded(NamedTuple):
