@@ -93,6 +93,24 @@ class PassCosts:
     dense_layer_more_us: float = 0.0
     """For each token beyond these, besides dense_layer_token_us."""
 
+    def __post_init__(self) -> None:
+        check_at_least(
+            0,
+            sampled_together=self.sampled_together,
+            dense_layers=self.dense_layers,
+            dense_layer_together=self.dense_layer_together,
+        )
+        of_a_dense_layer = (
+            self.dense_layer_us,
+            self.dense_layer_token_us,
+            self.dense_layer_token_length_us,
+        )
+        require(
+            not self.dense_layers or max(of_a_dense_layer) > 0,
+            f"dense_layers is {self.dense_layers}, but no constant says what such a layer takes "
+            "(dense_layer_us); run nanocp profile again",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PassesConfig:

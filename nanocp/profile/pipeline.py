@@ -86,12 +86,16 @@ class PipelinePlay:
         params: Sequence[SamplingParams] = (GREEDY,),
         data_plane: DataPlaneConfig | None = None,
         slowness: Sequence[float] | None = None,
+        warm_up: LoadPhase | None = None,
     ) -> None:
         """Load the stages. Raises ValueError for a checkpoint that does not fit.
 
-        params: each request draws one of these. slowness: see TimedStages.
+        params: each request draws one of these. slowness: see TimedStages. warm_up: what runs
+        first. Its requests end before the others begin, and its passes are left out.
         """
+        self._warm_up = warm_up
         self._phases, self._params, self._random = phases, params, Random(0)
+        phases = [*phases, warm_up] if warm_up else phases
         max_len = 64 + max(2 * phase.prompt_len + phase.max_tokens for phase in phases)
         max_rows = max(phase.num_rows for phase in phases)
         cluster = ClusterConfig(
@@ -124,16 +128,27 @@ class PipelinePlay:
         """Play the phases one after the other; requests that end are replaced."""
         scheduler, stages = self._scheduler, self._stages
         with closing(stages):
-            for phase in self._phases:
-                end = len(stages.passes) + phase.num_passes
-                while len(stages.passes) < end:
-                    num_open = scheduler.num_running + scheduler.num_waiting
-                    for _ in range(phase.num_rows - num_open):
-                        self._arrive(phase)
+            if self._warm_up:
+                self._play(self._warm_up)
+                while self._num_open:
                     self._turn()
+            num_warm = len(stages.passes)
+            for phase in self._phases:
+                self._play(phase)
         num_changes = scheduler.layouts.num_changes
         plan_us = self._plan_ns / 1e3 / len(stages.passes)
-        return Played(stages.passes, stages.moves, num_changes, self._works, plan_us)
+        return Played(stages.passes[num_warm:], stages.moves, num_changes, self._works, plan_us)
+
+    @property
+    def _num_open(self) -> int:
+        return self._scheduler.num_running + self._scheduler.num_waiting
+
+    def _play(self, phase: LoadPhase) -> None:
+        end = len(self._stages.passes) + phase.num_passes
+        while len(self._stages.passes) < end:
+            for _ in range(phase.num_rows - self._num_open):
+                self._arrive(phase)
+            self._turn()
 
     def _arrive(self, phase: LoadPhase) -> None:
         random, number = self._random, len(self._prompts) + 1
@@ -178,7 +193,7 @@ def mixes(
     kind: how they are sampled, a name of KINDS.
     """
     num_passes, dense = 4 if is_quick else 10, num_first_dense(ModelConfig.from_folder(checkpoint))
-    phases = [_WARM_UP] + [
+    phases = [
         LoadPhase(rows, prompt_len, 40, num_passes)
         for rows, prompt_len in ((1, 900), (4, 300), (12, 60), (24, 200), (32, 30))
     ]
@@ -186,8 +201,11 @@ def mixes(
     for max_tokens in (128, 700):
         config = PassesConfig(max_pass_tokens=max_tokens)
         params = KINDS[kind]
-        played = PipelinePlay(checkpoint, phases, config, 1, params, data_plane).run()
-        for each in played.passes[_WARM_UP.num_passes :]:
+        play = PipelinePlay(
+            checkpoint, phases, config, 1, params, data_plane=data_plane, warm_up=_WARM_UP
+        )
+        played = play.run()
+        for each in played.passes:
             works = tuple(played.works[span.request_id] for span in each.spans)
             first, others = each.layers_us[:dense], each.layers_us[dense:]
             dense_us, layer_us = fmean(first or [0.0]), fmean(others or first)

@@ -44,16 +44,27 @@ class _Bend(NamedTuple):
 
     together: str
     """The number of tokens from which on another one takes another time."""
+    token_us: str
+    """What a token takes up to there."""
     more_us: str
     """What each of these takes more."""
     count: Callable[[PassFeatures], int]
     """Counts the tokens."""
 
 
-_MORE_SAMPLED = _Bend("sampled_together", "more_sampled_us", lambda found: found.sampled)
-_MORE_IN_DENSE = _Bend("dense_layer_together", "dense_layer_more_us", lambda found: found.tokens)
+_MORE_SAMPLED = _Bend(
+    "sampled_together", "sampled_us", "more_sampled_us", lambda found: found.sampled
+)
+_MORE_IN_DENSE = _Bend(
+    "dense_layer_together",
+    "dense_layer_token_us",
+    "dense_layer_more_us",
+    lambda found: found.tokens,
+)
 _NUMBERS_TOGETHER = sorted({most << power for most in (2, 3) for power in range(9)})
 """Tokens from which on another one may take another time; all are tried."""
+_LEAST_BEYOND = 3
+"""Passes with more tokens than that; with fewer, a bend would follow one of them."""
 _ROUNDING = 1e-12
 """A squared error that is less is none."""
 _FEATURE: dict[str, Callable[[PassFeatures], float]] = {
@@ -176,14 +187,17 @@ def _bent(
 ) -> dict[str, Any]:
     """Constants of a time that grows faster, or slower, from some number of tokens on.
 
-    For few tokens it is that of reading weights, for many that of computing. numbers: those that
-    are tried; the best one may be none.
+    For few tokens it is that of reading weights, for many that of computing; it never falls with
+    more of them. numbers: those that are tried; the best one may be none.
     """
     best = _constants(names, found, us)
     for number in numbers:
+        if sum(bend.count(each) > number for each in found) < _LEAST_BEYOND:
+            continue
         more = {bend.more_us: lambda each, number=number: max(bend.count(each) - number, 0)}
         fitted = _constants((*names, bend.more_us), found, us, more)
-        if fitted.squared < best.squared - _ROUNDING:
+        beyond_us = fitted.constants[bend.token_us] + fitted.constants[bend.more_us]
+        if beyond_us >= 0 and fitted.squared < best.squared - _ROUNDING:
             best = fitted._replace(constants=fitted.constants | {bend.together: number})
     return best.constants
 

@@ -42,6 +42,14 @@ def test_a_pipeline_is_timed_while_its_layers_move(tiny_checkpoint):
 
 
 @pytest.mark.system
+def test_requests_of_a_warm_up_are_in_no_pass_that_counts(tiny_checkpoint):
+    warm_up, one_row = LoadPhase(8, 2, 9, 3), LoadPhase(1, 20, 30, 5)
+    played = PipelinePlay(tiny_checkpoint, [one_row], PassesConfig(), 1, warm_up=warm_up).run()
+    assert [len(each.spans) for each in played.passes] == [1] * len(played.passes)
+    assert len(played.passes) >= 5 and len(played.works) > 8
+
+
+@pytest.mark.system
 def test_both_forms_are_judged_on_passes_they_have_not_seen(tiny_checkpoint):
     passes = {kind: mixes(tiny_checkpoint, kind, is_quick=True) for kind in ("greedy", "mixed")}
     assert {work for one in passes["mixed"] for work in one.works} == {0, 1, 3, 4, 8, 15}

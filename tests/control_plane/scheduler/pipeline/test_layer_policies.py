@@ -124,6 +124,32 @@ def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
         assert num_moved(split, wished) == min(num_moved(split, each) for each in best)
 
 
+@given(st.data())
+def test_what_was_best_before_changes_nothing(data):
+    """A policy that knows the best layout of another pass finds what one without any finds."""
+    num_stages = data.draw(st.integers(1, 4))
+    num_layers = data.draw(st.integers(num_stages, 9))
+    num_places = data.draw(st.integers(-(-num_layers // num_stages), num_layers))
+    pipeline = config(num_stages, num_layers, max_layers=num_places, layout_window=1)
+    splits = st.sampled_from(all_splits(num_layers, num_stages, num_places))
+    speeds = StageSpeeds(num_stages)
+    used, num_dense = LevelLayout(pipeline, speeds), data.draw(st.integers(0, 3))
+    for _ in range(3):
+        times = PassTimes(
+            data.draw(st.sampled_from([0.1, 1.0, 7.3])),
+            data.draw(st.floats(0, 60)),
+            data.draw(st.sampled_from([0.23, 5.1])),
+            num_dense,
+        )
+        speeds.slowness = tuple(
+            data.draw(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.1])) for _ in range(num_stages)
+        )
+        split = data.draw(splits)
+        fresh = LevelLayout(pipeline, speeds)
+        wished = [policy._best(split, times) for policy in (used, fresh)]
+        assert wished[0] == wished[1]
+
+
 def test_a_dense_layer_counts_by_its_own_time():
     times = PassTimes(5.0, 0.0, dense_us=2.0, dense_layers=3)
     assert stage_times((2, 2, 4), times) == [4.0, 7.0, 20.0]

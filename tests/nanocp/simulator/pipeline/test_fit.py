@@ -100,6 +100,22 @@ def test_constants_of_an_older_profile_are_refused_by_name(tmp_path):
         load_config(path, {}, {})
 
 
+def test_dense_layers_that_take_no_time_are_refused(tmp_path):
+    """That is what is left of an older profile without the key that is refused."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("pipeline: {costs: {dense_layers: 3}}")
+    with pytest.raises(ValueError, match=r"dense_layers is 3, .* run nanocp profile again"):
+        load_config(path, {}, {})
+    path.write_text("pipeline: {costs: {dense_layers: 3, dense_layer_token_us: 2.0}}")
+    assert load_config(path, {}, {}).pipeline.costs.dense_layers == 3
+
+
+@pytest.mark.parametrize("name", ["sampled_together", "dense_layers", "dense_layer_together"])
+def test_numbers_of_tokens_and_layers_are_not_negative(name):
+    with pytest.raises(ValueError, match=f"{name} is -1; it must be at least 0"):
+        PassCosts(**{name: -1})
+
+
 def test_tokens_that_are_sampled_beyond_some_number_take_another_time():
     rows = tuple(Span(i, 99, 1, True) for i in range(30))
     costs = PassCosts(sampling_us=1000.0, sampled_us=1.0, sampled_together=8, more_sampled_us=60.0)
@@ -113,6 +129,27 @@ def test_tokens_that_are_sampled_beyond_some_number_take_another_time():
     assert fit_error(fitted, passes).sampling < 1e-6
     straight = replace(fit_costs("paper", passes), layer_us=1.0)
     assert fit_error(straight, passes).sampling > 0.03
+
+
+def sampled(us_of):
+    """Passes of so many rows that decode, by the time of their sampling."""
+    rows = tuple(Span(i, 99, 1, True) for i in range(max(us_of)))
+    return [MeasuredPass(rows[:count], 1.0, us) for count, us in us_of.items()]
+
+
+def test_a_bend_follows_no_single_pass():
+    straight = {count: 100.0 + 10 * count for count in (1, 2)}
+    found = fit_costs("ours", sampled(straight | {24: 600.0, 28: 750.0}))
+    assert (found.sampled_together, found.more_sampled_us) == (0, 0.0)
+    many = {24: 600.0, 28: 750.0, 32: 900.0}
+    assert fit_costs("ours", sampled(straight | many)).sampled_together > 0
+
+
+def test_more_tokens_never_take_less():
+    falling = {count: 100.0 + 10 * min(count, 30 - count) for count in range(1, 21)}
+    found = fit_costs("ours", sampled(falling))
+    assert found.sampled_us + found.more_sampled_us >= 0
+    assert found.sampled_together != 12, "it falls soon after"
 
 
 def test_the_papers_form_lacks_what_ours_has():
