@@ -134,8 +134,9 @@ class SchedulerConfig:
     placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
     class has a target."""
     tpot_target_ms: int = 0
-    """While steps take longer than this, one in 110 requests may wait up to 20 s to be placed: long
-    prompts, so that the others keep their time per token. 0: nobody waits for that."""
+    """While steps take longer than this, one in 110 requests may wait up to 20 s to be placed, and
+    at most 8 at once: long prompts, so that the others keep their time per token. 0: nobody waits
+    for that."""
     growth_promise: str = "max_tokens"
     """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row
     ever parks. `percentile:90`: as many as 90% of the latest finished requests had, at most
@@ -153,7 +154,7 @@ class SchedulerConfig:
     placed in any case. 0: as many as the engines may have in flight (prefill.engines), or any
     number without engines."""
     max_overtake_us: int = 10_000_000
-    """How long other requests may pass one that cannot be placed."""
+    """How long other requests may pass one that cannot be placed, after its deferral if any."""
     held_timeout_us: int = 10_000_000
     """How long front ends may take to submit their requests again after a loss."""
     max_queued_requests: int = 1024

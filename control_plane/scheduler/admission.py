@@ -68,11 +68,12 @@ class Admission:
         elif arrival.resumes or arrival.attempt > 0:
             return False
         else:
-            for refused, sentence in self.queue.admit(arrival, now_us):
+            refusals = self.queue.admit(arrival, now_us)
+            for refused, sentence in refusals:
                 self._answer.end(refused, FinishReason.REFUSED, sentence)
             self.should_walk |= arrival.request_id in self.queue
             if self._deferral is not None:
-                self._deferral.arrived()
+                self._deferral.admitted(1 - len(refusals))
         return True
 
     def come_back(self, arrival: Arrival, now_us: int) -> None:
@@ -83,8 +84,9 @@ class Admission:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When the next waiting request expires or is waited for no longer, in us."""
-        return earliest(self.queue.next_deadline_us, self._away_until_us)
+        """When the next waiting request expires, or is waited for or deferred no longer, in us."""
+        until_us = None if self._deferral is None else self._deferral.next_deadline_us
+        return earliest(self.queue.next_deadline_us, self._away_until_us, until_us)
 
     @property
     def _away_until_us(self) -> int | None:
@@ -95,9 +97,11 @@ class Admission:
     def expire(self, now_us: int) -> list[int]:
         """End those whose deadline has passed; wait no longer for those that stay away.
 
-        Returns all of these requests.
+        Returns all of these requests. Those that were deferred long enough are to be placed.
         """
         gone: list[int] = []
+        if self._deferral is not None:
+            self.should_walk |= self._deferral.expire(now_us)
         while self._away_until_us is not None and now_us >= self._away_until_us:
             gone.append(next(iter(self.away)))
             del self.away[gone[-1]]
@@ -157,9 +161,10 @@ class Admission:
                     self.fair_share.placed(arrival.tenant, arrival.prompt_len)
                 continue
             num_passed += 1
-            may_be_passed = (
-                now_us - arrived_us < self._config.max_overtake_us and not arrival.resumes
-            )
+            since_us = arrived_us
+            if self._deferral is not None:
+                since_us = self._deferral.may_be_passed_since_us(arrival.request_id, arrived_us)
+            may_be_passed = now_us - since_us < self._config.max_overtake_us and not arrival.resumes
             if num_passed == _MAX_PASSED or not may_be_passed:
                 break
         for request_id in placed:

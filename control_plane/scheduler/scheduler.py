@@ -73,19 +73,19 @@ class Scheduler(Readings):
         self._promise = Promise(scheduler)
         num_steps = scheduler.steps_per_window
         self._state = state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
-        self._deferral = Deferral(scheduler, state)
+        self._answer = answer = Answer()
+        self._tickets = tickets = Tickets(answer, state.arriving_tokens)
+        self._deferral = Deferral(scheduler, state, tickets)
         self._explainer = explainer
         if explainer is not None:
             self._policy = explainer.watch(self._policy, state, scheduler)
             explainer.deferred = self._deferral
-        self._answer = answer = Answer()
         self._admission = Admission(cluster, scheduler, answer, self._deferral)
         self.fair_share = share = self._admission.fair_share
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = lowering = Lowering(cluster.num_instances, lanes)
         policy, promise = self._policy, self._promise
         self._rows = RowWindows(state, lowering, policy, promise, answer, num_steps, lanes, share)
-        self._tickets = tickets = Tickets(answer, state.arriving_tokens)
         self._quarantine = quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
         self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)

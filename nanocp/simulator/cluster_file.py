@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import ValidationError
 
 from control_plane.scheduler.waiting_queue import invalidity
+from nanocp.choices import check_at_least
 from nanocp.config import ClusterConfig, check_ttft_targets
 from nanocp.plan import PAGE_SIZE, Arrival
 from nanocp.simulator.yaml_file import names_in, read_tree, validated
@@ -266,6 +267,7 @@ class ClusterFile:
                 f"prefill_gb_per_s is {self.prefill_gb_per_s}; it must be positive and finite"
             )
         check_ttft_targets(self.ttft_targets)
+        check_at_least(0, tpot_target_ms=self.tpot_target_ms)
         if not self.costs:
             raise ValueError("costs is empty; it must hold one set of constants or more")
         if (

@@ -69,11 +69,28 @@ def test_a_rate_at_which_a_rival_fails_is_as_good_as_its_highest(fails_at, num_b
 
 
 @pytest.mark.parametrize(
-    ("cpu_s", "num_rows", "num_broken"), [(7_200.0, 24, 0), (7_201.0, 24, 1), (7_201.0, 23, 0)]
+    ("cpu_s", "num_rows", "num_broken", "said"),
+    [
+        (7_200.0, 24, 0, "yes"),
+        (7_200.0, 23, 0, "not judged"),
+        (7_201.0, 24, 1, "no"),
+        (7_201.0, 23, 1, "no"),
+    ],
 )
-def test_a_whole_run_of_more_than_an_hour_on_two_cores_breaks_a_claim(cpu_s, num_rows, num_broken):
+def test_more_than_an_hour_on_two_cores_breaks_a_claim(cpu_s, num_rows, num_broken, said):
+    console = Console(file=io.StringIO(), width=120, record=True)
     rows = {f"issue-0/{number}": RATES for number in range(num_rows)}
-    assert judge({"max_rate": rows, "cpu_s": {"issue-0": {"fluid": cpu_s}}}, QUIET) == num_broken
+    assert judge({"max_rate": rows, "cpu_s": {"issue-0": {"fluid": cpu_s}}}, console) == num_broken
+    (line,) = (line for line in console.export_text().splitlines() if "minutes" in line)
+    assert line.split("\u2502")[-2].strip() == said
+
+
+def test_a_claim_that_compares_unlike_says_so():
+    console = Console(file=io.StringIO(), width=120, record=True)
+    judge({"max_rate": {"issue-1": RATES}}, console)
+    shown = console.export_text()
+    for rival in ("fluid", "dual_balanced"):
+        assert f"cost_aware+tpot / {rival} without a target" in shown
 
 
 @pytest.mark.system

@@ -60,6 +60,14 @@ OF_SCHEDULING = [
         tests=("tests/control_plane/scheduler/test_deferral.py", "-k", "time_without_a_window"),
     ),
     Mutant(
+        name="endless-credit",
+        why="after a long calm as many long prompts wait as were saved up for",
+        path="control_plane/scheduler/deferral.py",
+        text="self._credit = min(self._credit + num_requests, _MOST * _ONE_IN)",
+        fault="self._credit += num_requests",
+        tests=("tests/control_plane/scheduler/test_deferral.py", "-k", "long_calm"),
+    ),
+    Mutant(
         name="node-secret",
         why="a node's process may bring instances without their secret",
         path="control_plane/member_streams.py",

@@ -93,13 +93,13 @@ class Scenario:
         ),
     ] = None
     tpot_target_ms: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
-            help="While steps take longer, a few long prompts wait (scheduler.tpot_target_ms). "
-            "Default: the cluster file's, none.",
+            help="While steps take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: "
+            "none. Default: the cluster file's, none.",
         ),
-    ] = 0
+    ] = None
     begin_empty: Annotated[
         bool,
         typer.Option(
@@ -149,7 +149,7 @@ class Scenario:
                     f"--ttft-target-ms is for policy cost_aware; given are {', '.join(self.policy)}"
                 )
             file = replace(file, ttft_targets=((0, self.ttft_target_ms),))
-        if self.tpot_target_ms:
+        if self.tpot_target_ms is not None:
             file = replace(file, tpot_target_ms=self.tpot_target_ms)
         schedule = None
         if self.schedule is not None:

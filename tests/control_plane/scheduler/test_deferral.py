@@ -1,13 +1,14 @@
 """Deferral: a few long prompts wait while steps are too long, and nobody waits without a target."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import Arrival, Finished, FinishReason, TermEnded, WindowDone
+from nanocp.plan import Arrival, Finished, FinishReason, TargetRun, TermEnded, WindowDone
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import make_simulation
@@ -62,6 +63,15 @@ class Steps:
             placed += self.call([WindowDone(1, self.window)])
             self.window += 1
         return placed
+
+    def serve(self, num_requests, ms):
+        """Let that many short requests come and end, 100 in a window of `ms`."""
+        new = count(10_000 + self.window * 100)
+        for _ in range(num_requests // 100):
+            ids = [next(new) for _ in range(100)]
+            assert self.call([Arrival(n, 100, 50, needs_prefill=False) for n in ids]) == ids
+            # A row runs from the window after next, and is reported by the one that ends then.
+            self.run(ms, ms, ms, finished=ids)
 
     def arrive(self, request_id, length=LONG, **more):
         return self.call([Arrival(request_id, length, 50, **more)])
@@ -122,6 +132,138 @@ def test_nobody_waits_for_more_than_20_s():
     steps.arrive(201)
     assert steps.run(*[100] * 199) == []
     assert steps.run(100) == [201]
+
+
+def test_after_a_long_calm_only_a_few_wait_at_once():
+    steps = Steps()
+    steps.serve(1500, ms=10)
+    steps.run(*[60] * 8)
+    placed = [n for n in range(201, 221) if steps.arrive(n)]
+    assert placed == [*range(209, 221)], "eight wait, and no credit is left for more"
+    assert len(steps.scheduler._deferral) == 8
+    assert sorted(steps.run(*[25] * 8)) == [*range(201, 209)]
+    steps.run(*[60] * 8)
+    assert steps.arrive(301) == [301]
+
+
+def test_those_that_are_deferred_leave_the_queue_to_others():
+    steps = Steps(replace(CONFIG, max_queued_tokens=4 * 2 * LONG))
+    steps.serve(500, ms=10)
+    steps.run(*[60] * 8)
+    assert steps.arrive(201) == steps.arrive(202) == []
+    assert steps.arrive(203) == [203], "two of them are a quarter of the tokens that may wait"
+
+
+def test_they_leave_it_its_places_too():
+    steps = Steps(replace(CONFIG, max_queued_requests=4), num_short=1)
+    for request_id in range(300, 530):
+        steps.arrive(request_id, length=100, needs_prefill=False)
+    steps.run(*[60] * 8)
+    assert steps.arrive(601) == []
+    assert steps.arrive(602) == [602], "one in four may be deferred, though credit is left"
+
+
+def test_a_request_with_a_deadline_is_not_deferred_until_then():
+    steps = Steps()
+    steps.run(*[60] * 4)
+    soon_us, late_us = steps.now_us + 39_000_000, steps.now_us + 41_000_000
+    assert steps.arrive(201, deadline_us=soon_us) == [201]
+    assert steps.arrive(202, deadline_us=late_us) == []
+
+
+def test_others_may_pass_one_that_was_deferred_for_as_long_as_any_other():
+    """It was deferred for 20 s, and then its frames are not free."""
+    steps = Steps()
+    others = [Arrival(n, 60_000, 4000, needs_prefill=False) for n in (191, 192, 193)]
+    assert steps.call(others) == [191, 192, 193]
+    steps.run(*[1000] * 4)
+    assert steps.arrive(201, length=60_000) == []
+    assert steps.arrive(202, length=100) == [202]
+    assert steps.run(*[1000] * 20) == []
+    assert len(steps.scheduler._deferral) == 0, "it has no frames, but it waits for nothing else"
+    assert steps.arrive(203, length=100) == [203]
+    assert steps.run(*[1000] * 9) == []
+    assert steps.arrive(204, length=100) == [204]
+    assert steps.run(1000) == []
+    assert steps.arrive(205, length=100) == [], "max_overtake_us is over"
+
+
+def test_nobody_is_deferred_twice():
+    steps = Steps()
+    steps.serve(500, ms=10)
+    steps.run(10, 10, 10)
+    others = [Arrival(n, 60_000, 4000, needs_prefill=False) for n in (191, 192, 193)]
+    assert steps.call(others) == [191, 192, 193]
+    steps.run(*[60] * 8)
+    assert steps.arrive(201, length=60_000) == []
+    steps.run(*[25] * 8)
+    assert 201 not in steps.scheduler._deferral and len(steps.scheduler._admission.queue) == 1
+    steps.run(*[60] * 8)
+    assert 201 not in steps.scheduler._deferral
+
+
+def test_a_deferred_request_is_placed_in_time_although_no_window_is_reported():
+    steps = Steps()
+    steps.run(*[60] * 4)
+    arrived_us = steps.now_us
+    steps.arrive(201)
+    assert steps.scheduler.next_deadline_us == arrived_us + 20_000_000
+    steps.now_us = steps.scheduler.next_deadline_us - 1
+    assert steps.call([]) == []
+    steps.now_us += 1
+    assert steps.call([]) == [201]
+    assert steps.scheduler.next_deadline_us is None
+
+
+def test_a_deferred_request_asks_for_no_call_while_nothing_can_be_placed():
+    steps = Steps()
+    steps.run(*[60] * 4)
+    steps.arrive(201)
+    steps.call([TermEnded()])
+    steps.now_us = steps.scheduler.next_deadline_us
+    assert steps.call([]) == []
+    assert steps.scheduler.next_deadline_us is None, "else the controller would call for ever"
+
+
+def test_refused_requests_earn_nothing():
+    steps = Steps(replace(CONFIG, max_queued_tokens=20_000), num_short=108)
+    steps.run(*[60] * 4)
+    assert steps.arrive(190, length=20_001) == []
+    assert 190 not in steps.scheduler._admission.queue
+    assert steps.arrive(201) == [201], "the 109th that was admitted"
+    assert steps.arrive(202) == [], "the 110th"
+
+
+def test_pages_that_move_are_read_where_they_were():
+    steps = Steps()
+    steps.run(*[32] * 4)
+    moved = steps.scheduler._state.requests[1]
+    steps.scheduler._tickets.issue(moved, LONG, (TargetRun(0, LONG // 64, 1, 0),), source=0)
+    assert steps.arrive(201) == [201], "46 ms with it, of 11,500 tokens that are read"
+
+
+def test_rows_of_an_instance_that_drains_are_read_too():
+    steps = Steps()
+    steps.run(*[32] * 4)
+    steps.scheduler._state.close(1)
+    assert steps.arrive(201) == [201], "46 ms with it, of 11,500 tokens that are read"
+
+
+def test_kv_that_prefill_still_sends_is_to_come():
+    steps = Steps()
+    steps.run(*[32] * 4)
+    assert steps.arrive(201) == [201]
+    assert steps.arrive(202) == [], "60 ms with both of them"
+
+
+@pytest.mark.parametrize(("ms", "length"), [(60, 1000), (20, LONG)], ids=["short", "idle"])
+def test_beside_few_tokens_nobody_waits(ms, length):
+    """Steps are long for another reason than the tokens; or a step's fixed part is most of it."""
+    steps = Steps()
+    steps.run(ms, ms, ms, finished=range(3, NUM_SHORT + 1))
+    steps.run(*[ms] * 8)
+    assert len(steps.scheduler._state.requests) == 2
+    assert steps.arrive(201, length=length) == [201]
 
 
 def test_time_without_a_window_is_no_steps():

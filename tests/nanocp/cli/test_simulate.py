@@ -7,6 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from nanocp.cli.main import app
+from nanocp.cli.simulate.options import Scenario
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
 from nanocp.simulator.workload import Workload
 
@@ -204,6 +205,18 @@ def test_a_log_that_is_cut_off_says_so_and_a_damaged_one_names_its_record(small,
     assert told.exit_code == 2 and "record 2: now_us: Field required" in " ".join(
         told.output.replace("\u2502", " ").split()
     )
+
+
+def test_the_target_of_the_command_line_goes_before_that_of_the_cluster_file(tmp_path):
+    tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(tree | {"tpot_target_ms": 50}))
+
+    def target_ms(given):
+        scenario = Scenario(cluster=str(path), tpot_target_ms=given)
+        return scenario.trials(1.0)["dual_balanced"].file.tpot_target_ms
+
+    assert [target_ms(given) for given in (None, 0, 40)] == [50, 0, 40]
 
 
 def test_a_mix_that_begins_steady_has_as_many_rows_as_littles_law_says():

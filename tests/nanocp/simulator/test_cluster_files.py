@@ -132,6 +132,7 @@ def edited(tmp_path, edit):
         (lambda tree: tree.update(ingest_tail_share=0.0), "ingest_tail_share is 0.0"),
         (lambda tree: tree.update(prefill_gb_per_s=0.0), "prefill_gb_per_s is 0.0"),
         (lambda tree: tree.update(ttft_targets=[[0, 5], [0, 9]]), "one for a priority"),
+        (lambda tree: tree.update(tpot_target_ms=-1), "tpot_target_ms is -1"),
         (lambda tree: tree.update(row_buckets=[8, 4]), "ascending"),
         (lambda tree: tree.update(row_buckets=[8]), "hold max_rows"),
         (lambda tree: tree["model"].update(num_moe_layers=99), "num_moe_layers 99"),
