@@ -49,7 +49,7 @@ class _Wait(NamedTuple):
 
     until_us: int
     num_tokens: int
-    """Of its prompt."""
+    """Tokens of the prompt."""
 
 
 class Deferral:
