@@ -8,10 +8,14 @@ mapped, a handle that its own process opens, a mapping that is closed twice.
 import ctypes
 import mmap
 import os
+from itertools import count
 from pathlib import Path
 
 INVALID, UNMAPPABLE, NOT_ALLOWED = 1, 205, 800
 NAMES = {INVALID: b"invalid argument", UNMAPPABLE: b"mapping failed", NOT_ALLOWED: b"not permitted"}
+
+_NUMBERS = count()
+"""One for each allocation, so that libraries of one process name no file alike."""
 
 
 class Handle(ctypes.Structure):
@@ -89,7 +93,7 @@ class FakeCudart:
         pass
 
     def _cudaMalloc(self, place, num_bytes):
-        path = self.folder / f"{self.process}-{len(self.calls)}.memory"
+        path = self.folder / f"{self.process}-{next(_NUMBERS)}.memory"
         path.write_bytes(b"\xcd" * num_bytes)
         place[0] = address = self._map(path)
         self._files[address] = path
