@@ -199,12 +199,11 @@ class PageTransfers(ABC):
         for ticket, expected in self._expected.items():
             source = expected.transfer.source
             if source in lost:
-                error = PeerLost(
+                raise PeerLost(
                     f"instance {self._instance} waits for pages of ticket {ticket}: its connection "
-                    f"from instance {source} has ended"
+                    f"from instance {source} has ended",
+                    source,
                 )
-                error.peer = source
-                raise error
 
     def _send_loaded(self) -> None:
         while self.copier is not None and (loaded := self.copier.loaded()) is not None:

@@ -106,12 +106,11 @@ class StageLayers(ABC):
         for layer, _ in self._coming:
             source = self._source_of[layer]
             if source in lost:
-                error = PeerLost(
+                raise PeerLost(
                     f"stage {self._stage} waits for KV of layer {layer}: its connection from stage "
-                    f"{source} has ended"
+                    f"{source} has ended",
+                    source,
                 )
-                error.peer = source
-                raise error
 
     @property
     def is_moving(self) -> bool:

@@ -306,15 +306,14 @@ class PageRingWriter:
             f"a page for instance {self._instance} waits for a place in its ring of "
             f"{len(places.headers)}"
         )
-        error: ExchangeError = ExchangeTimeout(
-            f"{what}: the instance is alive but consumed none in {timeout_ms:.0f} ms"
-        )
         if not self._segment.owner_is_alive():
-            error = PeerLost(f"{what}: the process of the instance is gone")
-        elif is_cancelled():
+            raise PeerLost(f"{what}: the process of the instance is gone", self._instance)
+        if is_cancelled():
             return False
-        error.peer = self._instance
-        raise error
+        raise ExchangeTimeout(
+            f"{what}: the instance is alive but consumed none in {timeout_ms:.0f} ms",
+            self._instance,
+        )
 
 
 def prefill_ring(writer: int) -> str:

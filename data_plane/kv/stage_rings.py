@@ -139,12 +139,11 @@ class RingStageLinks:
         if page is None:
             if is_lost:
                 source = (self._stage - 1) % self._num_stages
-                error = PeerLost(
+                raise PeerLost(
                     f"stage {self._stage} waits for stage {source}, from which its connection has "
-                    "ended"
+                    "ended",
+                    source,
                 )
-                error.peer = source
-                raise error
             return None
         row_bytes = _TOKEN_WORDS * 8 if self._stage == 0 else self._row.nbytes
         page = page._replace(payload=page.payload[: page.num_tokens * row_bytes].copy())

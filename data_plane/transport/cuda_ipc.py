@@ -226,12 +226,11 @@ class GpuExchange:
                 f"{what}, but finds epoch {error.found_epoch}: the region was overwritten before "
                 "it was read"
             )
-        late = ExchangeTimeout(
+        raise ExchangeTimeout(
             f"{what}: it did not come within {self._timeout_ms:g} ms "
-            f"(the last epoch here is {error.found_epoch})"
+            f"(the last epoch here is {error.found_epoch})",
+            error.source,
         )
-        late.peer = error.source
-        raise late
 
     def _grid(self, place: RegionPlace) -> tuple[int, int]:
         return self.places.num_instances, min(_MAX_PROGRAMS, _power_of_two(place.num_slots))

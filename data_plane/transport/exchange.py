@@ -166,10 +166,14 @@ class TermOver(Exception):
 
 
 class ExchangeError(RuntimeError):
-    """The exchange cannot go on; subclasses are PeerLost, ExchangeTimeout and EpochError."""
+    """The exchange cannot go on; subclasses are PeerLost, ExchangeTimeout and EpochError.
 
-    peer: int | None = None
-    """The instance that was waited for, where one was."""
+    peer: the instance that was waited for, where one was.
+    """
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class PeerLost(ExchangeError):

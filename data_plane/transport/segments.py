@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -107,6 +108,7 @@ class Segments:
         self._is_always_tcp = is_always_tcp
         self._nixl = nixl
         self._peers: Sequence[Peer | None] = ()
+        self._owned = weakref.WeakSet[OwnedSegment]()
 
     @property
     def address(self) -> str:
@@ -152,6 +154,7 @@ class Segments:
         if self._server is not None:
             segment.server = self._server
             self._server.admit(segment)
+        self._owned.add(segment)
         return segment
 
     def attach(
@@ -196,6 +199,8 @@ class Segments:
         return is_owned(segment_name(self.cluster_id, term, kind, instance))
 
     def close(self) -> None:
-        """Let no process attach any more. Idempotent."""
+        """Close the segments that are still owned, and let no process attach. Idempotent."""
+        for segment in list(self._owned):
+            segment.close()
         if self._server is not None:
             self._server.close()

@@ -274,14 +274,13 @@ class ShmExchange:
             f"instance {self._instance}, {waited_ns // 1_000_000} ms into its wait for "
             f"{channel.name} of epoch {epoch}"
         )
-        error: ExchangeError = ExchangeTimeout(
-            f"{what}: instance {source} is alive but sent nothing "
-            f"(its last epoch is {word.load() - 1})"
-        )
         if not self._is_alive(source):
-            error = PeerLost(f"{what}: the process of instance {source} is gone")
-        error.peer = source
-        return error
+            return PeerLost(f"{what}: the process of instance {source} is gone", source)
+        return ExchangeTimeout(
+            f"{what}: instance {source} is alive but sent nothing "
+            f"(its last epoch is {word.load() - 1})",
+            source,
+        )
 
     def _is_alive(self, source: int) -> bool:
         """Whether the source's process is alive.

@@ -57,10 +57,10 @@ def deep(depth):
 )
 def test_what_cannot_be_used_is_named_within_a_tenth_of_a_second(fields, sentence):
     of(regex="warm")
-    began_s = time.process_time()
+    began_s = time.thread_time()
     with pytest.raises(ValueError) as caught:
         of(**fields)
-    assert time.process_time() - began_s < 0.1
+    assert time.thread_time() - began_s < 0.1
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -81,9 +81,9 @@ def test_what_cannot_be_used_is_named_within_a_tenth_of_a_second(fields, sentenc
 )
 def test_what_is_large_is_still_quick(fields):
     of(regex="warm")
-    began_s = time.process_time()
+    began_s = time.thread_time()
     assert of(**fields)
-    assert time.process_time() - began_s < 0.3
+    assert time.thread_time() - began_s < 0.3
 
 
 def test_a_service_or_a_model_without_it_says_so():

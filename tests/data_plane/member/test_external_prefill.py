@@ -137,6 +137,9 @@ def test_a_loop_with_an_engine_that_is_up_sleeps(silent_engine):
     link, prober, clock = Link(), Prober(), Clock()
     with running(link, prober, clock, silent_engine):
         until(lambda: engine_of(link) and engine_of(link).is_up)
-        before_s = time.process_time()
-        time.sleep(1.0)
-        assert time.process_time() - before_s < 0.2
+        times_s = []
+        for _ in range(3):  # threads that other tests have left may work in one of them
+            before_s = time.process_time()
+            time.sleep(0.5)
+            times_s.append(time.process_time() - before_s)
+        assert min(times_s) < 0.1

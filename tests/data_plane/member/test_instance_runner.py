@@ -286,8 +286,7 @@ def test_a_term_that_is_over_before_it_was_joined_is_left_at_once():
 
 @pytest.mark.parametrize(("kind", "is_gone"), [(PeerLost, True), (ExchangeTimeout, False)])
 def test_a_peer_that_does_not_answer_is_reported_and_the_controller_ends_the_term(kind, is_gone):
-    error = kind("instance 2 is alive but sent nothing")
-    error.peer = 2
+    error = kind("instance 2 is alive but sent nothing", 2)
     link = Link(join(), plan(0, 3), last=SHUTDOWN)
     run(link, Interrupted(link, error, expect(5), LEAVE, join(2)))
     assert link.kinds() == ["ready", "suspect", "left", "ready"]

@@ -4,6 +4,7 @@ The runtime is a fake one whose memory is in files; each instance here plays a p
 """
 
 import ctypes
+import os
 import threading
 import uuid
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from data_plane.transport.cuda_runtime import GRANULE, CudaError, CudaRuntime
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term, TermOver
 from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.shared_memory import segment_name
 from harness.fake_cudart import FakeCudart
 from nanocp.config import LimitsConfig
 
@@ -100,8 +102,7 @@ def member(tmp_path):
 
     yield make
     for each in made:
-        if each.memory._segment is not None:
-            each.memory._segment.close()
+        each.segments.close()
 
 
 def meet(number, seats, *members):
@@ -134,6 +135,15 @@ def test_a_survivor_and_a_process_that_has_come_meet_in_the_second_term(member):
     assert first[-2:] == ["cudaDeviceSynchronize", "cudaIpcCloseMemHandle"], (
         "nothing is unmapped under a step, and all of it before memory is free"
     )
+
+
+def test_a_process_that_ends_within_a_term_leaves_no_name_behind(member):
+    a, b = member("a", 0), member("b", 1)
+    meet(1, [0, 1], a, b)
+    names = [segment_name(a.segments.cluster_id, 1, "gpu_memory0", seat) for seat in (0, 1)]
+    assert all(os.path.exists(f"/dev/shm/{name}") for name in names)
+    a.segments.close()
+    assert [os.path.exists(f"/dev/shm/{name}") for name in names] == [False, True]
 
 
 def test_memory_is_kept_as_long_as_a_peer_that_hangs_may_write_it(member):
@@ -185,12 +195,18 @@ def test_a_wait_for_a_peer_ends_with_the_term_and_its_memory_is_given_up(member)
     assert a.num_held == 0
 
 
-def test_a_handle_that_a_process_took_with_it_names_the_peer_that_is_gone(member):
+def test_a_handle_that_a_process_took_with_it_names_the_peer_that_is_gone(member, monkeypatch):
     a, b = member("a", 0), member("b", 1, limits=IMPATIENT)
     with pytest.raises(ExchangeTimeout):
         b.begin_term(1, [0, 1])
     b.library.die()
-    threading.Timer(0.1, b.memory._segment.disown).start()
+    opens = a.memory._runtime.open
+
+    def opens_before_the_segment_goes(handle):
+        threading.Timer(0.1, b.memory._segment.disown).start()
+        return opens(handle)
+
+    monkeypatch.setattr(a.memory._runtime, "open", opens_before_the_segment_goes)
     with pytest.raises(PeerLost, match="instance 1 is gone: cudaIpcOpenMemHandle failed") as lost:
         a.begin_term(1, [0, 1])
     assert lost.value.peer == 1

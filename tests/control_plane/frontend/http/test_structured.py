@@ -192,14 +192,20 @@ def forms_of(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
 def test_a_schema_that_cannot_be_used_is_refused_at_once_by_its_field(
     service: Service, name: str
 ) -> None:
-    """CPU time of the whole service, which runs in this process, and of its client."""
+    """CPU time of the whole service, which runs in this process, and of its client.
+
+    The least of three: whoever else works in this process meanwhile counts too.
+    """
     with httpx.Client(timeout=60) as client:
         client.get(f"{service.url}/health")
         for path, field, fields in forms_of(BAD_SCHEMAS[name]):
             body = {"prompt": "x"} if path == "completions" else {"messages": [MESSAGE]}
-            began_s = time.process_time()
-            answer = client.post(f"{service.url}/v1/{path}", json=body | fields)
-            assert time.process_time() - began_s < 0.1
+            times_s = []
+            for _ in range(3):
+                began_s = time.process_time()
+                answer = client.post(f"{service.url}/v1/{path}", json=body | fields)
+                times_s.append(time.process_time() - began_s)
+            assert min(times_s) < 0.1
             error = answer.json()["error"]
             assert answer.status_code == 400, (path, fields, answer.text)
             assert error["param"] == field, error
