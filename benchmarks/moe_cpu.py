@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from machine import describe, write_results
+from machine import TwoProcesses, describe, two_processes, write_results
 from moe_points import (
     CALL,
     EARLY,
@@ -95,6 +95,7 @@ def main(
     unknown = wanted - set(PART_NAMES)
     if unknown:
         raise typer.BadParameter(f"{unknown}; parts are {', '.join(PART_NAMES)}", param_hint="only")
+    here = two_processes()
     rounds, layers = (8, 2) if quick else (32, 8)
     results: list[dict[str, Any]] = []
     for instances, is_tcp in ((1, False), (2, False), (2, True), (4, False)):
@@ -108,10 +109,11 @@ def main(
     if "service" in wanted:
         points = [p for p in POINTS if p.part == "service"]
         results += measure_services(points, max(1, rounds // 4), dtype, console)
-    wrong = show(results, console)
+    wrong = show(results, console, here)
     if json is not None:
         about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}
-        write_results(json, results, describe(load_before) | about)
+        machine = describe(load_before) | {"two_processes_over_one": here._asdict()}
+        write_results(json, results, machine | about)
     if quick:
         console.print("--quick: two layers, few rounds. The claims are about the full run.")
     raise typer.Exit(bool(wrong) and not quick)
@@ -366,8 +368,12 @@ def measure_services(
 # --- showing
 
 
-def show(results: Sequence[dict[str, Any]], console: Console) -> list[str]:
-    """Print a line for each variant, with its ratio to the first; returns the claims that fail."""
+def show(results: Sequence[dict[str, Any]], console: Console, here: TwoProcesses) -> list[str]:
+    """Print a line for each variant, with its ratio to the first; returns the claims that fail.
+
+    here: what two processes do on this machine. What two processors are to win is not judged if
+    these do less.
+    """
     table = Table(title=f"microseconds of a layer, of a step in {', '.join(WHOLE_STEPS)}")
     for name in ("point", "variant", "min", "median", "of the first"):
         table.add_column(name, justify="left" if name in ("point", "variant") else "right")
@@ -390,12 +396,16 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> list[str]:
         for claim in claims(point) if of_point else []:
             ratio = ratio_of(of_point[claim.variant], of_point[claim.other])
             said = f"{_name(point)}: {claim.variant} takes {ratio:.2f} of {claim.other}"
-            judged.append(f"{said}, at most {claim.at_most}")
-            if ratio > claim.at_most:
-                wrong.append(judged[-1])
+            said = f"{said}, at most {claim.at_most}"
+            reason = here.why_not(1 / claim.at_most) if claim.variant == TWO else ""
+            verdict = reason or ("holds" if ratio <= claim.at_most else "DOES NOT HOLD")
+            judged.append(f"{verdict}: {said}")
+            if ratio > claim.at_most and not reason:
+                wrong.append(said)
     console.print(table)
+    console.print(f"two processes over one: {here}")
     for sentence in judged:
-        console.print(f"{'DOES NOT HOLD' if sentence in wrong else 'holds'}: {sentence}")
+        console.print(sentence)
     return wrong
 
 

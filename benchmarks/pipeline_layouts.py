@@ -7,10 +7,12 @@ know: how layers move, how the constants were fitted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, median
 
+from control_plane.scheduler.pipeline.predictor import predict_pass
 from data_plane.profiling.stages import PassTime, makespan_us
 from nanocp.config import PassesConfig
 from nanocp.passes import PassCosts
@@ -28,6 +30,11 @@ class StageClaim:
     found: str
     holds: bool | None
     """None: this run does not judge it."""
+
+    def unless(self, reason: str) -> StageClaim:
+        """What was found, not judged if there is a reason why this run cannot."""
+        found = f"{self.found}; {reason}"
+        return replace(self, found=found, holds=None) if reason else self
 
 
 class Layouts:
@@ -60,37 +67,44 @@ class Layouts:
     def _claim(self, claim: str, asked: str, found: str, holds: bool | None) -> StageClaim:
         return StageClaim(claim, asked, found, None if self._is_quick else holds)
 
-    def decode(self) -> tuple[StageClaim, float]:
-        """Few rows that decode; also returns their r."""
+    def decode(self) -> tuple[StageClaim, int]:
+        """Few rows that decode; also returns how many layers their first stage should have."""
         even, level = self._run("even", self._decode), self._run("level", self._decode)
-        r = ratio_of(even.passes[-self._num // 2 :])
+        last = even.passes[-self._num // 2 :]
+        r, planned = ratio_of(last), planned_ratio(last, self._costs)
         longest = [max(per_pass(one.passes[-self._num // 2 :])) for one in (even, level)]
-        found = longest[1] / longest[0]
-        allowed = min(lengths(r)) / lengths(r)[NUM_LAYERS // 2 - 1]
+        allowed_us, head = best_of(last)
+        found, allowed = longest[1] / longest[0], allowed_us / longest[0]
         claim = self._claim(
-            f"decode, few rows, r = {r:.1f}: longest stage, level / even",
+            f"decode, few rows, r = {r:.1f}, foretold {planned:.1f}: longest stage, level / even",
             f"r >= 2: <= 0.88, or within 3% of {allowed:.2f}, what whole layers allow",
-            f"{found:.2f}, {level.num_changes} changes",
+            f"{found:.2f}, {changes_of(level)}",
             found <= max(0.88, 1.03 * allowed) if r >= 2 else None,
         )
-        return claim, r
+        return claim, head
 
-    def phases(self, r: float) -> StageClaim:
-        """Decode, prompts, decode. r: of the decode phases. Passes are alike in every run."""
+    def phases(self, head: int) -> StageClaim:
+        """Decode, prompts, decode. Passes are alike in every run.
+
+        head: layers of the first stage in the layout that is best for decode.
+        """
         # Passes of prompts are longer: phases take about as long as each other.
         decode, prompts = self._decode._replace(num_passes=6 * self._num), self._prompts
-        head = lengths(r).index(min(lengths(r))) + 1
         best = f"static:{head},{NUM_LAYERS - head}"
         turns = (decode, prompts, decode)
         even, static, level = (self._run(policy, *turns) for policy in ("even", best, "level"))
+        ends = accumulate((each.num_passes for each in turns), initial=0)
+        parts = [even.passes[begin:end] for begin, end in pairwise(ends)]
+        even_us = [max(per_pass(part)) * len(part) for part in parts]
+        allowed = sum(best_of(part)[0] * len(part) for part in parts) / sum(even_us)
         us = makespan_us(level.passes)
-        longest = [max(each.stage_us) for each in even.passes]
-        share = sum(longest[decode.num_passes : -decode.num_passes]) / sum(longest)
         against = [us / makespan_us(one.passes) for one in (even, static)]
         return self._claim(
-            f"decode, prompts ({share:.0%} of even's time), decode: level / even, level / {best}",
+            f"decode, prompts ({even_us[1] / sum(even_us):.0%} of even's time), decode: "
+            f"level / even, level / {best}",
             "<= 0.92 of both",
-            f"{against[0]:.2f}, {against[1]:.2f}, {level.num_changes} changes",
+            f"{against[0]:.2f} (whole layers allow {allowed:.2f}), {against[1]:.2f}, "
+            f"{changes_of(level)}",
             max(against) <= 0.92,
         )
 
@@ -186,6 +200,23 @@ def longest_of(
     return max((us + more_us) * slow for us, more_us, slow in both)
 
 
-def lengths(r: float) -> list[float]:
-    """The longest of two stages, in layers, by the layers of the first: 1, 2, ..."""
-    return [max(head, NUM_LAYERS - head + r) for head in range(1, NUM_LAYERS)]
+def best_of(passes: Sequence[PassTime]) -> tuple[float, int]:
+    """The best that whole layers allow, by what an even layout's took.
+
+    Returns the mean of the longer stage in us, and how many layers the first stage has then.
+    """
+    layers_us, besides_us = layers_of(passes), besides_layers(passes)
+    heads = range(1, NUM_LAYERS)
+    return min((longest_of(layers_us, besides_us, (1, 1), head), head) for head in heads)
+
+
+def planned_ratio(passes: Sequence[PassTime], costs: PassCosts) -> float:
+    """What the predictor says r is."""
+    foretold = [predict_pass(each.spans, costs) for each in passes]
+    return median(each.sample_us / each.layer_us for each in foretold)
+
+
+def changes_of(played: Played) -> str:
+    """When the layout changed, and to what: `12: 8,4` is from pass 12 on."""
+    changes = [f"{number}: {','.join(map(str, split))}" for number, split in played.layouts]
+    return f"{len(changes)} changes" + (f" ({'; '.join(changes)})" if changes else "")

@@ -168,7 +168,7 @@ def _run_pipeline(
     from data_plane.model.config import ModelConfig
     from nanocp.passes import PipelineConfig
     from nanocp.profile.fit import pipeline_yaml
-    from nanocp.profile.pipeline import KINDS, errors, mixes, num_first_dense
+    from nanocp.profile.pipeline import KINDS, errors, measure, num_first_dense
     from nanocp.simulator.pipeline.fit import fit_costs
 
     if measurement.max_len or measurement.degree or measurement.overlap:
@@ -177,10 +177,10 @@ def _run_pipeline(
     PipelineConfig.of(config, model.num_layers)
     measurement.make_folder()
     layers = model.num_experts, model.num_experts_per_token, num_first_dense(model)
-    passes = {
-        kind: mixes(checkpoint, kind, is_quick=measurement.quick, data_plane=config.data_plane)
-        for kind in (("greedy", "mixed") if measurement.quick else KINDS)
-    }
+    kinds = ("greedy", "mixed") if measurement.quick else tuple(KINDS)
+    passes, apart = measure(
+        checkpoint, kinds, is_quick=measurement.quick, data_plane=config.data_plane
+    )
     every = [one for all_ in passes.values() for one in all_]
     costs = fit_costs("ours", every, *layers)
     config = replace(config, pipeline=replace(config.pipeline, costs=costs))
@@ -189,7 +189,8 @@ def _run_pipeline(
     table = Table(title=f"{len(every)} passes: mean error on a held-out third")
     for column in ("form", "layer", "dense layer", *(f"sampling, {kind}" for kind in passes)):
         table.add_column(column)
-    for form, found in errors(passes, *layers).items():
+    rows = errors(passes, *layers) | {"two plays of a pass differ by": apart}
+    for form, found in rows.items():
         sampling = [f"{error.sampling:.1%}" for error in found.values()]
         layer, dense = (
             f"{fmean(each):.1%}"

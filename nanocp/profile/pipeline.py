@@ -7,12 +7,13 @@ forms of the predictor are off. Does not know: the command line, files.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
@@ -58,6 +59,19 @@ class LoadPhase(NamedTuple):
     num_passes: int
 
 
+_MIXES = (
+    LoadPhase(1, 60, 8, 10),
+    LoadPhase(2, 60, 8, 12),
+    LoadPhase(1, 900, 20, 14),
+    LoadPhase(4, 300, 40, 10),
+    LoadPhase(8, 30, 40, 10),
+    LoadPhase(12, 60, 40, 10),
+    LoadPhase(24, 200, 40, 10),
+    LoadPhase(32, 30, 40, 10),
+)
+"""Few rows and many, short ones and long ones of both. If few rows were always long, what they
+attend to could not be told from what any row takes, and few short ones would be foretold badly."""
+_NUM_PLAYS = 3
 _WARM_UP = LoadPhase(32, 2, 4, 4)
 """The first pass that samples takes up to four times as long: its memory is mapped then."""
 
@@ -67,11 +81,17 @@ class Played(NamedTuple):
 
     passes: list[PassTime]
     moves: list[MoveTime]
-    num_changes: int
+    layouts: list[tuple[int, tuple[int, ...]]]
+    """Each change: the pass that is the first after it, and the layers of each stage from then."""
     works: dict[int, int]
     """Request id -> its SamplerWork."""
     plan_us: float
     """Processor time of the planning of a pass, the mean."""
+
+    @property
+    def num_changes(self) -> int:
+        """Times that the layout changed."""
+        return len(self.layouts)
 
 
 class PipelinePlay:
@@ -122,11 +142,12 @@ class PipelinePlay:
         self._prompts: dict[int, Sequence[int]] = {}
         self._works: dict[int, int] = {}
         self._events: list[PipelineEvent] = []
+        self._layouts: list[tuple[int, tuple[int, ...]]] = []
         self._plan_ns = 0
 
     def run(self) -> Played:
         """Play the phases one after the other; requests that end are replaced."""
-        scheduler, stages = self._scheduler, self._stages
+        stages = self._stages
         with closing(stages):
             if self._warm_up:
                 self._play(self._warm_up)
@@ -135,9 +156,9 @@ class PipelinePlay:
             num_warm = len(stages.passes)
             for phase in self._phases:
                 self._play(phase)
-        num_changes = scheduler.layouts.num_changes
         plan_us = self._plan_ns / 1e3 / len(stages.passes)
-        return Played(stages.passes[num_warm:], stages.moves, num_changes, self._works, plan_us)
+        layouts = [(number - num_warm, split) for number, split in self._layouts]
+        return Played(stages.passes[num_warm:], stages.moves, layouts, self._works, plan_us)
 
     @property
     def _num_open(self) -> int:
@@ -169,6 +190,8 @@ class PipelinePlay:
             self._plan_ns += time.thread_time_ns() - begin_ns
             self._events = []
             if plan.layer_moves is not None:
+                if plan.layer_moves.split is not None:
+                    self._layouts.append((len(self._stages.passes), plan.layer_moves.split))
                 self._stages.send(plan.layer_moves, self._prompts)
             if plan.pass_plan is None:
                 break
@@ -192,11 +215,8 @@ def mixes(
 
     kind: how they are sampled, a name of KINDS.
     """
-    num_passes, dense = 4 if is_quick else 10, num_first_dense(ModelConfig.from_folder(checkpoint))
-    phases = [
-        LoadPhase(rows, prompt_len, 40, num_passes)
-        for rows, prompt_len in ((1, 900), (4, 300), (12, 60), (24, 200), (32, 30))
-    ]
+    dense = num_first_dense(ModelConfig.from_folder(checkpoint))
+    phases = [each._replace(num_passes=4) for each in _MIXES] if is_quick else _MIXES
     measured = []
     for max_tokens in (128, 700):
         config = PassesConfig(max_pass_tokens=max_tokens)
@@ -211,6 +231,71 @@ def mixes(
             dense_us, layer_us = fmean(first or [0.0]), fmean(others or first)
             measured.append(MeasuredPass(each.spans, layer_us, each.sample_us, works, dense_us))
     return measured
+
+
+class Measured(NamedTuple):
+    """Passes by their kind, each with the median of its times over several plays."""
+
+    passes: dict[str, list[MeasuredPass]]
+    apart: dict[str, FitError]
+    """For each kind, what two plays of the same pass differ by: no prediction can be that exact."""
+
+
+def measure(
+    checkpoint: Path,
+    kinds: Sequence[str],
+    *,
+    is_quick: bool = False,
+    data_plane: DataPlaneConfig | None = None,
+) -> Measured:
+    """Play the mixes of all kinds several times, in turn and back, so that drift hits all alike.
+
+    kinds: names of KINDS.
+    """
+    plays: dict[str, list[list[MeasuredPass]]] = {kind: [] for kind in kinds}
+    for number in range(_NUM_PLAYS):
+        for kind in kinds[:: -1 if number % 2 else 1]:
+            plays[kind].append(mixes(checkpoint, kind, is_quick=is_quick, data_plane=data_plane))
+    return Measured(
+        {kind: medians(each) for kind, each in plays.items()},
+        {kind: apart(each) for kind, each in plays.items()},
+    )
+
+
+def medians(plays: Sequence[Sequence[MeasuredPass]]) -> list[MeasuredPass]:
+    """The passes of plays, which are the same in each, with the median of their times."""
+    return [
+        each[0]._replace(
+            layer_us=median(one.layer_us for one in each),
+            sample_us=median(one.sample_us for one in each),
+            dense_us=median(one.dense_us for one in each),
+        )
+        for each in _same_passes(plays)
+    ]
+
+
+def apart(plays: Sequence[Sequence[MeasuredPass]]) -> FitError:
+    """What the times of a pass in two plays differ by, relative to their mean; on average."""
+    pairs = [pair for each in _same_passes(plays) for pair in combinations(each, 2)]
+
+    def differ(time: Callable[[MeasuredPass], float]) -> float:
+        times = [(time(one), time(other)) for one, other in pairs]
+        return fmean([2 * abs(a - b) / (a + b) for a, b in times if a + b] or [0.0])
+
+    return FitError(
+        differ(lambda one: one.layer_us),
+        differ(lambda one: one.sample_us),
+        differ(lambda one: one.dense_us),
+    )
+
+
+def _same_passes(
+    plays: Sequence[Sequence[MeasuredPass]],
+) -> list[tuple[MeasuredPass, ...]]:
+    """For each pass, what each play took for it."""
+    passes = list(zip(*plays, strict=True))
+    assert all(one.spans == each[0].spans for each in passes for one in each), "plays differ"
+    return passes
 
 
 def num_first_dense(model: ModelConfig) -> int:

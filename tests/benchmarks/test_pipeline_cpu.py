@@ -6,8 +6,14 @@ from contextlib import nullcontext
 import pipeline_cpu
 import pytest
 import typer
-from pipeline_layouts import StageClaim
+from machine import TwoProcesses
+from pipeline_layouts import StageClaim, best_of, changes_of
 from slow_link import Decoded
+
+from data_plane.profiling.stages import PassTime
+from nanocp.profile.pipeline import Played
+
+TWO_CORES = TwoProcesses(compute=2.0, memory=1.9)
 
 
 def test_a_part_that_fails_is_a_claim_that_does_not_hold(monkeypatch, tmp_path, capsys):
@@ -17,6 +23,7 @@ def test_a_part_that_fails_is_a_claim_that_does_not_hold(monkeypatch, tmp_path, 
         return [StageClaim(part, "<= 7%", "6%", True)]
 
     monkeypatch.setattr(pipeline_cpu.Subjects, "run", run)
+    monkeypatch.setattr(pipeline_cpu, "two_processes", lambda: TWO_CORES)
     path = tmp_path / "results.json"
     with pytest.raises(typer.Exit) as raised:
         pipeline_cpu.main(json=path)
@@ -25,6 +32,8 @@ def test_a_part_that_fails_is_a_claim_that_does_not_hold(monkeypatch, tmp_path, 
     assert list(claims) == ["predictor", "part layouts", "prefill", "link"]
     assert claims["part layouts"]["found"] == "RuntimeError('out of memory')"
     assert claims["part layouts"]["holds"] is False
+    machine = json.loads((tmp_path / "results.machine.json").read_text())
+    assert machine["two_processes_over_one"] == {"compute": 2.0, "memory": 1.9}
     assert "not judged" not in capsys.readouterr().out
     monkeypatch.setattr(pipeline_cpu.Subjects, "run", lambda self, part: [])
     with pytest.raises(typer.Exit) as raised:
@@ -58,3 +67,36 @@ def test_over_another_link_or_with_slower_layers_nothing_is_judged(
     assert asked.holds is holds and asked.found.endswith(reason)
     assert f"{measured:.1f}" in asked.found and "Mbit/s" in asked.found
     assert [each.holds for each in shown] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("here", "holds", "reason"),
+    [
+        (TWO_CORES, [True, False], ["", ""]),
+        (TwoProcesses(2.0, 1.6), [None, False], ["memory of two processes is 1.60", ""]),
+        (TwoProcesses(1.2, 1.9), [None, None], ["compute of two processes is 1.20"] * 2),
+    ],
+)
+def test_two_stages_are_not_judged_where_two_processes_do_less_than_is_asked(
+    monkeypatch, tmp_path, here, holds, reason
+):
+    monkeypatch.setattr(pipeline_cpu, "two_stages", lambda *_, **__: (1.8, 0.7))
+    rate, first_token, _ = pipeline_cpu.part_prefill(tmp_path, is_quick=False, here=here)
+    assert [rate.holds, first_token.holds] == holds
+    for claim, why in zip((rate, first_token), reason, strict=True):
+        assert why in claim.found and ("not judged" in claim.found) == bool(why)
+
+
+def test_the_best_whole_layers_are_found_by_what_an_even_layouts_took():
+    """Layers of 2 ms, the first of 1, and 1 ms besides in each stage; sampling takes 12."""
+    layers_us = [1000.0, *[2000.0] * 10]
+    even = [PassTime(0, -1, (), [12_000.0, 25_000.0], layers_us, 12_000.0)]
+    assert best_of(even) == (19_000.0, 9)
+    prompts = [PassTime(0, -1, (), [12_000.0, 13_000.0], layers_us)]
+    assert best_of(prompts) == (13_000.0, 6)
+
+
+def test_changes_are_named_by_their_passes():
+    assert changes_of(Played([], [], [], {}, 0.0)) == "0 changes"
+    changed = Played([], [], [(30, (9, 3)), (99, (6, 6))], {}, 0.0)
+    assert changes_of(changed) == "2 changes (30: 9,3; 99: 6,6)"

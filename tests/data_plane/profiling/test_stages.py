@@ -6,7 +6,17 @@ import pytest
 
 from data_plane.profiling.stages import PassTime, makespan_us
 from nanocp.config import PassesConfig
-from nanocp.profile.pipeline import LoadPhase, PipelinePlay, errors, mixes
+from nanocp.passes import Span
+from nanocp.profile.pipeline import (
+    LoadPhase,
+    PipelinePlay,
+    apart,
+    errors,
+    measure,
+    medians,
+    mixes,
+)
+from nanocp.simulator.pipeline.fit import MeasuredPass
 
 
 def passes(*stage_us, after=-1):
@@ -56,3 +66,20 @@ def test_both_forms_are_judged_on_passes_they_have_not_seen(tiny_checkpoint):
     for found in errors(passes, 16, 4).values():
         assert list(found) == ["greedy", "mixed"]
         assert all(0 < error.layer < 5 and 0 < error.sampling < 5 for error in found.values())
+
+
+def test_a_pass_counts_with_the_median_of_its_plays():
+    spans = (Span(1, 9, 1, True),)
+    plays = [[MeasuredPass(spans, layer, 10 * layer, (0,), 5.0)] for layer in (90.0, 500.0, 110.0)]
+    assert medians(plays) == [MeasuredPass(spans, 110.0, 1100.0, (0,), 5.0)]
+    assert apart(plays[::2]) == pytest.approx((0.2, 0.2, 0.0))
+    other = [MeasuredPass((Span(1, 8, 1, True),), 1.0, 1.0)]
+    with pytest.raises(AssertionError, match="plays differ"):
+        medians([plays[0], other])
+
+
+@pytest.mark.system
+def test_each_play_of_the_mixes_has_the_same_passes(tiny_checkpoint):
+    measured = measure(tiny_checkpoint, ("greedy", "mixed"), is_quick=True)
+    assert set(measured.passes) == set(measured.apart) == {"greedy", "mixed"}
+    assert all(error.layer > 0 and error.sampling > 0 for error in measured.apart.values())

@@ -1,0 +1,36 @@
+"""What two processes do on a machine over one, and claims that it keeps from being judged."""
+
+import moe_cpu
+import pytest
+from machine import TwoProcesses, two_processes
+from moe_points import CALL, PARTS, TWO, MixturePoint, result_of
+from rich.console import Console
+
+
+def test_two_processes_are_measured_over_one():
+    assert all(scaling > 0 for scaling in two_processes(seconds=0.01))
+
+
+@pytest.mark.parametrize(
+    ("here", "reason"),
+    [
+        (TwoProcesses(compute=1.7, memory=1.8), ""),
+        (TwoProcesses(2.0, 1.13), "not judged: memory of two processes is 1.13 of one's (1.70)"),
+        (TwoProcesses(1.0, 1.13), "not judged: compute of two processes is 1.00 of one's (1.70)"),
+    ],
+)
+def test_a_machine_with_less_than_is_asked_is_named(here, reason):
+    assert here.why_not(1.7) == reason
+
+
+@pytest.mark.parametrize(
+    ("memory", "found_us", "verdict"),
+    [(1.9, 50.0, "holds"), (1.9, 70.0, "DOES NOT HOLD"), (1.6, 70.0, "not judged: memory")],
+)
+def test_two_processors_are_not_judged_where_two_processes_do_less(memory, found_us, verdict):
+    point = MixturePoint("processors", 1, 32, (PARTS, CALL, TWO))
+    us = {PARTS: 100.0, CALL: 100.0, TWO: found_us}
+    results = [result_of(point, variant, [each]) for variant, each in us.items()]
+    console = Console(record=True, width=140, quiet=True)
+    wrong = moe_cpu.show(results, console, TwoProcesses(2.0, memory))
+    assert bool(wrong) == (verdict == "DOES NOT HOLD")
