@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -53,6 +54,13 @@ class Welcome(NamedTuple):
 WELCOME = struct.Struct(f"<{len(Welcome._fields)}Q")
 
 
+def put_header(word: int, value: int, chunks: Sequence[tuple[int, int]]) -> bytes:
+    """The header of a message with these chunks, each (offset, bytes), and then the word."""
+    assert len(chunks) <= MAX_CHUNKS, f"{len(chunks)} chunks; a message has at most {MAX_CHUNKS}"
+    table = [number for chunk in chunks for number in chunk]
+    return HEADER.pack(word, value, len(chunks), *table, *[0] * (2 * MAX_CHUNKS - len(table)))
+
+
 def tune(connection: socket.socket) -> None:
     """Send at once, and notice a node that vanishes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -69,28 +77,21 @@ def shut(connection: socket.socket | None) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def receive(connection: socket.socket, num_bytes: int, is_patient: bool = False) -> bytes:
+def receive(connection: socket.socket, num_bytes: int) -> bytes:
     """Receive exactly `num_bytes` bytes; see receive_into."""
     data = bytearray(num_bytes)
-    receive_into(connection, [memoryview(data)], is_patient)
+    receive_into(connection, [memoryview(data)])
     return bytes(data)
 
 
-def receive_into(
-    connection: socket.socket, views: list[memoryview], is_patient: bool = False
-) -> None:
+def receive_into(connection: socket.socket, views: list[memoryview]) -> None:
     """Receive into the views, one after the other. Raises ConnectionError at the end of the stream.
 
-    is_patient: go on after the connection's timeout, which then holds for sending only.
+    Raises TimeoutError after the connection's timeout.
     """
     views = [view for view in views if len(view)]
     while views:
-        try:
-            num_received = connection.recvmsg_into(views)[0]
-        except TimeoutError:
-            if is_patient:
-                continue
-            raise
+        num_received = connection.recvmsg_into(views)[0]
         if not num_received:
             raise ConnectionError("the other end closed the connection")
         views = rest_of(views, num_received)

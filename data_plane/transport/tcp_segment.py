@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import socket
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -22,14 +23,13 @@ from data_plane.transport.tcp_messages import (
     ANNOUNCED,
     CLOSE_S,
     HANDSHAKE_S,
-    HEADER,
     HELLO,
     MAGIC,
-    MAX_CHUNKS,
     TAKEN,
     WELCOME,
     WORD,
     Welcome,
+    put_header,
     receive,
     rest_of,
     shut,
@@ -85,23 +85,21 @@ class TcpSegment:
         """
         assert bulk is None, "the segment has no bulk"
         chunks = [chunk for chunk in chunks if chunk[1]]
-        assert len(chunks) <= MAX_CHUNKS, (
-            f"{len(chunks)} chunks; a message has at most {MAX_CHUNKS}"
-        )
-        table = [number for chunk in chunks for number in chunk]
-        table += [0] * (2 * MAX_CHUNKS - len(table))
         word.store(value)
         view = memoryview(self.memory)
-        message = [memoryview(HEADER.pack(word.offset, value, len(chunks), *table))]
+        message = [memoryview(put_header(word.offset, value, chunks))]
         message += [view[offset : offset + num_bytes] for offset, num_bytes in chunks]
         if self._is_open:
             self._send(message)
 
     def announce(self) -> None:
         """Ask the owner to call its `progress` until the next message, or until a timeout."""
-        no_chunks = (0,) * (1 + 2 * MAX_CHUNKS)
-        header = HEADER.pack(ANNOUNCED, self._limits.exchange_timeout_ms, *no_chunks)
+        header = put_header(ANNOUNCED, self._limits.exchange_timeout_ms, ())
         self._send([memoryview(header)])
+
+    def fileno(self) -> int:
+        """The connection's file descriptor."""
+        return self._connection.fileno()
 
     def owner_is_alive(self) -> bool:
         """Whether the connection to the owner is open; see segments.Segment."""
@@ -128,7 +126,7 @@ class TcpSegment:
         while message:
             try:
                 message = rest_of(message, self._connection.sendmsg(message))
-            except TimeoutError:
+            except BlockingIOError:  # after SO_SNDTIMEO
                 self._term.check()
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
@@ -144,7 +142,7 @@ class TcpSegment:
         words: dict[int, Word] = {}
         with suppress(OSError):
             while True:
-                offset, value = WORD.unpack(receive(self._connection, WORD.size, is_patient=True))
+                offset, value = WORD.unpack(receive(self._connection, WORD.size))
                 if offset not in words:
                     words[offset] = Word(self.memory, offset)
                 words[offset].store(value)
@@ -201,5 +199,10 @@ class TcpSegment:
         for _ in range(welcome.num_words):
             offset, value = WORD.unpack(receive(connection, WORD.size))
             Word(self.memory, offset).store(value)
-        connection.settimeout(self._limits.tick_ms / 1000)
+        # Limits sending alone. Python's timeout would hold for the reader too, and ask before each
+        # call whether there is anything.
+        seconds, ms = divmod(self._limits.tick_ms, 1000)
+        tick = struct.pack("@ll", seconds, ms * 1000)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        connection.settimeout(None)
         return True
