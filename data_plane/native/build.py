@@ -31,6 +31,7 @@ _SOURCES = (
     "rows.h",
     "experts.h",
     "processors.h",
+    "flag.h",
     "peers.h",
     "arrivals.h",
     "forecast.h",
@@ -38,6 +39,7 @@ _SOURCES = (
     "shared_out.h",
     "kernels.cpp",
 )
+_PUTS = ("flag.h", "late.h", "puts.cpp")
 _COMPILE = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _COMPILE_LIMIT_S = 120
 
@@ -85,11 +87,19 @@ def native_library(is_bf16: bool, wanted: str = "") -> tuple[ctypes.CDLL, str]:
         if missing:
             obstacles.append(f"for {name} the CPU has no {missing[0]}")
             continue
-        library = _load(_SETS[name].compiler)
+        library = _load(_SOURCES, _SETS[name].compiler)
         if name != "amx" or library.nanocp_allow_amx():
             return library, name
         obstacles.append("Linux does not let this process use AMX")
     raise NativeUnavailable("; ".join(obstacles) or f"{wanted} has no kernels of fp32")
+
+
+def puts_library() -> ctypes.CDLL:
+    """What puts through the exchange, loaded, built if this is its first use here.
+
+    Raises NativeUnavailable.
+    """
+    return _load(_PUTS, ())
 
 
 @functools.cache
@@ -101,31 +111,32 @@ def _cpu_flags() -> frozenset[str]:
 
 
 @functools.cache
-def _load(instructions: tuple[str, ...]) -> ctypes.CDLL:
+def _load(sources: tuple[str, ...], instructions: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of these sources, of which the last one is compiled."""
     flags = (*_COMPILE, *instructions)
     digest = blake2b(" ".join(flags).encode(), digest_size=8)
-    for name in _SOURCES:
+    for name in sources:
         digest.update((_HERE / name).read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanocp"
-    path = cache / f"kernels-{digest.hexdigest()}.so"
+    path = cache / f"{Path(sources[-1]).stem}-{digest.hexdigest()}.so"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the instances of a node start together
             if not path.exists():
-                _build(path, flags)
+                _build(path, sources[-1], flags)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"they cannot be kept in {cache}: {error}") from error
 
 
-def _build(path: Path, flags: tuple[str, ...]) -> None:
+def _build(path: Path, source: str, flags: tuple[str, ...]) -> None:
     compiler = shutil.which(os.environ.get("CXX") or "c++")
     if compiler is None:
         raise NativeUnavailable("there is no C++ compiler (c++, or what CXX names)")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *flags, str(_HERE / "kernels.cpp"), "-o", str(built)]
+        command = [compiler, *flags, str(_HERE / source), "-o", str(built)]
         try:
             result = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S

@@ -2,12 +2,7 @@
 // call ended.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <climits>
-
+#include "flag.h"
 #include "rows.h"
 
 // A peer's regions and flags of one parity. A flag that is raised here is null if the caller puts.
@@ -36,8 +31,3 @@ enum Outcome : long {
     // The peer in awaited[0] says that it sent counts[0] rows, which is impossible.
     WRONG_COUNT,
 };
-
-static inline void raise_flag(uint64_t* flag, uint64_t value) {
-    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-    syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}

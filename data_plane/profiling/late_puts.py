@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import threading
 import time
-from collections import deque
-from contextlib import suppress
 
+from data_plane.native.build import puts_library
 from data_plane.transport.exchange import Channel, Flags
 from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp_messages import put_header
+from data_plane.transport.tcp_segment import TcpSegment
 
 _SYS_SCHED_SETATTR = 314
 """Linux's number on x86-64; the C library has no function for it."""
@@ -54,35 +54,68 @@ class LateExchange(ShmExchange):
     """How long the link, which carries one put after the other, needs for a byte."""
     _free_s = 0.0
     """When the link has carried all that was put."""
-    _thread: threading.Thread | None = None
+    _link: int | None = None
+    """class LateLink of data_plane/native/late.h."""
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region later; see Exchange.put."""
+        """Publish the region later; see Exchange.put.
+
+        Raises NativeUnavailable if this machine cannot compile the thread that publishes.
+        """
         if not (self.late_s or self.ns_per_byte):
             super().put(channel, target, epoch, num_rows)
             return
-        if self._thread is None:
-            self._late: deque[tuple[float, Channel, int, int, int | None]] = deque()
-            self._made = threading.Semaphore(0)
-            self._thread = threading.Thread(target=self._publish, daemon=True)
-            self._thread.start()
-            let_others_in()
-        places = self._outgoing[target][channel][epoch & 1].places
-        num_bytes = sum(place.chunk(num_rows)[1] for place in places)
+        if self._link is None:
+            self._begin_link()
+        region = self._outgoing[target][channel][epoch & 1]
+        flag, value = region.flag, epoch + 1
+        chunks = [place.chunk(num_rows) for place in region.places]
+        num_bytes = sum(size for _, size in chunks)
         self._free_s = max(self._free_s, time.monotonic()) + 1e-9 * self.ns_per_byte * num_bytes
-        self._late.append((self._free_s + self.late_s, channel, target, epoch, num_rows))
-        self._made.release()
+        connection, header, parts = -1, b"", list[int]()
+        if target in self._remote:
+            peer = self._peers[target]
+            assert isinstance(peer, TcpSegment)
+            connection, header = peer.fileno(), put_header(flag.offset, value, chunks)
+            parts = [
+                n for offset, size in chunks for n in (flag.address + offset - flag.offset, size)
+            ]
+        due_ns = int((self._free_s + self.late_s) * 1e9)
+        addresses = (ctypes.c_long * len(parts))(*parts)
+        self._put(
+            self._link,
+            due_ns,
+            flag.address,
+            value,
+            connection,
+            header,
+            len(header),
+            addresses,
+            len(parts) // 2,
+        )
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
         """Only the flag that a peer raises: what this end puts is late."""
         return Flags(None, super().flags(channel, peer, epoch).incoming)
 
-    def _publish(self) -> None:
-        # A link does not wait for a core. Where that may not be asked for, it does.
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            with suppress(PermissionError):
-                os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(2))
-        while self._made.acquire():
-            due, channel, target, epoch, num_rows = self._late.popleft()
-            time.sleep(max(0.0, due - time.monotonic()))
-            super().put(channel, target, epoch, num_rows)
+    def close(self) -> None:
+        """Drop what is on its way, and close; see Exchange.close."""
+        if self._link is not None:
+            self._end_link(self._link)
+            self._link = None
+        super().close()
+
+    def _begin_link(self) -> None:
+        library = puts_library()
+        new, self._end_link = library.nanocp_new_late_link, library.nanocp_delete_late_link
+        self._put = library.nanocp_put_late
+        new.restype, new.argtypes = ctypes.c_void_p, ()
+        self._end_link.restype, self._end_link.argtypes = None, (ctypes.c_void_p,)
+        long, pointer = ctypes.c_long, ctypes.c_void_p
+        self._put.restype = None
+        self._put.argtypes = (
+            *(pointer, long, pointer, long),
+            *(ctypes.c_int, ctypes.c_char_p, long, pointer, long),
+        )
+        self._link = new()
+        let_others_in()

@@ -29,8 +29,8 @@ def moe_layout(model, dtype):
     return mixture_layout(MAX_ROWS, model.num_experts_per_token, model.hidden_size, value)
 
 
-def exchanges(kind, num_instances, layout, limits=PATIENT):
-    """Make the connected ends of all instances. kind: local, shm or tcp."""
+def exchanges(kind, num_instances, layout, limits=PATIENT, cls=ShmExchange):
+    """Make the connected ends of all instances. kind: local, shm or tcp; cls: not of local ones."""
     if kind == "local":
         return LocalExchange.create_all(num_instances, layout, limits)
     cluster_id = f"test-{uuid.uuid4().hex}"
@@ -45,7 +45,7 @@ def exchanges(kind, num_instances, layout, limits=PATIENT):
         for each in segments:
             each.meet([Peer(f"node {i}", own.address) for i, own in enumerate(segments)])
     ends = [
-        ShmExchange.create(own, instance, num_instances, layout, limits)
+        cls.create(own, instance, num_instances, layout, limits)
         for instance, own in enumerate(segments)
     ]
     for end in ends:
