@@ -28,13 +28,9 @@ class Admission:
     """The waiting queue, and the preempted requests that are away from it."""
 
     def __init__(
-        self,
-        cluster: ClusterConfig,
-        config: SchedulerConfig,
-        answer: Answer,
-        deferral: Deferral | None = None,
+        self, cluster: ClusterConfig, config: SchedulerConfig, answer: Answer, deferral: Deferral
     ) -> None:
-        """deferral: says who waits although it could be placed; None: nobody does."""
+        """deferral: says who waits although it could be placed."""
         self._cluster = cluster
         self._deferral = deferral
         self._config = config
@@ -72,8 +68,7 @@ class Admission:
             for refused, sentence in refusals:
                 self._answer.end(refused, FinishReason.REFUSED, sentence)
             self.should_walk |= arrival.request_id in self.queue
-            if self._deferral is not None:
-                self._deferral.admitted(1 - len(refusals))
+            self._deferral.admitted(1 - len(refusals))
         return True
 
     def come_back(self, arrival: Arrival, now_us: int) -> None:
@@ -85,7 +80,7 @@ class Admission:
     @property
     def next_deadline_us(self) -> int | None:
         """When the next waiting request expires, or is waited for or deferred no longer, in us."""
-        until_us = None if self._deferral is None else self._deferral.next_deadline_us
+        until_us = self._deferral.next_deadline_us
         return earliest(self.queue.next_deadline_us, self._away_until_us, until_us)
 
     @property
@@ -100,8 +95,7 @@ class Admission:
         Returns all of these requests. Those that were deferred long enough are to be placed.
         """
         gone: list[int] = []
-        if self._deferral is not None:
-            self.should_walk |= self._deferral.expire(now_us)
+        self.should_walk |= self._deferral.expire(now_us)
         while self._away_until_us is not None and now_us >= self._away_until_us:
             gone.append(next(iter(self.away)))
             del self.away[gone[-1]]
@@ -152,7 +146,7 @@ class Admission:
             if is_shrunk and (reason := invalidity(arrival, self._cluster, num_open)):
                 self.note(arrival.request_id, now_us, partial(str, f"{reason} now"))
                 continue
-            if self._deferral is not None and self._deferral.defers(arrival, arrived_us, now_us):
+            if self._deferral.defers(arrival, arrived_us, now_us):
                 self.note(arrival.request_id, now_us, self._deferral.sentence)
                 continue
             if place(arrival):
@@ -161,9 +155,7 @@ class Admission:
                     self.fair_share.placed(arrival.tenant, arrival.prompt_len)
                 continue
             num_passed += 1
-            since_us = arrived_us
-            if self._deferral is not None:
-                since_us = self._deferral.may_be_passed_since_us(arrival.request_id, arrived_us)
+            since_us = self._deferral.may_be_passed_since_us(arrival.request_id, arrived_us)
             may_be_passed = now_us - since_us < self._config.max_overtake_us and not arrival.resumes
             if num_passed == _MAX_PASSED or not may_be_passed:
                 break

@@ -1,6 +1,6 @@
 """Deferral: while steps are too long, one long prompt in a hundred requests waits, for the others.
 
-Enters: reports of windows, arrivals, loads. Leaves: whether a waiting request waits on, and until
+Enters: reports of windows, arrivals, tokens. Leaves: whether a waiting request waits on, and until
 when. Does not know: the queue's order, policies, costs. (docs/decisions/0049.)
 
 A burst of long prompts makes every row late. If a few of them wait until it is over, none is, but
@@ -11,6 +11,7 @@ shorter again, and others pass it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from control_plane.scheduler.cluster_state import ClusterState
@@ -52,12 +53,31 @@ class _Wait(NamedTuple):
     """Tokens of the prompt."""
 
 
+class TokensRead(NamedTuple):
+    """Tokens of KV that attention reads in a step."""
+
+    coming: int
+    """In the next step if everything that is decided for the instances were there."""
+    now: int
+    """Those of them that are there: none while only new prompts are on their way."""
+
+
+def tokens_read(state: ClusterState, tickets: Tickets) -> TokensRead:
+    """Count them over all instances.
+
+    Pages that move are read where they were, so only KV that prefill sends is still to come.
+    """
+    instances = range(state.cluster.num_instances)
+    decided = sum(state.kv_tokens(each) - state.weight(each) for each in instances)
+    return TokensRead(decided, decided - tickets.num_unfilled_tokens)
+
+
 class Deferral:
     """Which requests are deferred. Without a target none is."""
 
-    def __init__(self, config: SchedulerConfig, state: ClusterState, tickets: Tickets) -> None:
-        self._state = state
-        self._tickets = tickets
+    def __init__(self, config: SchedulerConfig, tokens: Callable[[], TokensRead]) -> None:
+        """tokens: what attention reads, as of the call."""
+        self._tokens = tokens
         self._most = min(_MOST, config.max_queued_requests // _QUEUE_SHARE)
         self._most_tokens = config.max_queued_tokens // _QUEUE_SHARE
         self._target_us = 1000 * config.tpot_target_ms
@@ -170,14 +190,12 @@ class Deferral:
         """Whether the prompt is long, and steps with it would be longer than so much of the target.
 
         A step is taken to grow as the tokens do that attention reads, which is the most it can.
-        Pages that move are read where they were, so only KV that prefill sends is still to come.
+        While nothing is read, a step says nothing about the next one.
         """
-        state, more, step_us = self._state, arrival.prompt_len, self.step_us
+        more, step_us = arrival.prompt_len, self.step_us
         if more < _LEAST_LONG or 100 * step_us < _LEAST_PERCENT * self._target_us:
             return False
-        instances = range(state.cluster.num_instances)
-        decided = sum(state.kv_tokens(each) - state.weight(each) for each in instances)
-        running = max(decided - self._tickets.num_unfilled_tokens, 1)
-        if more * _LONG < running:
+        coming, now = self._tokens()
+        if now <= 0 or more * _LONG < now:
             return False
-        return 100 * step_us * (decided + more) > percent * self._target_us * running
+        return 100 * step_us * (coming + more) > percent * self._target_us * now

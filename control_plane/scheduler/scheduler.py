@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from control_plane.scheduler.admission import Admission
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.deferral import Deferral
+from control_plane.scheduler.deferral import Deferral, tokens_read
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.lanes import Lanes
@@ -75,7 +76,7 @@ class Scheduler(Readings):
         self._state = state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
         self._answer = answer = Answer()
         self._tickets = tickets = Tickets(answer, state.arriving_tokens)
-        self._deferral = Deferral(scheduler, state, tickets)
+        self._deferral = Deferral(scheduler, partial(tokens_read, state, tickets))
         self._explainer = explainer
         if explainer is not None:
             self._policy = explainer.watch(self._policy, state, scheduler)

@@ -13,6 +13,7 @@ from typing import Any
 from control_plane.scheduler.admission import Admission
 from control_plane.scheduler.answer import Answer
 from control_plane.scheduler.cluster_state import ClusterState
+from control_plane.scheduler.deferral import Deferral, TokensRead
 from control_plane.scheduler.frame_ledger import FrameRun
 from control_plane.scheduler.layout import num_growth_pages
 from control_plane.scheduler.lowering import Lowering
@@ -89,7 +90,9 @@ class PipelineScheduler:
             )
         self._pipeline, self._cluster, self._config = pipeline, cluster, scheduler
         self._answer = Answer()
-        self._admission = Admission(cluster, scheduler, self._answer)
+        # No pass is a window, so nobody is deferred.
+        deferral = Deferral(scheduler, lambda: TokensRead(0, 0))
+        self._admission = Admission(cluster, scheduler, self._answer, deferral)
         self.fair_share = self._admission.fair_share
         self._promise = Promise(scheduler)
         self._rows = rows or PassRows(pipeline.num_stages, pipeline.max_pass_tokens)

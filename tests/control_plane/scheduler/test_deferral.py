@@ -267,6 +267,17 @@ def test_beside_few_tokens_nobody_waits(ms, length):
     assert steps.arrive(201, length=length) == [201]
 
 
+def test_nobody_waits_while_nothing_is_read():
+    """All rows have ended, windows are in flight still, and only a new prompt is on its way."""
+    steps = Steps()
+    steps.run(*[60] * 4)
+    steps.call([Arrival(200, 100, 50)])
+    ends = tuple(Finished(n, 1, FinishReason.STOP) for n in range(1, NUM_SHORT + 1))
+    steps.call([WindowDone(0, steps.window, ends)])
+    assert steps.scheduler._state.requests.keys() == {200} and steps.in_flight
+    assert steps.arrive(201) == [201]
+
+
 def test_time_without_a_window_is_no_steps():
     """The cluster is idle for a minute; after that a window is still to show how long steps are."""
     steps = Steps(num_short=2)
