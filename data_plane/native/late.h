@@ -86,8 +86,9 @@ class LateLink {
         return put;
     }
 
-    // What a connection that has ended does not take is lost: peers see its end.
-    static void send_all(LatePut& put) {
+    // What a connection that has ended does not take is lost: peers see its end. One that is full
+    // refuses after a tick, and is asked again.
+    void send_all(LatePut& put) const {
         std::vector<iovec> left{{put.header.data(), put.header.size()}};
         left.insert(left.end(), put.chunks.begin(), put.chunks.end());
         for (size_t first = 0; first < left.size();) {
@@ -95,7 +96,7 @@ class LateLink {
             message.msg_iov = left.data() + first;
             message.msg_iovlen = left.size() - first;
             ssize_t sent = sendmsg(put.connection, &message, MSG_NOSIGNAL);
-            if (sent < 0 && errno == EINTR) continue;
+            if (sent < 0 && (errno == EINTR || errno == EAGAIN) && !is_over.load()) continue;
             if (sent < 0) return;
             while (first < left.size() && size_t(sent) >= left[first].iov_len)
                 sent -= ssize_t(left[first++].iov_len);
