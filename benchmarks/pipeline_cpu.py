@@ -23,18 +23,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
+from statistics import fmean
 from typing import Annotated
 
 import typer
 from machine import TwoProcesses, describe, two_processes, write_results
 from pipeline_layouts import NUM_LAYERS, Layouts, StageClaim
+from pipeline_link import NUM_DENSE, part_link
 from rich.console import Console
 from rich.table import Table
-from slow_link import decode, nodes_behind, rates, why_not
 
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.scheduler.pipeline.predictor import predict_pass
@@ -44,25 +44,20 @@ from nanocp.config import (
     ClusterConfig,
     Config,
     LimitsConfig,
-    PassesConfig,
     PrefillConfig,
     SchedulerConfig,
     ServiceConfig,
 )
 from nanocp.passes import PassCosts
 from nanocp.plan import PAGE_SIZE
-from nanocp.profile.pipeline import KINDS, LoadPhase, PipelinePlay, errors, measure
+from nanocp.profile.pipeline import KINDS, errors, measure
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 from nanocp.simulator.pipeline.fit import FitError, fit_costs
 
 PARTS = ("predictor", "layouts", "prefill", "link")
-NUM_EXPERTS, PER_TOKEN, NUM_DENSE = {"tiny": 16, "small": 32}, 4, 1
+NUM_EXPERTS, PER_TOKEN = {"tiny": 16, "small": 32}, 4
 BIG_VOCABULARY, SMALL_VOCABULARY = {"tiny": 32_768, "small": 129_280}, 4_096
-GPU_LAYER_MS = 0.82
-"""NanoCP's paper allows a token of DeepSeek-V3 50 ms on H200s (6.1), for 61 layers."""
-RATE_ERROR = 0.1
-"""A link that lets more or less through, by this share, is not the one that the claim names."""
-AS_ON_A_GPU = {"hidden_size": 2048, "moe_intermediate_size": 32}
+WIDE = {"hidden_size": 2048, "moe_intermediate_size": 32}
 """Preset tiny with rows of 8 KB there and back; DeepSeek-V3's have 7 (FP8) and 14 (BF16)."""
 
 
@@ -236,69 +231,6 @@ def part_prefill(checkpoint: Path, is_quick: bool, here: TwoProcesses) -> list[S
     ]
 
 
-# --- a slow network
-
-
-@cache
-def layer_ms(checkpoint: Path, num_rows: int) -> float:
-    """Processor time of a layer with experts, for a pass of so many rows that decode: median."""
-    rows = LoadPhase(num_rows, 60, 200, 60)
-    played = PipelinePlay(checkpoint, [rows], PassesConfig(), num_stages=1).run()
-    return median(fmean(each.layers_us[NUM_DENSE:]) for each in played.passes[-40:]) / 1e3
-
-
-def another_setting(ms: float, mbit_per_s: int, measured: Sequence[float]) -> str:
-    """What keeps a run over a link from being what the claim is about; empty if nothing.
-
-    ms: time of a layer. measured: Mbit/s that the link let through, in each direction.
-    """
-    if any(abs(rate / mbit_per_s - 1) > RATE_ERROR for rate in measured):
-        return f"the link is off by more than {RATE_ERROR:.0%}"
-    return "a layer takes longer than a GPU's" if ms > GPU_LAYER_MS else ""
-
-
-def part_link(fast: Path, small: Path, is_quick: bool) -> list[StageClaim]:
-    """Two stages against two instances, one after the other, over a link.
-
-    Asked of layers that take about a GPU's time and move about its bytes. Shown of preset small
-    too, and over a slow link: a core takes so long for its layers that a fast link hardly matters.
-    The share of a step that instances wait bounds what a faster link could give them. What the link
-    let through is measured before and after.
-    """
-    claims = []
-    num_rows, num_tokens = (2, 20) if is_quick else (8, 160)
-    for checkpoint, mbit, is_asked in (
-        (fast, 1000, True),
-        (small, 1000, False),
-        (small, 20, False),
-    ):
-        asked = ">= 1.5x" if is_asked else "shown"
-        ms = layer_ms(checkpoint, num_rows // 2)
-        claim = (
-            f"two stages over {mbit} Mbit/s against two instances: tokens/s; a layer takes "
-            f"{ms:.2f} ms (a GPU's {GPU_LAYER_MS})"
-        )
-        if reason := why_not():
-            claims.append(StageClaim(claim, asked, f"not measured: {reason}", None))
-            continue
-        with nodes_behind(mbit):
-            measured = rates(mbit)
-            stages = decode(checkpoint, "pipeline", num_rows, num_tokens)
-            instances = decode(checkpoint, "instances", num_rows, num_tokens)
-            measured += rates(mbit)
-        ratio = stages.tokens_per_s / instances.tokens_per_s
-        found = (
-            f"{ratio:.2f}x, {num_rows} rows; instances wait for {instances.waiting:.0%}; "
-            f"{stages.sent_kb:.0f} and {instances.sent_kb:.0f} KB a token; the link let "
-            f"{min(measured):.1f} to {max(measured):.1f} Mbit/s through"
-        )
-        can_judge = is_asked and not is_quick and len(os.sched_getaffinity(0)) >= 2
-        if is_asked and (reason := another_setting(ms, mbit, measured)):
-            found, can_judge = f"{found}; not judged: {reason}", False
-        claims.append(StageClaim(claim, asked, found, ratio >= 1.5 if can_judge else None))
-    return claims
-
-
 # --- the table
 
 
@@ -327,9 +259,9 @@ class Subjects:
         return self._checkpoint(self.preset, SMALL_VOCABULARY)
 
     @property
-    def fast(self) -> Path:
-        """A checkpoint whose layers take about a GPU's time, and move about its bytes."""
-        return self._checkpoint("tiny", SMALL_VOCABULARY, **AS_ON_A_GPU)
+    def wide(self) -> Path:
+        """A checkpoint whose rows are wide beside what its layers compute."""
+        return self._checkpoint("tiny", SMALL_VOCABULARY, **WIDE)
 
     def costs(self, checkpoint: Path) -> PassCosts:
         """Constants fitted to greedy requests."""
@@ -354,7 +286,7 @@ class Subjects:
                 return claims + calm.many_rows()
             case "prefill":
                 return part_prefill(self.small, is_quick, self._here)
-        return part_link(self.fast, self.small, is_quick)
+        return part_link(self.wide, self.small, is_quick)
 
 
 def main(

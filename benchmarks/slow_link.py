@@ -9,20 +9,26 @@ at once. Controller, prefill and client are outside. It needs root.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
+import service as streams
+
 from control_plane.launchers.processes import ProcessLauncher
-from nanocp.client import Client
-from nanocp.config import ClusterConfig, Config, DataPlaneConfig, LimitsConfig, ServiceConfig
+from nanocp.config import (
+    ClusterConfig,
+    Config,
+    DataPlaneConfig,
+    LimitsConfig,
+    SchedulerConfig,
+    ServiceConfig,
+)
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 _BRIDGE, _NODE, _ADDRESS = "nanocp-gb", "nanocp-gb{}", "10.87.41.{}"
@@ -34,6 +40,8 @@ Nor is a segment, which the kernel sends as one, longer than the last number of 
 """
 _RATE_S = 0.25
 """How long the rate of a link is measured."""
+_PROMPT, _MOST_BEFORE, _FRAMES_OF_A_ROW = 16, 440, 8
+"""Tokens of a prompt, most that its request generates before all others do, and frames for both."""
 _IN_NAMESPACE = (
     'case "$0" in instance*) set -- ip netns exec "nanocp-gb${0#instance }";; esac; '
     f'exec "$@" {sys.executable} -m data_plane.member.process "$0"'
@@ -81,9 +89,12 @@ def nodes_behind(mbit_per_s: int, num_nodes: int = 2) -> Iterator[None]:
 def rates(mbit_per_s: int) -> tuple[float, float]:
     """Mbit/s that two nodes' links let through, from the first one to the second and back.
 
-    mbit_per_s: what they are meant to. Raises CalledProcessError if nothing comes through.
+    mbit_per_s: what they are meant to. The higher of two measurements counts in each direction: a
+    sender that has no core for a while sends nothing, whatever the link is. Raises
+    CalledProcessError if nothing comes through.
     """
-    return _rate(0, 1, mbit_per_s), _rate(1, 0, mbit_per_s)
+    there = max(_rate(0, 1, mbit_per_s) for _ in range(2))
+    return there, max(_rate(1, 0, mbit_per_s) for _ in range(2))
 
 
 def _rate(source: int, target: int, mbit_per_s: int) -> float:
@@ -103,7 +114,7 @@ def _rate(source: int, target: int, mbit_per_s: int) -> float:
 
 
 class Decoded(NamedTuple):
-    """What a run has found of decoding."""
+    """What a run has found of decoding, while all its requests did."""
 
     tokens_per_s: float
     waiting: float
@@ -113,49 +124,49 @@ class Decoded(NamedTuple):
 
 
 def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Decoded:
-    """Serve so many requests of so many tokens over two nodes; the better of two runs.
+    """Decode so many tokens of each of so many requests over two nodes; the better of two runs.
 
-    layout: pipeline or instances. Tokens of all requests count, from the first one on, over the
-    time to the last one.
+    layout: pipeline, instances, or lanes, which are instances whose rows run in two lanes. What
+    requests generate while others' prompts are computed does not count.
     """
     config = Config(
-        cluster=ClusterConfig(num_instances=2, layout=layout, max_model_len=1024),
+        cluster=ClusterConfig(
+            num_instances=2,
+            layout="pipeline" if layout == "pipeline" else "instances",
+            num_frames=max(256, _FRAMES_OF_A_ROW * num_rows),
+            max_model_len=1024,
+        ),
+        scheduler=SchedulerConfig(lanes="always" if layout == "lanes" else "off"),
         data_plane=DataPlaneConfig(exchange_backend="tcp"),
         limits=LimitsConfig(start_timeout_ms=300_000),
         service=ServiceConfig(host=_HOST, grpc_port=0, metrics_port=0, http_port=0),
     )
     launcher = ProcessLauncher(["sh", "-c", _IN_NAMESPACE], member_environment(config))
     service = Service(config, open_checkpoint(config, checkpoint), launcher)
-    random = Random(5)
-
-    def run(number: int) -> list[tuple[float, int]]:
-        """When tokens came, and how many."""
-        ids = [random.randrange(2, 4000) for _ in range(60)]
-        options = {"temperature": 0.0, "ignore_eos": True, "timeout_s": 600.0}
-        with Client(service.address) as client:
-            chunks = client.generate(ids, max_tokens=num_tokens, **options)
-            return [(time.perf_counter(), len(chunk.token_ids)) for chunk in chunks]
 
     def seconds(name: str) -> float:
         value = service.metrics.registry.get_sample_value
         return sum(value(f"nanocp:{name}_sum", {"engine": str(i)}) or 0.0 for i in range(2))
 
-    def decoded() -> Decoded:
-        sent_bytes = _sent_bytes()
-        before = seconds("step_exchange_seconds"), seconds("step_seconds")
-        came = list(pool.map(run, range(num_rows)))
-        tokens = sorted(chunk for each in came for chunk in each)
-        (first_s, _), (last_s, _) = tokens[0], tokens[-1]
-        rate = sum(count for _, count in tokens[1:]) / (last_s - first_s)
-        waited_s = seconds("step_exchange_seconds") - before[0]
-        waiting = waited_s / (seconds("step_seconds") - before[1])
-        return Decoded(rate, waiting, (_sent_bytes() - sent_bytes) / 1e3 / num_rows / num_tokens)
+    def decoded(seed: int) -> Decoded:
+        edges: list[tuple[float, float, int]] = []
+
+        def at_edge() -> None:
+            edges.append((seconds("step_exchange_seconds"), seconds("step_seconds"), _sent_bytes()))
+
+        prompts = streams.random_prompts(checkpoint, num_rows, _PROMPT, seed)
+        most = num_tokens + _MOST_BEFORE
+        steady = asyncio.run(
+            streams.decode(service.address, prompts, num_tokens, most, at_edge=at_edge)
+        )
+        (waited_s, steps_s, sent_bytes), ends = edges
+        count = steady.tokens_per_s * (steady.end_s - steady.begin_s)
+        waiting = (ends[0] - waited_s) / (ends[1] - steps_s)
+        return Decoded(steady.tokens_per_s, waiting, (ends[2] - sent_bytes) / 1e3 / count)
 
     try:
         service.start(lambda step: None)
-        with ThreadPoolExecutor(num_rows) as pool:
-            run(0)
-            return max(decoded(), decoded())
+        return max(decoded(seed) for seed in range(2))
     finally:
         service.stop()
 

@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 
 import pipeline_cpu
+import pipeline_link
 import pytest
 import typer
 from machine import TwoProcesses
@@ -41,32 +42,54 @@ def test_a_part_that_fails_is_a_claim_that_does_not_hold(monkeypatch, tmp_path, 
     assert raised.value.exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("ms", "measured", "holds", "reason"),
-    [
-        (0.80, 955.0, True, ""),
-        (0.83, 955.0, None, "a layer takes longer than a GPU's"),
-        (0.80, 890.0, None, "the link is off by more than 10%"),
-        (0.80, 1110.0, None, "the link is off by more than 10%"),
-    ],
-)
-def test_over_another_link_or_with_slower_layers_nothing_is_judged(
-    monkeypatch, tmp_path, ms, measured, holds, reason
-):
-    stages, instances = Decoded(300.0, 0.1, 12.0), Decoded(150.0, 0.7, 160.0)
+def test_shares_of_the_link_are_those_of_bytes_over_time():
+    # Two times 32 rows send 14 KB each in a layer, half of it in each direction: 448 KB.
+    assert pipeline_link.link_share(32, 154.0, 1000, 2.0) == pytest.approx(8 * 448e-3 / 2)
+    # 32 rows of 21,504 bytes take 5.5 ms, and a layer 50/61 ms.
+    assert pipeline_link.gpu_share(32) == pytest.approx(5.505 / 0.8197, rel=1e-3)
+
+
+def claims_with(monkeypatch, tmp_path, ms=2.0, measured=0.955, lanes_per_s=160.0):
+    """Claims of part_link where layers take `ms`, and links let a share `measured` through."""
+    decoded = {
+        "pipeline": Decoded(300.0, 0.1, 8.0),
+        "instances": Decoded(150.0, 0.7, 154.0),
+        "lanes": Decoded(lanes_per_s, 0.4, 154.0),
+    }
     for name, replaced in {
         "why_not": lambda: "",
         "layer_ms": lambda checkpoint, num_rows: ms,
         "nodes_behind": nullcontext,
-        "rates": lambda mbit: (1.0 * mbit, measured / 1000 * mbit),
-        "decode": lambda checkpoint, layout, *_: stages if layout == "pipeline" else instances,
+        "rates": lambda mbit: (1.0 * mbit, measured * mbit),
+        "decode": lambda checkpoint, layout, *_: decoded[layout],
     }.items():
-        monkeypatch.setattr(pipeline_cpu, name, replaced)
-    monkeypatch.setattr(pipeline_cpu.os, "sched_getaffinity", lambda _: {0, 1})
-    asked, *shown = pipeline_cpu.part_link(tmp_path, tmp_path, is_quick=False)
-    assert asked.holds is holds and asked.found.endswith(reason)
-    assert f"{measured:.1f}" in asked.found and "Mbit/s" in asked.found
-    assert [each.holds for each in shown] == [None, None]
+        monkeypatch.setattr(pipeline_link, name, replaced)
+    monkeypatch.setattr(pipeline_link.os, "sched_getaffinity", lambda _: {0, 1})
+    return pipeline_link.part_link(tmp_path, tmp_path, is_quick=False)
+
+
+@pytest.mark.parametrize(
+    ("ms", "measured", "holds", "reason"),
+    [
+        (2.0, 0.955, True, "Mbit/s through"),
+        (1.3, 0.955, None, "a layer has more of the link than a GPU's"),
+        (2.0, 0.89, None, "the link is off by more than 10%"),
+        (2.0, 1.11, None, "the link is off by more than 10%"),
+    ],
+)
+def test_over_another_link_or_with_faster_layers_nothing_is_judged(
+    monkeypatch, tmp_path, ms, measured, holds, reason
+):
+    gigabit, slower, *shown = claims_with(monkeypatch, tmp_path, ms, measured)
+    assert slower.holds is holds and slower.found.endswith(reason)
+    assert gigabit.holds is (True if measured == 0.955 else None)
+    assert f"{1000 * measured:.1f}" in gigabit.found and "Mbit/s" in gigabit.found
+    assert {each.holds for each in shown} == {None}
+
+
+def test_stages_are_judged_by_the_faster_instances(monkeypatch, tmp_path):
+    gigabit, *_ = claims_with(monkeypatch, tmp_path, lanes_per_s=201.0)
+    assert gigabit.holds is False and "2.00x, 1.49x of those in two lanes" in gigabit.found
 
 
 @pytest.mark.parametrize(
