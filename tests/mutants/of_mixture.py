@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         name="no-release",
         why="a flag may be seen before the rows that it announces; x86 hides it",
-        path="data_plane/native/peers.h",
+        path="data_plane/native/flag.h",
         text="__atomic_store_n(flag, value, __ATOMIC_RELEASE);",
         fault="__atomic_store_n(flag, value, __ATOMIC_RELAXED);",
         tests=("tests/data_plane/native/test_mixture_races.py", "-m", "system"),
