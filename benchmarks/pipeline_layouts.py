@@ -77,8 +77,8 @@ class Layouts:
         found, allowed = longest[1] / longest[0], allowed_us / longest[0]
         claim = self._claim(
             f"decode, few rows, r = {r:.1f}, foretold {planned:.1f}: longest stage, level / even",
-            f"r >= 2: <= 0.88, or within 3% of {allowed:.2f}, what whole layers allow",
-            f"{found:.2f}, {changes_of(level)}",
+            f"r >= 2: <= 0.88, or within 3% of {allowed:.3f}, what whole layers allow",
+            f"{found:.3f}, {changes_of(level)}",
             found <= max(0.88, 1.03 * allowed) if r >= 2 else None,
         )
         return claim, head
@@ -103,7 +103,7 @@ class Layouts:
             f"decode, prompts ({even_us[1] / sum(even_us):.0%} of even's time), decode: "
             f"level / even, level / {best}",
             "<= 0.92 of both",
-            f"{against[0]:.2f} (whole layers allow {allowed:.2f}), {against[1]:.2f}, "
+            f"{against[0]:.3f} (whole layers allow {allowed:.3f}), {against[1]:.3f}, "
             f"{changes_of(level)}",
             max(against) <= 0.92,
         )
@@ -124,7 +124,7 @@ class Layouts:
             self._claim(
                 f"steady mix, r = {r:.2f}: changes; planning of level besides even's, of a pass",
                 "r < 0.5: 0; <= 2%",
-                f"{level.num_changes}; {planning:.1%}",
+                f"{level.num_changes}; {planning:.2%}",
                 level.num_changes == 0 and planning <= 0.02 if r < 0.5 else None,
             )
         ]
@@ -142,7 +142,7 @@ class Layouts:
                 self._claim(
                     f"{name} stage of half the speed: what level recovers of what even loses",
                     ">= 60%, or a longest stage within 3% of what whole layers allow",
-                    f"{share:.0%} of {allowed:.0%}, {played.num_changes} changes",
+                    f"{share:.1%} of {allowed:.1%}, {changes_of(played)}",
                     share >= 0.6 or longest_us <= 1.03 * min(others_us),
                 )
             )
@@ -163,7 +163,7 @@ class Layouts:
         return self._claim(
             "pre-copy: KV at the mark, processor time of both ends",
             "<= 25% of a pass, <= 0.4 of that without",
-            f"{us[0] / pass_us:.0%}, {us[0] / us[1]:.2f} ({frames[0]:.0f} and {frames[1]:.0f} "
+            f"{us[0] / pass_us:.1%}, {us[0] / us[1]:.3f} ({frames[0]:.0f} and {frames[1]:.0f} "
             "frames of a layer)",
             us[0] <= 0.25 * pass_us and us[0] <= 0.4 * us[1],
         )
