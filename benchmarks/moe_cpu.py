@@ -99,8 +99,8 @@ def main(
     rounds, layers = (8, 2) if quick else (32, 8)
     results: list[dict[str, Any]] = []
     for instances, is_tcp in ((1, False), (2, False), (2, True), (4, False)):
-        here = [p for p in POINTS if (p.instances, p.is_tcp) == (instances, is_tcp)]
-        if points := [p for p in here if p.part in wanted - set(WHOLE_STEPS)]:
+        alike = [p for p in POINTS if (p.instances, p.is_tcp) == (instances, is_tcp)]
+        if points := [p for p in alike if p.part in wanted - set(WHOLE_STEPS)]:
             with members(instances, is_tcp, layers, dtype, kernels) as pipes:
                 for point in points:
                     results += measure(pipes, point, rounds, console)

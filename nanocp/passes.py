@@ -92,6 +92,8 @@ class PassCosts:
     """Tokens for which a dense layer's weights are read in the time of computing."""
     dense_layer_more_us: float = 0.0
     """For each token beyond these, besides dense_layer_token_us."""
+    stage_us: float = 0.0
+    """For each stage, besides its layers and sampling."""
 
     def __post_init__(self) -> None:
         check_at_least(

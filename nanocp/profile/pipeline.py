@@ -229,7 +229,12 @@ def mixes(
             works = tuple(played.works[span.request_id] for span in each.spans)
             first, others = each.layers_us[:dense], each.layers_us[dense:]
             dense_us, layer_us = fmean(first or [0.0]), fmean(others or first)
-            measured.append(MeasuredPass(each.spans, layer_us, each.sample_us, works, dense_us))
+            besides_us = None
+            if each.sample_us:  # else the last layer, which is not timed, is cut short
+                timed_us = sum(each.layers_us) + layer_us + each.sample_us
+                besides_us = each.stage_us[0] - timed_us
+            times = MeasuredPass(each.spans, layer_us, each.sample_us, works, dense_us, besides_us)
+            measured.append(times)
     return measured
 
 
@@ -269,9 +274,15 @@ def medians(plays: Sequence[Sequence[MeasuredPass]]) -> list[MeasuredPass]:
             layer_us=median(one.layer_us for one in each),
             sample_us=median(one.sample_us for one in each),
             dense_us=median(one.dense_us for one in each),
+            stage_us=_median_of_known([one.stage_us for one in each]),
         )
         for each in _same_passes(plays)
     ]
+
+
+def _median_of_known(us: Sequence[float | None]) -> float | None:
+    known = [each for each in us if each is not None]
+    return median(known) if known else None
 
 
 def apart(plays: Sequence[Sequence[MeasuredPass]]) -> FitError:

@@ -171,8 +171,10 @@ class LevelLayout:
             self._saved_us.clear()
         self._num_passes += 1
         self._latest.append(times)
-        layer_us, sample_us, dense_us, _ = map(fmean, zip(*self._latest, strict=True))
-        mean = PassTimes(layer_us, sample_us, dense_us, times.dense_layers)
+        layer_us, sample_us, dense_us = (
+            fmean(each[field] for each in self._latest) for field in range(3)
+        )
+        mean = times._replace(layer_us=layer_us, sample_us=sample_us, dense_us=dense_us)
         self._saved_us.setdefault(self._best(split, mean), 0.0)
         slowness = self._speeds.slowness
         present_us = longest_us(split, mean, slowness)
@@ -198,8 +200,8 @@ class LevelLayout:
         """
         num_layers, num_dense = sum(split), times.dense_layers
         # How slow each stage is, and what it does besides its layers.
-        kinds = [(slow, 0.0) for slow in self._speeds.slowness]
-        kinds[-1] = kinds[-1][0], times.sample_us
+        kinds = [(slow, times.stage_us) for slow in self._speeds.slowness]
+        kinds[-1] = kinds[-1][0], times.stage_us + times.sample_us
         layer_us, more_us = times.layer_us, times.dense_us - times.layer_us
 
         def bounds() -> list[float]:

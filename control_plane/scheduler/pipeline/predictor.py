@@ -34,6 +34,8 @@ class PassTimes(NamedTuple):
     """Time of one dense layer."""
     dense_layers: int = 0
     """Layers that are dense, the first ones; 0: all are equal."""
+    stage_us: float = 0.0
+    """Time of any stage besides its layers and sampling."""
 
 
 def stage_times(
@@ -43,7 +45,7 @@ def stage_times(
 
     split: layers of each stage. slowness: what each stage takes for 1 us of the prediction.
     """
-    us = [count * times.layer_us for count in split]
+    us = [times.stage_us + count * times.layer_us for count in split]
     left, more_us = times.dense_layers, times.dense_us - times.layer_us
     for stage, count in enumerate(split):
         if left <= 0:
@@ -166,7 +168,7 @@ def _work_counts(spans: Sequence[Span], works: Sequence[int]) -> Sequence[int]:
 
 
 def predict_pass(spans: Sequence[Span], costs: PassCosts, works: Sequence[int] = ()) -> PassTimes:
-    """The times of a pass; neither is negative, wherever the constants come from.
+    """The times of a pass; none is negative, wherever the constants come from.
 
     works: see pass_features.
     """
@@ -190,13 +192,13 @@ def predict_pass(spans: Sequence[Span], costs: PassCosts, works: Sequence[int] =
         + costs.controls_us * found.controls
         + costs.logprobs_us * found.logprobs
     )
-    if not costs.dense_layers:
-        return PassTimes(max(layer_us, 0.0), max(sample_us, 0.0))
-    dense_us = (
-        costs.dense_layer_us
-        + costs.dense_layer_token_us * found.tokens
-        + costs.dense_layer_token_length_us * found.attended
-        + costs.dense_layer_more_us * max(found.tokens - costs.dense_layer_together, 0)
-    )
+    dense_us = 0.0
+    if costs.dense_layers:
+        dense_us = (
+            costs.dense_layer_us
+            + costs.dense_layer_token_us * found.tokens
+            + costs.dense_layer_token_length_us * found.attended
+            + costs.dense_layer_more_us * max(found.tokens - costs.dense_layer_together, 0)
+        )
     times = max(layer_us, 0.0), max(sample_us, 0.0), max(dense_us, 0.0)
-    return PassTimes(*times, costs.dense_layers)
+    return PassTimes(*times, costs.dense_layers, max(costs.stage_us, 0.0))

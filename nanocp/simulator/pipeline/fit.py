@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from control_plane.scheduler.pipeline.predictor import PassFeatures, pass_features, predict_pass
@@ -100,6 +100,8 @@ class MeasuredPass(NamedTuple):
     """See predictor.pass_features."""
     dense_us: float = 0.0
     """Time of one dense layer, if some are."""
+    stage_us: float | None = None
+    """What the stage took besides its layers and sampling; None if that is not known."""
 
 
 class FitError(NamedTuple):
@@ -151,6 +153,10 @@ def fit_costs(
     if dense_layers:
         dense_us = [one.dense_us for one in passes]
         constants |= _bent(_DENSE[form], _MORE_IN_DENSE, numbers, found, dense_us)
+    besides_us = [one.stage_us for one in passes if one.stage_us is not None]
+    if form == "ours" and besides_us:
+        # A small difference of long times: the median, since single ones may be far off.
+        constants["stage_us"] = max(median(besides_us), 0.0)
     return PassCosts(
         **constants,
         num_experts=num_experts,

@@ -73,6 +73,9 @@ def test_a_pass_counts_with_the_median_of_its_plays():
     plays = [[MeasuredPass(spans, layer, 10 * layer, (0,), 5.0)] for layer in (90.0, 500.0, 110.0)]
     assert medians(plays) == [MeasuredPass(spans, 110.0, 1100.0, (0,), 5.0)]
     assert apart(plays[::2]) == pytest.approx((0.2, 0.2, 0.0))
+    besides_us = (3.0, None, 5.0)
+    plays = [[play[0]._replace(stage_us=us)] for play, us in zip(plays, besides_us, strict=True)]
+    assert medians(plays)[0].stage_us == 4.0
     other = [MeasuredPass((Span(1, 8, 1, True),), 1.0, 1.0)]
     with pytest.raises(AssertionError, match="plays differ"):
         medians([plays[0], other])

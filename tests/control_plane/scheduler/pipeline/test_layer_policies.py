@@ -107,7 +107,8 @@ def test_level_is_the_best_of_all_layouts_and_moves_the_fewest_layers(data):
     split = data.draw(st.sampled_from(splits))
     layer_us = data.draw(st.sampled_from([0.1, 1.0, 7.3]))
     dense_us, num_dense = data.draw(st.sampled_from([0.23, 5.1])), data.draw(st.integers(0, 3))
-    times = PassTimes(layer_us, data.draw(st.floats(0, 60)), dense_us, num_dense)
+    stage_us = data.draw(st.sampled_from([0.0, 1.4]))
+    times = PassTimes(layer_us, data.draw(st.floats(0, 60)), dense_us, num_dense, stage_us)
     speeds = StageSpeeds(num_stages)
     speeds.slowness = slow = tuple(
         data.draw(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.1])) for _ in range(num_stages)
@@ -155,6 +156,19 @@ def test_a_dense_layer_counts_by_its_own_time():
     assert stage_times((2, 2, 4), times) == [4.0, 7.0, 20.0]
     policy = LevelLayout(config(3, 8, layout_window=1))
     assert policy.wish((2, 2, 4), times, 0, 0) == (4, 2, 2)  # 11, 10 and 10
+
+
+def test_what_a_stage_takes_besides_its_layers_is_slow_too():
+    """With 8,4 the last stage, of half the speed, takes it twice."""
+    speeds = StageSpeeds(2)
+    speeds.slowness = (1.0, 2.0)
+    layers_alone = PassTimes(4.0, 2.0)
+    in_all = layers_alone._replace(stage_us=1.5)
+    assert stage_times((8, 4), in_all, speeds.slowness) == [33.5, 39.0]
+    assert stage_times((9, 3), in_all, speeds.slowness) == [37.5, 31.0]
+    for times, wanted in ((layers_alone, (8, 4)), (in_all, (9, 3))):
+        policy = LevelLayout(config(2, 12, layout_window=1), speeds)
+        assert policy.wish((6, 6), times, 0, 0) == wanted
 
 
 def test_a_slow_stage_may_begin_on_a_dense_layer():

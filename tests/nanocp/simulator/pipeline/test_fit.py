@@ -41,7 +41,7 @@ def measured(costs, num_mixes, seed):
     random, passes = Random(seed), []
     for spans in draw_mixes(num_mixes, seed):
         works = tuple(random.choice([0, 1, 3, 4, 8, 15]) for _ in spans)
-        layer_us, sample_us, dense_us, _ = predict_pass(spans, costs, works)
+        layer_us, sample_us, dense_us, *_ = predict_pass(spans, costs, works)
         passes.append(MeasuredPass(spans, layer_us, sample_us, works, dense_us))
     return passes
 
@@ -88,8 +88,17 @@ def test_a_dense_layer_has_constants_of_its_own():
     held_out = measured(known, 100, seed=2)
     assert fit_error(found, held_out).dense < 1e-6
     assert fit_error(replace(found, dense_layer_more_us=0.0), held_out).dense > 0.1
-    (*_, dense_us, num_dense) = predict_pass((Span(1, 99, 1, True),), known)
-    assert (dense_us, num_dense) == (pytest.approx(250.0 + 2.0 + 0.3), 3)
+    times = predict_pass((Span(1, 99, 1, True),), known)
+    assert (times.dense_us, times.dense_layers) == (pytest.approx(250.0 + 2.0 + 0.3), 3)
+
+
+def test_what_a_stage_takes_besides_is_the_median_of_what_is_known():
+    passes = measured(KNOWN, 5, seed=1)
+    besides_us = (None, 1400.0, -20_000.0, 1300.0, 90_000.0)
+    passes = [each._replace(stage_us=us) for each, us in zip(passes, besides_us, strict=True)]
+    found = fit_costs("ours", passes, 64, 4)
+    assert found.stage_us == predict_pass(passes[0].spans, found).stage_us == 1350.0
+    assert fit_costs("paper", passes).stage_us == 0.0, "the paper's form has no such constant"
 
 
 def test_constants_of_an_older_profile_are_refused_by_name(tmp_path):
