@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
@@ -215,13 +215,9 @@ class PageRingWriter:
         self._may_be_short = may_be_short
         self._instance = instance
         self._limits = limits
-        try:
-            self._segment = segments.attach(
-                kind, instance, _WRITER, limits, limits.start_timeout_ms, has_pages=True
-            )
-        except ExchangeError as error:
-            error.peer = instance
-            raise
+        self._segment = segments.attach(
+            kind, instance, _WRITER, limits, limits.start_timeout_ms, has_pages=True
+        )
         if not self._segment.claim():
             self._segment.close()
             raise ValueError(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from data_plane.transport.cuda_runtime import CudaError, CudaRuntime
-from data_plane.transport.exchange import ExchangeError, PeerLost
+from data_plane.transport.exchange import PeerLost
 from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import OwnedSegment, require_description
@@ -90,11 +90,7 @@ class IpcMemory:
             self._publish(address)
         deadline = time.monotonic() + self._limits.start_timeout_ms / 1000
         for peer in peers:
-            try:
-                addresses[peer] = self._map(peer, deadline)
-            except ExchangeError as error:
-                error.peer = peer
-                raise
+            addresses[peer] = self._map(peer, deadline)
         # Peers withdraw their memory of the term before, and only then publish that of this one.
         self._free_unmapped()
         return PeerMemory(self._instance, addresses)
@@ -151,7 +147,7 @@ class IpcMemory:
         while time.monotonic() < deadline:
             self._segments.term.check()
             if not segment.owner_is_alive():
-                raise PeerLost(f"the process of instance {peer} is gone: {error}") from error
+                raise PeerLost(f"the process of instance {peer} is gone: {error}", peer) from error
             time.sleep(_TICK_S)
 
     def _free_unmapped(self) -> None:

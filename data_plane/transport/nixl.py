@@ -137,6 +137,7 @@ class NixlAgent:
         *,
         local: Place,
         peer: str,
+        instance: int,
         remote: Place,
         begin: int,
         num_bytes: int,
@@ -145,8 +146,8 @@ class NixlAgent:
     ) -> None:
         """Write `num_bytes` bytes from offset `begin` of `local` to the same offset of `remote`.
 
-        Waits until they are there. Raises PeerLost if the peer dies meanwhile, ExchangeTimeout
-        after limit_s.
+        Waits until they are there. peer: the agent that has `remote`, of `instance`. Raises
+        PeerLost if it dies meanwhile, ExchangeTimeout after limit_s.
         """
         if local.is_gpu:
             import torch
@@ -166,17 +167,18 @@ class NixlAgent:
             state = self._agent.transfer(handle)
             while state == "PROC":
                 if not is_alive():
-                    raise PeerLost(f"{what}: the process is gone")
+                    raise PeerLost(f"{what}: the process is gone", instance)
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
-                        f"{what}: the process is alive but took more than {limit_s:.1f} s"
+                        f"{what}: the process is alive but took more than {limit_s:.1f} s",
+                        instance,
                     )
                 time.sleep(_POLL_S)
                 state = self._agent.check_xfer_state(handle)
         except (self._bindings.nixlRemoteDisconnectError, self._bindings.nixlBackendError) as error:
-            raise PeerLost(f"{what}: {error}") from error
+            raise PeerLost(f"{what}: {error}", instance) from error
         if state != "DONE":
-            raise PeerLost(f"{what}: it ended as {state}")
+            raise PeerLost(f"{what}: it ended as {state}", instance)
         self._agent.release_xfer_handle(handle)
 
 
@@ -190,6 +192,7 @@ class NixlSegment(TcpSegment):
     def __init__(
         self,
         name: str,
+        instance: int,
         address: str,
         writer: str,
         limits: LimitsConfig,
@@ -197,7 +200,7 @@ class NixlSegment(TcpSegment):
         term: Term,
         agent: NixlAgent,
     ) -> None:
-        super().__init__(name, address, writer, limits, timeout_ms, term)
+        super().__init__(name, instance, address, writer, limits, timeout_ms, term)
         if not self.grant:
             self.close()
             raise ValueError(
@@ -225,6 +228,7 @@ class NixlSegment(TcpSegment):
             self._agent.write(
                 local=self._local,
                 peer=self._peer,
+                instance=self._instance,
                 remote=self._remote,
                 begin=begin,
                 num_bytes=num_bytes,

@@ -169,13 +169,14 @@ class Segments:
         """The instance's segment of this kind, once it exists.
 
         writer: the name of this writer, of which a segment has one at a time. Raises
-        ExchangeTimeout, PeerLost, TermOver, or ValueError if the instance cannot be reached or
-        differs in its configuration.
+        ExchangeTimeout or PeerLost, both with the instance as their peer, TermOver, or ValueError
+        if the instance cannot be reached or differs in its configuration.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         if has_pages and self._nixl is not None:
             return NixlSegment(
                 name,
+                instance,
                 self._place(instance).address,
                 writer,
                 limits,
@@ -184,7 +185,7 @@ class Segments:
                 self._nixl,
             )
         if self.is_shared(instance):
-            return PeerSegment(name, timeout_ms, self.term)
+            return PeerSegment(name, instance, timeout_ms, self.term)
         address = self._place(instance).address
         if not address:
             raise ValueError(
@@ -192,7 +193,7 @@ class Segments:
                 "(data_plane.exchange_backend is shm); auto lets instances of several nodes "
                 "exchange over TCP"
             )
-        return TcpSegment(name, address, writer, limits, timeout_ms, self.term)
+        return TcpSegment(name, instance, address, writer, limits, timeout_ms, self.term)
 
     def is_owned(self, kind: str, instance: int, term: int) -> bool:
         """Whether an instance on this node still has its segment of this kind, in a term."""

@@ -213,20 +213,20 @@ def _link(fd: int, name: str) -> None:
 
 
 class PeerSegment:
-    """A peer's segment on this node, mapped for reading and writing; see segments.Segment.
+    """An instance's segment on this node, mapped for reading and writing; see segments.Segment.
 
     Waits until it exists. Raises ExchangeTimeout if that takes too long, TermOver if the term ends
     meanwhile, PeerLost if its owner is dead, ValueError if another version made it.
     """
 
-    def __init__(self, name: str, timeout_ms: float, term: Term) -> None:
+    def __init__(self, name: str, instance: int, timeout_ms: float, term: Term) -> None:
         require_platform()
         self.name = name
         self.bulk: Any = None
-        self._fd: int | None = _open_when_there(name, timeout_ms, term)
+        self._fd: int | None = _open_when_there(name, instance, timeout_ms, term)
         try:
             if not _owner_is_alive(self._fd):
-                raise PeerLost(f"the process that made {name} is gone")
+                raise PeerLost(f"the process that made {name} is gone", instance)
             self.description = _read_description(self._fd, name)
             self.data_offset = len(_header(self.description))
             self.memory = _map(self._fd)
@@ -285,7 +285,7 @@ def require_description(name: str, found: str, expected: str) -> None:
             )
 
 
-def _open_when_there(name: str, timeout_ms: float, term: Term) -> int:
+def _open_when_there(name: str, instance: int, timeout_ms: float, term: Term) -> int:
     deadline = time.monotonic() + timeout_ms / 1000
     while True:
         try:
@@ -294,7 +294,8 @@ def _open_when_there(name: str, timeout_ms: float, term: Term) -> int:
             if time.monotonic() >= deadline:
                 raise ExchangeTimeout(
                     f"{DIRECTORY / name} did not appear in {timeout_ms:.0f} ms: its instance did "
-                    "not start, or runs on another machine, which shared memory does not reach"
+                    "not start, or runs on another machine, which shared memory does not reach",
+                    instance,
                 ) from None
         term.check()
         time.sleep(_APPEAR_POLL_S)

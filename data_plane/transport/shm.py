@@ -125,13 +125,8 @@ class ShmExchange:
             if target in self._peers or not self._segments.is_there(target):
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            try:
-                peer = self._segments.attach(
-                    _KIND, target, _writer(self._instance), self._limits, left_ms
-                )
-            except ExchangeError as error:
-                error.peer = target
-                raise
+            writer = _writer(self._instance)
+            peer = self._segments.attach(_KIND, target, writer, self._limits, left_ms)
             self._peers[target] = peer
             if not self._segments.is_shared(target):
                 self._remote.add(target)
@@ -179,11 +174,7 @@ class ShmExchange:
             flag.store(epoch + 1)
             return
         chunks = [place.chunk(num_rows) for place in region.places]
-        try:
-            self._peers[target].publish(flag, epoch + 1, chunks)
-        except ExchangeError as error:
-            error.peer = target
-            raise
+        self._peers[target].publish(flag, epoch + 1, chunks)
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
         """Read-only views of the source's region; its put may not be there yet."""

@@ -51,13 +51,16 @@ class TcpSegment:
     def __init__(
         self,
         name: str,
+        instance: int,
         address: str,
         writer: str,
         limits: LimitsConfig,
         timeout_ms: float,
         term: Term,
     ) -> None:
+        """instance: the owner, which is the peer of what is raised."""
         self.name = name
+        self._instance = instance
         self._term = term
         self._address = address
         self._limits = limits
@@ -131,7 +134,8 @@ class TcpSegment:
                 if time.monotonic() > deadline:
                     raise ExchangeTimeout(
                         f"{self.name} at {self._address}: its process is alive but took nothing in "
-                        f"{self._limits.exchange_timeout_ms} ms"
+                        f"{self._limits.exchange_timeout_ms} ms",
+                        self._instance,
                     ) from None
             except OSError:
                 self._is_open = False
@@ -173,7 +177,8 @@ class TcpSegment:
             if time.monotonic() >= deadline:
                 raise ExchangeTimeout(
                     f"{self.name} could not be attached at {self._address} in {timeout_ms:.0f} ms: "
-                    f"{reason}"
+                    f"{reason}",
+                    self._instance,
                 )
             self._term.check()
             time.sleep(_DIAL_AGAIN_S)

@@ -147,6 +147,7 @@ def write_nixl_pages(
         segment._agent.write(
             local=segment._local,
             peer=segment._peer,
+            instance=0,
             remote=segment._remote,
             begin=0,
             num_bytes=page_bytes,

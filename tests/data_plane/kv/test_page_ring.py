@@ -6,6 +6,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -224,6 +225,19 @@ def test_two_writers_at_one_time_are_refused(ring, writer, cluster_id):
     write(second, 1)
     second.close()
     assert take(ring) == [0, 1]
+
+
+def test_a_ring_that_does_not_appear_or_is_nobodys_names_its_instance(cluster_id):
+    limits = replace(IMPATIENT, start_timeout_ms=50)
+    with pytest.raises(ExchangeTimeout, match="did not appear in 50 ms") as late:
+        PageRingWriter(Segments(cluster_id), 3, limits)
+    assert late.value.peer == 3
+    ring = PageRing.create(Segments(cluster_id), 3, RING_PAGES, PAGE_BYTES)
+    ring._segment.disown()  # as the end of its process would
+    with pytest.raises(PeerLost) as lost:
+        PageRingWriter(Segments(cluster_id), 3, limits)
+    assert lost.value.peer == 3
+    sweep_stale(cluster_id)
 
 
 @pytest.mark.parametrize(("ring_pages", "page_bytes"), [(0, 10), (4, 0)])

@@ -202,8 +202,9 @@ def apart(monkeypatch):
 def test_a_peer_that_is_dead_at_connect_is_named_and_swept(cluster_id, apart):
     exchange, dead = make_pair(cluster_id)
     dead._segment.disown()  # as the end of its process would
-    with pytest.raises(PeerLost, match="exchange-1 is gone"):
+    with pytest.raises(PeerLost, match="exchange-1 is gone") as lost:
         exchange.connect(1000)
+    assert lost.value.peer == 1
     assert sweep_stale(cluster_id) == [f"nanocp-{cluster_id}-t1-exchange-1"]
     exchange.close()
 
@@ -315,8 +316,9 @@ def test_another_number_of_instances_is_refused(cluster_id):
 
 def test_a_peer_that_never_starts_is_named(cluster_id):
     exchange = ShmExchange.create(Segments(cluster_id), 0, 2, LAYOUT, LIMITS)
-    with pytest.raises(ExchangeTimeout, match="exchange-1 did not appear in 50 ms"):
+    with pytest.raises(ExchangeTimeout, match="exchange-1 did not appear in 50 ms") as late:
         exchange.connect(50)
+    assert late.value.peer == 1
     exchange.close()
 
 

@@ -173,8 +173,9 @@ def test_a_peer_that_does_not_answer_is_named(nodes):
         with pytest.raises(
             ExchangeTimeout,
             match=r"exchange-1 could not be attached at 127.0.0.1:\d+ in 60 ms: the",
-        ):
+        ) as late:
             exchange.connect(60)
+        assert late.value.peer == 1
         nodes[1].close()
         with pytest.raises(ExchangeTimeout, match="Connection refused"):
             exchange.connect(60)
@@ -237,12 +238,27 @@ def test_a_put_that_is_not_taken_has_a_limit(cluster_id):
             began = time.monotonic()
             with pytest.raises(
                 ExchangeTimeout, match="its process is alive but took nothing in 300 ms"
-            ):
+            ) as late:
                 for page in range(4):
                     writer.write(**written_page(page), payload=bytes(1 << 24), timeout_ms=100)
+            assert late.value.peer == 1
             assert time.monotonic() - began < 10
         go_on.set()
     stopped.close()
+
+
+def test_rows_that_are_not_taken_have_a_limit(nodes):
+    layout = {Channel.DISPATCH: (Field("hidden", "uint8", (1 << 24,)),)}
+    ends = [ShmExchange.create(nodes[i], i, 2, layout, IMPATIENT) for i in range(2)]
+    go_on = threading.Event()
+    nodes[1]._server._receive = lambda *_: go_on.wait(60)
+    with closing(ends[0]), closing(ends[1]):
+        ends[0].connect(START_MS)
+        with pytest.raises(ExchangeTimeout, match="took nothing in 300 ms") as late:
+            for epoch in range(4):
+                ends[0].put(Channel.DISPATCH, 1, epoch)
+        assert late.value.peer == 1
+        go_on.set()
 
 
 def test_this_node_is_itself():
