@@ -40,6 +40,7 @@ _SOURCES = (
     "kernels.cpp",
 )
 _PUTS = ("flag.h", "late.h", "puts.cpp")
+_RECEIVER = ("flag.h", "receive.cpp")
 _COMPILE = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _COMPILE_LIMIT_S = 120
 
@@ -100,6 +101,14 @@ def puts_library() -> ctypes.CDLL:
     Raises NativeUnavailable.
     """
     return _load(_PUTS, ())
+
+
+def receiver_library() -> ctypes.CDLL:
+    """What receives puts by TCP, loaded, built if this is its first use here.
+
+    Raises NativeUnavailable.
+    """
+    return _load(_RECEIVER, ())
 
 
 @functools.cache

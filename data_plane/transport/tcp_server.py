@@ -7,7 +7,8 @@ epochs.
 A thread of the owner writes what a peer sends. A connection is one writer's way into one segment,
 so that pages do not hold up a step. When a connection ends, its other end is taken for dead: the
 kernel closes the connections of a process that dies, keepalive those of a node that vanishes. The
-writer's end is tcp_segment.py, the messages are in tcp_messages.py.
+writer's end is tcp_segment.py, the messages are in tcp_messages.py, what receives puts in
+tcp_receiver.py.
 """
 
 from __future__ import annotations
@@ -22,27 +23,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from data_plane.transport.futex import Word
 from data_plane.transport.shared_memory import OwnedSegment
 from data_plane.transport.tcp_messages import (
     ABSENT,
-    ANNOUNCED,
     ATTACHED,
     CLOSE_S,
     HANDSHAKE_S,
-    HEADER,
     HELLO,
     MAGIC,
-    MAX_CHUNKS,
     TAKEN,
     WELCOME,
     WORD,
     Welcome,
     receive,
-    receive_into,
     shut,
     tune,
 )
+from data_plane.transport.tcp_receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +65,12 @@ class TcpSegmentServer:
     `address` is its host:port.
     """
 
-    def __init__(self, host: str) -> None:
-        """Listen on a free port of this host's address. Raises OSError if that is impossible."""
+    def __init__(self, host: str, receiver: Receiver) -> None:
+        """Listen on a free port of this host's address. Raises OSError if that is impossible.
+
+        receiver: writes what arrives, best native.receiver.fastest_receiver().
+        """
+        self._receiver = receiver
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         port = self._listener.getsockname()[1]
@@ -192,35 +193,16 @@ class TcpSegmentServer:
             self._writers[key] = connection
             return _Attached(key, segment.memory, segment.data_offset, segment.progress)
 
-    @staticmethod
-    def _receive(connection: socket.socket, attached: _Attached) -> None:
+    def _receive(self, connection: socket.socket, attached: _Attached) -> None:
         """Write what arrives until the connection ends, which raises an OSError.
 
         Raises ValueError if a message cannot be from a writer of this cluster.
         """
-        memory, data_offset, progress = attached.memory, attached.data_offset, attached.progress
-        view = memoryview(memory)
-        words: dict[int, Word] = {}
-        header = memoryview(bytearray(HEADER.size))
         while True:
-            receive_into(connection, [header])
-            offset, value, num_chunks, *table = HEADER.unpack(header)
-            if offset == ANNOUNCED and progress is not None:
-                _until_readable(connection, progress, limit_s=value / 1000)
-                continue
-            if num_chunks > MAX_CHUNKS or offset % 8 or not data_offset <= offset <= len(view) - 8:
-                raise ValueError(f"a put of {num_chunks} chunks and a word at {offset}")
-            chunks = []
-            for begin, num_bytes in zip(
-                table[: 2 * num_chunks : 2], table[1 : 2 * num_chunks : 2], strict=True
-            ):
-                if begin < data_offset or begin + num_bytes > len(view):
-                    raise ValueError(f"a put of {num_bytes} bytes at {begin} into {len(view)}")
-                chunks.append(view[begin : begin + num_bytes])
-            receive_into(connection, chunks)
-            if offset not in words:
-                words[offset] = Word(memory, offset)
-            words[offset].store(value)
+            limit_ms = self._receiver(connection, attached.memory, attached.data_offset)
+            if attached.progress is None:
+                raise ValueError("pages are announced that this segment takes by no other way")
+            _until_readable(connection, attached.progress, limit_s=limit_ms / 1000)
 
 
 def _until_readable(

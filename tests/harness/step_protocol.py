@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from data_plane.native.receiver import fastest_receiver
 from data_plane.transport.exchange import Channel
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
@@ -196,7 +197,7 @@ def run_protocol(
     cluster_id: str, instance: int, node: str, protocol: Protocol, pipe: Connection
 ) -> None:
     """Send this instance's Peer, receive all, run the protocol; send "ok" or the error's text."""
-    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1"), node=node)
+    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()), node=node)
     exchange = ShmExchange.create(segments, instance, protocol.num_instances, LAYOUT, LIMITS)
     try:
         pipe.send(Peer(node, segments.address))

@@ -11,6 +11,7 @@ from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
 from of_resuming import OF_RESUMING
 from of_scheduling import OF_SCHEDULING
+from of_tcp import OF_TCP
 from of_terms import OF_TERMS
 
 HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
@@ -118,24 +119,6 @@ MUTANTS = [
         text="if ticket is not None:\n    for instance in receivers:",
         fault="if ticket is None:\n    for instance in receivers:",
         tests=("tests/control_plane/scheduler/test_transcripts.py",),
-    ),
-    Mutant(
-        name="tcp-order",
-        why="a word that came by TCP is raised before the rows that it announces are there",
-        path="data_plane/transport/tcp_server.py",
-        text="receive_into(connection, chunks)\nif offset not in words:\n"
-        "    words[offset] = Word(memory, offset)\nwords[offset].store(value)",
-        fault="if offset not in words:\n    words[offset] = Word(memory, offset)\n"
-        "words[offset].store(value)\nreceive_into(connection, chunks)",
-        tests=("tests/data_plane/transport/test_shm_exchange.py", "-k", "between_nodes"),
-    ),
-    Mutant(
-        name="tcp-rows",
-        why="a put across TCP leaves out the last of the rows that were written",
-        path="data_plane/transport/shm.py",
-        text="min(rows, num_rows)",
-        fault="min(rows, num_rows - 1)",
-        tests=("tests/data_plane/transport/test_tcp.py", "-k", "rows"),
     ),
     Mutant(
         name="stale-epoch",
@@ -424,6 +407,7 @@ MUTANTS = [
     *OF_OFFLOAD,
     *OF_RESUMING,
     *OF_SCHEDULING,
+    *OF_TCP,
     *OF_TERMS,
     *overlap.MUTANTS,
     *of_kernels.MUTANTS,

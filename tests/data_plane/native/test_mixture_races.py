@@ -1,4 +1,4 @@
-"""The mixture's C++ without Python: under ThreadSanitizer, and what runs when.
+"""C++ of the mixture and of TCP without Python: under ThreadSanitizer, and what runs when.
 
 Instances are threads, each with processors of its own. ThreadSanitizer sees a store that no release
 announces, which an x86 machine never shows. Without it, the driver compares outputs only.
@@ -63,3 +63,11 @@ def test_no_store_races(tmp_path):
         for instances in (1, 2, 4):
             for schedule in (0, 2):
                 run(driver, instances, 3, 60, schedule, seed)
+
+
+@pytest.mark.system
+def test_no_store_of_a_receiver_races(tmp_path):
+    flags = ("-O1", "-g", "-fsanitize=thread")
+    driver = build_driver(tmp_path, *flags, source="receive_driver.cpp")
+    for seed in range(3):
+        run(driver, 3, 40, seed)

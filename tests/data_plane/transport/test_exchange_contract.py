@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_plane.native.receiver import fastest_receiver
 from data_plane.transport.exchange import (
     Awaited,
     Channel,
@@ -25,6 +26,7 @@ from data_plane.transport.exchange import (
 from data_plane.transport.local import LocalExchange
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
+from data_plane.transport.tcp_receiver import receive_in_python
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
 
@@ -68,11 +70,13 @@ class NodeMember(ShmExchange):
         self._segments.close()
 
 
-def make_on_nodes(nodes):
+def make_on_nodes(nodes, receiver=None):
     def make(layout, num_instances, limits=PATIENT):
         cluster_id = f"test-{uuid.uuid4().hex}"
+        servers = [TcpSegmentServer("127.0.0.1", receiver or fastest_receiver()) for _ in nodes]
         segments = [
-            Segments(cluster_id, TcpSegmentServer("127.0.0.1"), node=node) for node in nodes
+            Segments(cluster_id, server, node=node)
+            for server, node in zip(servers, nodes, strict=True)
         ]
         members = [
             NodeMember.create(segments[i], i, num_instances, layout, limits)
@@ -90,6 +94,7 @@ BACKENDS = {
     "shm": make_shm,
     "local": make_local,
     "tcp": make_on_nodes("abc"),
+    "tcp in Python": make_on_nodes("abc", receive_in_python),
     "shm and tcp": make_on_nodes("aab"),
 }
 

@@ -13,6 +13,7 @@ import torch
 
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, PageRingWriter
+from data_plane.native.receiver import fastest_receiver
 from data_plane.transport import nixl
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
@@ -44,7 +45,9 @@ def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_i
     """The ring has three places, so each is written many times; both pools have separate layers."""
     frames = FramePool(NUM_LAYERS, NUM_PAGES, WIDTH, torch.bfloat16)
     segments = Segments(
-        cluster_id, TcpSegmentServer("127.0.0.1"), nixl=nixl.NixlAgent(f"{cluster_id} receiver")
+        cluster_id,
+        TcpSegmentServer("127.0.0.1", fastest_receiver()),
+        nixl=nixl.NixlAgent(f"{cluster_id} receiver"),
     )
     with closing(segments), closing(PageRing.create(segments, 0, 3, frames.page_bytes)) as ring:
         assert ring._segment.bulk.nbytes >= 3 * frames.page_bytes, "pages do not lie in the segment"
@@ -121,7 +124,7 @@ def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):
         ValueError, match=r"page_backend is nixl and exchange_backend shm; .*: take auto"
     ):
         DataPlaneConfig(page_backend="nixl", exchange_backend="shm")
-    plain = Segments(cluster_id, TcpSegmentServer("127.0.0.1"))
+    plain = Segments(cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()))
     with closing(plain), closing(PageRing.create(plain, 0, 2, 64)):
         segments = Segments(cluster_id, nixl=nixl.NixlAgent(f"{cluster_id} writer"))
         segments.meet([Peer("elsewhere", plain.address)])
