@@ -1,7 +1,7 @@
-"""The compiled CPU kernels: built once for each machine by its C++ compiler, cached, loaded.
+"""The compiled libraries: built once for each machine by its C++ compiler, cached, loaded.
 
-Enters: the sources in this folder, the CPU's flags, a compiler. Leaves: the library, or the reason
-why there is none. Does not know: what the kernels compute.
+Enters: the sources in this folder, the CPU's flags, a compiler. Leaves: a library, or the reason
+why there is none. Does not know: what the kernels compute, what the others do.
 """
 
 from __future__ import annotations

@@ -275,7 +275,8 @@ def test_a_server_that_closes_leaves_no_thread_and_no_socket(receiver):
     segment = owner.own("exchange", 0, "", 4096)
     names = [f"writer {number}" for number in range(4)]
     writers = [
-        TcpSegment(segment.name, server.address, name, LIMITS, START_MS, Term()) for name in names
+        TcpSegment(segment.name, 0, server.address, name, LIMITS, START_MS, Term())
+        for name in names
     ]
     half_a_put = put_header(segment.data_offset, 1, [(segment.data_offset, 99)]) + bytes(50)
     for writer in writers[:2]:
