@@ -40,7 +40,7 @@ Nor is a segment, which the kernel sends as one, longer than the last number of 
 """
 _RATE_S = 0.25
 """How long the rate of a link is measured."""
-_PROMPT, _MOST_BEFORE, _FRAMES_OF_A_ROW = 16, 440, 8
+_PROMPT, _MOST_BEFORE, _FRAMES_OF_A_ROW = 16, 440, 10
 """Tokens of a prompt, most that its request generates before all others do, and frames for both."""
 _IN_NAMESPACE = (
     'case "$0" in instance*) set -- ip netns exec "nanocp-gb${0#instance }";; esac; '
