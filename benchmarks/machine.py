@@ -105,7 +105,8 @@ class TwoProcesses(NamedTuple):
         """Why a claim that two do so many times what one does is not judged; empty if it is.
 
         Work reads memory and computes, so it scales like one of the two or between them. A miss
-        says nothing where the machine itself has less than is asked.
+        says nothing where the machine itself has less than is asked. A claim that holds there does
+        hold: the machine only works against it.
         """
         scarce, scaling = min(self._asdict().items(), key=lambda each: each[1])
         if scaling >= at_least:

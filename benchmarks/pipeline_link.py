@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -22,6 +22,7 @@ from pipeline_layouts import NUM_LAYERS, StageClaim
 from slow_link import Decoded, decode, nodes_behind, rates, why_not
 
 from nanocp.config import PassesConfig
+from nanocp.passes import PassCosts
 from nanocp.profile.pipeline import LoadPhase, PipelinePlay
 
 NUM_DENSE = 1
@@ -87,11 +88,11 @@ def another_setting(share: float, gpu: float, mbit_per_s: int, measured: Sequenc
     return "a layer has more of the link than a GPU's" if share > gpu else ""
 
 
-def claim_of(run: LinkRun, is_quick: bool) -> StageClaim:
+def claim_of(run: LinkRun, costs: PassCosts, is_quick: bool) -> StageClaim:
     """Measure stages and instances in turn, over two rounds; the link before and after them.
 
     The better round of each counts. Where it is asked, instances run in one lane and in two, and
-    the faster ones count.
+    the faster ones count. costs: what stages are levelled with.
     """
     claim = (
         f"two stages over {run.mbit_per_s} Mbit/s against two instances, {run.num_rows} rows, "
@@ -107,7 +108,10 @@ def claim_of(run: LinkRun, is_quick: bool) -> StageClaim:
     with nodes_behind(run.mbit_per_s):
         before = rates(run.mbit_per_s)
         rounds = [
-            [decode(run.checkpoint, layout, run.num_rows, run.num_tokens) for layout in layouts]
+            [
+                decode(run.checkpoint, layout, run.num_rows, run.num_tokens, costs)
+                for layout in layouts
+            ]
             for _ in range(num_rounds)
         ]
         measured = (*before, *rates(run.mbit_per_s))
@@ -139,8 +143,12 @@ def found_of(stages: Decoded, others: Sequence[Decoded]) -> str:
     )
 
 
-def part_link(wide: Path, small: Path, is_quick: bool) -> list[StageClaim]:
+def part_link(
+    wide: Path, small: Path, costs_of: Callable[[Path], PassCosts], is_quick: bool
+) -> list[StageClaim]:
     """Two stages against two instances over a link, with many rows and with few.
+
+    costs_of: what stages of a checkpoint are levelled with.
 
     Asked of many wide rows, over 1 Gbit/s and over a link that is nearer to what 1 Gbit/s is beside
     a GPU's layers. Shown with few rows, of preset small, whose rows are narrow, and over a slow
@@ -156,10 +164,11 @@ def part_link(wide: Path, small: Path, is_quick: bool) -> list[StageClaim]:
     ]
     if is_quick:
         runs = [each._replace(num_rows=2, num_tokens=20) for each in (runs[0], runs[3])]
+    costs = {checkpoint: costs_of(checkpoint) for checkpoint in (wide, small)}
     claims = []
     for run in runs:
         began_s = time.monotonic()
-        claims.append(claim_of(run, is_quick))
+        claims.append(claim_of(run, costs[run.checkpoint], is_quick))
         took_s = time.monotonic() - began_s
         print(
             f"{claims[-1].claim}: {claims[-1].found} ({took_s:.0f} s)", file=sys.stderr, flush=True

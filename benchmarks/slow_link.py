@@ -26,9 +26,11 @@ from nanocp.config import (
     Config,
     DataPlaneConfig,
     LimitsConfig,
+    PassesConfig,
     SchedulerConfig,
     ServiceConfig,
 )
+from nanocp.passes import PassCosts
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 _BRIDGE, _NODE, _ADDRESS = "nanocp-gb", "nanocp-gb{}", "10.87.41.{}"
@@ -123,11 +125,14 @@ class Decoded(NamedTuple):
     """Kilobytes that both nodes sent for each token, with headers."""
 
 
-def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Decoded:
+def decode(
+    checkpoint: Path, layout: str, num_rows: int, num_tokens: int, costs: PassCosts
+) -> Decoded:
     """Decode so many tokens of each of so many requests over two nodes; the better of two runs.
 
     layout: pipeline, instances, or lanes, which are instances whose rows run in two lanes. What
-    requests generate while others' prompts are computed does not count.
+    requests generate while others' prompts are computed does not count. costs: what a pipeline
+    levels its stages with, as `nanocp profile --layout pipeline` writes them.
     """
     config = Config(
         cluster=ClusterConfig(
@@ -137,6 +142,7 @@ def decode(checkpoint: Path, layout: str, num_rows: int, num_tokens: int) -> Dec
             max_model_len=1024,
         ),
         scheduler=SchedulerConfig(lanes="always" if layout == "lanes" else "off"),
+        pipeline=PassesConfig(layer_policy="level", costs=costs),
         data_plane=DataPlaneConfig(exchange_backend="tcp"),
         limits=LimitsConfig(start_timeout_ms=300_000),
         service=ServiceConfig(host=_HOST, grpc_port=0, metrics_port=0, http_port=0),

@@ -1,9 +1,11 @@
 """What two processes do on a machine over one, and claims that it keeps from being judged."""
 
+from io import StringIO
+
 import moe_cpu
 import pytest
 from machine import TwoProcesses, two_processes
-from moe_points import CALL, PARTS, TWO, MixturePoint, result_of
+from moe_points import CALL, EARLY, PARTS, TWO, MixturePoint, result_of
 from rich.console import Console
 
 
@@ -25,12 +27,36 @@ def test_a_machine_with_less_than_is_asked_is_named(here, reason):
 
 @pytest.mark.parametrize(
     ("memory", "found_us", "verdict"),
-    [(1.9, 50.0, "holds"), (1.9, 70.0, "DOES NOT HOLD"), (1.6, 70.0, "not judged: memory")],
+    [
+        (1.9, 50.0, "holds"),
+        (1.6, 50.0, "holds"),
+        (1.9, 70.0, "DOES NOT HOLD"),
+        (1.6, 70.0, "not judged: memory"),
+    ],
 )
-def test_two_processors_are_not_judged_where_two_processes_do_less(memory, found_us, verdict):
+def test_two_processors_miss_nothing_where_two_processes_do_less(memory, found_us, verdict):
     point = MixturePoint("processors", 1, 32, (PARTS, CALL, TWO))
     us = {PARTS: 100.0, CALL: 100.0, TWO: found_us}
     results = [result_of(point, variant, [each]) for variant, each in us.items()]
-    console = Console(record=True, width=140, quiet=True)
+    console = Console(record=True, width=140, file=StringIO())
     wrong = moe_cpu.show(results, console, TwoProcesses(2.0, memory))
     assert bool(wrong) == (verdict == "DOES NOT HOLD")
+    assert f"\n{verdict}" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ([0.90, 0.92, 0.94], "holds"),
+        ([0.90, 0.96, 0.97], "not judged: the bound is in the interval"),
+        ([0.96, 0.97, 0.98], "DOES NOT HOLD"),
+    ],
+)
+def test_a_bound_within_the_noise_of_a_run_is_not_judged(ratios, verdict):
+    point = MixturePoint("tcp", 2, 16, (CALL, EARLY), 1.0, is_tcp=True)
+    us = {CALL: [100.0] * 15, EARLY: [100 * ratio for ratio in ratios] * 5}
+    results = [result_of(point, variant, each) for variant, each in us.items()]
+    console = Console(record=True, width=140, file=StringIO())
+    wrong = moe_cpu.show(results, console, TwoProcesses(2.0, 1.9))
+    assert bool(wrong) == (verdict == "DOES NOT HOLD")
+    assert f"\n{verdict}" in console.export_text()

@@ -8,10 +8,11 @@ import pipeline_link
 import pytest
 import typer
 from machine import TwoProcesses
-from pipeline_layouts import StageClaim, best_of, changes_of
+from pipeline_layouts import StageClaim, best_of, changes_of, in_layout
 from slow_link import Decoded
 
 from data_plane.profiling.stages import PassTime
+from nanocp.passes import PassCosts
 from nanocp.profile.pipeline import Played
 
 TWO_CORES = TwoProcesses(compute=2.0, memory=1.9)
@@ -61,11 +62,11 @@ def claims_with(monkeypatch, tmp_path, ms=2.0, measured=0.955, lanes_per_s=160.0
         "layer_ms": lambda checkpoint, num_rows: ms,
         "nodes_behind": nullcontext,
         "rates": lambda mbit: (1.0 * mbit, measured * mbit),
-        "decode": lambda checkpoint, layout, *_: decoded[layout],
+        "decode": lambda checkpoint, layout, rows, tokens, costs: decoded[layout],
     }.items():
         monkeypatch.setattr(pipeline_link, name, replaced)
     monkeypatch.setattr(pipeline_link.os, "sched_getaffinity", lambda _: {0, 1})
-    return pipeline_link.part_link(tmp_path, tmp_path, is_quick=False)
+    return pipeline_link.part_link(tmp_path, tmp_path, lambda _: PassCosts(), is_quick=False)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +94,23 @@ def test_stages_are_judged_by_the_faster_instances(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("here", "holds", "reason"),
+    ("here", "found", "holds", "reason"),
     [
-        (TWO_CORES, [True, False], ["", ""]),
-        (TwoProcesses(2.0, 1.6), [None, False], ["memory of two processes is 1.60", ""]),
-        (TwoProcesses(1.2, 1.9), [None, None], ["compute of two processes is 1.20"] * 2),
+        (TWO_CORES, (1.6, 0.7), [False, False], ["", ""]),
+        (
+            TwoProcesses(2.0, 1.6),
+            (1.6, 0.7),
+            [None, False],
+            ["memory of two processes is 1.60", ""],
+        ),
+        (TwoProcesses(1.2, 1.9), (1.6, 0.7), [None] * 2, ["compute of two processes is 1.20"] * 2),
+        (TwoProcesses(1.2, 1.9), (1.8, 0.6), [True, True], ["", ""]),
     ],
 )
-def test_two_stages_are_not_judged_where_two_processes_do_less_than_is_asked(
-    monkeypatch, tmp_path, here, holds, reason
+def test_two_stages_miss_nothing_where_two_processes_do_less_than_is_asked(
+    monkeypatch, tmp_path, here, found, holds, reason
 ):
-    monkeypatch.setattr(pipeline_cpu, "two_stages", lambda *_, **__: (1.8, 0.7))
+    monkeypatch.setattr(pipeline_cpu, "two_stages", lambda *_, **__: found)
     rate, first_token, _ = pipeline_cpu.part_prefill(tmp_path, is_quick=False, here=here)
     assert [rate.holds, first_token.holds] == holds
     for claim, why in zip((rate, first_token), reason, strict=True):
@@ -117,6 +124,19 @@ def test_the_best_whole_layers_are_found_by_what_an_even_layouts_took():
     assert best_of(even) == (19_000.0, 9)
     prompts = [PassTime(0, -1, (), [12_000.0, 13_000.0], layers_us)]
     assert best_of(prompts) == (13_000.0, 6)
+
+
+def test_a_run_says_what_its_passes_would_have_taken_in_another_layout():
+    """Layers 0 to 10 take 1 to 11 ms. The first stage has 6 of 12, and 9 from pass 1 on."""
+    layers_us = [1000.0 * (number + 1) for number in range(11)]
+    times = [
+        PassTime(0, -1, (), [22_000.0, 60_000.0], layers_us),
+        PassTime(1, -1, (), [46_000.0, 36_000.0], layers_us),
+    ]
+    played = Played(times, [], [(1, (9, 3))], {}, 0.0)
+    assert [each.stage_us for each in in_layout(played, 6)] == [[22_000, 60_000]] * 2
+    assert [each.stage_us for each in in_layout(played, 8)] == [[37_000, 45_000]] * 2
+    assert times[1].stage_us == [46_000, 36_000], "what was measured stays"
 
 
 def test_changes_are_named_by_their_passes():
