@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
@@ -38,7 +38,7 @@ def run_instance(
     First it sends where it is, and receives where all are.
     """
     segments = Segments(
-        cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()), is_always_tcp=is_tcp
+        cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), is_always_tcp=is_tcp
     )
     exchange = ShmExchange.create(segments, instance, num_instances, LAYOUT, LimitsConfig())
     pipe.send(Peer(segments.node, segments.address))

@@ -56,7 +56,7 @@ from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.profiling.batch import BatchRequest
 from data_plane.profiling.cluster import measuring
 from data_plane.profiling.late_puts import LateExchange
@@ -194,7 +194,7 @@ def _run_member(
     torch.set_num_threads(1)
     late = Segments(cluster_id + _LATE)
     if is_tcp:
-        server = TcpSegmentServer("127.0.0.1", fastest_receiver())
+        server = TcpSegmentServer("127.0.0.1", receive_puts)
         late = Segments(late.cluster_id, server, node=f"node {instance}")
     pipe.send(late.address)
     addresses = pipe.recv()

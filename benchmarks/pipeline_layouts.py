@@ -185,7 +185,7 @@ def ratio_of(passes: Sequence[PassTime]) -> float:
 
 
 def in_layout(played: Played, head: int) -> list[PassTime]:
-    """The same passes if the first of two stages had had `head` layers all the time.
+    """What passes would have taken if the first of two stages had had `head` layers all the time.
 
     What the layers between this layout and the one of a pass took goes to the other stage.
     """

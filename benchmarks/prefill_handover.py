@@ -40,7 +40,7 @@ from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.ticket import EngineTicket
 from data_plane.kv.page_ring import PageRing, prefill_ring
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.nixl import NixlAgent, nixl_package
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -118,7 +118,7 @@ def measure(backend: str, seconds: float, is_remote: bool = False) -> Handover:
     cluster = f"handover-{uuid.uuid4().hex[:8]}"
     with contextlib.ExitStack() as held:
         nixl = NixlAgent(f"{cluster} receiver") if backend == "nixl" else None
-        segments = Segments(cluster, TcpSegmentServer(address, fastest_receiver()), nixl=nixl)
+        segments = Segments(cluster, TcpSegmentServer(address, receive_puts), nixl=nixl)
         held.callback(segments.close)
         ring = PageRing.create(segments, 0, RING_PAGES, PAGE_BYTES, prefill_ring(0))
         held.callback(ring.close)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data_plane.member.controller_link import ControllerLink, ControllerLost
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Term
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
@@ -153,7 +153,7 @@ def segments_of(spec: MemberSpec, term: Term) -> Segments:
     if is_reached and backend != "shm":
         host = _own_address(spec.controller)
         try:
-            server = TcpSegmentServer(host, fastest_receiver())
+            server = TcpSegmentServer(host, receive_puts)
         except OSError as error:
             raise ValueError(
                 f"{spec.name} cannot listen on {host}, its address towards the controller: {error}"

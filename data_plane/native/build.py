@@ -126,7 +126,10 @@ def _load(sources: tuple[str, ...], instructions: tuple[str, ...]) -> ctypes.CDL
     digest = blake2b(" ".join(flags).encode(), digest_size=8)
     for name in sources:
         digest.update((_HERE / name).read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanocp"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanocp"
+    except RuntimeError as error:  # a user without a home
+        raise NativeUnavailable(f"there is no folder to keep them in: {error}") from error
     path = cache / f"{Path(sources[-1]).stem}-{digest.hexdigest()}.so"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -53,9 +53,11 @@ static int receive_all(int connection, iovec* parts, size_t num_parts) {
 extern "C" {
 
 // Writes one put after the other into memory [memory_bytes], each word after its chunks, until the
-// connection ends or a header comes that is no put into the segment.
+// connection ends or a header comes that is no put into the segment. The caller says how large its
+// header is: EINVAL if that is another one.
 int nanocp_receive_puts(int connection, char* memory, uint64_t memory_bytes, uint64_t data_offset,
-                        PutHeader* header) {
+                        PutHeader* header, uint64_t header_bytes) {
+    if (header_bytes != sizeof(PutHeader)) return EINVAL;
     for (;;) {
         iovec parts[PutHeader::MAX_CHUNKS] = {{header, sizeof(PutHeader)}};
         if (const int ended = receive_all(connection, parts, 1)) return ended;

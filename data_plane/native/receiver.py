@@ -24,6 +24,15 @@ _CLOSED = -1
 """What the call returns at the end of the stream; 0 if a header is no put, else an errno."""
 
 
+def receive_puts(connection: socket.socket, memory: mmap.mmap, data_offset: int) -> int:
+    """Receive as fast as this machine can; a Receiver.
+
+    It is compiled when the first peer comes by TCP, so that members without such peers compile
+    nothing.
+    """
+    return fastest_receiver()(connection, memory, data_offset)
+
+
 @functools.cache
 def fastest_receiver() -> Receiver:
     """The compiled receiver, or the one in Python where this machine cannot compile it."""
@@ -38,16 +47,17 @@ def native_receiver() -> Receiver:
     """The compiled receiver. Raises NativeUnavailable if this machine cannot compile it."""
     call = receiver_library().nanocp_receive_puts
     pointer, u64 = ctypes.c_void_p, ctypes.c_uint64
-    call.restype, call.argtypes = ctypes.c_int, (ctypes.c_int, pointer, u64, u64, pointer)
+    call.restype, call.argtypes = ctypes.c_int, (ctypes.c_int, pointer, u64, u64, pointer, u64)
     return functools.partial(_receive, call)
 
 
 def _receive(call: Any, connection: socket.socket, memory: mmap.mmap, data_offset: int) -> int:
+    assert connection.gettimeout() is None, "with a timeout, Python makes a socket non-blocking"
     header = ctypes.create_string_buffer(HEADER.size)
     # This view keeps the memory mapped during the call.
     base = ctypes.c_char.from_buffer(memory)
     address, num_bytes = ctypes.addressof(base), len(memory)
-    ended = call(connection.fileno(), address, num_bytes, data_offset, header)
+    ended = call(connection.fileno(), address, num_bytes, data_offset, header, HEADER.size)
     if ended == _CLOSED:
         raise ConnectionError("the other end closed the connection")
     if ended:

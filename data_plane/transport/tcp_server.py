@@ -68,7 +68,7 @@ class TcpSegmentServer:
     def __init__(self, host: str, receiver: Receiver) -> None:
         """Listen on a free port of this host's address. Raises OSError if that is impossible.
 
-        receiver: writes what arrives, best native.receiver.fastest_receiver().
+        receiver: writes what arrives, best native.receiver.receive_puts.
         """
         self._receiver = receiver
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

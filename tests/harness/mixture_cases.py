@@ -11,7 +11,7 @@ from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights, slots
 from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.local import LocalExchange
 from data_plane.transport.regions import TensorExchange, mixture_layout
 from data_plane.transport.segments import Peer, Segments
@@ -38,7 +38,7 @@ def exchanges(kind, num_instances, layout, limits=PATIENT, cls=ShmExchange):
     if kind == "shm":
         segments = [Segments(cluster_id) for _ in range(num_instances)]
     else:
-        servers = [TcpSegmentServer("127.0.0.1", fastest_receiver()) for _ in range(num_instances)]
+        servers = [TcpSegmentServer("127.0.0.1", receive_puts) for _ in range(num_instances)]
         segments = [
             Segments(cluster_id, server, node=f"node {number}")
             for number, server in enumerate(servers)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
@@ -119,7 +119,7 @@ def hold_nixl_ring(cluster_id: str, ring_pages: int, page_bytes: int, pipe: Conn
     """Make a ring, send its address, and take no page from it."""
     segments = Segments(
         cluster_id,
-        TcpSegmentServer("127.0.0.1", fastest_receiver()),
+        TcpSegmentServer("127.0.0.1", receive_puts),
         nixl=NixlAgent(f"{cluster_id} receiver"),
     )
     ring = PageRing.create(segments, 0, ring_pages, page_bytes)
@@ -168,7 +168,7 @@ def rest_with_a_nixl_ring(cluster_id: str, pipe: Connection) -> None:
     """Send the CPU seconds that an idle ring used in each of three periods of 0.3 s."""
     segments = Segments(
         cluster_id,
-        TcpSegmentServer("127.0.0.1", fastest_receiver()),
+        TcpSegmentServer("127.0.0.1", receive_puts),
         nixl=NixlAgent(f"{cluster_id} receiver"),
     )
     ring = PageRing.create(segments, 0, 2, 64)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from data_plane.kv.peer_rings import PeerRings
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.tcp_messages import shut
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -21,7 +21,7 @@ def peer_rings_by_tcp(page_bytes: int) -> Iterator[tuple[PeerRings, PeerRings]]:
     with ExitStack() as held:
         segments = []
         for _ in range(2):
-            server = TcpSegmentServer("127.0.0.1", fastest_receiver())
+            server = TcpSegmentServer("127.0.0.1", receive_puts)
             segments.append(Segments(f"rings{os.getpid()}", server, is_always_tcp=True))
             held.callback(segments[-1].close)
         first, second = (

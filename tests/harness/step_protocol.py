@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
@@ -197,7 +197,7 @@ def run_protocol(
     cluster_id: str, instance: int, node: str, protocol: Protocol, pipe: Connection
 ) -> None:
     """Send this instance's Peer, receive all, run the protocol; send "ok" or the error's text."""
-    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()), node=node)
+    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), node=node)
     exchange = ShmExchange.create(segments, instance, protocol.num_instances, LAYOUT, LIMITS)
     try:
         pipe.send(Peer(node, segments.address))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 
 from data_plane.kv.page_ring import PageRing
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
@@ -98,7 +98,7 @@ def hold_instance(
     sends its own address first. It always sends the pid of its child, 0 without one.
     """
     segments = (
-        Segments(cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()), node="b")
+        Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), node="b")
         if address
         else Segments(cluster_id)
     )

@@ -178,8 +178,8 @@ OF_PIPELINE = [
         name="policy-against-operator",
         why="a policy takes back the layout that an operator asked for",
         path="control_plane/scheduler/pipeline/layout_changes.py",
-        text="if self.asked is not None:\n    return",
-        fault="pass",
+        text="if self.asked is None:\n    wish =",
+        fault="if True:\n    wish =",
         tests=("tests/control_plane/scheduler/pipeline/test_layout_changes.py",),
     ),
     Mutant(

@@ -26,6 +26,14 @@ OF_TCP = [
         tests=(*RECEIVER, "native and last_byte"),
     ),
     Mutant(
+        name="tcp-interrupted",
+        why="what comes after a signal is written over what came before it",
+        path="data_plane/native/receive.cpp",
+        text="parts->iov_base = static_cast<char*>(parts->iov_base) + received;",
+        fault="",
+        tests=(*RECEIVER, "native and signal"),
+    ),
+    Mutant(
         name="tcp-wrap",
         why="the sum of a put's offset and bytes wraps, and it is written before the segment",
         path="data_plane/native/receive.cpp",

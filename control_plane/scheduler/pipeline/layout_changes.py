@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from control_plane.scheduler.pipeline.layer_places import LayerPlaces
-from control_plane.scheduler.pipeline.layer_policies import LayerPolicy, Split, make_layer_policy
+from control_plane.scheduler.pipeline.layer_policies import (
+    LayerPolicy,
+    Split,
+    longest_us,
+    make_layer_policy,
+)
 from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, stage_times
 from nanocp.passes import LayerMoves, PipelineConfig
 
@@ -46,6 +51,8 @@ class LayoutChanges:
         """Stages that have not reported the newest LayerMoves."""
         self._target: Split | None = None
         """The layout to change to, while a change is under way."""
+        self._saving_us = 0.0
+        """What that layout would have saved of the newest pass."""
         self._num_rounds = 0
         if self.asked is not None and not self.places.is_legal(self.asked):
             self.asked = None
@@ -88,11 +95,14 @@ class LayoutChanges:
         if not times.sample_us:  # then the last layer ends with its KV
             predicted_us[-1] -= times.layer_us
         self.speeds.planned(number, predicted_us)
-        if self.asked is not None:
-            return
-        wish = self._policy.wish(split, times, number, num_frames)
-        if not self.is_moving and wish != split and self.places.is_legal(wish):
-            self._target, self._num_rounds = wish, 0
+        if self.asked is None:
+            wish = self._policy.wish(split, times, number, num_frames)
+            if not self.is_moving and wish != split and self.places.is_legal(wish):
+                self._target, self._num_rounds = wish, 0
+        if self._target is not None:
+            slowness = self.speeds.slowness
+            present_us = longest_us(split, times, slowness)
+            self._saving_us = present_us - longest_us(self._target, times, slowness)
 
     def reported(self, number: int) -> None:
         """A stage has sent and received its part of the newest LayerMoves."""
@@ -117,17 +127,20 @@ class LayoutChanges:
         full, live = full_and_live()
         self._newest += 1
         self._num_unreported = self._pipeline.num_stages
-        # Each row has an open page that only the mark can send. So few full ones may go with it.
-        # But weights that are not at their new stage are read before the mark.
+        # Each row has an open page that only the mark can send. So few full ones may go with it,
+        # and as many as take less time than a pass loses meanwhile in the present layout. But
+        # weights that are not at their new stage are read before the mark.
         is_far = self._num_rounds == 0 and places.num_new(target) > 0
+        num_missing = places.num_missing(target, full)
+        is_much = num_missing * self._pipeline.frame_move_us >= max(self._saving_us, 0.0)
         if (
             self._pipeline.copy_ahead
             and self._num_rounds < _MAX_ROUNDS
-            and (is_far or places.num_missing(target, full) > num_rows)
+            and (is_far or (num_missing > num_rows and is_much))
         ):
             self._num_rounds += 1
             return LayerMoves(self._newest, None, places.copy(target, full))
         moves = places.change(target, full, live)
-        self.layout, self._target = self._newest, None
+        self.layout, self._target, self._saving_us = self._newest, None, 0.0
         self.num_changes += 1
         return LayerMoves(self._newest, target, moves)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data_plane.kv.stage_rings import RingStageLinks
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.stage_links import HiddenRows, PassTokens
@@ -24,9 +24,7 @@ def stages(request):
     cluster_id, held = f"stages{os.getpid()}", ExitStack()
     segments = []
     for _ in range(3):
-        server = (
-            TcpSegmentServer("127.0.0.1", fastest_receiver()) if request.param == "TCP" else None
-        )
+        server = TcpSegmentServer("127.0.0.1", receive_puts) if request.param == "TCP" else None
         own = Segments(cluster_id, server, is_always_tcp=server is not None)
         held.callback(own.close)
         segments.append(own)

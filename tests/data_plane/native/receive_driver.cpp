@@ -7,6 +7,7 @@
 #include "receive.cpp"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -35,7 +36,8 @@ static void write_puts(int connection, uint64_t word, uint64_t part, uint64_t pu
                        std::atomic<uint64_t>& num_read) {
     std::mt19937_64 random(seed);
     for (uint64_t value = 1; value <= puts; ++value) {
-        while (num_read.load() + 1 < value) sched_yield();
+        while (num_read.load() + 1 < value && !has_failed) sched_yield();
+        if (has_failed) break;
         PutHeader header{word, value, PutHeader::MAX_CHUNKS, {}};
         const uint64_t size = size_of(value);
         for (uint64_t i = 0, at = 0; i < PutHeader::MAX_CHUNKS; ++i) {
@@ -84,8 +86,9 @@ int main(int, char** arguments) {
         threads.emplace_back([=, &aligned] {
             PutHeader header{};
             const int ended = nanocp_receive_puts(ends[1], memory, aligned.size() * 8, DATA_OFFSET,
-                                                  &header);
+                                                  &header, sizeof header);
             expect(ended == CLOSED, "a receiver ended early");
+            close(ends[1]);  // a writer that goes on would wait for room
         });
         threads.emplace_back(
             [=, &num_read] { write_puts(ends[0], word, part, puts, seed + i, num_read[i]); });

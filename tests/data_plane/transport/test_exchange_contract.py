@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import (
     Awaited,
     Channel,
@@ -73,7 +73,7 @@ class NodeMember(ShmExchange):
 def make_on_nodes(nodes, receiver=None):
     def make(layout, num_instances, limits=PATIENT):
         cluster_id = f"test-{uuid.uuid4().hex}"
-        servers = [TcpSegmentServer("127.0.0.1", receiver or fastest_receiver()) for _ in nodes]
+        servers = [TcpSegmentServer("127.0.0.1", receiver or receive_puts) for _ in nodes]
         segments = [
             Segments(cluster_id, server, node=node)
             for server, node in zip(servers, nodes, strict=True)

@@ -13,7 +13,7 @@ import torch
 
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport import nixl
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
@@ -46,7 +46,7 @@ def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_i
     frames = FramePool(NUM_LAYERS, NUM_PAGES, WIDTH, torch.bfloat16)
     segments = Segments(
         cluster_id,
-        TcpSegmentServer("127.0.0.1", fastest_receiver()),
+        TcpSegmentServer("127.0.0.1", receive_puts),
         nixl=nixl.NixlAgent(f"{cluster_id} receiver"),
     )
     with closing(segments), closing(PageRing.create(segments, 0, 3, frames.page_bytes)) as ring:
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):
         ValueError, match=r"page_backend is nixl and exchange_backend shm; .*: take auto"
     ):
         DataPlaneConfig(page_backend="nixl", exchange_backend="shm")
-    plain = Segments(cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()))
+    plain = Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts))
     with closing(plain), closing(PageRing.create(plain, 0, 2, 64)):
         segments = Segments(cluster_id, nixl=nixl.NixlAgent(f"{cluster_id} writer"))
         segments.meet([Peer("elsewhere", plain.address)])

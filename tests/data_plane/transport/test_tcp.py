@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport import tcp_messages
 from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
 from data_plane.transport.segments import Peer, Segments, node_identity
@@ -45,7 +45,7 @@ def cluster_id():
 def nodes(cluster_id):
     """Two members, each on a node of its own."""
     both = [
-        Segments(cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()), node=node)
+        Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), node=node)
         for node in "ab"
     ]
     for segments in both:
@@ -232,7 +232,7 @@ def test_whoever_is_not_a_member_is_not_answered(nodes):
 
 def test_a_put_that_is_not_taken_has_a_limit(cluster_id):
     """A process that is stopped: its kernel takes what fits its buffers."""
-    stopped = Segments(cluster_id, TcpSegmentServer("127.0.0.1", fastest_receiver()), node="b")
+    stopped = Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), node="b")
     segments = Segments(cluster_id, node="a")
     segments.meet([Peer("a", ""), Peer("b", stopped.address)])
     with closing(PageRing.create(stopped, 1, 4, 1 << 24)):

@@ -1,9 +1,12 @@
 """What receives puts by TCP: compiled or in Python, it writes the same and refuses the same."""
 
 import ctypes
+import errno
 import mmap
 import os
 import random
+import shutil
+import signal
 import socket
 import struct
 import sys
@@ -11,6 +14,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -35,10 +39,9 @@ U64 = 1 << 64
 
 
 def compiled():
-    try:
-        return native_receiver()
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
+    if shutil.which(os.environ.get("CXX") or "c++") is None:
+        pytest.skip("there is no C++ compiler")
+    return native_receiver()
 
 
 @pytest.fixture(params=["native", "python"])
@@ -150,6 +153,35 @@ def test_puts_of_any_size_arrive_whole_in_any_pieces_from_several_peers(start, m
         peer.receiving.writer.sendall(peer.pieces.pop(0))
     assert min(peer.num_put for peer in peers) > 20
     assert memory[:DATA_OFFSET] == bytes(DATA_OFFSET)
+
+
+def interrupt(thread):
+    """Signal a thread that sleeps, and wait until it has gone on."""
+    clock = time.pthread_getcpuclockid(thread.ident)
+    before = time.clock_gettime(clock)
+    signal.pthread_kill(thread.ident, signal.SIGUSR1)
+    until(lambda: time.clock_gettime(clock) > before)
+
+
+def test_a_signal_in_a_put_costs_no_byte(start, memory):
+    """A signal ends a system call with what has come so far."""
+    receiving = start()
+    (thread,) = receiving._pool._threads
+    data = bytes(range(1, 251)) * 2
+    message = put_header(WORD, 1, [(4096, 200), (8192, 300)]) + data
+    ends = [50, HEADER.size, HEADER.size + 90, HEADER.size + 200, len(message)]
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        for begin, end in pairwise([0, *ends]):
+            if begin:
+                time.sleep(0.02)
+                interrupt(thread)
+            receiving.writer.sendall(message[begin:end])
+        receiving.until(1)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert memory[4096:4296] == data[:200]
+    assert memory[8192:8492] == data[200:]
 
 
 def test_a_word_is_raised_after_the_last_byte(start, memory):
@@ -288,6 +320,24 @@ def test_a_server_that_closes_leaves_no_thread_and_no_socket(receiver):
         writer.close()
     until(lambda: set(threading.enumerate()) <= threads)
     until(lambda: len(os.listdir("/proc/self/fd")) <= sockets)
+
+
+def test_headers_of_another_size_are_refused():
+    receiver = compiled()
+    call = receiver.args[0]
+    header = ctypes.create_string_buffer(HEADER.size)
+    assert call(-1, None, MEMORY_BYTES, DATA_OFFSET, header, HEADER.size - 16) == errno.EINVAL
+
+
+def test_without_a_home_there_is_no_compiled_library(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", home)
+    build._load.cache_clear()
+    with pytest.raises(NativeUnavailable, match="Could not determine home directory"):
+        native_receiver()
 
 
 def test_without_a_compiler_puts_are_received_in_python(tmp_path, monkeypatch, caplog):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from data_plane.native.receiver import fastest_receiver
+from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field, Term, TermOver
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Peer, Segments
@@ -51,7 +51,7 @@ def test_a_term_is_over_when_it_or_a_later_one_ends():
 @pytest.mark.parametrize("nodes", ["aa", "ab"])
 def test_a_wait_inside_a_step_ends_with_its_term(cluster_id, nodes):
     terms = [Term(), Term()]
-    servers = [TcpSegmentServer("127.0.0.1", fastest_receiver()) for _ in nodes]
+    servers = [TcpSegmentServer("127.0.0.1", receive_puts) for _ in nodes]
     ways = [
         Segments(cluster_id, server, node=node, term=term)
         for server, node, term in zip(servers, nodes, terms, strict=True)
@@ -73,7 +73,7 @@ def test_a_wait_inside_a_step_ends_with_its_term(cluster_id, nodes):
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_waiting_for_a_segment_ends_with_the_term(cluster_id, is_shared):
     term = Term(2)
-    server = TcpSegmentServer("127.0.0.1", fastest_receiver())
+    server = TcpSegmentServer("127.0.0.1", receive_puts)
     way = Segments(cluster_id, node="a", term=term)
     way.meet([Peer("a" if is_shared else "b", server.address)])
     began, thread = time.monotonic(), ended_soon(term)

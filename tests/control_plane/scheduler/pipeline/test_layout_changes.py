@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from control_plane.scheduler.pipeline.layout_changes import LayoutChanges
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
 from control_plane.scheduler.pipeline.predictor import PassTimes
@@ -111,6 +113,21 @@ def test_few_full_pages_go_with_the_mark_once_the_layer_is_there():
                 layouts.reported(item.number)
         layouts.consider(times, 0, 0)
     assert splits == [None, (3, 1), (2, 2)], "stage 1 has kept what it gave away"
+
+
+@pytest.mark.parametrize(("num_filled", "split"), [(19, (3, 1)), (20, None)])
+def test_the_mark_waits_for_no_pages_that_take_less_time_than_a_pass_loses(num_filled, split):
+    """With three layers and one a pass takes 3 ms where it takes 4; a frame takes 50 us."""
+    layouts = changes(window=1)
+    layouts.consider(PassTimes(1000.0, 2000.0), 0, 0)
+    ahead = moves(layouts, 0b1, 0b1)
+    assert ahead is not None and ahead.split is None, "weights are read first"
+    for _ in range(2):
+        layouts.reported(ahead.number)
+    layouts.consider(PassTimes(1000.0, 2000.0), 1, 0)
+    full = (1 << 1 + num_filled) - 1
+    following = moves(layouts, full, full)
+    assert following is not None and following.split == split
 
 
 def test_an_operators_layout_stands_though_the_policy_wants_another():
