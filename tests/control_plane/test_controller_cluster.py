@@ -24,6 +24,7 @@ from harness.hash_service import (
     shared_memory_of,
     with_policy,
 )
+from harness.service_recovery import until
 from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.simulator.replay import replay
 
@@ -201,7 +202,8 @@ def test_a_scheduler_that_fails_ends_the_service_and_not_in_silence(tmp_path):
             service.failure.result(END_S)
             == "the controller failed: AssertionError: frames do not add up"
         )
-        assert (tmp_path / "log").read_text().endswith('"plan":null}\n')
+        # Another thread writes the log.
+        until(lambda: (tmp_path / "log").read_text().endswith('"plan":null}\n'), END_S)
         began = time.monotonic()
         assert not service.drain()
         service.stop()
