@@ -68,13 +68,17 @@ class Layouts:
         return StageClaim(claim, asked, found, None if self._is_quick else holds)
 
     def decode(self) -> tuple[StageClaim, int]:
-        """Few rows that decode; also returns how many layers their first stage should have."""
-        even, level = self._run("even", self._decode), self._run("level", self._decode)
-        last = even.passes[-self._num // 2 :]
+        """Few rows that decode; also returns how many layers their first stage should have.
+
+        Even is by what the layers took in this run; see `phases`.
+        """
+        level = self._run("level", self._decode)
+        last = level.passes[-self._num // 2 :]
         r, planned = ratio_of(last), planned_ratio(last, self._costs)
-        longest = [max(per_pass(one.passes[-self._num // 2 :])) for one in (even, level)]
-        allowed_us, head = best_of(last)
-        found, allowed = longest[1] / longest[0], allowed_us / longest[0]
+        even = in_layout(level, NUM_LAYERS // 2)[-self._num // 2 :]
+        even_us = max(per_pass(even))
+        allowed_us, head = best_of(even)
+        found, allowed = max(per_pass(last)) / even_us, allowed_us / even_us
         claim = self._claim(
             f"decode, few rows, r = {r:.1f}, foretold {planned:.1f}: longest stage, level / even",
             f"r >= 2: <= 0.88, or within 3% of {allowed:.3f}, what whole layers allow",
@@ -91,9 +95,14 @@ class Layouts:
 
         head: layers of the first stage in the layout that is best for decode.
         """
-        # Passes of prompts are longer: phases take about as long as each other.
-        decode, prompts = self._decode._replace(num_passes=6 * self._num), self._prompts
-        turns = (decode, prompts, decode)
+        # Passes of prompts are longer: each phase takes about a third of even's time.
+        pass_us = [
+            max(per_pass(self._run("even", phase).passes[-self._num // 2 :]))
+            for phase in (self._decode, self._prompts)
+        ]
+        num_decode = round(self._num * pass_us[1] / pass_us[0])
+        decode = self._decode._replace(num_passes=num_decode)
+        turns = (decode, self._prompts, decode)
         played = self._run("level", *turns)
         moving_us = sum(move.us for move in played.moves)
         even, best = (in_layout(played, layers) for layers in (NUM_LAYERS // 2, head))
@@ -136,7 +145,7 @@ class Layouts:
         for name, slowness in (("first", (2.0, 1.0)), ("last", (1.0, 2.0))):
             played = self._run("level", rows, slowness=slowness)
             longest_us = max(per_pass(played.passes[-self._num :]))
-            layers_us = layers_of(played.passes[-self._num :])
+            layers_us = layer_times(played.passes[-self._num :])
             even_us, *others_us = (
                 longest_of(layers_us, besides_us, slowness, head)
                 for head in (NUM_LAYERS // 2, *range(1, NUM_LAYERS))
@@ -199,7 +208,7 @@ def in_layout(played: Played, head: int) -> list[PassTime]:
     return passes
 
 
-def layers_of(passes: Sequence[PassTime]) -> list[float]:
+def layer_times(passes: Sequence[PassTime]) -> list[float]:
     """For each layer, the mean processor time of a pass, in us."""
     layers = [fmean(us) for us in zip(*(each.layers_us for each in passes), strict=True)]
     return [*layers, fmean(layers[1:])]  # the last one is not timed; the first may be dense
@@ -207,7 +216,7 @@ def layers_of(passes: Sequence[PassTime]) -> list[float]:
 
 def besides_layers(passes: Sequence[PassTime]) -> tuple[float, float]:
     """What two stages of an even layout take besides their layers, in us."""
-    layers, middle, (first_us, last_us) = layers_of(passes), NUM_LAYERS // 2, per_pass(passes)
+    layers, middle, (first_us, last_us) = layer_times(passes), NUM_LAYERS // 2, per_pass(passes)
     return first_us - sum(layers[:middle]), last_us - sum(layers[middle:])
 
 
@@ -225,7 +234,7 @@ def best_of(passes: Sequence[PassTime]) -> tuple[float, int]:
 
     Returns the mean of the longer stage in us, and how many layers the first stage has then.
     """
-    layers_us, besides_us = layers_of(passes), besides_layers(passes)
+    layers_us, besides_us = layer_times(passes), besides_layers(passes)
     heads = range(1, NUM_LAYERS)
     return min((longest_of(layers_us, besides_us, (1, 1), head), head) for head in heads)
 

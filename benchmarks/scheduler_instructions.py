@@ -39,7 +39,7 @@ class Counter:
         self.num_instructions = 0
         cluster = ClusterConfig(num_instances=NUM_INSTANCES, num_frames=4096, bounds=_BOUNDS)
         buckets = ((512, 1), (1024, 2))
-        config = SchedulerConfig(cp_degree_buckets=buckets, cp_degree_max=4)
+        config = SchedulerConfig(policy="dual_balanced", cp_degree_buckets=buckets, cp_degree_max=4)
         self._scheduler = Scheduler(cluster, config)
 
     def plan(self, events: list[Any], now_us: int) -> Plan:

@@ -91,6 +91,7 @@ def main(
 def measure(checkpoint: Path, model: CostModel, console: Console) -> list[dict[str, Any]]:
     """One service, batch after batch, round after round."""
     settings = {
+        "scheduler.policy": "dual_balanced",
         "scheduler.cp_degree_buckets": [[LONG_LEN, 1]],
         "scheduler.cp_degree_max": NUM_INSTANCES,
         "cluster.num_frames": 512,

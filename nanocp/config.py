@@ -120,9 +120,9 @@ class SchedulerConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    policy: str = "dual_balanced"
-    """How requests are placed: a name of control_plane.scheduler.policies, such as dual_balanced,
-    cost_aware or fixed_degree:2."""
+    policy: str = "cost_aware"
+    """How requests are placed: a name of control_plane.scheduler.policies, such as cost_aware,
+    dual_balanced (the paper's rule) or fixed_degree:2."""
     steps_per_window: int = 1
     """Steps k that one plan covers (multi-step, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))

@@ -144,6 +144,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     """
     from rich.console import Console
 
+    from nanocp.cost_config import CostConfig
     from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
 
@@ -167,6 +168,8 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     what, policy = "instance", config.scheduler.policy
     if config.cluster.layout == "pipeline":
         what, policy = "stage", config.pipeline.layer_policy
+    if policy == "cost_aware" and config.scheduler.costs == CostConfig():
+        policy += " by estimated costs (nanocp profile measures them)"
     output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
     if config.service.controller_process:
         return _supervise(config, served, launcher, output)

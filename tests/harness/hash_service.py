@@ -25,7 +25,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
 
 CONFIG = Config(
     cluster=ClusterConfig(num_instances=4, num_frames=64, max_model_len=2048),
-    scheduler=SchedulerConfig(cp_degree_buckets=((128, 1), (256, 2)), cp_degree_max=4),
+    scheduler=SchedulerConfig(
+        policy="dual_balanced", cp_degree_buckets=((128, 1), (256, 2)), cp_degree_max=4
+    ),
     limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
     service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0, check_invariants=True),
 )

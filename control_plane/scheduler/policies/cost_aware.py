@@ -65,9 +65,12 @@ class CostAware:
 
         For a request too short for CP, only the instance is chosen. If the candidate would miss the
         TTFT target of the request's class, the least late one that costs little more is proposed.
+        If a share of it is more than an instance's frames, dual_balanced's proposal is taken.
         """
         self._means.bring_up_to_date(state, self._costs.dispatch_tokens_per_row)
         cheapest = self._cheapest(state, arrival.prompt_len)
+        if not _may_fit(state, cheapest):
+            return self._dual_balanced.place(state, arrival, window)
         target_ms = self._on_time.target_ms(arrival)
         if target_ms is None or not self._on_time.late_ms(state, cheapest.shares, target_ms):
             return cheapest
@@ -81,6 +84,8 @@ class CostAware:
         prompt_len = arrival.prompt_len
         target_ms = self._on_time.target_ms(arrival)
         cheapest = self._cheapest(state, prompt_len)
+        if not _may_fit(state, cheapest):
+            return self._dual_balanced.explain(state, arrival, proposal)
         if target_ms and (late_ms := self._on_time.late_ms(state, cheapest.shares, target_ms)):
             rule = (
                 f"where the cost rises least, its KV would be there {late_ms:,} ms after the "
@@ -399,6 +404,14 @@ class _Means:
         seats, num = state.open, len(state.open)
         self.attention = max(sum(map(state.kv_tokens, seats)) // num, 1)
         self.dispatch = max(sum(state.num_rows[i] for i in seats) * tokens_per_row // num, 1)
+
+
+def _may_fit(state: ClusterState, proposal: Proposal) -> bool:
+    """Whether the frames of empty instances hold the shares.
+
+    What links cost makes shares uneven. A request that fills nearly all frames would wait forever.
+    """
+    return max(proposal.shares.values()) <= state.cluster.num_frames
 
 
 def _rise(load: int, more: int, mean: int) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.config import SchedulerConfig
+
 if TYPE_CHECKING:
     from nanocp.simulator.cluster_file import ClusterFile
     from nanocp.simulator.cost import CostModel
@@ -54,7 +56,7 @@ class Scenario:
     ] = "issue-1"
     policy: Annotated[
         list[str], typer.Option(help="A policy, or fluid, the bound. May be given again.")
-    ] = field(default_factory=lambda: ["dual_balanced"])
+    ] = field(default_factory=lambda: [SchedulerConfig().policy])
     seconds: Annotated[
         float | None,
         typer.Option(

@@ -19,7 +19,9 @@ from nanocp.plan import AbortRequested, Arrival, Finished, FinishReason, Transfe
 
 TWO = Config(
     cluster=ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000),
-    scheduler=SchedulerConfig(cp_degree_buckets=((128, 1),), cp_degree_max=2),
+    scheduler=SchedulerConfig(
+        policy="dual_balanced", cp_degree_buckets=((128, 1),), cp_degree_max=2
+    ),
 )
 
 

@@ -66,7 +66,9 @@ def test_pages_outside_the_frames_are_counted_by_tier(metrics, page):
 
 
 def test_gauges_are_what_the_scheduler_decided(metrics, page):
-    scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_buckets=((64, 1),)))
+    scheduler = Scheduler(
+        CLUSTER, SchedulerConfig(policy="dual_balanced", cp_degree_buckets=((64, 1),))
+    )
     began_us = time.monotonic_ns() // 1000 - 5_000_000
     scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 10, 10), Arrival(3, 500, 500)], began_us)
     metrics.scheduling.planned(0.001, scheduler, has_window=False, num_prefilling=1)

@@ -21,7 +21,10 @@ class Story:
 
     def __init__(self, *kept, **scheduler):
         config = SchedulerConfig(
-            cp_degree_buckets=((256, 1),), held_timeout_us=HELD_US, **scheduler
+            policy="dual_balanced",
+            cp_degree_buckets=((256, 1),),
+            held_timeout_us=HELD_US,
+            **scheduler,
         )
         self.scheduler = Scheduler(ClusterConfig(num_instances=2, num_frames=NUM_FRAMES), config)
         self.now_us = 0

@@ -10,7 +10,9 @@ NUM_INSTANCES = 4
 def test_an_extension_goes_to_the_rows_own_node_first_however_loaded():
     """Instances 0 and 1 are a node, 2 and 3 another; nothing is promised, so that rows extend."""
     cluster = ClusterConfig(num_instances=NUM_INSTANCES, instances_per_node=2, num_frames=4)
-    scheduler = Scheduler(cluster, SchedulerConfig(growth_promise="tokens:0"))
+    scheduler = Scheduler(
+        cluster, SchedulerConfig(policy="dual_balanced", growth_promise="tokens:0")
+    )
     prompt_lens = {1: 255, 2: 10, 3: 10, 4: 150}
     scheduler.plan_window(
         [

@@ -30,7 +30,11 @@ class Story:
     def __init__(self, **scheduler):
         cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES)
         config = SchedulerConfig(
-            cp_degree_buckets=((256, 1),), cp_degree_max=2, held_timeout_us=HELD_US, **scheduler
+            policy="dual_balanced",
+            cp_degree_buckets=((256, 1),),
+            cp_degree_max=2,
+            held_timeout_us=HELD_US,
+            **scheduler,
         )
         self.scheduler = Scheduler(cluster, config)
         self.window = 0

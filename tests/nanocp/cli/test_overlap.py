@@ -59,7 +59,7 @@ def test_a_clusters_schedule_is_simulated(tmp_path):
     words = ["--rate", "3", "--seconds", "0.2", "--warm-up", "0", "--json", "--schedule"]
     result = CliRunner().invoke(app, ["simulate", *words, str(path)])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["dual_balanced"]["scheduled_share"] >= 0
+    assert json.loads(result.stdout)["cost_aware"]["scheduled_share"] >= 0
     result = CliRunner().invoke(app, ["simulate", *words, str(path), "--lanes"])
     assert result.exit_code != 0 and "two orders of a layer" in result.output
 

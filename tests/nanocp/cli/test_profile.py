@@ -220,7 +220,7 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
     )
     # Two requests a second are more than the tiny cluster holds: its queue may drift (1).
     assert simulated.exit_code in (0, 1), simulated.output
-    assert json.loads(simulated.stdout)["dual_balanced"]["step_ms_mean"] > 0
+    assert json.loads(simulated.stdout)["cost_aware"]["step_ms_mean"] > 0
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,10 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
         (["--steps-per-window", "0"], "steps_per_window is 0"),
         (["--instances", "264"], "there may be as many instances, and not 264"),
         (["--wire-form", "fp8"], "wire form is 'fp8'; it must be one of latent, absorbed"),
-        (["--ttft-target-ms", "100"], "--ttft-target-ms is for policy cost_aware"),
+        (
+            ["--policy", "fluid", "--ttft-target-ms", "100"],
+            "--ttft-target-ms is for policy cost_aware",
+        ),
         (["--host-pages", "8", "--no-prefix-sharing"], "--host-pages finds pages by the hashes"),
         (["--host-pages", "8"], "--host-pages finds pages by hashes, and issue-1 has none"),
         (["sweep", "--workload", "static-1"], "static-1 has no rate"),
@@ -166,7 +169,7 @@ def test_the_static_scenario_runs_without_a_rate(small):
         "--json",
     )
     assert result.exit_code == 0, result.output
-    outcome = json.loads(result.stdout)["dual_balanced"]
+    outcome = json.loads(result.stdout)["cost_aware"]
     assert (outcome["num_rows_mean"], outcome["num_waiting_max"]) == (64 * 4 + 1, 0)
     table = nanocp(
         "--cluster", small, "--workload", "static-1", "--warm-up", "0", "--seconds", "0.1"
@@ -214,7 +217,7 @@ def test_the_target_of_the_command_line_goes_before_that_of_the_cluster_file(tmp
 
     def target_ms(given):
         scenario = Scenario(cluster=str(path), tpot_target_ms=given)
-        return scenario.trials(1.0)["dual_balanced"].file.tpot_target_ms
+        return scenario.trials(1.0)["cost_aware"].file.tpot_target_ms
 
     assert [target_ms(given) for given in (None, 0, 40)] == [50, 0, 40]
 

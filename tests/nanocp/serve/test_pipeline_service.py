@@ -272,7 +272,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
     cases = {
         "prefill.synthetic_kv is set": {"prefill": replace(CONFIG.prefill, synthetic_kv=True)},
         "scheduler.steps_per_window 4": {"scheduler": SchedulerConfig(steps_per_window=4)},
-        "scheduler.policy cost_aware": {"scheduler": SchedulerConfig(policy="cost_aware")},
+        "scheduler.policy chaos": {"scheduler": SchedulerConfig(policy="chaos")},
         "cluster.redundant_experts 2": {"cluster": replace(CONFIG.cluster, redundant_experts=2)},
         "cluster.spares 1": {"cluster": replace(CONFIG.cluster, spares=1)},
     }

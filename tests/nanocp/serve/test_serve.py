@@ -67,13 +67,13 @@ def test_an_idle_service_rests_and_wakes():
 def test_a_signal_drains_and_exits_0(number, front_ends):
     """The last front end is asked; the second numbers its first request 2."""
     with Serve(*TWO, "--front-ends", str(front_ends)) as serve:
-        stream = Stream(serve.address, max_tokens=200)
+        stream = Stream(serve.address, max_tokens=1500)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
         serve.process.send_signal(number)
         assert serve.wait(150) == 0
         stream.join()
-        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 200), "")
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 1500), "")
         assert len(members) == 3
         assert_nothing_is_left(members, segments, num_instances=2)
         said = [line for line in serve.lines if not re.match(r"\d{4}-", line)]

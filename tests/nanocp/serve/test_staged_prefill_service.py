@@ -34,7 +34,9 @@ CONFIG = Config(
         max_model_len=1024,
         bounds=BoundsConfig(max_rows=8, max_attention_rows=16),
     ),
-    scheduler=SchedulerConfig(cp_degree_buckets=((128, 1),), cp_degree_max=2),
+    scheduler=SchedulerConfig(
+        policy="dual_balanced", cp_degree_buckets=((128, 1),), cp_degree_max=2
+    ),
     prefill=PrefillConfig(stages=2, chunk_tokens=128),
     limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
     service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0, check_invariants=True),

@@ -14,6 +14,7 @@ from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import Member
 from harness.hash_service import CONFIG, served
 from harness.service_recovery import until
+from nanocp.config import SchedulerConfig
 from nanocp.serve import supervisor as module
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe, PipedLauncher
 from nanocp.serve.supervisor import Supervisor
@@ -258,7 +259,8 @@ def test_every_port_is_known_before_the_first_controller_starts():
 def test_members_that_cannot_wait_for_another_controller_are_refused(section, fields, sentence):
     of_section = replace(getattr(SUPERVISED, section), **fields)
     with pytest.raises(ValueError, match=sentence):
-        Supervisor(replace(SUPERVISED, **{section: of_section}), served())
+        config = replace(SUPERVISED, scheduler=SchedulerConfig(), **{section: of_section})
+        Supervisor(config, served())
 
 
 def test_a_controller_that_is_a_process_needs_front_ends_that_are():

@@ -51,7 +51,7 @@ def test_fixed_degree_spans_nodes():
 
 def test_dual_balanced_keeps_a_request_on_its_node():
     cluster = ClusterConfig(num_instances=8, instances_per_node=4)
-    scheduler = Scheduler(cluster, SchedulerConfig())
+    scheduler = Scheduler(cluster, SchedulerConfig(policy="dual_balanced"))
     scheduler.plan_window([arrival(request_id, 3000) for request_id in range(1, 7)], 0)
     nodes = [
         {cluster.node_of(instance) for instance, _ in scheduler.placement(request_id).kv_split()}
@@ -63,11 +63,13 @@ def test_dual_balanced_keeps_a_request_on_its_node():
     )
 
 
-def test_a_request_larger_than_a_node_spans_nodes():
+@pytest.mark.parametrize("policy", ["dual_balanced", "cost_aware"])
+def test_a_request_larger_than_a_node_spans_nodes(policy):
+    """It takes all frames: shares are even, whatever links cost."""
     cluster = ClusterConfig(
         num_instances=4, instances_per_node=2, num_frames=10, max_model_len=4096
     )
-    scheduler = Scheduler(cluster, SchedulerConfig())
+    scheduler = Scheduler(cluster, SchedulerConfig(policy=policy))
     scheduler.plan_window([arrival(1, 64 * 35, max_tokens=64 * 5)], 0)
     check(scheduler)
     assert scheduler.placement(1).cp_degree == 4
@@ -75,7 +77,7 @@ def test_a_request_larger_than_a_node_spans_nodes():
 
 
 def test_rows_are_balanced_and_kv_is_levelled():
-    scheduler = Scheduler(ClusterConfig(num_frames=256), SchedulerConfig())
+    scheduler = Scheduler(ClusterConfig(num_frames=256), SchedulerConfig(policy="dual_balanced"))
     scheduler.plan_window([arrival(i, 2100 if i % 5 == 0 else 150) for i in range(1, 41)], 0)
     rows = [load.num_rows for load in scheduler.loads()]
     assert rows == [10, 10, 10, 10]
