@@ -241,7 +241,7 @@ def test_the_extra_of_the_simulator_brings_all_that_it_imports(tmp_path):
         modules, command(*words, "--plots", str(tmp_path), "--trace", str(tmp_path / "t"))
     )
     assert result.returncode in (0, 1), result.stderr
-    assert "dual_balanced" in json.loads(result.stdout)
+    assert "cost_aware" in json.loads(result.stdout)
 
 
 def test_the_extra_of_the_benchmark_brings_all_that_it_imports(tiny_checkpoint):

@@ -150,7 +150,7 @@ def draw_config(random: Random) -> Config:
     )
     scheduler = SchedulerConfig(
         policy=random.choice(
-            ["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "fixed_degree:4"]
+            ["chaos", "chaos", "chaos", "dual_balanced", "fixed_degree:2", "cost_aware"]
         ),
         steps_per_window=random.choice([1, 1, 4]),
         cp_degree_buckets=((100, 1), (250, 2)),

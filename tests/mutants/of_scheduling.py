@@ -28,6 +28,14 @@ OF_SCHEDULING = [
         tests=("tests/control_plane/scheduler/policies/test_cost_aware.py", "-k", "charges"),
     ),
     Mutant(
+        name="share-too-large",
+        why="a share that no instance has frames for is proposed, and the request waits forever",
+        path="control_plane/scheduler/policies/cost_aware.py",
+        text="return max(proposal.shares.values()) <= state.cluster.num_frames",
+        fault="return True",
+        tests=("tests/control_plane/scheduler/policies/test_dual_balanced.py", "-k", "spans_nodes"),
+    ),
+    Mutant(
         name="gateway-without-room",
         why="links count in what a gateway carries and not in what it may carry: it takes nothing",
         path="control_plane/scheduler/policies/relevel_nodes.py",
