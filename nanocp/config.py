@@ -126,7 +126,9 @@ class SchedulerConfig:
     steps_per_window: int = 1
     """Steps k that one plan covers (multi-step, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
-    """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`."""
+    """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`.
+    cost_aware takes from it and from cp_degree_max only which requests get degree 1, and chooses
+    the degree of others by `costs`."""
     cp_degree_max: int = 4
     """CP degree of requests at or above the last bucket's length."""
     ttft_targets: tuple[tuple[int, int], ...] = ()

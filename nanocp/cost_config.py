@@ -13,21 +13,24 @@ from nanocp.choices import check_at_least, require
 
 @dataclass(frozen=True, slots=True)
 class CostConfig:
-    """Costs for policy cost_aware, in KV tokens that attention reads in the same time."""
+    """Costs for policy cost_aware, in KV tokens that attention reads in the same time.
+
+    The defaults are those of DeepSeek-V3 on 32 H200, as the simulator knows them.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    exchange_tokens: int = 512
+    exchange_tokens: int = 72_708
     """Cost of an instance's first link: both routes and the merge."""
-    exchange_tokens_between_nodes: int = 512
+    exchange_tokens_between_nodes: int = 20_000
     """Additional cost of the first link to another node."""
-    link_tokens: int = 64
+    link_tokens: int = 608
     """Cost of each link within a node."""
-    link_tokens_between_nodes: int = 128
+    link_tokens_between_nodes: int = 4207
     """Cost of each link to another node."""
-    dispatch_tokens_per_row: int = 64
+    dispatch_tokens_per_row: int = 12_438
     """Cost of a row's dispatch and combine."""
-    ingest_ns_per_token: int = 1000
+    ingest_ns_per_token: int = 1405
     """Nanoseconds in which an instance receives a token's KV from prefill (not in KV tokens); with
     it scheduler.ttft_targets foresee when a prompt's KV is there."""
 

@@ -217,7 +217,7 @@ def pipeline_obstacle(config: Config) -> str:
         ),
         (scheduler.lanes != "off", f"scheduler.lanes {scheduler.lanes}: passes have no lanes"),
         (
-            scheduler.policy != type(scheduler)().policy,
+            scheduler.policy not in (type(scheduler)().policy, "dual_balanced"),
             f"scheduler.policy {scheduler.policy}: a pipeline places no request on instances, so "
             "take the default, and see pipeline.layer_policy",
         ),

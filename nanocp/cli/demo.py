@@ -136,6 +136,8 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
     port = free_ports(NUM_FRONT_ENDS)
     command = [*PROGRAM, "serve", str(checkpoint), "--check-invariants"]
     command += ["--instances", str(NUM_INSTANCES), "--prefill-stages", str(NUM_STAGES)]
+    # By length, so that long prompts are on several instances whatever that costs here.
+    command += ["--policy", "dual_balanced"]
     command += ["--front-ends", str(NUM_FRONT_ENDS), "--front-end-processes"]
     command += ["--controller-process", "--grpc-port", str(port)]
     command += ["--metrics-port", "0", "--http-port", "0"]

@@ -168,7 +168,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     what, policy = "instance", config.scheduler.policy
     if config.cluster.layout == "pipeline":
         what, policy = "stage", config.pipeline.layer_policy
-    if policy == "cost_aware" and config.scheduler.costs == CostConfig():
+    if policy == "cost_aware" and num > 1 and config.scheduler.costs == CostConfig():
         policy += " by estimated costs (nanocp profile measures them)"
     output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
     if config.service.controller_process:

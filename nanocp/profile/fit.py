@@ -19,7 +19,7 @@ from data_plane.graph.buckets import BucketTable, powers_of_two
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.batch import Batch
 from data_plane.profiling.phase_clock import PhaseTimes
-from nanocp.config import Config
+from nanocp.config import Config, CostConfig
 from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape, WireForm
 from nanocp.simulator.cost import CostModel, Loads
 
@@ -267,7 +267,13 @@ def rounded(value: float) -> float:
 def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str]) -> str:
     """The file for `nanocp serve --config`: measured keys, and those that are not the default."""
     buckets, degree_max = degree_table(sweep)
-    costs = CostModel(fitted.file, CONSTANTS).in_tokens()
+    costs, estimates = CostModel(fitted.file, CONSTANTS).in_tokens(), CostConfig()
+    # One machine has no other node. As cheap as near ones, far links would be taken for any prompt.
+    costs = replace(
+        costs,
+        exchange_tokens_between_nodes=estimates.exchange_tokens_between_nodes,
+        link_tokens_between_nodes=max(costs.link_tokens, estimates.link_tokens_between_nodes),
+    )
     scheduler = replace(
         config.scheduler, cp_degree_buckets=buckets, cp_degree_max=degree_max, costs=costs
     )

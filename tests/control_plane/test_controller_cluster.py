@@ -14,6 +14,7 @@ import pytest
 from control_plane.event_log import LogReader
 from control_plane.frontend.controller_interface import Submission
 from control_plane.member_streams import PREFILL, Member
+from harness.hash_parts import FREE_LINKS
 from harness.hash_service import (
     CONFIG,
     expected,
@@ -56,12 +57,19 @@ def until_decoding(service):
 
 @pytest.mark.parametrize(("num_steps", "max_tokens"), [(1, 40), (4, 120)])
 @pytest.mark.parametrize(
-    "policy", ["dual_balanced", "chaos", pytest.param("uniform_cp:4", marks=pytest.mark.system)]
+    "policy",
+    [
+        "dual_balanced",
+        "chaos",
+        "cost_aware",
+        pytest.param("uniform_cp:4", marks=pytest.mark.system),
+    ],
 )
 def test_every_token_is_right(policy, num_steps, max_tokens):
     """There are windows enough for pages to move, whenever requests come."""
     lengths = [1, 2, 64, 65, 130, 300, 511, 900, 1, 200]
-    with hash_service(with_policy(policy, steps_per_window=num_steps)) as service:
+    config = with_policy(policy, steps_per_window=num_steps, costs=FREE_LINKS)
+    with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=max_tokens)
         names = shared_memory_of(service)
         num_moved = service.metrics.registry.get_sample_value("nanocp:pages_moved_total")
@@ -69,7 +77,8 @@ def test_every_token_is_right(policy, num_steps, max_tokens):
         number: expected(prompt(length, number), max_tokens)
         for number, length in enumerate(lengths, start=1)
     }
-    assert bool(num_moved) == (policy == "chaos"), "chaos moves pages, between processes too"
+    moves = policy in ("chaos", "cost_aware")
+    assert bool(num_moved) == moves, "they move pages, between processes too"
     assert len(names) == 4 + 4 + 4 * 3
     assert shared_memory_of(service) == []
 

@@ -130,6 +130,10 @@ def changes_term(batch: Sequence[Event]) -> bool:
     return any(isinstance(event, of_terms) for event in batch)
 
 
+FREE_LINKS = CostConfig(0, 0, 0, 0, 1)
+"""With them cost_aware splits what it can, and moves pages all the time."""
+
+
 def draw_config(random: Random) -> Config:
     """A small cluster with tight bounds, so that every bound is reached."""
     num_instances = random.choice([1, 2, 2, 3, 4, 4, 5])
@@ -155,6 +159,7 @@ def draw_config(random: Random) -> Config:
         steps_per_window=random.choice([1, 1, 4]),
         cp_degree_buckets=((100, 1), (250, 2)),
         cp_degree_max=4,
+        costs=FREE_LINKS,
         prefix_sharing=random.random() < 0.9,
         growth_promise=random.choice(
             ["max_tokens", "max_tokens", "tokens:0", "tokens:20", "tokens:80"]
@@ -204,7 +209,7 @@ def levelling_config(seed: int) -> Config:
         config.scheduler,
         policy="cost_aware",
         cp_degree_buckets=((64, 1), (128, 2)),
-        costs=CostConfig(0, 0, 0, 0, 1),
+        costs=FREE_LINKS,
         max_queued_requests=1024,
     )
     return replace(config, cluster=cluster, scheduler=scheduler)

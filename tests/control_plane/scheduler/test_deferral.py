@@ -21,7 +21,7 @@ CLUSTER = ClusterConfig(
     max_model_len=65536,
     bounds=BoundsConfig(max_rows=128, max_attention_rows=256),
 )
-CONFIG = SchedulerConfig(tpot_target_ms=50, prefix_sharing=False)
+CONFIG = SchedulerConfig(policy="dual_balanced", tpot_target_ms=50, prefix_sharing=False)
 NUM_SHORT = 110
 LONG = 5000
 """Tokens of a long prompt: the short ones have 110 x 100."""

@@ -99,7 +99,7 @@ def rich_scheduler():
 
     Some run on one instance and on many, some are in transfer, wait, or left frames in quarantine.
     """
-    scheduler = Scheduler(ClusterConfig(num_frames=40), SchedulerConfig())
+    scheduler = Scheduler(ClusterConfig(num_frames=40), SchedulerConfig(policy="dual_balanced"))
     arrivals = [
         Arrival(1, 100, 50, needs_prefill=False),
         Arrival(2, 2500, 50),

@@ -17,7 +17,7 @@ from control_plane.scheduler.invariants import check
 from control_plane.scheduler.routing import build_routes
 from control_plane.scheduler.scheduler import Scheduler
 from harness.paths import TESTS
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.config import BoundsConfig, ClusterConfig, CostConfig, SchedulerConfig
 from nanocp.plan import (
     AbortRequested,
     Arrival,
@@ -38,6 +38,8 @@ from nanocp.plan import (
 )
 from nanocp.table_changes import RouteChange
 
+# Chosen so that long prompts of a story are split.
+CHEAP_LINKS = CostConfig(512, 512, 64, 128, 64)
 TRANSCRIPTS = sorted((TESTS / "transcripts").glob("*.txt"))
 
 
@@ -92,6 +94,7 @@ class Story:
             max_overtake_us=take("max_overtake_us", 2_000_000),
             max_queued_requests=take("max_queued_requests", 1024),
             max_queued_tokens=take("max_queued_tokens", 4_000_000),
+            costs=CHEAP_LINKS,
         )
         asked = pairs.pop("explain", None)
         self.explainer = Explainer(asked.split(",")) if asked else None

@@ -167,6 +167,8 @@ def test_serve_and_simulate_read_what_is_written(planted, tmp_path):
     assert (tmp_path / "serve.yaml").read_text().startswith("# about the machine\n")
     read = load_config(tmp_path / "serve.yaml", {}, {})
     assert (read.scheduler.cp_degree_buckets, read.scheduler.cp_degree_max) == (((2048, 1),), 2)
+    # One machine has no links to another node.
+    assert read.scheduler.costs.link_tokens_between_nodes == CostConfig().link_tokens_between_nodes
     # 400 us of exchange are 400 / 0.07 tokens of attention.
     assert read.scheduler.costs.exchange_tokens == pytest.approx(400 / 0.07, rel=1e-3)
     assert (read.cluster, read.prefill, read.limits) == (

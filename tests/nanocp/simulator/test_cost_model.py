@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanocp.config import CostConfig
 from nanocp.simulator.cluster_file import WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
 
@@ -46,6 +47,10 @@ def test_the_latent_form_moves_less_and_its_holder_projects():
     absorbed, latent = MODEL.in_tokens(), model.in_tokens()
     assert latent.link_tokens < absorbed.link_tokens / 3
     assert latent.exchange_tokens > absorbed.exchange_tokens
+
+
+def test_a_service_without_a_profile_weighs_what_the_simulated_cluster_costs():
+    assert CostModel(FILE, "fitted").in_tokens() == CostConfig()
 
 
 def test_a_step_in_two_lanes_by_hand():
