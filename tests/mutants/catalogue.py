@@ -350,7 +350,7 @@ MUTANTS = [
         path="data_plane/instance/page_transfers.py",
         text="self._to_send.clear()\n        self._expected.clear()",
         fault="self._to_send.clear()",
-        tests=seen_by(50004),
+        tests=seen_by(50053),
     ),
     Mutant(
         name="old-reports",
