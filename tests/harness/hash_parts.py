@@ -209,7 +209,6 @@ def levelling_config(seed: int) -> Config:
         config.scheduler,
         policy="cost_aware",
         cp_degree_buckets=((64, 1), (128, 2)),
-        costs=FREE_LINKS,
         max_queued_requests=1024,
     )
     return replace(config, cluster=cluster, scheduler=scheduler)

@@ -15,7 +15,7 @@ from random import Random
 from control_plane.scheduler.invariants import check
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import draw_config, levelling_config, small_moves_between_nodes
-from nanocp.config import Config, CostConfig
+from nanocp.config import Config
 from nanocp.plan import (
     Arrival,
     ClusterLost,
@@ -95,9 +95,7 @@ def play_sharing(seed: int) -> HashCluster:
     config = draw_config(random := Random(seed))
     policy = random.choice(["chaos", "cost_aware", "dual_balanced"])
     cluster = replace(config.cluster, num_frames=random.choice([12, 24, 48]))
-    scheduler = replace(
-        config.scheduler, policy=policy, prefix_sharing=True, costs=CostConfig(0, 0, 0, 0, 1)
-    )
+    scheduler = replace(config.scheduler, policy=policy, prefix_sharing=True)
     sharing = HashCluster(seed, 24, replace(config, cluster=cluster, scheduler=scheduler))
     sharing.prefix_share = 0.9
     sharing.prefill_share = 0.13
