@@ -355,7 +355,7 @@ class Controller:
 
     def _window_overdue(self, limit_ms: float) -> None:
         message = f"did not report window {self._flights.oldest} in {limit_ms / 1000:.0f} s"
-        self.members.blame(self._flights.missing(), message)
+        self.members.suspicion.blame(self._flights.missing(), message)
 
     # --- members.MemberEvents ---
 

@@ -27,15 +27,13 @@ from control_plane.members.seat_changes import SeatChanges
 from control_plane.members.seats import Seats, SeatsNow
 from control_plane.members.short_terms import MAX_SHORT_TERMS, ShortTerms
 from control_plane.members.start import Start
+from control_plane.members.suspicion import Suspicion
 from control_plane.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config import Config
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-_GONE_MS = 1000
-"""A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
 
 
 class Members:
@@ -78,6 +76,9 @@ class Members:
         )
         self._heartbeats = Heartbeats()
         self.terms = Terms(self._instances, self, metrics.waits_for)
+        self.suspicion = Suspicion(
+            self.terms, self._heartbeats, self._deadlines, self.lose, self.recovers
+        )
         self.leaving: str | None = None
         """Why every member is asked to leave; None until then."""
         self.failure: Future[str] = Future()
@@ -251,8 +252,6 @@ class Members:
         message = f"the service did not go on within {limit} after a loss: {self._last_loss}"
         self._give_up(member, message, message)
 
-    # --- suspicion
-
     async def watch_heartbeats(self) -> None:
         """Lose members that are silent for too long, and note the seats, until cancelled."""
         if self.takes_over:
@@ -265,36 +264,6 @@ class Members:
                 if self.start.has_succeeded or self.takes_over:
                     limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
                     self.lose(member, f"{member}: it has sent nothing for {limit}", "silent")
-
-    def blame(self, instances: list[int], message: str) -> None:
-        """These instances do not go on: lose those at the root of their waits.
-
-        message: says of one of them, by the prefix of its name, what it did not do.
-        """
-        members = [Member("instance", instance) for instance in instances]
-        for member in {self._heartbeats.root(member): None for member in members}:
-            self.lose(member, f"{member} {message}", "stuck")
-
-    def _suspected(self, member: Member, suspect: pb.Suspect, term: int) -> None:
-        """A member's wait for an instance failed, and it cannot go on in this term."""
-        if term != self.terms.number or not self.terms.may_be_joined:
-            return
-        message = f"{member}: {suspect.message}"
-        if not suspect.HasField("instance"):
-            self.terms.end()
-        elif not self.recovers:
-            self.lose(Member("instance", suspect.instance), message, "stuck")
-        elif suspect.is_gone:
-            blamed = Member("instance", suspect.instance)
-            lose = partial(self._lose_if_still_in, blamed, message, term)
-            self._deadlines.start(f"{blamed} gone in term {term}", _GONE_MS, lose)
-        else:
-            root = self._heartbeats.root(Member("instance", suspect.instance))
-            self.lose(root, message, "stuck")
-
-    def _lose_if_still_in(self, member: Member, message: str, term: int) -> None:
-        if self.terms.number == term and self.terms.may_be_joined:
-            self.lose(member, message, "gone")
 
     # --- terms.TermSteps
 
@@ -412,7 +381,7 @@ class Members:
             case "left":
                 self.terms.has_left(member, message.term)
             case "suspect":
-                self._suspected(member, message.suspect, message.term)
+                self.suspicion.suspected(member, message.suspect, message.term)
             case kind if message.term != self.terms.number or not self.terms.is_serving:
                 logger.debug("dropped: %s of %s in term %d", kind, member, message.term)
                 self._metrics.dropped(kind or "nothing")

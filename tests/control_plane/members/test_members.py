@@ -362,14 +362,14 @@ async def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits():
 async def test_instances_that_report_no_window_are_blamed_by_their_waits():
     cluster = running(synthetic_kv=True)
     cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
-    cluster.members.blame([0, 1], "did not report window 3 in 50 s")
+    cluster.members.suspicion.blame([0, 1], "did not report window 3 in 50 s")
     assert cluster.events.calls == ["ended", ("lost", 1)]
     assert cluster.members._last_loss == "instance 1 did not report window 3 in 50 s"
 
 
 @in_a_loop
 async def test_a_peer_that_is_called_gone_is_lost_if_no_better_reason_comes(monkeypatch):
-    monkeypatch.setattr("control_plane.members.members._GONE_MS", 20)
+    monkeypatch.setattr("control_plane.members.suspicion._GONE_MS", 20)
     cluster = running(synthetic_kv=True)
     suspect = pb.Suspect(instance=1, is_gone=True, message="PeerLost")
     cluster.say(FIRST, 1, suspect=suspect)
