@@ -131,12 +131,21 @@ class Members:
             self._send(member, message)
 
     def _send(self, member: Member, message: ToMember) -> None:
-        """Queue a message down. A member that leaves too many unread is lost."""
+        """Queue a message down. A member that leaves too many unread is lost.
+
+        Its loss is taken up once what sends now has come to its end, such as a plan's carrying out:
+        in the middle it would end the term under messages of that term which are yet to be sent.
+        """
         stream = self._streams.get(member)
         if stream is None:
             return
         message.term = self.terms.number
         if not stream.send(message) and not stream.closed:
+            stream.close()  # It has a gap: nothing may follow.
+            asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)
+
+    def _lose_unread(self, member: Member, stream: MemberStream) -> None:
+        if self._streams.get(member) is stream:
             self.lose(member, f"{member} left {stream.max_messages} messages unread", "unread")
 
     def leave(self, reason: str) -> None:

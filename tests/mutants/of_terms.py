@@ -111,6 +111,14 @@ OF_TERMS = [
         tests=("tests/control_plane/flights/test_transfers.py",),
     ),
     Mutant(
+        name="lost-in-the-middle",
+        why="a full stream ends the term under the messages of a plan (terms)",
+        path="control_plane/members/members.py",
+        text="asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)",
+        fault="self._lose_unread(member, stream)",
+        tests=("tests/control_plane/flights/test_transfers.py",),
+    ),
+    Mutant(
         name="expert-table",
         why="an instance goes on with the expert table of the term before (planned terms)",
         path="data_plane/instance/window_edge.py",

@@ -328,6 +328,7 @@ async def test_a_member_that_reads_nothing_is_lost():
     stream.max_messages = 2
     for _ in range(4):
         cluster.members.send(FIRST, pb.ToInstance(fence=1))
+    await cluster.until(cluster.members.failure.done)
     assert cluster.members.failure.result(0) == "instance 0 left 2 messages unread"
     assert cluster.kinds(FIRST) == ["fence", "fence", None]
 
