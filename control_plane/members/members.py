@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from control_plane.member_streams import PREFILL, FromMember, Member, MemberStream, ToMember
-from control_plane.members.deadlines import Deadlines
+from control_plane.members.deadlines import Deadlines, wait_for
 from control_plane.members.events import MemberEvents
 from control_plane.members.heartbeats import TICKS, Heartbeats
 from control_plane.members.kept_pages import KeptPages
@@ -153,6 +153,7 @@ class Members:
         if self.leaving is None:
             self.leaving = reason
             self._deadlines.end_all()
+            self._seats.end(reason)
             for stream in self._streams.values():
                 self._shut_down(stream, reason)
 
@@ -208,8 +209,11 @@ class Members:
         if is_to_blame and self._seats.leave_out(member.instance, left, message):
             logger.warning("%s, as soon as in the terms before; its seat stays empty", message)
             self._replacements.kill(member)
-        else:
+        elif member.instance in {*self._seats.wanted, *self._seats.to_go_on(left)}:
             self._replace(member, message)
+        else:
+            logger.warning("%s; it was to leave", message)
+            self._replacements.kill(member)
         if self.start.has_succeeded:
             self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
             self._events.instance_lost(member.instance)
@@ -225,12 +229,16 @@ class Members:
             term=lambda: self.terms.number + 1,
             # It may still write into the rings: the next term has others.
             lives_on=self.terms.end,
-            failed=lambda reason: self._give_up(
-                member,
-                f"{self._last_loss}; no process could take its place: {reason}",
-                f"{member} was lost",
-            ),
+            failed=partial(self._not_replaced, member),
         )
+
+    def _not_replaced(self, member: Member, reason: str) -> None:
+        """No process could be started; that ends the cluster if its term waits for one."""
+        if member.instance is not None and member not in self.terms.seats:
+            self.changes.newcomer_lost(member, f"{member}: {reason}")
+            return
+        message = f"{self._last_loss}; no process could take its place: {reason}"
+        self._give_up(member, message, f"{member} was lost")
 
     def _give_up(self, member: Member, message: str, sentence: str) -> None:
         """A lost member is not replaced. sentence: what clients get."""
@@ -249,6 +257,7 @@ class Members:
         elif not self.failure.done():
             logger.info("%s", message)
             self._deadlines.end_all()
+            self._seats.end(message)
             self.failure.set_result(message)
 
     def _recover(self, member: Member) -> None:
@@ -326,16 +335,26 @@ class Members:
             logger.info("term %d serves with %s", term, ", ".join(map(str, seats)))
         self.changes.term_began()
 
-    async def want(self, seats: Sequence[int] | None) -> SeatsNow:
+    async def want(self, seats: Sequence[int] | None, by: str = "somebody") -> SeatsNow:
         """Let the cluster have other seats; returns those that it has once they serve.
 
-        seats: None changes nothing. Raises ValueError (see Seats.ask), or RuntimeError if the
-        change failed and nothing changed.
+        seats: None changes nothing. by: see Seats.ask. Raises ValueError (see Seats.ask),
+        RuntimeError if the change failed and nothing changed, or TimeoutError if it takes longer
+        than `longest_change_s`: it goes on, and others may ask for another one.
         """
         if seats is not None:
             if not (self.start.has_succeeded and self.recovers):
                 raise ValueError("this service cannot change its seats, nor go on after a loss")
-            await asyncio.wrap_future(self.changes.want(seats))
+            goes_on = (
+                'the cluster goes on with the change: "nanocp top" shows it, and "nanocp scale '
+                '--undo" undoes it'
+            )
+            await wait_for(self.changes.want(seats, by), self._limits.longest_change_s, goes_on)
+        return self._seats_now
+
+    async def undo(self) -> SeatsNow:
+        """Undo the change that is under way; returns the seats. Raises ValueError if none is."""
+        self.changes.undo()
         return self._seats_now
 
     def _retire(self, member: Member) -> None:

@@ -267,7 +267,7 @@ async def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_firs
     """It is lost before the others have left, or after."""
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    cluster.members.changes.want([1])
+    cluster.members.changes.want([1], "a test")
     cluster.members.changes.settled()
     if not is_first:
         cluster.say(SECOND, 1, left=pb.Left())
@@ -283,7 +283,7 @@ async def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_firs
 async def test_pages_of_a_seat_that_leaves_are_lost_with_its_process():
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    cluster.members.changes.want([1])
+    cluster.members.changes.want([1], "a test")
     cluster.members.changes.settled()
     cluster.say(FIRST, 1, left=pb.Left())
     cluster.members.exited(FIRST, 0, "its process ended")
