@@ -4,6 +4,7 @@ from mutant import Mutant
 
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
+SEATS = "tests/control_plane/members/test_seats.py"
 CHANGES = "tests/control_plane/members/test_changes.py"
 OPERATORS = "tests/data_plane/fake/test_hash_operators.py"
 
@@ -135,7 +136,7 @@ OF_TERMS = [
         path="control_plane/members/seats.py",
         text="if self._change is not None and not self._change.done.done(): raise",
         fault="if self._change is not None: raise",
-        tests=(OPERATORS,),
+        tests=(SEATS,),
     ),
     Mutant(
         name="too-few-seats",
@@ -143,7 +144,7 @@ OF_TERMS = [
         path="control_plane/members/seats.py",
         text="if len(target) < self.fewest or target.isdisjoint(serving):",
         fault="if False:",
-        tests=(OPERATORS,),
+        tests=(SEATS,),
     ),
     Mutant(
         name="two-for-a-seat",
