@@ -119,6 +119,7 @@ class Service:
             log = f"{config.service.event_log}.{controller_number}"
             config = replace(config, service=replace(config.service, event_log=log))
         check_tls(config.service)
+        keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         self.cluster_id = cluster_id or secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
@@ -163,7 +164,6 @@ class Service:
         self._controller.members.takes_over = controller_number > 1
         # A term of this controller is later than any of an earlier one.
         self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
-        keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         status_keys = ApiKeys(()) if config.service.public_status else keys
         self._status = StatusServer(
             self.metrics.registry,
