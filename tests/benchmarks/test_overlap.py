@@ -57,9 +57,10 @@ def test_each_claim_of_a_link_can_fail(change, sentence):
 def test_points_that_differ_between_two_measurements_are_not_judged():
     loud = lane_point() | point_of(Ways(100, 80), Ways(100, 95), other_is_chosen=True)
     assert loud["noise"] == 1.188 and loud["ratio"] == 0.8 and loud["regret"] == 1
-    with pytest.raises(typer.Exit) as ended:
-        judged([loud, loud, lane_point()], QUIET)
-    assert ended.value.exit_code == 2, "what judges nothing is no success"
+    for points in ([loud, loud, lane_point()], []):
+        with pytest.raises(typer.Exit) as ended:
+            judged(points, QUIET)
+        assert ended.value.exit_code == 2, "what judges nothing is no success"
     assert judged([loud, lane_point()], QUIET) == [lane_point()]
     assert claims_of_choices([], 1.02) == overlap_lanes.claims_of([]) == []
 

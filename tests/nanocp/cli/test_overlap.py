@@ -56,7 +56,8 @@ def test_a_clusters_schedule_is_simulated(tmp_path):
     path, cluster = tmp_path / "schedule.yaml", "h200x32-deepseek-v3"
     result = nanocp("search", "--cluster", cluster, "--seconds", "1", "--out", str(path))
     assert result.exit_code == 0 and "paper measured on an A100" in result.output, result.output
-    words = ["--rate", "3", "--seconds", "0.2", "--warm-up", "0", "--json", "--schedule"]
+    words = ["--workload", "fixed:1000:4", "--seconds", "0.5", "--warm-up", "0", "--json"]
+    words += ["--schedule"]
     result = CliRunner().invoke(app, ["simulate", *words, str(path)])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["cost_aware"]["scheduled_share"] >= 0
