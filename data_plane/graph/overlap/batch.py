@@ -47,7 +47,7 @@ Kind = Cut | Size | None
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSymbol:
     """The symbol of the batch size."""
 
     symbol: sympy.Symbol
@@ -77,7 +77,7 @@ class Batch:
         return found[0] if found else None
 
 
-def batch_of(graph: GraphModule) -> Batch:
+def batch_of(graph: GraphModule) -> BatchSymbol:
     """The first dimension of the inputs that have a symbolic one. Raises CannotSplit.
 
     Inputs that are as long there have one batch, unless a value has both symbols.
@@ -100,7 +100,9 @@ def batch_of(graph: GraphModule) -> Batch:
             + ", ".join(f"{symbol} of {name}" for symbol, (name, _) in found.items())
         )
     apart = [symbols for node in graph.graph.nodes if first in (symbols := _symbols(node))]
-    return Batch(first, {one: first for one, _ in others if all(one not in each for each in apart)})
+    return BatchSymbol(
+        first, {one: first for one, _ in others if all(one not in each for each in apart)}
+    )
 
 
 def _symbols(node: Node) -> set[sympy.Symbol]:

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from data_plane.graph.overlap.batch import Batch, CannotSplit, Cut, Size
+from data_plane.graph.overlap.batch import BatchSymbol, CannotSplit, Cut, Size
 from data_plane.graph.overlap.comparison import difference
 
 _ROWS = ((0, 5), (0, 2), (2, 3))
@@ -38,7 +38,7 @@ class _Kind(IntEnum):
     """What a value has to do with the rows; of what a node reads, the largest decides."""
 
     SHARED = 0
-    """The same for any rows."""
+    """It does not depend on the rows."""
     SIZE = 1
     """A number that follows from how many rows there are."""
     ROWS = 2
@@ -94,7 +94,7 @@ def _is_quiet(given: Mapping[str, Any]) -> bool:
 
 
 def prove(
-    graph: GraphModule, batch: Batch, inputs: Sequence[Any], segment_of: Mapping[Node, int]
+    graph: GraphModule, batch: BatchSymbol, inputs: Sequence[Any], segment_of: Mapping[Node, int]
 ) -> dict[Node, list[Node]]:
     """Every node that writes in place, with what it writes to. Raises CannotSplit.
 
@@ -121,7 +121,7 @@ def prove(
 class _Proof:
     """The values of a graph, of the whole and of its parts."""
 
-    def __init__(self, graph: GraphModule, batch: Batch) -> None:
+    def __init__(self, graph: GraphModule, batch: BatchSymbol) -> None:
         self.writes: dict[Node, list[Node]] = {}
         self.watched = _Watched()
         self._graph = graph.graph

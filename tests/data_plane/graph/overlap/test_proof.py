@@ -110,7 +110,7 @@ def of_capacity(made):
 
 
 def of_ranked_capacity(made):
-    """The same capacity, by a sort."""
+    """A capacity of six rows for each of four experts, by a sort."""
     order = made[:, :4].argmax(-1).argsort(stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.shape[0])
