@@ -169,7 +169,9 @@ class _Proof:
             if is_float and value.numel() > 1 and (value == value.flatten()[0]).all():
                 # A table of zeros hides which row is read.
                 value = value + torch.rand(value.shape).to(value)
-            self._values[node] = 3 * [int(value) if isinstance(value, torch.SymInt) else value]
+            # `int` of a symbolic size would compile the graph for that size only.
+            is_size = isinstance(value, torch.SymInt)
+            self._values[node] = 3 * [value.node.hint if is_size else value]
 
     def _leave(self, output: Node) -> None:
         for node in output.all_input_nodes:
