@@ -20,6 +20,7 @@ VOCABULARY, LENGTH = 64, 7
 HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4}
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, **HEADS}
 LLAMA = SMALL | {"max_position_embeddings": 64}
+GROUPED = LLAMA | {"num_key_value_heads": 2}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
 T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "image_size": 16, "patch_size": 8, **HEADS}
@@ -71,7 +72,7 @@ def sound(rows):
 
 
 FAMILIES = {
-    "mixtral": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 5}, prompt),
+    "mixtral": ("MixtralForCausalLM", GROUPED | {"num_local_experts": 5}, prompt),
     "olmoe": ("OlmoeForCausalLM", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3}, prompt),
     "phi": ("PhiForCausalLM", LLAMA, prompt),
     "gemma": ("GemmaForCausalLM", LLAMA | {"num_key_value_heads": 1, "head_dim": 16}, prompt),
@@ -99,7 +100,7 @@ FAMILIES = {
         {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4},
         prompt,
     ),
-    "granitemoe": ("GraniteMoeForCausalLM", LLAMA | {"num_local_experts": 4}, prompt),
+    "granitemoe": ("GraniteMoeForCausalLM", GROUPED | {"num_local_experts": 4}, prompt),
     "llama, padded": ("LlamaForCausalLM", LLAMA, padded),
     "bert, padded": ("BertForMaskedLM", LLAMA, masked),
 }
