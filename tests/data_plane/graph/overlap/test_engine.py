@@ -180,8 +180,7 @@ def test_values_are_freed_at_their_last_use(monkeypatch, policy):
     batch = torch.randn(8, 5, WIDTH)
     run(batch)
     recording = recorded(engines[0], 8)
-    (key,) = engines[0].recordings
-    engines[0].recordings[key] = recording._replace(steps=Watched(recording.steps))
+    engines[0].recordings[8] = recording._replace(steps=Watched(recording.steps))
     run(batch)
     assert len(alive) == len(recording.steps) and max(alive) <= 2, alive
 
