@@ -148,7 +148,7 @@ def go_on(pid):
     [
         ("stopping", "instance .", {}),
         # Its own heartbeats and those of who waits for it say who it is.
-        ("hanging", "instance 1", {"exchange_timeout_ms": 5000, "suspect_ms": 10_000}),
+        ("hanging", "instance 1", {"exchange_timeout_ms": 8000, "suspect_ms": 10_000}),
     ],
 )
 def test_an_instance_that_is_stopped_or_hangs_is_noticed_by_its_peers(how, culprit, limits):
