@@ -61,13 +61,17 @@ class ValidRequest:
     stop: StopStrings
 
 
-def check_shape(request: ClientRequest) -> None:
-    """Check id, priority, queue timeout and n, which need no tokenizer. Raises ValueError."""
-    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
+def check_request_id(request_id: str) -> None:
+    """Check an id as the client wrote it: an API may put a word before it. Raises ValueError."""
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise ValueError(
-            f"request_id has {len(request.request_id)} characters; it must have at most "
+            f"request_id has {len(request_id)} characters; it must have at most "
             f"{MAX_REQUEST_ID_CHARACTERS}"
         )
+
+
+def check_shape(request: ClientRequest) -> None:
+    """Check priority, queue timeout and n, which need no tokenizer. Raises ValueError."""
     if abs(request.origin.priority) > MAX_PRIORITY:
         raise ValueError(
             f"priority is {request.origin.priority}; it must be from -{MAX_PRIORITY} to "

@@ -70,7 +70,7 @@ def cases() -> list[Case]:
 
 def _case(path: Path) -> Case:
     told = yaml.safe_load(path.read_text(encoding="utf-8"))
-    told["body"] = _made(told["body"])
+    told |= {name: _made(value) for name, value in told.items()}
     name = path.relative_to(CASES).with_suffix("").as_posix()
     case = Case(name, **{**told, "ways": tuple(told.get("ways", ()))})
     return case if case.ways else Case(name, **{**told, "ways": tuple(_ways(case))})
@@ -114,7 +114,8 @@ def ask(case: Case, way: str, http: str, grpc: str) -> CaseAnswer:
     names = dict(answer.headers)
     if not names.get("content-type", "").startswith("text/event-stream"):
         return CaseAnswer(answer.status_code, strict_json(answer.text), names)
-    events = re.findall(r"^data: (.*)$", answer.text, re.MULTILINE)
+    # As clients read it that split at every kind of line end.
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert events and events.pop() == "[DONE]", f"the stream was cut: {answer.text[-300:]!r}"
     return _joined([strict_json(event) for event in events], names)
 
@@ -190,7 +191,7 @@ def wrong(case: Case, way: str, answer: CaseAnswer) -> list[str]:
     else:
         headers = {name.lower(): value for name, value in case.expected.get("headers", {}).items()}
         found += _differences("headers", headers, answer.headers)
-    return found + list(_differences("body", _made(body), answer.body))
+    return found + list(_differences("body", body, answer.body))
 
 
 def _without(choices: Any) -> Any:
@@ -221,6 +222,13 @@ def _differences(where: str, expected: Any, got: Any) -> Iterator[str]:
                 yield from _differences(f"{where}.{index}", one, each)
             if not got:
                 yield f"{where}: there is none"
+        case {"$first": values}:
+            yield from _differences(where, values, (got or [])[: len(values)])
+        case {"$rest": one}:
+            yield from _differences(where, {"$each": one}, (got or [])[1:])
+        case {"$keys": [least, most]}:
+            if not isinstance(got, dict) or not least <= len(got) <= most:
+                yield f"{where}: {got!r:.300} has not {least} to {most} keys"
         case {"$not": other}:
             if not list(_differences(where, other, got)):
                 yield f"{where}: it is {got!r:.300}"

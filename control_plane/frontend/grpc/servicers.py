@@ -33,6 +33,7 @@ from control_plane.frontend.open_requests import (
     RequestError,
 )
 from control_plane.frontend.streams import ClientStreams
+from control_plane.frontend.validation import check_request_id
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import caller
 from nanocp.config import ClusterConfig, Config
@@ -146,7 +147,7 @@ async def _send_request_id(context: grpc.aio.ServicerContext, open_request: Open
 def _client_request(
     message: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str, keys: ApiKeys
 ) -> ClientRequest:
-    """Read a message. Raises RequestError if it has no prompt."""
+    """Read a message. Raises RequestError if it has no prompt, or an id that is too long."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError(FinishReason.INVALID, "prompt is absent; give either text or token_ids")
@@ -156,6 +157,13 @@ def _client_request(
         left_ms = max(1, math.ceil(left_s * 1000))
         queue_timeout_ms = left_ms if queue_timeout_ms is None else min(queue_timeout_ms, left_ms)
     metadata = dict(context.invocation_metadata() or ())
+    # The message goes first: a proxy may add an id to the metadata, and the client aborts by its
+    # own.
+    request_id = message.request_id or metadata.get(REQUEST_ID_METADATA, "")
+    try:
+        check_request_id(request_id)
+    except ValueError as error:
+        raise RequestError(FinishReason.INVALID, str(error)) from error
     sampling: dict[str, Any] = {field.name: value for field, value in message.sampling.ListFields()}
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
@@ -166,9 +174,7 @@ def _client_request(
             keys.tenant(metadata.get("authorization"), message.user),
             metadata.get("traceparent", ""),
         ),
-        # The message goes first: a proxy may add an id to the metadata, and the client aborts by
-        # its own.
-        request_id=message.request_id or metadata.get(REQUEST_ID_METADATA, ""),
+        request_id=request_id,
         queue_timeout_ms=queue_timeout_ms,
         resume=_resume(message.resume) if message.HasField("resume") else None,
         **sampling,

@@ -40,6 +40,7 @@ from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
     PUBLIC_PATHS,
     REQUEST_ID_HEADER,
+    AnswerFailures,
     AnswerHead,
     BodyLimit,
     CountResponses,
@@ -120,6 +121,7 @@ def build_app(
         dependencies=[Depends(HTTPBearer(auto_error=False))],  # asks for it; RequireKey checks it
     )
     # The last one meets a request first.
+    app.add_middleware(AnswerFailures)
     app.add_middleware(BodyLimit, max_body_bytes)
     public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
     app.add_middleware(RequireKey, keys, public_paths)
@@ -153,6 +155,12 @@ async def _well_formed(request: Request) -> None:
     if kind != "application/json":
         raise ApiError(
             f"the Content-Type is {kind or 'absent'}; it must be application/json",
+            status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(
+            f"the Content-Encoding is {encoding:.60}; the body must not be compressed",
             status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         )
     try:
@@ -254,6 +262,7 @@ def _add_model(app: FastAPI, parts: ApiParts) -> None:
         max_model_len=parts.open_requests.limits.max_model_len,
     )
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> ModelList:
         return ModelList(data=[card])

@@ -58,7 +58,7 @@ class JsonSchemaFormat(BaseModel):
     """A schema with a name, as OpenAI has it; `strict` and the description change nothing."""
 
     name: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
