@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from control_plane.frontend.http.completions import CompletionWriter, TextOffset
 from control_plane.frontend.http.token_names import TokenNames
 from harness.frontend_fakes import TOKENIZER, WAIT_S, Service, make_config, running
 from harness.openai_service import HELLO, MODEL, connection, deliver
+from nanocp.batch.files import read_requests
 
 ORIGIN = {"Origin": "https://page.example", "X-Request-Id": "mine"}
 
@@ -126,3 +128,10 @@ def test_tokens_of_one_name_are_told_apart() -> None:
     first, second = TOKENIZER.encode("\N{GRINNING FACE}")[:2]
     named = TokenNames(TOKENIZER, False).by_name([(second, -2.0), (first, -1.0), (second, -2.0)])
     assert named == {"\N{REPLACEMENT CHARACTER}": -2.0, r"bytes:\xf0": -1.0}
+
+
+def test_a_batch_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps(line), encoding="utf-8-sig")
+    assert [request.custom_id for request in read_requests(path)] == ["a"]
