@@ -13,6 +13,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -147,10 +148,11 @@ def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Pr
         """Cuts a client that takes too long to send its request; uvicorn would wait for ever.
 
         A connection beyond the limit gets an error with Retry-After; uvicorn's own is no JSON and
-        has none.
+        has none. An offer of another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
         """
 
         _timer: TimerHandle | None = None
+        _has_offer = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -162,9 +164,37 @@ def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Pr
             super().on_message_begin()
             self._wait()
 
+        def data_received(self, data: bytes) -> None:
+            self._unset_keepalive_if_required()
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as end_of_head:
+                if self._has_offer:
+                    self._read_again(data[end_of_head.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+
+        def _read_again(self, rest: bytes) -> None:
+            """Read the same head without the offer: this parser takes a body for the offered."""
+            version = self.parser.get_http_version().encode()
+            head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+            for name, value in self.headers:
+                if name != b"upgrade":
+                    head += name, b": ", value, b"\r\n"
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            self.data_received(b"".join((*head, b"\r\n", rest)))
+
+        def on_headers_complete(self) -> None:
+            is_connect = self.parser.get_method() == b"CONNECT"
+            self._has_offer = self.parser.should_upgrade() and not is_connect
+            if not self._has_offer:
+                super().on_headers_complete()
+
         def on_message_complete(self) -> None:
-            self._stop_waiting()
-            super().on_message_complete()
+            if not self._has_offer:
+                self._stop_waiting()
+                super().on_message_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
