@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import psutil
 
 from data_plane.attention.fp8_latent import token_bytes
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
@@ -23,6 +24,7 @@ from data_plane.model.weights import (
     stored_shapes,
 )
 from data_plane.transport.regions import step_layout
+from nanocp.choices import require
 from nanocp.config import Config
 from nanocp.experts import num_slots
 from nanocp.passes import PipelineConfig, layers_of
@@ -77,6 +79,24 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
         other_weights=other,
         exchange=2 * region * (num_instances - 1) * (1 + config.scheduler.has_lanes),
         page=page_bytes(model, config),
+    )
+
+
+def check_memory(model: ModelConfig, config: Config, stores_bf16: bool) -> None:
+    """Check what the instances of this machine need, before anything is allocated.
+
+    stores_bf16: see memory_need. Raises ValueError, naming the field and the sizes, if it is more
+    than the machine has.
+    """
+    cluster, need = config.cluster, memory_need(model, config, stores_bf16)
+    num_instances = min(cluster.num_instances, cluster.instances_per_node)
+    frames, gb = cluster.num_frames * need.page, 1e9
+    total = psutil.virtual_memory().total
+    require(
+        num_instances * (need.fixed + frames) <= total,
+        f"each of {num_instances} instances needs {need.fixed / gb:.1f} GB for weights and "
+        f"exchange, and {frames / gb:.1f} GB for frames (cluster.num_frames is "
+        f"{cluster.num_frames}, of {need.page / 1e6:.2f} MB); the machine has {total / gb:.1f} GB",
     )
 
 
