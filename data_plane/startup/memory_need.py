@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import psutil
 
-from data_plane.attention.fp8_latent import token_bytes
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
+from data_plane.model.page_bytes import page_bytes
 from data_plane.model.weights import (
     embedding_shapes,
     head_shapes,
@@ -28,7 +28,6 @@ from nanocp.choices import require
 from nanocp.config import Config
 from nanocp.experts import num_slots
 from nanocp.passes import PipelineConfig, layers_of
-from nanocp.plan import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +166,3 @@ def _bytes(shapes: Mapping[str, tuple[int, ...]], item_bytes: int, matrix_bytes:
         math.prod(shape) * (matrix_bytes if is_packed(name, shape) else item_bytes)
         for name, shape in shapes.items()
     )
-
-
-def page_bytes(model: ModelConfig, config: Config) -> int:
-    """Compute the bytes of a page of all layers. Raises ValueError if KV cannot be kept in FP8."""
-    kind, num_tokens = model.attention, PAGE_SIZE * model.num_layers
-    if config.data_plane.kv_dtype == "fp8":
-        rank = kind.fp8_rank()
-        return num_tokens * token_bytes(rank, kind.kv_width - rank)
-    return num_tokens * kind.kv_width * (2 if config.data_plane.dtype == "bfloat16" else 4)
