@@ -52,7 +52,8 @@ class LimitsConfig:
     http_request_timeout_ms: int = 30_000
     """An HTTP client that takes longer to send its request is disconnected."""
     max_http_connections: int = 4096
-    """Most HTTP connections, idle ones too; requests beyond them are answered with 503."""
+    """Most HTTP connections, idle ones too; requests beyond them are answered with 503. Fewer where
+    ulimit -n leaves fewer (docs/operate.md)."""
 
     def __post_init__(self) -> None:
         require(

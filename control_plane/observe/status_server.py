@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.resources import files
 from socketserver import ThreadingMixIn
 from types import MappingProxyType
@@ -50,6 +51,8 @@ _KEY_REQUIRED = (
 )
 _MAX_ANSWERS = 16
 """Most requests answered at a time; others get 503."""
+_MAX_SILENT = 32
+"""Most connections that have sent no request."""
 _SOCKET_TIMEOUT_S = 30.0
 """A client that sends or reads nothing for this time is disconnected."""
 
@@ -202,7 +205,29 @@ def _say(
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Each connection has a thread. Of those that have asked nothing yet the oldest is closed."""
+
     daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.silent: dict[socket.socket, None] = {}
+        """Connections without a request, the oldest first."""
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See socketserver."""
+        self.silent[request] = None
+        if len(self.silent) > _MAX_SILENT:
+            oldest = next(iter(self.silent))
+            self.silent.pop(oldest, None)
+            with suppress(OSError):  # it may have ended
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """See socketserver."""
+        self.silent.pop(request, None)
+        super().shutdown_request(request)
 
 
 class _Server6(_Server):
@@ -211,6 +236,11 @@ class _Server6(_Server):
 
 class _Handler(WSGIRequestHandler):
     timeout = _SOCKET_TIMEOUT_S
+
+    def parse_request(self) -> bool:
+        """See BaseHTTPRequestHandler."""
+        self.server.silent.pop(self.connection, None)  # type: ignore[attr-defined]
+        return super().parse_request()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write no access log."""

@@ -30,7 +30,7 @@ from nanocp.plan import (
 )
 
 _MAX_TIMELINES = 4096
-"""Requests whose timeline is kept; the oldest is forgotten first."""
+"""Requests whose timeline is kept, some 2 KB each; the oldest is forgotten first."""
 _MAX_MOMENTS = 24
 """Most moments of one timeline. Of more, the first and the latest are kept."""
 NOTHING_NOTED: Mapping[int, str] = MappingProxyType({})
@@ -210,7 +210,8 @@ class Timelines:
                     for finished in event.finished:
                         self._end(now_us, finished.request_id, finished)
                 case Arrival():
-                    self._arrived(now_us, event)
+                    # A request of any length takes as much: its ids and hashes are not kept.
+                    self._arrived(now_us, replace(event, row_start=b"", page_hashes=()))
                 case TransferDone(ticket, instance) if ticket in self._receivers:
                     self._received(now_us, ticket, instance)
         for request_id, obstacle in noted.items():
@@ -219,7 +220,8 @@ class Timelines:
         for fence in plan.fences:
             self._receivers.pop(fence.ticket, None)
         for transfer in plan.transfers:
-            self._receivers[transfer.ticket] = transfer, set(transfer.receivers)
+            kept = replace(transfer, targets=())
+            self._receivers[transfer.ticket] = kept, set(transfer.receivers)
         for placement in plan.placements:
             self._placed(now_us, placement)
         for share in plan.instances:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -271,13 +271,12 @@ def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
 
 def _weights(folder: Path, model: ModelConfig) -> str:
     """Say whether the folder has every tensor, by its index or its only file's header."""
-    from data_plane.model.safetensors_reader import SafetensorsReader
-    from data_plane.model.weights import stored_shapes
+    from data_plane.model.weights import open_tensors, stored_shapes
 
-    shapes: Any = stored_shapes(model, range(model.num_experts))
     if not _has_weights(folder):
-        return f"The folder has no weights yet; {len(shapes):,} tensors will be read."
-    SafetensorsReader(folder, model.fp8_block).check(shapes)
+        num = len(stored_shapes(model, range(model.num_experts)))
+        return f"The folder has no weights yet; {num:,} tensors will be read."
+    _, shapes = open_tensors(folder, model, range(model.num_experts))
     return f"The folder has all {len(shapes):,} tensors."
 
 

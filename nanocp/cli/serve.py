@@ -145,6 +145,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     """
     from rich.console import Console
 
+    from control_plane.frontend.descriptors import max_connections, raise_limit
     from nanocp.cost_config import CostConfig
     from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
@@ -152,6 +153,9 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     configure(config.service.log_format, config.service.log_level)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     output = Output(config.service, console)
+    raise_limit()
+    if (most := max_connections(config)) < config.limits.max_http_connections:
+        output.say(f"at most {most} connections at each API of a front end, by ulimit -n")
     served = open_checkpoint(config, checkpoint)
     output.say(
         f"checkpoint {served.checkpoint}: accepted, at most {served.limits.max_model_len} tokens "

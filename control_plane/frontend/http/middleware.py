@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ASSETS_PATH = "/docs/assets"
+PROBE_PATHS = ("/health", "/ping", "/ready")
+"""Paths that say whether the service is well."""
 PUBLIC_PATHS = (
     "/", "/docs", f"{ASSETS_PATH}/swagger-ui.css", f"{ASSETS_PATH}/swagger-ui-bundle.js",
-    "/health", "/ping", "/ready", "/version", "/openapi.json", "/cluster",
+    *PROBE_PATHS, "/version", "/openapi.json", "/cluster",
 )  # fmt: skip
 """Paths that need no key: probes have none, and nothing there shows a request. The page at /cluster
 asks for the key before it shows any data."""

@@ -10,18 +10,21 @@ import asyncio
 import socket
 from asyncio import TimerHandle
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
+from control_plane.frontend.descriptors import Listener, max_connections
 from control_plane.frontend.http.app import ApiParts, build_app
 from control_plane.frontend.http.errors import ApiError, error_response
-from control_plane.frontend.http.middleware import OnResponse
+from control_plane.frontend.http.middleware import PROBE_PATHS, OnResponse
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.tls import renew_for_ever, uvicorn_options
@@ -38,6 +41,8 @@ _KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection (the openai client 5 s), so that they never use a
 closed one."""
 _STOP_GRACE_S = 1
+_MAX_CROWDED = 32
+"""Most connections beyond the limit."""
 
 
 class HttpServer:
@@ -69,7 +74,8 @@ class HttpServer:
         """
         host, port = self._config.service.host, self._config.service.http_port
         port += index if port else 0
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.keep_for(self._config)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # What is accepted inherits all these.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -94,6 +100,7 @@ class HttpServer:
     async def start(self, open_requests: OpenRequests, max_body_bytes: int, keys: ApiKeys) -> None:
         """Answer requests. Those for tokens get 503 until the cluster has opened."""
         limits = self._config.limits
+        most = min(limits.max_http_connections, max_connections(self._config))
         parts = ApiParts(
             open_requests,
             self._model,
@@ -105,7 +112,7 @@ class HttpServer:
         )
         config = uvicorn.Config(
             build_app(parts, max_body_bytes, keys, self._config.service.cors_origins),
-            http=_protocol(limits.http_request_timeout_ms / 1000, limits.max_http_connections),
+            http=_protocol(limits.http_request_timeout_ms / 1000, most),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -136,19 +143,29 @@ class HttpServer:
         await self._serving
 
 
-def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Protocol]:
+def _protocol(request_timeout_s: float, most: int) -> type[asyncio.Protocol]:
     crowded = ApiError(
-        f"{max_connections} connections are open, which is the limit (limits.max_http_connections)",
+        f"{most} connections are open, which is the limit (limits.max_http_connections, ulimit -n)",
         status=HTTPStatus.SERVICE_UNAVAILABLE,
     )
     refusal = error_response(crowded)
-    refusal.headers["Connection"] = "close"
+    beyond: dict[BoundedProtocol, None] = {}
+    """Connections beyond the limit, the oldest first."""
+
+    async def answer_probes(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await (app if scope["path"] in PROBE_PATHS else refusal)(scope, receive, closing)
 
     class BoundedProtocol(HttpToolsProtocol):
         """Cuts a client that takes too long to send its request; uvicorn would wait for ever.
 
-        A connection beyond the limit gets an error with Retry-After; uvicorn's own is no JSON and
-        has none. An offer of another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
+        A connection beyond the limit gets an error with Retry-After (uvicorn's own is no JSON and
+        has none), unless it asks for the service's health. Of many of them the oldest is closed.
+        An offer of another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
         """
 
         _timer: TimerHandle | None = None
@@ -156,8 +173,13 @@ def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Pr
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > max_connections:
-                self.app = refusal
+            if len(self.connections) > most:
+                self.app = partial(answer_probes, self.app)
+                beyond[self] = None
+                if len(beyond) > _MAX_CROWDED:
+                    oldest = next(iter(beyond))
+                    del beyond[oldest]
+                    oldest.transport.close()
             self._wait()
 
         def on_message_begin(self) -> None:
@@ -198,6 +220,7 @@ def _protocol(request_timeout_s: float, max_connections: int) -> type[asyncio.Pr
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            beyond.pop(self, None)
             super().connection_lost(exc)
 
         def _wait(self) -> None:

@@ -1,10 +1,12 @@
 """Where the time of a request goes: each part is counted once, and the parts are all of it."""
 
+import pickle
+
 from control_plane.observe.timelines import Timelines
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_seeds
 from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, Finished, FinishReason, TransferDone, WindowDone
+from nanocp.plan import AbortRequested, Arrival, Finished, FinishReason, TransferDone, WindowDone
 
 
 class Story:
@@ -73,6 +75,28 @@ def test_what_is_forgotten_is_not_found():
     assert known == [6, 7, 8]
     assert [len(timelines.find(f"client {number}", 99)) for number in range(4)] == [1, 0, 1, 1]
     assert sum(timelines._num_in.values()) == 3
+
+
+def test_what_is_kept_of_ended_requests_is_bounded_and_no_prompt():
+    """Their ids and page hashes would be megabytes, of 4,096 requests."""
+
+    def kept(num_requests, prompt_len):
+        story = Story(num_frames=2_000, max_model_len=100_000)
+        story.timelines = Timelines(most=50)
+        for number in range(1, num_requests + 1):
+            hashes = tuple(bytes([page % 256]) * 16 for page in range((prompt_len - 1) // 64))
+            arrival = Arrival(number, prompt_len, 5, b"x" * 4 * prompt_len, page_hashes=hashes)
+            now_us = 10_000 * number
+            (transfer,) = story.plan(now_us, arrival).transfers or (None,)
+            if transfer is not None:
+                story.plan(now_us + 1, TransferDone(transfer.ticket, 0))
+            story.plan(now_us + 2, AbortRequested(number))
+        return len(pickle.dumps(story.timelines))
+
+    short = kept(50, 200)
+    assert kept(50, 60_000) < 1.2 * short, "a prompt of any length takes as much"
+    assert kept(250, 200) < 1.2 * short, "the oldest are forgotten"
+    assert short / 50 < 2_000
 
 
 def test_the_parts_are_the_whole_time_whatever_happens(monkeypatch):

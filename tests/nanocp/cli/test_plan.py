@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.page_bytes import page_bytes
 from data_plane.model.presets import PRESETS
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.startup.memory_need import memory_need, page_bytes, stage_needs
+from data_plane.startup.memory_need import memory_need, stage_needs
 from nanocp.cli.main import app
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
 
