@@ -18,8 +18,10 @@ def tagged_text(text: str, added_tokens: frozenset[str], json_options: dict[str,
     """The grammar of vLLM's structural tags: text, and in it tags that begin with a trigger.
 
     text: JSON with lists of structures, each {begin, schema, end}, and of triggers. Instead of a
-    schema a structure may have parts: texts, schemas, and lists of parts that may be left out.
-    Markers in `between` mean nothing. added_tokens: see Tokenizer. Raises ValueError.
+    schema a structure may have parts: texts, schemas, and lists of parts that may be left out;
+    {either: parts}, one of which is there; {text, also, never}: text that two regular expressions
+    match, without the texts of `never` in it. Markers in `between` mean nothing. added_tokens: see
+    Tokenizer. Raises ValueError.
     """
     form = json.loads(text)
     structures, triggers = (
@@ -76,6 +78,16 @@ class _Rules:
                     yield text if text in self._tokens else json.dumps(text)
         elif isinstance(part, list):
             yield f"{self.add(part)}?"
+        elif "either" in part:
+            yield "(" + " | ".join(self.add([one]) for one in part["either"]) + ")"
+        elif "never" in part:
+            held = [part["text"], part.get("also", ""), *map(re.escape, part["never"])]
+            text, also, *never = (one.replace("/", r"\/") for one in held)
+            name = f"VALUE_{len(self._lines)}"
+            terms = [f"/{text}/", *([f"/{also}/"] if also else [])]
+            terms += [f"~/(?s:.*){one}(?s:.*)/" for one in never]
+            self._lines.append(f"{name}: {' & '.join(terms)}")
+            yield name
         else:
             yield f"%json {json.dumps(self._options | part)}"
 

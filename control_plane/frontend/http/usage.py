@@ -68,7 +68,7 @@ class UsageCount:
 
         Empty if the client does not ask for it.
         """
-        if not self._options.continuous_usage_stats:
+        if not (self._options.include_usage and self._options.continuous_usage_stats):
             return {}
         reasoning = self._reasoning.get(delta.index)
         usage = _usage(

@@ -13,7 +13,8 @@ from llguidance import LLTokenizer
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
 from control_plane.frontend.constraint import constraint_of
-from control_plane.frontend.http.answer_parser import CALL_FORMS, THINK, AnswerParser, PartKind
+from control_plane.frontend.http.answer_parser import THINK, AnswerParser, CallContext, PartKind
+from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.served_model import ServedModel
@@ -26,7 +27,8 @@ from nanocp.sampling import SamplingParams
 from nanocp.wire.convert import decode_row_input
 
 EOS = 1
-INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_value>")
+INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>",
+         "<arg_value>", "</arg_value>")  # fmt: skip
 """Markers inside calls."""
 FUNCTIONS = [
     {
@@ -51,7 +53,7 @@ SCHEMAS = {one["name"]: one.get("parameters", {"type": "object"}) for one in FUN
 
 def markers_of(form):
     """Every marker of a form, and those of reasoning."""
-    return {form.begin, form.end, *form.section, *INNER, *THINK}
+    return {*form.begins, form.end, *form.section, *INNER, *THINK}
 
 
 def tokenizer_with(markers):
@@ -84,7 +86,7 @@ def sampled(masks, tokenizer, grammar, begin, number):
 
 def parsed(form, text, has_reasoning, random):
     """The parts of a text that comes in pieces."""
-    parser, parts = AnswerParser(form, has_reasoning, False), []
+    parser, parts = AnswerParser(CallContext(form, SCHEMAS), has_reasoning, False), []
     while text:
         size = random.randrange(1, 9)
         parts += parser.feed(text[:size])
@@ -112,7 +114,7 @@ def test_each_call_of_a_sample_follows_its_schema(name, are_tokens, num_samples)
     called, random = set(), Random(name)
     for number in range(num_samples):
         section = form.section[0] if form.section and number % 2 else ""
-        begin = f"Well.\n{section}{form.begin}"
+        begin = f"Well.\n{section}{form.begins[0]}"
         if are_tokens and number % 3 == 0:
             begin = f"<think>a <b> {{</think>\n{begin}"
         text = sampled(masks, tokenizer, grammar, begin, number)
@@ -123,7 +125,7 @@ def test_each_call_of_a_sample_follows_its_schema(name, are_tokens, num_samples)
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
             called.add(call.name)
         content = "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
-        assert form.begin not in content, text
+        assert form.begins[0] not in content, text
     assert called == set(SCHEMAS)
 
 
