@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -45,6 +45,8 @@ class ArgumentValue:
     """A place for arguments in Parts: all of them as an object, or one by its name."""
 
     name: str | None = None
+    end: str = ""
+    """What ends a value that is written by itself, and is a part of it here."""
     never: tuple[str, ...] = ()
     """What a string that stands as it is cannot have in it."""
 
@@ -262,9 +264,9 @@ _SPLIT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs"
 
 
 def _one_by_one(
-    schema: Schema, never: tuple[str, ...], written: Callable[[str, ArgumentValue], Parts]
+    schema: Schema, before: Callable[[str], Parts], value: ArgumentValue, after: Any
 ) -> Parts:
-    """Each argument as it is written, which may be left out if it is not required.
+    """Each argument between its parts, which may be left out if it is not required.
 
     Raises ValueError for parameters that are not all said by their names.
     """
@@ -276,25 +278,22 @@ def _one_by_one(
     for key in properties:
         if re.search(r"[<>\n]", key):
             raise ValueError(f"{key!r:.60} must have no < > and line breaks in its name")
-        argument = written(key, ArgumentValue(key, never))
+        argument = [*before(key), replace(value, name=key), after]
         parts += argument if key in required else [argument]
     return parts
 
 
 def _glm_parts(name: str, schema: Schema) -> Parts:
     # GLM-4.5 has line breaks there, and GLM-4.7 none.
-    def written(key: str, value: ArgumentValue) -> Parts:
-        return [f"<arg_key>{key}</arg_key>", ["\n"], "<arg_value>", value, "</arg_value>", ["\n"]]
-
-    return [name, ["\n"], *_one_by_one(schema, ("<arg_key>", "</arg_value>"), written)]
+    value = ArgumentValue(None, "</arg_value>", ("<arg_key>", "</arg_value>"))
+    return [name, ["\n"], *_one_by_one(
+        schema, lambda key: [f"<arg_key>{key}</arg_key>", ["\n"], "<arg_value>"], value, ["\n"]
+    )]  # fmt: skip
 
 
 def _qwen3_coder_parts(name: str, schema: Schema) -> Parts:
-    arguments = _one_by_one(
-        schema,
-        ("<parameter=", "</parameter>"),
-        lambda key, value: [f"<parameter={key}>\n", value, "\n</parameter>\n"],
-    )
+    value = ArgumentValue(None, "\n</parameter>", ("<parameter=", "</parameter>"))
+    arguments = _one_by_one(schema, lambda key: [f"<parameter={key}>\n"], value, "\n")
     return [f"\n<function={name}>\n", *arguments, "</function>\n"]
 
 

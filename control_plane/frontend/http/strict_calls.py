@@ -82,43 +82,43 @@ def _placed(parts: Parts, schema: Schema) -> list[Any]:
             placed.append(_SPACED | moved(schema, "#"))
         else:
             try:
-                either = list(_values(schema["properties"][part.name], schema, part.never))
+                either = list(_values(schema["properties"][part.name], schema, part))
             except ValueError as error:
                 raise ValueError(f"{part.name!r:.60} {error}") from None
             placed.append({"either": either})
     return placed
 
 
-def _values(schema: Any, root: Schema, never: tuple[str, ...]) -> Iterator[Any]:
-    """Ways to write one value: strings as they stand, without `never` in them, the rest as JSON."""
+def _values(schema: Any, root: Schema, place: ArgumentValue) -> Iterator[list[Any]]:
+    """Ways to write a value and its end: strings as they stand, the rest as JSON.
+
+    Raises ValueError for a string that cannot be held to its schema.
+    """
     schema = resolved(schema, root)
     types = types_of(schema, root)
     own = set(schema) - FOR_PEOPLE - {"default"} if isinstance(schema, dict) else set()
+    text = {"end": place.end, "never": place.never}
     if types == ALL_TYPES and not own:
-        yield {"text": _ANY, "never": never}
+        yield [{"text": _ANY, **text}]
     elif "string" not in types:
         defined = {"$defs": {"all": moved(root, "#/$defs/all")}} if "$ref" in str(schema) else {}
-        yield _SPACED | moved(schema, "#/$defs/all") | defined
+        yield [_SPACED | moved(schema, "#/$defs/all") | defined, place.end]
     elif len(own) == 1 and (word := next(iter(own))) in ("anyOf", "oneOf"):
         for one in schema[word]:
-            yield from _values(one, root, never)
-    elif not own <= _STRING_KEYS and types == {"string"}:
-        raise ValueError(f"has {min(own - _STRING_KEYS)}, which no text can be held to")
-    elif "enum" in own or "const" in own:
+            yield from _values(one, root, place)
+    elif own & {"enum", "const"} and own <= _STRING_KEYS:
         for value in schema.get("enum", [schema.get("const")]):
-            is_text = isinstance(value, str)
-            yield value if is_text else _SPACED | {"const": value}
-    elif types == {"string"}:
+            yield [value if isinstance(value, str) else _SPACED | {"const": value}, place.end]
+    elif types == {"string"} and own <= _STRING_KEYS:
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-        text = f"(?s:.{{{low},{high}}})"
-        also = _anchored(schema["pattern"]) if "pattern" in own else ""
-        yield {"text": text, "also": also, "never": never}
+        also = {"also": _anchored(schema["pattern"])} if "pattern" in own else {}
+        yield [{"text": f"(?s:.{{{low},{high}}})", **also, **text}]
     elif isinstance(schema.get("type"), list):
         for name in schema["type"]:
-            of_type = own & _STRING_KEYS if name == "string" else own - (_STRING_KEYS - {"type"})
-            yield from _values({key: schema[key] for key in of_type} | {"type": name}, root, never)
+            words = own & _STRING_KEYS if name == "string" else own - _STRING_KEYS
+            yield from _values({key: schema[key] for key in words} | {"type": name}, root, place)
     else:
-        raise ValueError("may be a string or not, in a way that no text can be held to")
+        raise ValueError("may be a string that is held to more than a text can be")
 
 
 def _anchored(pattern: str) -> str:
