@@ -55,7 +55,7 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'nixl-cu13>=1.5'
 	touch $@
 
-# Only its tests are used. pip asks an sdist for its metadata, which needs what its setup.py imports, and no device.
+# Only its tests are used. pip asks an sdist for its metadata, which needs what its build imports, and no device.
 $(VLLM_SOURCES)/.fetched: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $(VLLM_SOURCES)/build packaging setuptools_rust setuptools_scm 'setuptools>=77' wheel
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES)/build VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(BIN)/pip download --quiet --disable-pip-version-check \

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _KIMI_CLASS = "TikTokenTokenizer"
-# As in tokenization_kimi.py beside the model, and in vLLM's tiktoken.rs.
+# As in the code that Kimi's folders bring, and in vLLM's tiktoken.rs.
 _UPPER, _LOWER = (
     rf"[{cases}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for cases in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
 )

@@ -140,7 +140,7 @@ class StructuralTag:
 
 @dataclass
 class ResponsesRequest:
-    """Of an API that this project does not have."""
+    """A request of OpenAI's Responses API, which this project does not have."""
 
     tools: list[Any] = field(default_factory=list)
     model_validate = staticmethod(lambda body: ResponsesRequest())
