@@ -17,6 +17,8 @@ from control_plane.frontend.http.call_forms import CallForm, ToolCall, Tools, Un
 
 THINK = ("<think>", "</think>")
 """Markers of reasoning: DeepSeek, Kimi, Qwen and GLM have the same."""
+_MAX_ENDS = 64
+"""A call with so many end markers in its values is none."""
 _NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -86,6 +88,8 @@ class _Calls:
         """What has begun the call that the held text is in; empty: it is in none."""
         self._first_end = -1
         """Where the first end marker ends that stands within a value of the call."""
+        self._num_ends = 0
+        """End markers within a value of the call, each of which cost a look at all of it."""
         self._num_tried = 0
         """Characters of the held text in which no end marker begins that ends the call."""
 
@@ -111,7 +115,7 @@ class _Calls:
         self._give(parts, self._held[:at])
         self._held = self._held[at + len(marker) :]
         if self._form and marker in self._form.begins:
-            self._begin, self._first_end, self._num_tried = marker, -1, 0
+            self._begin, self._first_end, self._num_tried, self._num_ends = marker, -1, 0, 0
         else:
             self._space, self._before = "", _Before.MARKER
         return True
@@ -130,8 +134,11 @@ class _Calls:
         elif end < 0:
             return False
         else:
-            # Another call may begin behind the marker.
-            self._give(parts, self._begin)
+            # Another call may begin behind it; if none of them ends, only the last can be whole.
+            is_ended = not is_last or form.end in self._held
+            begun = 0 if is_ended else max(map(self._held.rfind, form.begins))
+            self._give(parts, self._begin + self._held[: max(begun, 0)])
+            self._held = self._held[max(begun, 0) :]
         self._begin = ""
         return True
 
@@ -152,8 +159,10 @@ class _Calls:
                 return form.read(marker + self._held[:at], self._tools), at + len(form.end)
             except Unfinished:
                 self._num_tried = at + len(form.end)
-                if self._first_end < 0:
-                    self._first_end = self._num_tried
+                self._first_end = self._num_tried if self._first_end < 0 else self._first_end
+                self._num_ends += 1
+                if self._num_ends == _MAX_ENDS:
+                    return None, 0
             except _NO_CALL:
                 return None, 0
         if not is_last:

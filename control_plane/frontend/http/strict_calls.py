@@ -9,14 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from control_plane.frontend.http.call_forms import (
-    CALL_FORMS,
-    ArgumentValue,
-    Parts,
-    is_plain_name,
-)
+from control_plane.frontend.http.call_forms import CALL_FORMS, ArgumentValue, Parts, is_plain_name
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.tool_schemas import (
     ALL_TYPES,
@@ -28,17 +24,14 @@ from control_plane.frontend.http.tool_schemas import (
     types_of,
 )
 
-_SPACED = {
-    "x-guidance": {
-        "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
-    }
-}
+_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+_SPACED = {"x-guidance": {"whitespace_flexible": False, **_SEPARATORS}}
 """JSON as templates print the calls of earlier messages."""
 _STRING_KEYS = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default"}
 """What the schema of a string may say that is written as it stands; beside words for people."""
 _ANY = "(?s:.*)"
+_MAX_WAYS = 1024
+"""Most ways to write one value, such as elements of an enum."""
 
 
 def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
@@ -60,7 +53,7 @@ def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
         schema = parameters_of(function)
         try:
             parts = _placed(written.parts(name, schema), schema)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ApiError(
                 f"tools.{number}.function.parameters cannot be strict with this model, which "
                 f"writes arguments one by one: {error}",
@@ -82,9 +75,12 @@ def _placed(parts: Parts, schema: Schema) -> list[Any]:
             placed.append(_SPACED | moved(schema, "#"))
         else:
             try:
-                either = list(_values(schema["properties"][part.name], schema, part))
+                values = _values(schema["properties"][part.name], schema, part)
+                either = list(islice(values, _MAX_WAYS + 1))
             except ValueError as error:
                 raise ValueError(f"{part.name!r:.60} {error}") from None
+            if len(either) > _MAX_WAYS:
+                raise ValueError(f"{part.name!r:.60} has more than {_MAX_WAYS} choices with texts")
             placed.append({"either": either})
     return placed
 

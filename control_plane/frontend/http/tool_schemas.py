@@ -28,13 +28,8 @@ _DEEPEST_REFERENCE = 32
 def parameters_of(function: Mapping[str, Any]) -> Schema:
     """The schema of the function's arguments. A function that names no parameter takes none."""
     schema: Schema = function.get("parameters") or NOTHING
-    names_none = schema.get("properties") == {} and set(schema) <= {
-        "type",
-        "properties",
-        "required",
-        *FOR_PEOPLE,
-    }
-    return NOTHING if names_none else schema
+    words = set(schema) - FOR_PEOPLE - {"type", "properties", "required"}
+    return NOTHING if schema.get("properties") == {} and not words else schema
 
 
 def moved(schema: Schema, place: str) -> Schema:
@@ -43,13 +38,11 @@ def moved(schema: Schema, place: str) -> Schema:
     place: a JSON pointer, such as "#/$defs/f"; "#": nothing moves. Formats that no grammar knows
     are left out: they only describe a value.
     """
-    own = schema.get("$id")
-    renamed = own.removesuffix("#") if isinstance(own, str) else None
+    own = str(schema.get("$id", "")).removesuffix("#")
 
     def reference(value: Any) -> Any:
-        local = value.removeprefix(renamed) if renamed and isinstance(value, str) else value
-        is_local = isinstance(local, str) and (local == "#" or local.startswith("#/"))
-        return place + local[1:] if is_local else value
+        local = str(value).removeprefix(own)
+        return place + local[1:] if local == "#" or local.startswith("#/") else value
 
     return _copied({key: each for key, each in schema.items() if key != "$id"}, reference)
 
@@ -121,43 +114,44 @@ def property_of(parameters: Schema, name: str) -> Any:
     return whole.get("additionalProperties") if isinstance(whole, dict) else None
 
 
-def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
-    """The JSON types that the schema allows, as far as it says; numbers are integers too."""
+def types_of(
+    schema: Any, root: Schema, known: dict[int, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """The JSON types that the schema allows, as far as it says; numbers are integers too.
+
+    known: those of schemas within it, so that each is visited once.
+    """
     schema = resolved(schema, root)
-    if not isinstance(schema, dict) or depth == _DEEPEST_REFERENCE:
+    if not isinstance(schema, dict):
         return ALL_TYPES
+    known = {} if known is None else known
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = frozenset()  # A schema that is one of its own choices adds none.
     types = ALL_TYPES
     if "type" in schema:
-        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        known = {name for name in named if isinstance(name, str)}
-        types = frozenset(known | ({"integer"} if "number" in known else set()))
+        said = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        named = {name for name in said if isinstance(name, str)}
+        types = frozenset(named | ({"integer"} if "number" in named else set()))
         if not types <= ALL_TYPES:
             types = ALL_TYPES
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         types &= {type_of(value) for value in values}
-    for word in ("anyOf", "oneOf"):
+    for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            branches = [types_of(one, root, depth + 1) for one in schema[word]]
-            types &= frozenset().union(*branches)
-    for one in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= types_of(one, root, depth + 1)
+            branches = [types_of(one, root, known) for one in schema[word]]
+            is_all = word == "allOf"
+            types &= ALL_TYPES.intersection(*branches) if is_all else frozenset().union(*branches)
+    known[id(schema)] = types
     return types
+
+
+_TYPES = {type(None): "null", bool: "boolean", int: "integer", str: "string", list: "array"}
 
 
 def type_of(value: Any) -> str:
     """The JSON type of a value; a number without a fraction is an integer."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "integer" if value.is_integer() else "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    return _TYPES.get(type(value), "object")

@@ -17,6 +17,7 @@ from control_plane.frontend.http.answer_parser import (
 )
 from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.forced_calls import ForcedCallsParser
+from control_plane.frontend.http.tool_schemas import property_of, types_of
 
 ARGUMENTS = {"city": "Köln", "days": 3, "deep": {"a": [1, None]}}
 WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)
@@ -344,3 +345,26 @@ def test_forced_arguments_may_be_nested_as_deep_as_they_are() -> None:
     deep = '{"x":' + "[" * 5000 + "]" * 5000 + "}"
     (*_, (call,), _) = forced(deep, "f")
     assert call.call and call.call.arguments == deep
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45"])
+def test_markers_without_end_cost_no_more_than_their_length(form: str) -> None:
+    """What is held is looked at a bounded number of times."""
+    for text in ("<tool_call>" * 50_000, '<tool_call>{"a": "' + "</tool_call>" * 5_000):
+        (part,) = parsed([text[at : at + 1000] for at in range(0, len(text), 1000)], form)
+        assert part == AnswerPart(PartKind.CONTENT, text)
+    *_, call = parsed(["<tool_call>" * 9 + CALLS[form]], form)
+    assert call.call and call.call.name == "weather"
+
+
+def test_types_of_a_schema_that_refers_to_itself_in_many_ways() -> None:
+    layers = {
+        str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{n + 1}"}]}
+        for n in range(40)
+    }
+    root = {
+        "properties": {"a": {"oneOf": [{"$ref": "#/properties/a"}, {"$ref": "#/$defs/0"}]}},
+        "$defs": {**layers, "40": {"type": ["integer", "null"]}},
+    }
+    assert types_of(property_of(root, "a"), root) == {"integer", "null"}
+    assert types_of({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, {}) == {"string"}

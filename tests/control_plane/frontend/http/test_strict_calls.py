@@ -173,6 +173,9 @@ def test_only_auto_with_a_strict_tool_holds_text_to_tags():
             assert ("arguments" in constraint) == bool(constraint) == is_held, constraint
 
 
+SELF = {"$ref": "#/properties/a"}
+
+
 def with_property(schema, name="a"):
     return {"type": "object", "properties": {name: schema}}
 
@@ -187,6 +190,9 @@ def with_property(schema, name="a"):
         ("qwen3_coder", {"parameters": with_property({"type": "string", "not": {"const": "a"}})}),
         ("qwen3_coder", {"parameters": with_property({"not": {"const": "a"}})}),
         ("qwen3_coder", {"parameters": with_property({"type": "integer"}, "a>b")}),
+        ("qwen3_coder", {"parameters": with_property({"anyOf": [SELF, {"type": "string"}]})}),
+        ("qwen3_coder", {"parameters": with_property({"enum": [str(n) for n in range(2000)]})}),
+        ("qwen3_coder", {"parameters": {"type": "object", "properties": 5}}),
     ],
 )
 def test_what_cannot_be_strict_is_refused_by_its_place(name, change):
