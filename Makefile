@@ -33,8 +33,9 @@ mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the sui
 	$(BIN)/python tests/mutants/run.py
 
 SEEDS := 10000
-seeds: $(STAMP)  ## play simulated clusters that lose processes, SEEDS of them (10000), resumable; 35 minutes of one core
-	PYTHONPATH=tests $(BIN)/python -m harness.seed_campaign --seeds $(SEEDS)
+KIND :=
+seeds: $(STAMP)  ## play simulated clusters that lose processes, SEEDS of them (10000), resumable; 35 minutes of one core; KIND=operators: seats that operators change
+	PYTHONPATH=tests $(BIN)/python -m harness.seed_campaign --seeds $(SEEDS) $(if $(KIND),--kind $(KIND))
 
 test: $(STAMP)  ## the CPU tests, unprivileged, three at a time since some only wait, under 10 minutes on 2 cores
 	$(BIN)/pytest -n 3 --dist worksteal -m "not system and not gpu"

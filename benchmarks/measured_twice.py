@@ -50,10 +50,10 @@ CANNOT_JUDGE = 2
 def judged(points: list[dict[str, Any]], console: Console) -> list[dict[str, Any]]:
     """The points that can be judged.
 
-    Exits with status 2 (`CANNOT_JUDGE`), after a sentence, if most of them cannot.
+    Exits with status 2 (`CANNOT_JUDGE`), after a sentence, if there is none or most cannot.
     """
     quiet = [point for point in points if point["noise"] <= MAX_NOISE]
-    if 2 * len(quiet) >= len(points):
+    if quiet and 2 * len(quiet) >= len(points):
         return quiet
     console.print(
         f"cannot judge: {len(points) - len(quiet)} of {len(points)} points differ by more than "

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from control_plane.event_log import open_event_log
 from control_plane.flights.flights import Flights
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.member_streams import FromMember, Member, serve_members
-from control_plane.members.deadlines import Deadlines
+from control_plane.members.deadlines import Deadlines, wait_for
 from control_plane.members.members import Members
 from control_plane.members.replacements import Processes
 from control_plane.members.seats import SeatsNow
@@ -135,9 +135,9 @@ class Controller:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""
         self._call(self.members.terms.end)
 
-    def want_seats(self, seats: Sequence[int] | None = None) -> Future[SeatsNow]:
-        """See Members.want; from any thread."""
-        return asyncio.run_coroutine_threadsafe(self.members.want(seats), self._loop)
+    def ask(self, asked: Coroutine[Any, Any, SeatsNow]) -> Future[SeatsNow]:
+        """Let the members do what is asked, by Members.want or Members.undo; from any thread."""
+        return asyncio.run_coroutine_threadsafe(asked, self._loop)
 
     def want_layout(self, split: Sequence[int]) -> Future[None]:
         """Let layers of a pipeline move; done when they have. See PipelineFlights.want_layout."""
@@ -146,16 +146,16 @@ class Controller:
             wanted = self._flights.want_layout(tuple(split))
             self._events.append(LayoutWanted(tuple(split)))
             self._look()
-            await asyncio.wrap_future(wanted)
+            limit_s = self._config.limits.longest_change_s
+            await wait_for(wanted, limit_s, "the layers go on moving")
 
         return asyncio.run_coroutine_threadsafe(want(), self._loop)
 
     def stages(self) -> list[dict[str, Any]]:
         """For each stage of a pipeline, its layers and what it does; empty without stages."""
-        return asyncio.run_coroutine_threadsafe(self._stages(), self._loop).result(_ANSWER_S)
-
-    async def _stages(self) -> list[dict[str, Any]]:
-        return self._flights.stages()
+        answer: Future[list[dict[str, Any]]] = Future()
+        self._call(lambda: answer.set_result(self._flights.stages()))
+        return answer.result(_ANSWER_S)
 
     def leave(self, reason: str) -> None:
         """Plan no more and ask every member to leave, also those that attach later. Idempotent."""
@@ -355,7 +355,7 @@ class Controller:
 
     def _window_overdue(self, limit_ms: float) -> None:
         message = f"did not report window {self._flights.oldest} in {limit_ms / 1000:.0f} s"
-        self.members.blame(self._flights.missing(), message)
+        self.members.suspicion.blame(self._flights.missing(), message)
 
     # --- members.MemberEvents ---
 

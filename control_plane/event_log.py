@@ -12,9 +12,12 @@ other one a Call. A long log goes on in further files, its parts: LOG.part2, LOG
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -23,7 +26,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Union, get_args
 
 from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -136,7 +139,8 @@ class EventLog:
         """Begin a log. One that is there is kept: its files get the time of its last write as name.
 
         wall_us, pipeline: see Header. max_bytes: a part that has as many is followed by another; 0:
-        one part. Raises OSError if the log cannot be written.
+        one part. Raises OSError if the log cannot be written, is no regular file, or is being
+        written by another service.
         """
         self._path = path
         self._max_bytes = max_bytes
@@ -147,9 +151,14 @@ class EventLog:
         header = Header(VERSION, cluster, scheduler, wall_us, pipeline)
         first_line = _HEADER.dump_json(header) + b"\n"
         try:
-            _keep(path)
-            path.write_bytes(first_line)
-            self._file = path.open("ab", buffering=_BUFFER_BYTES)
+            self._first = _begun(path)
+            try:
+                self._first.write(first_line)
+                self._file = path.open("ab", buffering=_BUFFER_BYTES)
+            except OSError:
+                path.unlink()
+                self._first.close()
+                raise
         except OSError as error:
             raise OSError(f"the event log {path} cannot be written: {error.strerror}") from error
 
@@ -183,12 +192,15 @@ class EventLog:
 
     def close(self) -> None:
         """What is in the buffer is written; a log without a call is removed. Idempotent."""
+        if self._first.closed:
+            return
         try:
             self._file.close()
             if not self._has_calls:
                 self._path.unlink(missing_ok=True)
         except OSError as error:
             self._end(error)
+        self._first.close()
 
     def _end(self, error: OSError) -> None:
         logger.warning(
@@ -277,10 +289,33 @@ def parts(path: Path) -> list[Path]:
     return found
 
 
+def _begun(path: Path) -> BinaryIO:
+    """The empty first file of a log, locked while it is open; an earlier log is kept.
+
+    Raises OSError.
+    """
+    if path.exists() and not path.is_file():  # to open a FIFO would wait for its reader
+        raise OSError(errno.EINVAL, "it is no regular file; name a file, or a path that is free")
+    while True:
+        file = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another service may have renamed it, or removed it, before it was locked.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    if file.tell() == 0:
+                        return file
+                    _keep(path)
+        except BlockingIOError as error:
+            file.close()
+            raise OSError(
+                error.errno, "another service writes it; give each service a file of its own"
+            ) from error
+        file.close()
+
+
 def _keep(path: Path) -> None:
     """Rename the files of an earlier log, so that a new one can have their names."""
-    if not path.is_file():
-        return
     at = datetime.fromtimestamp(parts(path)[-1].stat().st_mtime, UTC)
     kept, number = path.with_name(f"{path.name}.{at:%Y%m%dT%H%M%SZ}"), 1
     while kept.exists():

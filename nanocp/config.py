@@ -113,6 +113,16 @@ class ClusterConfig:
         """The node that the instance is on."""
         return instance // self.instances_per_node
 
+    def num_holders(self, num_open: int = 0) -> int:
+        """Most instances that hold pages of one request, of so many that serve; 0: of all.
+
+        They are its MoE binding and as many others as partials may return. Stages of a pipeline
+        hold the same pages.
+        """
+        if self.layout == "pipeline":
+            return 1
+        return min(num_open or self.num_instances, 1 + self.bounds.max_partials)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:

@@ -394,10 +394,16 @@ class InstanceLoad(NamedTuple):
     """Tokens resident or in transfer: what attention reads."""
     num_rows: int
     frames_free: int
+    """0 while the instance is to leave, and once it has left."""
     frames_quarantined: int
     frames_committed: int
     """Frames of requests, those for coming tokens included. Every frame is free, quarantined or
     committed."""
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that hold something or could: 0 for a seat that serves nothing."""
+        return self.frames_free + self.frames_quarantined + self.frames_committed
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,11 @@ class LimitsConfig:
         check_at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
         check_at_least(1, max_http_connections=self.max_http_connections)
 
+    @property
+    def longest_change_s(self) -> float:
+        """Longest wait for a change of seats or layers: processes load, requests end."""
+        return (self.start_timeout_ms + self.drain_timeout_ms) / 1000
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:

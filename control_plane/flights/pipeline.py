@@ -54,7 +54,7 @@ class PipelineFlights:
         self._is_between_terms = False
         """Whether a term has ended, and the scheduler knows of no other one."""
         self._asked: tuple[tuple[int, ...], Future[None]] | None = None
-        """The layout that an operator waits for."""
+        """The layout that an operator waits for; the future is cancelled when it waits no more."""
 
     def __len__(self) -> int:
         return 0 if self._is_between_terms else self.scheduler.num_in_flight
@@ -81,9 +81,8 @@ class PipelineFlights:
             match event:
                 case Regrouped():
                     self._is_between_terms = False
-                case ClusterLost() if self._asked is not None:
-                    self._asked[1].set_exception(RuntimeError(event.message))
-                    self._asked = None
+                case ClusterLost():
+                    self._answer(RuntimeError(event.message))
         self._answer_operator()
         return plan
 
@@ -148,7 +147,7 @@ class PipelineFlights:
 
     def want_layout(self, split: tuple[int, ...]) -> Future[None]:
         """See Flights."""
-        if self._asked is not None:
+        if self._asked is not None and not self._asked[1].done():
             raise ValueError("another layout is asked for already; ask again later")
         if obstacle := self.scheduler.layouts.obstacle(split):
             raise ValueError(obstacle)
@@ -158,18 +157,24 @@ class PipelineFlights:
     def _answer_operator(self) -> None:
         layouts = self.scheduler.layouts
         if self._asked is not None:
-            split, asked = self._asked
+            split = self._asked[0]
             if split == layouts.places.split and not layouts.is_moving:
-                self._asked = None
-                asked.set_result(None)
+                self._answer(None)
             elif layouts.asked != split:
-                self._asked = None
-                asked.set_exception(
+                self._answer(
                     RuntimeError(
                         "a stage was lost meanwhile, and layers are where they were at the start; "
                         "ask for a layout in between first"
                     )
                 )
+
+    def _answer(self, error: RuntimeError | None) -> None:
+        if self._asked is not None and not self._asked[1].done():
+            if error is None:
+                self._asked[1].set_result(None)
+            else:
+                self._asked[1].set_exception(error)
+        self._asked = None
 
     def stages(self) -> list[dict[str, Any]]:
         """See Flights."""

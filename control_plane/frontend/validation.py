@@ -8,8 +8,9 @@ not know: other requests, streams, the cluster's load.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from control_plane.frontend.client_request import ClientRequest, Resume
 from control_plane.frontend.constraint import constraint_of
@@ -48,6 +49,10 @@ class ModelLimits:
     """See BoundsConfig. 0: no structured output."""
     has_prompt_logprobs: bool = True
     """Whether the prefill computes log probabilities of prompts; engines do not."""
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The checkpoint's defaults of sampling fields, for requests over gRPC."""
+    max_held_tokens: int | None = None
+    """Most tokens of one request that the empty cluster's frames hold; None: any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,8 @@ def validated(
     num_left = _check_length(request, len(prompt_ids), limits)
     _check_prompt_logprobs(request.prompt_logprobs, len(prompt_ids), limits)
     if request.max_tokens is None:
-        params = replace(params, max_tokens=num_left)
+        num_held = limits.max_held_tokens or limits.max_model_len
+        params = replace(params, max_tokens=max(1, min(num_left, num_held - len(prompt_ids))))
     if request.resume is not None:
         _check_resumed(request.resume, params, limits)
     seeds = (_seed(request.seed, choice) for choice in range(request.n))
@@ -155,12 +161,12 @@ def _sampling_params(
 
     The model's end-of-sequence tokens are among the stop ids.
     """
-    for field, token_ids in (
+    for name, token_ids in (
         ("stop_token_ids", request.stop_token_ids),
         ("logit_bias", request.logit_bias),
     ):
         for token_id in token_ids:
-            _check_token_id(field, token_id, limits)
+            _check_token_id(name, token_id, limits)
     constraint = _constraint(request, limits, tokenizer)
     # A complete output ends with the end of sequence, whatever the request says.
     eos = () if request.ignore_eos and not constraint else limits.eos_token_ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 
 
 class Deadlines:
@@ -36,3 +37,15 @@ class Deadlines:
     def _expire(self, name: str, overdue: Callable[[], None]) -> None:
         del self._timers[name]
         overdue()
+
+
+async def wait_for(done: Future[None], limit_s: float, what_follows: str) -> None:
+    """Wait for what an operator asked for; at the limit `done` is cancelled.
+
+    Raises what `done` raises, or TimeoutError, with a sentence that ends with what follows.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            await asyncio.wrap_future(done)
+    except TimeoutError:
+        raise TimeoutError(f"not done after {limit_s:.0f} s; {what_follows}") from None

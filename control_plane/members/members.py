@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from control_plane.member_streams import PREFILL, FromMember, Member, MemberStream, ToMember
-from control_plane.members.deadlines import Deadlines
+from control_plane.members.deadlines import Deadlines, wait_for
 from control_plane.members.events import MemberEvents
 from control_plane.members.heartbeats import TICKS, Heartbeats
 from control_plane.members.kept_pages import KeptPages
@@ -27,15 +27,13 @@ from control_plane.members.seat_changes import SeatChanges
 from control_plane.members.seats import Seats, SeatsNow
 from control_plane.members.short_terms import MAX_SHORT_TERMS, ShortTerms
 from control_plane.members.start import Start
+from control_plane.members.suspicion import Suspicion
 from control_plane.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config import Config
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-_GONE_MS = 1000
-"""A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
 
 
 class Members:
@@ -78,6 +76,9 @@ class Members:
         )
         self._heartbeats = Heartbeats()
         self.terms = Terms(self._instances, self, metrics.waits_for)
+        self.suspicion = Suspicion(
+            self.terms, self._heartbeats, self._deadlines, self.lose, self.recovers
+        )
         self.leaving: str | None = None
         """Why every member is asked to leave; None until then."""
         self.failure: Future[str] = Future()
@@ -130,12 +131,21 @@ class Members:
             self._send(member, message)
 
     def _send(self, member: Member, message: ToMember) -> None:
-        """Queue a message down. A member that leaves too many unread is lost."""
+        """Queue a message down. A member that leaves too many unread is lost.
+
+        Its loss is taken up once what sends now has come to its end, such as a plan's carrying out:
+        in the middle it would end the term under messages of that term which are yet to be sent.
+        """
         stream = self._streams.get(member)
         if stream is None:
             return
         message.term = self.terms.number
         if not stream.send(message) and not stream.closed:
+            stream.close()  # It has a gap: nothing may follow.
+            asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)
+
+    def _lose_unread(self, member: Member, stream: MemberStream) -> None:
+        if self._streams.get(member) is stream:
             self.lose(member, f"{member} left {stream.max_messages} messages unread", "unread")
 
     def leave(self, reason: str) -> None:
@@ -143,6 +153,7 @@ class Members:
         if self.leaving is None:
             self.leaving = reason
             self._deadlines.end_all()
+            self._seats.end(reason)
             for stream in self._streams.values():
                 self._shut_down(stream, reason)
 
@@ -198,8 +209,11 @@ class Members:
         if is_to_blame and self._seats.leave_out(member.instance, left, message):
             logger.warning("%s, as soon as in the terms before; its seat stays empty", message)
             self._replacements.kill(member)
-        else:
+        elif member.instance in {*self._seats.wanted, *self._seats.to_go_on(left)}:
             self._replace(member, message)
+        else:
+            logger.warning("%s; it was to leave", message)
+            self._replacements.kill(member)
         if self.start.has_succeeded:
             self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
             self._events.instance_lost(member.instance)
@@ -215,12 +229,16 @@ class Members:
             term=lambda: self.terms.number + 1,
             # It may still write into the rings: the next term has others.
             lives_on=self.terms.end,
-            failed=lambda reason: self._give_up(
-                member,
-                f"{self._last_loss}; no process could take its place: {reason}",
-                f"{member} was lost",
-            ),
+            failed=partial(self._not_replaced, member),
         )
+
+    def _not_replaced(self, member: Member, reason: str) -> None:
+        """No process could be started; that ends the cluster if its term waits for one."""
+        if member.instance is not None and member not in self.terms.seats:
+            self.changes.newcomer_lost(member, f"{member}: {reason}")
+            return
+        message = f"{self._last_loss}; no process could take its place: {reason}"
+        self._give_up(member, message, f"{member} was lost")
 
     def _give_up(self, member: Member, message: str, sentence: str) -> None:
         """A lost member is not replaced. sentence: what clients get."""
@@ -239,6 +257,7 @@ class Members:
         elif not self.failure.done():
             logger.info("%s", message)
             self._deadlines.end_all()
+            self._seats.end(message)
             self.failure.set_result(message)
 
     def _recover(self, member: Member) -> None:
@@ -250,8 +269,6 @@ class Members:
         limit = f"recovery_timeout_ms ({self._limits.recovery_timeout_ms} ms)"
         message = f"the service did not go on within {limit} after a loss: {self._last_loss}"
         self._give_up(member, message, message)
-
-    # --- suspicion
 
     async def watch_heartbeats(self) -> None:
         """Lose members that are silent for too long, and note the seats, until cancelled."""
@@ -265,36 +282,6 @@ class Members:
                 if self.start.has_succeeded or self.takes_over:
                     limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
                     self.lose(member, f"{member}: it has sent nothing for {limit}", "silent")
-
-    def blame(self, instances: list[int], message: str) -> None:
-        """These instances do not go on: lose those at the root of their waits.
-
-        message: says of one of them, by the prefix of its name, what it did not do.
-        """
-        members = [Member("instance", instance) for instance in instances]
-        for member in {self._heartbeats.root(member): None for member in members}:
-            self.lose(member, f"{member} {message}", "stuck")
-
-    def _suspected(self, member: Member, suspect: pb.Suspect, term: int) -> None:
-        """A member's wait for an instance failed, and it cannot go on in this term."""
-        if term != self.terms.number or not self.terms.may_be_joined:
-            return
-        message = f"{member}: {suspect.message}"
-        if not suspect.HasField("instance"):
-            self.terms.end()
-        elif not self.recovers:
-            self.lose(Member("instance", suspect.instance), message, "stuck")
-        elif suspect.is_gone:
-            blamed = Member("instance", suspect.instance)
-            lose = partial(self._lose_if_still_in, blamed, message, term)
-            self._deadlines.start(f"{blamed} gone in term {term}", _GONE_MS, lose)
-        else:
-            root = self._heartbeats.root(Member("instance", suspect.instance))
-            self.lose(root, message, "stuck")
-
-    def _lose_if_still_in(self, member: Member, message: str, term: int) -> None:
-        if self.terms.number == term and self.terms.may_be_joined:
-            self.lose(member, message, "gone")
 
     # --- terms.TermSteps
 
@@ -348,16 +335,26 @@ class Members:
             logger.info("term %d serves with %s", term, ", ".join(map(str, seats)))
         self.changes.term_began()
 
-    async def want(self, seats: Sequence[int] | None) -> SeatsNow:
+    async def want(self, seats: Sequence[int] | None, by: str = "somebody") -> SeatsNow:
         """Let the cluster have other seats; returns those that it has once they serve.
 
-        seats: None changes nothing. Raises ValueError (see Seats.ask), or RuntimeError if the
-        change failed and nothing changed.
+        seats: None changes nothing. by: see Seats.ask. Raises ValueError (see Seats.ask),
+        RuntimeError if the change failed and nothing changed, or TimeoutError if it takes longer
+        than `longest_change_s`: it goes on, and others may ask for another one.
         """
         if seats is not None:
             if not (self.start.has_succeeded and self.recovers):
                 raise ValueError("this service cannot change its seats, nor go on after a loss")
-            await asyncio.wrap_future(self.changes.want(seats))
+            goes_on = (
+                'the cluster goes on with the change: "nanocp top" shows it, and "nanocp scale '
+                '--undo" undoes it'
+            )
+            await wait_for(self.changes.want(seats, by), self._limits.longest_change_s, goes_on)
+        return self._seats_now
+
+    async def undo(self) -> SeatsNow:
+        """Undo the change that is under way; returns the seats. Raises ValueError if none is."""
+        self.changes.undo()
         return self._seats_now
 
     def _retire(self, member: Member) -> None:
@@ -412,7 +409,7 @@ class Members:
             case "left":
                 self.terms.has_left(member, message.term)
             case "suspect":
-                self._suspected(member, message.suspect, message.term)
+                self.suspicion.suspected(member, message.suspect, message.term)
             case kind if message.term != self.terms.number or not self.terms.is_serving:
                 logger.debug("dropped: %s of %s in term %d", kind, member, message.term)
                 self._metrics.dropped(kind or "nothing")

@@ -65,7 +65,13 @@ class Replacements:
         """The number of each member's process, counted from 0; a lost one is counted already."""
         self._exits: dict[tuple[Member, int], asyncio.Future[str]] = {}
         """By member and number of a lost process: done once it was seen dead, with how it ended."""
+        self._coming: set[Member] = set()
+        """Members whose next process is to be started, or has yet to dial."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def is_coming(self, member: Member) -> bool:
+        """Whether a process of the member is on its way."""
+        return member in self._coming
 
     def is_latest(self, member: Member, number: int) -> bool:
         """Whether the process of this number is the member's, and was not lost."""
@@ -96,6 +102,7 @@ class Replacements:
     def dialled(self, member: Member) -> None:
         """The member's process has dialled or beats: from now on its stream shows that it lives."""
         self._deadlines.met(f"{member} dials")
+        self._coming.discard(member)
 
     def retire(self, member: Member) -> None:
         """The member's process is not waited for any more, and its end is no loss."""
@@ -116,6 +123,7 @@ class Replacements:
         """
         number = self._numbers[member]
         self.retire(member)
+        self._coming.add(member)
         gone = self._exits[member, number] = asyncio.get_running_loop().create_future()
 
         async def replace() -> None:
@@ -128,8 +136,9 @@ class Replacements:
                 del self._exits[member, number]
                 if not gone.done():
                     lives_on()
-                if self.is_latest(member, number + 1):
-                    self.expect(member)
+                if not self.is_latest(member, number + 1):
+                    return  # It is not wanted any more, or another one comes.
+                self.expect(member)
                 await asyncio.to_thread(self._processes.start, member, number + 1, term())
             except (OSError, RuntimeError) as error:
                 self.dialled(member)

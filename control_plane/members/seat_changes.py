@@ -42,18 +42,22 @@ class SeatChanges:
         self._instances = tuple(terms.standing)
         self._is_preparing: tuple[int, ...] | None = None
         """Seats of the next term, while the scheduler prepares it."""
+        self._has_begun = False
+        """Whether a term has served. Until then every process is under way."""
 
-    def want(self, seats: Sequence[int]) -> Future[None]:
+    def want(self, seats: Sequence[int], by: str) -> Future[None]:
         """Let the cluster have other seats; returns what is done when they serve.
 
-        Raises ValueError: see Seats.ask.
+        See Seats.ask.
         """
-        asked = self.seats.ask(seats)
-        for seat in self.seats.wanted:
-            if self._terms.standing[self._instances[seat]] is Standing.ABSENT:
-                self._start(seat)
+        asked = self.seats.ask(seats, by)
         self.go_on()
         return asked
+
+    def undo(self) -> None:
+        """Let the cluster have the seats that it had before. Raises ValueError: see Seats.undo."""
+        self.seats.undo("the change was undone")
+        self.go_on()
 
     def _start(self, seat: int) -> None:
         """Start another process for a seat that has none, or whose process is lost."""
@@ -68,38 +72,54 @@ class SeatChanges:
     def newcomer_lost(self, member: Member, message: str) -> None:
         """A process that is not in the term is lost; another one may be started."""
         seat = self._instances.index(member)
-        self._terms.gone(member)
-        if seat in self.seats.wanted and self.seats.failed(seat, message):
+        left = [self._instances.index(each) for each in self._terms.present if each != member]
+        if seat in self.seats.wanted and self.seats.failed(seat, left, message):
             logger.warning("%s; another process takes its place", message)
             self._start(seat)
         else:
             logger.warning("%s; its seat stays empty", message)
             self._replacements.kill(member)
+        self._terms.gone(member)
         self.go_on()
 
     def go_on(self) -> None:
         """Take the next step, now that a seat, a wish or the term has changed."""
-        serving = tuple(map(self._instances.index, self._terms.seats))
+        if not self._has_begun:
+            return
+        for seat, member in enumerate(self._instances):
+            self._fill_or_empty(seat, member)
         if not self._terms.is_serving:
             return
+        serving = tuple(map(self._instances.index, self._terms.seats))
         ready = map(self._instances.index, self._terms.those(Standing.OUT))
         target = self.seats.target(serving, ready)
         if target != (self._is_preparing or serving):
             self._is_preparing = None if target == serving else target
             self._prepare(target)
+        self.seats.serve(serving)
+
+    def _fill_or_empty(self, seat: int, member: Member) -> None:
+        """Start the process of a seat that is wanted, let one go that is not."""
+        standing, is_coming = self._terms.standing[member], self._replacements.is_coming(member)
+        if seat in self.seats.wanted:
+            if standing is Standing.ABSENT and not is_coming:
+                self._start(seat)
+        elif not self._terms.is_serving:
+            return  # The next term may be waiting for it.
+        elif standing is Standing.OUT:
+            self._replacements.retire(member)
+            self._terms.gone(member)
+            self._retire(member)
+        elif is_coming:
+            self._replacements.kill(member)
 
     def term_ended(self) -> None:
         """Whatever was prepared is void."""
         self._is_preparing = None
 
     def term_began(self) -> None:
-        """A term serves: processes that are not wanted any more are let go."""
-        for member in self._terms.left_out():
-            if self._instances.index(member) not in self.seats.wanted:
-                self._replacements.retire(member)
-                self._terms.gone(member)
-                self._retire(member)
-        self.seats.serve([self._instances.index(each) for each in self._terms.seats])
+        """A term serves."""
+        self._has_begun = True
         self.go_on()
 
     def settled(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanocp.config import ClusterConfig
 from nanocp.experts import ExpertTable, fewest_seats, place_experts
@@ -33,12 +33,35 @@ class SeatsNow:
     """How many must serve, so that every expert is somewhere."""
     is_serving: bool
     """Whether a term serves; False during a recovery."""
+    asked_by: str = ""
+    """Who asked for the change that is under way; empty if none is."""
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Seats that are to serve, ascending."""
+        return tuple(sorted({*self.serving, *self.starting} - {*self.leaving}))
 
     def states(self) -> tuple[str, ...]:
         """A word for each seat: serving, draining, loading or empty."""
         words = dict.fromkeys(self.serving, "serving") | dict.fromkeys(self.leaving, "draining")
         words |= dict.fromkeys(self.starting, "loading") | dict.fromkeys(self.empty, "empty")
         return tuple(words[seat] for seat in sorted(words))
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Other seats that somebody asked for, until they serve, or the change fails or is undone."""
+
+    by: str
+    before: list[int]
+    """Seats that were wanted before."""
+    done: Future[None] = field(default_factory=Future)
+    """Awaited by who asked. Once it is done, with or without success, others may ask."""
+
+    def fail(self, reason: str) -> None:
+        """Tell who asked, if it still waits."""
+        if not self.done.done():
+            self.done.set_exception(RuntimeError(reason))
 
 
 class Seats:
@@ -55,8 +78,8 @@ class Seats:
             self.fewest = min(num, fewest_seats(num_experts, num, redundant))
         self.wanted = list(range(num))
         """Seats that are to serve, ascending."""
-        self._asked: Future[None] | None = None
-        """Done when the seats that an operator asked for serve."""
+        self._change: _Change | None = None
+        """The change that is under way."""
         self._failures: dict[int, int] = {}
         self._table: ExpertTable | None = None
 
@@ -70,13 +93,20 @@ class Seats:
         return sorted(left) if enough else sorted({*self.wanted, *left})
 
     def target(self, serving: Sequence[int], ready: Iterable[int]) -> tuple[int, ...]:
-        """The seats of the next planned term: those wanted that serve, or are ready to join."""
-        return tuple(sorted({*serving, *ready} & {*self.wanted}))
+        """The seats of the next planned term: those wanted that serve, or are ready to join.
 
-    def ask(self, seats: Sequence[int]) -> Future[None]:
-        """Let an operator ask for other seats; returns what is done when they serve.
+        What is not wanted stays while the others could not serve without it, or have no row yet.
+        """
+        target = {*serving, *ready} & {*self.wanted}
+        if len(target) < self.fewest or target.isdisjoint(serving):
+            target |= {*serving}
+        return tuple(sorted(target))
 
-        Raises ValueError if they cannot serve, or if another change is under way.
+    def ask(self, seats: Sequence[int], by: str) -> Future[None]:
+        """Let somebody ask for other seats; returns what is done when they serve.
+
+        by: who asks, for those who ask meanwhile. Cancelling what is returned ends only the wait.
+        Raises ValueError if they cannot serve, or if somebody waits for another change.
         """
         num = self._cluster.num_instances
         wrong = [seat for seat in seats if not 0 <= seat < num]
@@ -93,46 +123,64 @@ class Seats:
             raise ValueError(
                 f"{len(seats)} of {num} instances cannot serve, but {self.fewest}: {why}"
             )
-        if self._asked is not None and not self._asked.done():
-            raise ValueError(f"the cluster is changing to seats {self.wanted}; ask again later")
+        if self._change is not None and not self._change.done.done():
+            raise ValueError(
+                f"the cluster is changing to seats {self.wanted}, as {self._change.by} asked; ask "
+                'again later, or undo that ("nanocp scale --undo")'
+            )
+        self._change = _Change(by, self.wanted)
         self.wanted = sorted(seats)
         self._failures.clear()
-        self._asked = Future()
-        return self._asked
+        return self._change.done
 
     def serve(self, seats: Sequence[int]) -> None:
-        """A term with these seats has begun."""
+        """A term serves with these seats."""
         for seat in seats:
             self._failures.pop(seat, None)
-        if self._asked is not None and list(seats) == self.wanted and not self._asked.done():
-            self._asked.set_result(None)
+        if self._change is not None and list(seats) == self.wanted:
+            if not self._change.done.done():
+                self._change.done.set_result(None)
+            self._change = None
 
-    def failed(self, seat: int, message: str) -> bool:
+    def undo(self, reason: str) -> None:
+        """Let the seats serve that were wanted before the change that is under way.
+
+        Raises ValueError if none is.
+        """
+        if self._change is None:
+            raise ValueError(f"no change is under way; seats {self.wanted} are wanted")
+        change, self._change = self._change, None
+        self.wanted = change.before
+        change.fail(f"{reason}; the cluster is as it was")
+
+    def end(self, reason: str) -> None:
+        """The cluster ends: nobody waits for a change any more."""
+        if self._change is not None:
+            self._change.fail(reason)
+
+    def failed(self, seat: int, left: Collection[int], message: str) -> bool:
         """A process for a seat failed before it joined a term; returns whether another is to come.
 
-        What an operator asked for fails at once, and changes nothing.
+        A change that brings the seat fails at once, and changes nothing. left: see leave_out.
         """
+        if self._change is not None and seat not in self._change.before:
+            self.undo(message)
+            return False
         self._failures[seat] = self._failures.get(seat, 0) + 1
-        is_asked = self._asked is not None and not self._asked.done()
-        if not is_asked and self._failures[seat] < MAX_FAILURES:
-            return True
-        self._leave_empty(seat, message)
-        return False
+        return self._failures[seat] < MAX_FAILURES or not self.leave_out(seat, left, message)
 
     def leave_out(self, seat: int, left: Collection[int], message: str) -> bool:
-        """Leave a seat of the term empty that ends terms again and again; False if it cannot be.
+        """Leave a seat empty whose processes fail again and again; False if it cannot be.
 
-        left: seats that have a process; they must be able to serve.
+        left: seats that have a process; they must be able to serve. A change fails with it.
         """
         if len(left) < self.fewest:
             return False
-        self._leave_empty(seat, message)
+        if self._change is not None:
+            self.undo(message)
+        wanted = [each for each in self.wanted if each != seat]
+        self.wanted = wanted if len(wanted) >= self.fewest else sorted(left)
         return True
-
-    def _leave_empty(self, seat: int, message: str) -> None:
-        self.wanted = [each for each in self.wanted if each != seat]
-        if self._asked is not None and not self._asked.done():
-            self._asked.set_exception(RuntimeError(f"{message}; the cluster is as it was"))
 
     def now(self, serving: Sequence[int], is_serving: bool) -> SeatsNow:
         """The seats of which these are in the term, for an operator. is_serving: see SeatsNow."""
@@ -144,6 +192,7 @@ class Seats:
             empty=tuple(s for s in all_seats if s not in serving and s not in self.wanted),
             fewest=self.fewest,
             is_serving=is_serving,
+            asked_by=self._change.by if self._change is not None else "",
         )
 
     def table(self, seats: Sequence[int]) -> ExpertTable:

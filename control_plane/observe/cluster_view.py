@@ -173,16 +173,20 @@ class ClusterView:
             if request.move is not None:
                 other_pages[request.move.destination] -= request.move.num_pages
         waiting = (entry.arrival.request_id for entry in islice(queue, _MAX_WAITING))
-        prefilling = num_prefilling(scheduler)
+        prefilling, loads = num_prefilling(scheduler), scheduler.loads()
         return _Snapshot(
             at_us=time.monotonic_ns() // 1000,
             num_running=scheduler.num_running - prefilling,
             num_prefilling=prefilling,
             num_queued=scheduler.num_waiting,
-            loads=scheduler.loads(),
+            loads=loads,
             attention_rows=tuple(state.committed.attention_rows),
             other_pages=tuple(other_pages),
-            reports=tuple(self._reports),
+            # What a seat that serves nothing reported last is over.
+            reports=tuple(
+                report if load.num_frames else None
+                for report, load in zip(self._reports, loads, strict=False)
+            ),
             requests=tuple(self._placed(request, state.step) for request in placed),
             waiting=tuple(self._unplaced(request_id, "waiting") for request_id in waiting),
             ended=tuple(

@@ -45,9 +45,7 @@ class LoadLog:
             return
         prefilling, loads = num_prefilling(scheduler), scheduler.loads()
         free = sum(load.frames_free for load in loads)
-        frames = sum(
-            load.frames_free + load.frames_quarantined + load.frames_committed for load in loads
-        )
+        frames = sum(load.num_frames for load in loads) or 1
         logger.info(
             "load",
             extra=fields(

@@ -8,7 +8,7 @@ An instance's number is the label `engine`, as in vLLM: Prometheus itself owns `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -57,9 +57,9 @@ def total(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(PREFIX + name, text, value=value)
 
 
-def per_engine(name: str, text: str, values: Sequence[float]) -> GaugeMetricFamily:
-    """A value of each instance, in their order, for the page that is being made."""
+def per_engine(name: str, text: str, values: Mapping[int, float]) -> GaugeMetricFamily:
+    """A value of each of these instances, for the page that is being made."""
     family = GaugeMetricFamily(PREFIX + name, text, labels=["engine"])
-    for engine, value in enumerate(values):
+    for engine, value in values.items():
         family.add_metric([str(engine)], value)
     return family

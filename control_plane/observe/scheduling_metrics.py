@@ -9,7 +9,7 @@ Gauges are made when the page is scraped, so that a call costs one assignment.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -137,8 +137,9 @@ class SchedulingMetrics(Collector):
             num_hit_tokens=scheduler.prefix_sharing.num_hit_tokens,
         )
         if has_window:
-            self._kv_ratio.observe(_balance([load.kv_tokens for load in loads]))
-            self._rows_ratio.observe(_balance([load.num_rows for load in loads]))
+            serving = [load for load in loads if load.num_frames]
+            self._kv_ratio.observe(_balance([load.kv_tokens for load in serving]))
+            self._rows_ratio.observe(_balance([load.num_rows for load in serving]))
 
     def ended(self, ended: Ended) -> None:
         """Count a refusal, by its cap. May be called from any thread."""
@@ -171,41 +172,41 @@ class SchedulingMetrics(Collector):
             "Pages and frames.",
             labels=["engine", "block_size", "num_gpu_blocks"],
         )
-        for engine in range(len(self._decided.loads)):
+        for engine in _serving(self._decided):
             config.add_metric([str(engine), str(PAGE_SIZE), str(self._num_frames)], 1)
         yield config
 
     def _instances(self, now: _Decided) -> Iterable[Metric]:
-        loads = now.loads
-        kv_tokens = [load.kv_tokens for load in loads]
-        rows = [load.num_rows for load in loads]
+        loads = _serving(now)
+        kv_tokens = {i: load.kv_tokens for i, load in loads.items()}
+        rows = {i: load.num_rows for i, load in loads.items()}
         yield per_engine("kv_tokens", "KV tokens resident or in transfer.", kv_tokens)
         yield per_engine("rows", "Rows: requests whose MoE binding it is.", rows)
-        parked = [
-            committed - running for committed, running in zip(now.rows_committed, rows, strict=True)
-        ]
+        parked = {i: now.rows_committed[i] - running for i, running in rows.items()}
         yield per_engine("rows_parked", "Rows that wait for a frame during their output.", parked)
         yield per_engine(
-            "attention_rows", "Attention rows: its own and those received.", now.attention_rows
+            "attention_rows",
+            "Attention rows: its own and those received.",
+            {i: now.attention_rows[i] for i in loads},
         )
         for state in ("free", "quarantined", "committed"):
-            frames = [getattr(load, f"frames_{state}") for load in loads]
+            frames = {i: getattr(load, f"frames_{state}") for i, load in loads.items()}
             yield per_engine(f"frames_{state}", f"Frames {state}.", frames)
-        stranded = [load.frames_free if now.num_queued else 0 for load in loads]
+        stranded = {i: load.frames_free if now.num_queued else 0 for i, load in loads.items()}
         yield per_engine("frames_stranded", "Frames free while requests wait.", stranded)
-        usage = [1 - load.frames_free / self._num_frames for load in loads]
+        usage = {i: 1 - load.frames_free / load.num_frames for i, load in loads.items()}
         yield per_engine(
             "kv_cache_usage_perc", "Share of frames that are not free; 1 means 100 percent.", usage
         )
         yield gauge(
             "kv_balance_ratio",
             "Mean / max of kv_tokens over the instances; 1 is even.",
-            _balance(kv_tokens),
+            _balance(kv_tokens.values()),
         )
         yield gauge(
             "rows_balance_ratio",
             "Mean / max of rows over the instances; 1 is even.",
-            _balance(rows),
+            _balance(rows.values()),
         )
 
 
@@ -249,6 +250,11 @@ def _queue(now: _Decided) -> Iterable[Metric]:
     )
 
 
-def _balance(values: Sequence[int]) -> float:
+def _serving(now: _Decided) -> dict[int, InstanceLoad]:
+    """The loads of seats that serve something."""
+    return {i: load for i, load in enumerate(now.loads) if load.num_frames}
+
+
+def _balance(values: Collection[int]) -> float:
     """Mean / max; 1 for no load at all, which is even."""
     return sum(values) / len(values) / max(values) if any(values) else 1.0

@@ -172,7 +172,7 @@ class StatusServer:
         except ValueError as error:
             return _say(start_response, "400 Bad Request", str(error))
         except (RuntimeError, TimeoutError) as error:
-            return _say(start_response, "409 Conflict", str(error) or "the change took too long")
+            return _say(start_response, "409 Conflict", str(error) or "the controller is silent")
 
     def _requests(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         name = parse_qs(environ.get("QUERY_STRING", "")).get("name", [""])[-1]

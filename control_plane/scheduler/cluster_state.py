@@ -109,12 +109,12 @@ class ClusterState:
         return sum(self._fixed_tokens[first:last]) + sum(self._growing_rows[first:last]) * self.step
 
     def load(self, instance: int) -> InstanceLoad:
-        """The instance's load as a value."""
+        """The instance's load as a value. On one that is closed nothing is free."""
         pool, weight = self.frames[instance], self.weight(instance)
         return InstanceLoad(
             kv_tokens=self.kv_tokens(instance) - weight,
             num_rows=self.num_rows[instance] - weight,
-            frames_free=pool.num_free + (pool.num_withheld or 0),
+            frames_free=pool.num_free,
             frames_quarantined=pool.num_quarantined,
             frames_committed=pool.num_committed,
         )

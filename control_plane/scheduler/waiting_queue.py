@@ -201,9 +201,8 @@ def invalidity(arrival: Arrival, cluster: ClusterConfig, num_open: int = 0) -> s
             f"{num_full} pages"
         )
     total_len = arrival.prompt_len + arrival.max_tokens
-    # The last generated token has no KV. A KV binding is the MoE binding and as many others as
-    # partials may return.
-    num_holders = min(num_open or cluster.num_instances, 1 + cluster.bounds.max_partials)
+    num_holders = cluster.num_holders(num_open)
+    # The last generated token has no KV.
     pages, frames = num_pages(total_len - 1), num_holders * cluster.num_frames
     asked = "prompt of {0.prompt_len} tokens and max_tokens {0.max_tokens}"
     if total_len > cluster.max_model_len:

@@ -38,6 +38,8 @@ class RequestOutput:
     client_queue_s: float = 0.0
     """Time that the request waited in the client for others to end (--max-concurrency)."""
     error: str = ""
+    is_whole: bool = False
+    """The service said that this is the end, by a finish reason or otherwise."""
     _last_s: float = 0.0
 
     def message(self) -> None:
@@ -53,10 +55,12 @@ class RequestOutput:
         """Note that the request is complete; vLLM too counts to the last message with tokens."""
         if self.output_len and not self._last_s:
             self.message()  # All tokens came with the end.
-        self.success = bool(self._last_s)
+        self.success = self.is_whole and bool(self._last_s)
         self.latency_s = (self._last_s or time.perf_counter()) - self.start_s
-        if not self.success:
+        if not self._last_s:
             self.error = "the request ended without a token"
+        elif not self.is_whole:
+            self.error = "the answer broke off: it has no finish reason"
 
 
 class Backend(Protocol):
@@ -92,6 +96,7 @@ class GrpcBackend:
                     output.message()
                     output.output_len += len(chunk.token_ids)
                     output.text += chunk.text
+                output.is_whole |= chunk.finish is not None
             output.end()
         except (ServiceError, ValueError, TypeError) as error:
             output.error = str(error)
@@ -170,14 +175,20 @@ class OpenAIBackend:
                     return output
                 num_messages = 0
                 async for event in _events(response):
-                    if "error" in event:
-                        output.error = str(event["error"])[:_MAX_ERROR_CHARACTERS]
+                    if event is None:
+                        output.is_whole = True
+                        break
+                    # vLLM's earlier form of an error is the object itself.
+                    if event.get("error") or event.get("object") == "error":
+                        output.error = str(event.get("error") or event)[:_MAX_ERROR_CHARACTERS]
                         return output
                     num_messages += self._take(event, output)
                 output.output_len = output.output_len or num_messages
                 output.end()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             output.error = f"{type(error).__name__}: {error}"
+        except (AttributeError, LookupError, TypeError) as error:
+            output.error = f"an event of the answer is no chunk ({type(error).__name__}: {error})"
         return output
 
     async def close(self) -> None:
@@ -202,6 +213,7 @@ class OpenAIBackend:
         choices = event.get("choices")
         if not choices:
             return 0
+        output.is_whole |= bool(choices[0].get("finish_reason"))
         delta = choices[0].get("delta", {}) if self._is_chat else choices[0]
         text = (
             delta.get("content" if self._is_chat else "text")
@@ -217,11 +229,9 @@ class OpenAIBackend:
         return 1
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to [DONE]."""
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
+    """The JSON objects of a server-sent event stream, and None for [DONE]."""
     async for line in response.content:
         if line.startswith(b"data:"):
             data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            yield json.loads(data)
+            yield None if data == b"[DONE]" else json.loads(data)

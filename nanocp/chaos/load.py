@@ -51,6 +51,8 @@ class Apis:
     max_model_len: int
     timeout_s: float
     """Longest time for one request."""
+    default_sampling: Mapping[str, Any]
+    """What the service takes for sampling options that a request does not give."""
 
 
 @dataclass(slots=True)
@@ -69,11 +71,13 @@ class Asked:
     """When the tokens of each choice came, in seconds of time.monotonic."""
     error: str = ""
     """Why the request failed, or ended early; empty if it did not."""
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """See Apis."""
 
     def params(self, choice: int) -> SamplingParams:
         """How a choice is sampled."""
-        options = self.options | {"seed": self.options["seed"] + choice}
-        return SamplingParams(**options)
+        seed = self.options["seed"] + choice
+        return SamplingParams(**{**self.default_sampling, **self.options, "seed": seed})
 
     def gaps(self) -> Iterator[tuple[float, float]]:
         """(begin, end) of the time between one token and the next, of every choice."""
@@ -131,6 +135,7 @@ def _drawn(draw: random.Random, apis: Apis, number: int, seed: int) -> Asked:
         prompt_ids = _random_ids(random.Random(seed), apis, _SHARED_LEN) + prompt_ids
     num_choices = _NUM_CHOICES if kind == "three" else 1
     request = Asked(kind, name, prompt_ids, options, num_choices)
+    request.default_sampling = apis.default_sampling
     request.outputs = [[] for _ in range(num_choices)]
     request.arrivals_s = [[] for _ in range(num_choices)]
     return request

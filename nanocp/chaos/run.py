@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from control_plane.frontend.default_sampling import default_sampling
 from nanocp.chaos.judge import Judge
 from nanocp.chaos.load import APIS, KINDS, Apis, Asked, ask_for_ever
 from nanocp.chaos.losses import KINDS as MEMBER_KINDS
@@ -147,6 +148,7 @@ async def ask_all(
     called with each request when nothing more will come of it.
     """
     until_s = time.monotonic() + run.seconds
+    defaults = default_sampling(run.checkpoint)
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         apis = []
@@ -157,9 +159,8 @@ async def ask_all(
             await stack.enter_async_context(client)
             info = await client.server_info()
             urls = (*http_urls[first:], *http_urls[:first])
-            apis.append(
-                Apis(client, http, urls, info.vocab_size, info.max_model_len, run.timeout_s)
-            )
+            sizes = info.vocab_size, info.max_model_len
+            apis.append(Apis(client, http, urls, *sizes, run.timeout_s, defaults))
         async with asyncio.TaskGroup() as group:
             tasks = {
                 group.create_task(

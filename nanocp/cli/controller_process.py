@@ -53,7 +53,7 @@ def run_controller(spec: ControllerSpec, pipe: Pipe) -> int:
 def _want_again(service: Service, seats: tuple[int, ...]) -> None:
     """Let the seats serve that were wanted of the lost controller: the others have come back."""
     try:
-        service.want_seats(seats)
+        service.want_seats(seats, "the controller that was lost")
     except (ValueError, RuntimeError, TimeoutError) as error:
         logger.warning("seats %s, which were wanted, do not serve alone: %s", list(seats), error)
 

@@ -203,7 +203,11 @@ async def generate_all(
         )
         greedy = [
             client.generate(
-                request.prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+                request.prompt_ids,
+                max_tokens=max_tokens,
+                temperature=0.0,
+                repetition_penalty=1.0,  # that of the checkpoint would not be greedy
+                ignore_eos=True,
             )
             for request in requests
         ]

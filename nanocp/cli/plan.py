@@ -74,6 +74,9 @@ def plan(
     layout: Annotated[
         str, typer.Option(help="instances; or pipeline, whose stages have some layers each.")
     ] = "instances",
+    lanes: Annotated[
+        bool, typer.Option("--lanes", help="Windows may run in two lanes, each with its regions.")
+    ] = False,
 ) -> None:
     """Say what each instance needs, how many tokens fit, and what would make the model fit."""
     from control_plane.frontend.tokenizer import load_tokenizer
@@ -82,7 +85,7 @@ def plan(
     try:
         model = ModelConfig.from_folder(checkpoint)
         tokenizer = load_tokenizer(checkpoint)
-        config = _config(instances, device, dtype, kv_dtype, layout)
+        config = _config(instances, device, dtype, kv_dtype, layout, lanes)
         report = _report_stages if layout == "pipeline" else _report
         fits = report(checkpoint, model, config, device, memory_gb)
     except ValueError as error:
@@ -94,7 +97,12 @@ def plan(
 
 
 def _config(
-    instances: int, device: str, dtype: ModelDtype | None, kv_dtype: str, layout: str
+    instances: int,
+    device: str,
+    dtype: ModelDtype | None,
+    kv_dtype: str,
+    layout: str,
+    has_lanes: bool,
 ) -> Config:
     from nanocp.config import Config
 
@@ -103,11 +111,14 @@ def _config(
     return replace(
         config,
         cluster=replace(config.cluster, num_instances=instances, layout=layout),
+        scheduler=replace(config.scheduler, lanes="always" if has_lanes else "off"),
         data_plane=replace(
             config.data_plane,
             device="cuda" if is_gpu else "cpu",
             dtype=chosen.value,
             kv_dtype=kv_dtype,
+            # The only one that both lanes can use on a GPU.
+            dispatch_backend="exchange" if has_lanes else config.data_plane.dispatch_backend,
         ),
     )
 
@@ -141,7 +152,12 @@ def _report(
         rows.insert(0, ("experts", need.experts, f"{share} of {model.num_experts} in each layer"))
     rows += [
         ("graphs", int(reserve), "captured steps and libraries"),
-        ("exchange", need.exchange, f"regions for {num_instances - 1} peers"),
+        (
+            "exchange",
+            need.exchange,
+            f"regions for {num_instances - 1} peers"
+            f"{', of two lanes' if config.scheduler.has_lanes else ''}",
+        ),
     ]
     num_frames = int(left // need.page) if left > 0 else 0
     tokens = num_frames * PAGE_SIZE

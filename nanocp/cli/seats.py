@@ -19,6 +19,8 @@ import typer
 
 _TIMEOUT_S = 600.0
 """Longest wait for a change: instances load their weights, and rows move away."""
+_GOES_ON = 'the service goes on with the change; "nanocp top" shows it'
+_UNDO = '"nanocp scale --undo" undoes it'
 
 Target = Annotated[str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")]
 Key = Annotated[
@@ -42,19 +44,29 @@ def drain(
         serving = set(_seats(target, api_key)["serving"])
         if seat not in serving:
             raise Refused(f"instance {seat} does not serve; {_list(serving)} do")
-        _want(target, api_key, serving - {seat})
+        _want(target, api_key, serving - {seat}, f"nanocp drain {seat}")
 
     _carry_out("drain", change)
 
 
 def scale(
-    number: Annotated[int, typer.Argument(help="How many instances are to serve.")],
+    number: Annotated[
+        int | None, typer.Argument(help="How many instances are to serve.", min=0)
+    ] = None,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Undo the drain, scale or upgrade that is under way.")
+    ] = False,
     target: Target = "127.0.0.1:9464",
     api_key: Key = "",
 ) -> None:
     """Let so many instances serve, at most as many as the service was started with."""
 
     def change() -> None:
+        if undo == (number is not None):
+            raise ValueError("give a number of instances, or --undo")
+        if number is None:
+            _change(target, api_key, {"undo": True})
+            return
         seats = _seats(target, api_key)
         serving = sorted(seats["serving"])
         free = [seat for seat in range(seats["num_seats"]) if seat not in serving]
@@ -63,7 +75,8 @@ def scale(
                 f"the service has {seats['num_seats']} seats (cluster.num_instances); it cannot "
                 f"have {number} instances"
             )
-        _want(target, api_key, {*serving[:number], *free[: max(0, number - len(serving))]})
+        wanted = {*serving[:number], *free[: max(0, number - len(serving))]}
+        _want(target, api_key, wanted, f"nanocp scale {number}")
 
     _carry_out("scale", change)
 
@@ -82,8 +95,9 @@ def upgrade(
             raise Refused("give --rolling; to replace all at once, stop the service and start it")
         serving = set(_seats(target, api_key)["serving"])
         for number, seat in enumerate(sorted(serving)):
-            _want(target, api_key, serving - {seat}, new_program=number == 0)
-            _want(target, api_key, serving)
+            by = "nanocp upgrade"
+            _want(target, api_key, serving - {seat}, by, new_program=number == 0)
+            _want(target, api_key, serving, by)
 
     _carry_out("upgrade", change)
 
@@ -127,13 +141,17 @@ def _carry_out(name: str, change: Callable[[], None]) -> None:
         print(f"nanocp {name}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print(f"nanocp {name}: the service goes on with the change", file=sys.stderr)
+        undone = "" if name == "layout" else f", and {_UNDO}"
+        print(f"nanocp {name}: {_GOES_ON}{undone}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
-def _want(target: str, api_key: str, seats: set[int], new_program: bool = False) -> None:
-    body = json.dumps({"seats": sorted(seats), "new_program": new_program}).encode()
-    now = _ask(target, api_key, body)
+def _want(target: str, api_key: str, seats: set[int], by: str, new_program: bool = False) -> None:
+    _change(target, api_key, {"seats": sorted(seats), "by": by, "new_program": new_program})
+
+
+def _change(target: str, api_key: str, wanted: dict[str, Any]) -> None:
+    now = _ask(target, api_key, json.dumps(wanted).encode())
     print(f"instances {_list(now['serving'])} serve", flush=True)
 
 
@@ -143,7 +161,7 @@ def _seats(target: str, api_key: str) -> dict[str, Any]:
 
 
 def _ask(target: str, api_key: str, body: bytes | None = None, path: str = "/cluster/seats") -> Any:
-    """What the status port answers. Raises Refused, or ValueError if no service answers."""
+    """What the status port answers. Raises Refused, also if a change takes long, or ValueError."""
     url = f"http://{target}{path}"
     headers = {"Content-Type": "application/json"}
     if api_key:
@@ -155,6 +173,9 @@ def _ask(target: str, api_key: str, body: bytes | None = None, path: str = "/clu
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace").strip()
         raise Refused(said or f"the service answered {error.code}") from error
+    except TimeoutError:
+        sentence = f"no answer in {_TIMEOUT_S:.0f} s"
+        raise Refused(f"{sentence}; {_GOES_ON}" if body else sentence) from None
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         raise ValueError(f"no service answers at {target}: {error}") from error
 

@@ -111,8 +111,9 @@ def serve(
 ) -> None:
     """Serve a checkpoint until Ctrl-C, SIGTERM or SIGHUP.
 
-    The first signal lets running requests finish, a second one stops at once. In parentheses is the
-    key of the configuration file that an option overrides.
+    The first signal lets running requests finish, a second one stops at once. A SIGHUP that is
+    ignored at start, as below nohup, stays ignored. In parentheses is the key of the configuration
+    file that an option overrides.
     """
     # gRPC's C core writes to the terminal what is reported here as a sentence. No process forks
     # here and goes on with gRPC.
@@ -377,7 +378,9 @@ def _launcher(
 
 def _on_signals(handler: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handler)
+        # What `nohup` has started is to outlive its terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -272,8 +272,10 @@ def _keys(request_ids: list[int]) -> dict[int, int]:
 def _head(snapshot: Snapshot, width: int) -> list[Text]:
     from rich.text import Text
 
-    kv = _balance([one["kv_tokens"] for one in snapshot["instances"]])
-    rows = _balance([one["rows"] for one in snapshot["instances"]])
+    frames = ("frames_free", "frames_quarantined", "frames_committed")
+    serving = [one for one in snapshot["instances"] if any(one[name] for name in frames)]
+    kv = _balance([one["kv_tokens"] for one in serving])
+    rows = _balance([one["rows"] for one in serving])
     tpots = [ms for ms in snapshot["tpot_ms"] if ms is not None]
     rates = snapshot["tokens_per_s"] or [0.0]
     num_sparks = max(4, min((width - 50) // 2, 30))

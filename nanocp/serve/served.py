@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from nanocp.choices import require
 from nanocp.config import Config
 from nanocp.passes import PipelineConfig
+from nanocp.plan import PAGE_SIZE
 
 INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"
 STAGE_FACTORY = "data_plane.startup.stage:build_stage"
@@ -79,6 +81,9 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         name,
         config.cluster.bounds.max_grammar_bytes,
         has_prompt_logprobs=not config.prefill.engines,
+        default_sampling=default_sampling(checkpoint),
+        # The last generated token has no KV.
+        max_held_tokens=config.cluster.num_holders() * config.cluster.num_frames * PAGE_SIZE + 1,
     )
     return Served(
         limits,

@@ -119,6 +119,7 @@ class Service:
             log = f"{config.service.event_log}.{controller_number}"
             config = replace(config, service=replace(config.service, event_log=log))
         check_tls(config.service)
+        keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         self.cluster_id = cluster_id or secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
@@ -163,7 +164,6 @@ class Service:
         self._controller.members.takes_over = controller_number > 1
         # A term of this controller is later than any of an earlier one.
         self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
-        keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         status_keys = ApiKeys(()) if config.service.public_status else keys
         self._status = StatusServer(
             self.metrics.registry,
@@ -257,20 +257,29 @@ class Service:
         """Number of the term that serves, or of the next one while it is being joined."""
         return self._controller.members.terms.number
 
-    def want_seats(self, seats: Sequence[int] | None) -> SeatsNow:
+    def want_seats(self, seats: Sequence[int] | None, by: str = "somebody") -> SeatsNow:
         """Let these instances serve and no others, None: as now; returns once they do.
 
         Raises ValueError if they cannot, RuntimeError if the change failed and nothing changed,
-        TimeoutError.
+        TimeoutError if it takes longer: it goes on (see Members.want).
         """
         if not self._has_served:
             raise ValueError("the service is starting")
-        limits, timeout_s = self._config.limits, _ANSWER_S
-        if seats is not None:
-            timeout_s = (limits.start_timeout_ms + limits.drain_timeout_ms) / 1000
-        now = self._controller.want_seats(seats).result(timeout_s)
-        if seats is not None:
+        asked = self._controller.ask(self._controller.members.want(seats, by))
+        if seats is None:
+            return asked.result(_ANSWER_S)
+        try:
+            now = asked.result(self._config.limits.longest_change_s + _ANSWER_S)
+        except TimeoutError:
             self.seats_changed(tuple(seats))
+            raise
+        self.seats_changed(tuple(seats))
+        return now
+
+    def undo_seats(self) -> SeatsNow:
+        """Undo the change of seats that is under way. Raises ValueError if none is."""
+        now = self._controller.ask(self._controller.members.undo()).result(_ANSWER_S)
+        self.seats_changed(now.wanted)
         return now
 
     @property
@@ -288,19 +297,21 @@ class Service:
         return now.is_serving and not now.starting
 
     def _answer_seats(self, body: bytes | None) -> bytes:
-        """See status_server.Change. The body names the seats."""
-        seats = None
+        """See status_server.Change. The body names the seats, and who asks; or it undoes."""
+        seats, by, undoes = None, "somebody", False
         if body is not None:
             try:
                 asked = json.loads(body)
-                seats = [int(seat) for seat in asked["seats"]]
+                undoes = asked.get("undo") is True
+                seats = None if undoes else [int(seat) for seat in asked["seats"]]
+                by = str(asked.get("by", by))
                 has_new_program = bool(asked.get("new_program"))
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError('the body must be JSON such as {"seats": [0, 1, 2]}') from None
             if has_new_program:
                 # A spare would bring the old one.
                 self.launcher.end_spares()
-        now = asdict(self.want_seats(seats))
+        now = asdict(self.undo_seats() if undoes else self.want_seats(seats, by))
         now["num_seats"] = self._config.cluster.num_instances
         now["ready_spares"] = self.num_ready_spares
         return json.dumps(now).encode()
@@ -314,8 +325,8 @@ class Service:
                 raise ValueError('the body must be JSON such as {"split": [7, 5]}') from None
             if not self._has_served:
                 raise ValueError("the service is starting")
-            limits = self._config.limits
-            self._controller.want_layout(split).result(limits.start_timeout_ms / 1000)
+            moved = self._controller.want_layout(split)
+            moved.result(self._config.limits.longest_change_s + _ANSWER_S)
         return json.dumps({"stages": self._controller.stages()}).encode()
 
     def regroup(self) -> None:

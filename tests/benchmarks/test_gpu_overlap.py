@@ -1,5 +1,7 @@
 """gpu_overlap without a GPU: what it claims, and that it says so where it cannot measure."""
 
+from types import SimpleNamespace
+
 import gpu_overlap as bench
 import pytest
 
@@ -35,3 +37,17 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_no_success():
         bench.main([])
     whats = [what for what, _ in bench.measurements(False)]
     assert len(whats) == len(set(whats)) == 3 * 6 + 3 * 5
+    # Green contexts can end the process.
+    assert all(str(what[1]).endswith(" SMs") for what in whats[-12:])
+    assert not any(str(what[1]).endswith(" SMs") for what in whats[:-12])
+
+
+def test_a_run_whose_time_is_over_before_a_claim_is_no_success(monkeypatch, capsys):
+    chosen = SimpleNamespace(limit_s=-1, json=None, tiny=False)
+    monkeypatch.setattr(bench, "options", lambda *_: chosen)
+    monkeypatch.setattr(bench, "describe", dict)
+    with pytest.raises(SystemExit) as ended:
+        bench.main([])
+    assert (
+        ended.value.code == 1 and "nothing that is claimed was measured" in capsys.readouterr().out
+    )

@@ -2,10 +2,7 @@
 
 import json
 import logging
-import os
 import resource
-import threading
-import time
 from dataclasses import replace
 from typing import get_args
 
@@ -13,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.event_log import EventLog, LogReader, LogThread, digest, log_lines, parts
-from control_plane.scheduler.explanation import Explainer
+from control_plane.event_log import EventLog, LogReader, digest
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_cluster
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
@@ -314,125 +310,3 @@ def test_a_full_disk_ends_the_log_with_one_warning_and_nothing_else(tmp_path, ca
     assert played.difference is None and played.num_calls > 100 and played.is_truncated
     # What was in the buffer is not counted.
     assert 3000 < played.num_calls + log.num_missing <= 4000
-
-
-def test_a_log_that_cannot_be_written_is_refused(tmp_path):
-    for path, reason in ((tmp_path / "no" / "log", "No such file"), ("/dev/full", "No space left")):
-        with pytest.raises(OSError, match=f"the event log .* cannot be written: {reason}"):
-            EventLog(tmp_path / path, ClusterConfig(), SchedulerConfig())
-
-
-# --- files
-
-
-def test_a_log_goes_on_in_parts_and_plays_as_one(tmp_path):
-    path = tmp_path / "log"
-    scheduler = Scheduler(ClusterConfig(), SchedulerConfig())
-    log = EventLog(path, ClusterConfig(), SchedulerConfig(), wall_us=5, max_bytes=3000)
-    for number in range(60):
-        events = [Arrival(number + 1, 100, 10, client_id=f"client {number}")]
-        log.write(number, events, scheduler.plan_window(events, number))
-    log.close()
-    assert len(parts(path)) > 3 and parts(path)[1].name == "log.part2"
-    assert all(part.stat().st_size < 4500 for part in parts(path))
-    reader = LogReader(log_lines(path), "log")
-    assert reader.header.wall_us == 5
-    played = replay(reader)
-    assert (played.num_calls, played.num_requests, played.difference) == (60, 60, None)
-    assert '"client 59"' in parts(path)[-1].read_text()
-    explainer = Explainer(["client 7", "3"])
-    replay(LogReader(log_lines(path), "log"), explainer)
-    assert [story.arrival.client_id for story in explainer.stories.values()] == [
-        "client 2",
-        "client 7",
-    ]
-
-
-def test_an_earlier_log_is_kept(tmp_path):
-    path = tmp_path / "log"
-
-    def record():
-        log = EventLog(path, ClusterConfig(), SchedulerConfig())
-        log.write(1, [], Plan(None))
-        log.close()
-
-    for text in ("first", "second", "third"):
-        record()
-        (tmp_path / "log.part2").write_text(text)
-        for part in parts(path):
-            os.utime(part, (0, 0))
-    record()
-    kept = [path.with_name(f"log.19700101T000000Z{end}") for end in ("", "-2", "-3")]
-    assert [parts(one)[1].read_text() for one in kept] == ["first", "second", "third"]
-    assert len(parts(path)) == 1 and len(list(tmp_path.iterdir())) == 7
-
-
-def test_a_log_without_a_call_is_removed(tmp_path):
-    """A start that failed has none."""
-    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
-    assert (tmp_path / "log").exists()
-    log.close()
-    log.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_flush_puts_every_line_on_disk(tmp_path):
-    log = EventLog(tmp_path / "log", ClusterConfig(), SchedulerConfig())
-    log.write(1, [], Plan(None))
-    assert len((tmp_path / "log").read_text().splitlines()) == 1
-    log.flush()
-    assert len((tmp_path / "log").read_text().splitlines()) == 2
-    log.close()
-    log.flush()
-
-
-# --- a thread of its own
-
-
-@pytest.fixture
-def stopped_disk(tmp_path):
-    """A log's file that takes what a pipe holds and then no more, and what reads it to its end."""
-    path = tmp_path / "log"
-    os.mkfifo(path)
-    # Open for reading, so that nobody who opens it to write waits; read only when asked.
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-    def read_on():
-        os.set_blocking(reader, True)
-        read = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
-        os.close(reader)
-        return read
-
-    return path, read_on
-
-
-def test_a_disk_that_hangs_stops_nobody_and_what_is_missing_is_counted(stopped_disk, caplog):
-    path, read_on = stopped_disk
-    log = LogThread(EventLog(path, ClusterConfig(), SchedulerConfig()), max_calls=100)
-    with caplog.at_level(logging.WARNING):
-        for number in range(500):
-            log.write(number, [AbortRequested(number)] * 1000, Plan(None))
-        log.close()
-    told = [record.getMessage() for record in caplog.records]
-    assert "the event log ends here" in told[0] and "is not complete" in told[1]
-    lines = read_on().splitlines(keepends=True)
-    calls = list(LogReader(lines, "log"))
-    log._thread.join(60)
-    assert 0 < log.num_missing == 500 - len(calls)
-    assert [call.now_us for call in calls] == list(range(len(calls))), "there is no gap"
-
-
-def test_a_log_with_a_thread_is_on_disk_soon_and_whole_when_it_is_closed(tmp_path):
-    path = tmp_path / "log"
-    log = LogThread(EventLog(path, ClusterConfig(), SchedulerConfig()))
-    log.write(1, [], Plan(None))
-    deadline = time.monotonic() + 60
-    while len(path.read_text().splitlines()) < 2:
-        assert time.monotonic() < deadline, "the buffer is not flushed"
-        time.sleep(0.05)
-    for number in range(2, 100):
-        log.write(number, [], Plan(None))
-    log.close()
-    log.close()
-    assert len(path.read_text().splitlines()) == 100 and log.num_missing == 0
-    assert "event log" not in {thread.name for thread in threading.enumerate()}

@@ -2,13 +2,15 @@
 
     PYTHONPATH=tests python -m harness.seed_campaign --seeds 10000 --progress seeds.jsonl
     PYTHONPATH=tests python -m harness.seed_campaign --seed N       plays one again
+    PYTHONPATH=tests python -m harness.seed_campaign --kind operators --seeds 1000
 
 Kinds take turns: instances are lost; seats come and go too; the controller and front ends are lost
-too. One line of JSON is written for each seed, with the code that played it. Seeds whose last line
-is of the present code and has no error are not played again. In one of eight seeds the scheduler's
-invariants are checked after every call, in the others after every sixteenth, whenever a term
-changes, and at the end; every token is checked in all. When nothing more is to be lost instances
-are no longer slow, which would cost half of the time. Exits 1 if a seed failed or was not played.
+too. A kind of its own plays operators (hash_operators). One line of JSON is written for each seed,
+with the code that played it. Seeds whose last line is of the present code and has no error are not
+played again. In one of eight seeds the scheduler's invariants are checked after every call, in the
+others after every sixteenth, whenever a term changes, and at the end; every token is checked in
+all. When nothing more is to be lost instances are no longer slow, which would cost half of the
+time. Exits 1 if a seed failed or was not played.
 """
 
 from __future__ import annotations
@@ -26,37 +28,43 @@ from pathlib import Path
 from typing import Any
 
 from harness.hash_failover import FailoverCluster
+from harness.hash_operators import OperatedCluster
 from harness.hash_recovery import RecoveringCluster
 from harness.paths import ROOT
 
 KINDS = ("losses", "changes", "failovers")
 """Seed N is of kind N % 3."""
+OPERATORS = "operators"
+"""A kind that takes no turn with the others."""
 COUNTS = (
     *("terms", "losses", "shrinks", "changes", "kept", "attempts", "stale_tokens", "stale_events"),
     *("windows", "calls", "preemptions", "moves", "hand_offs"),
     *("failovers", "front_ends_lost", "resumed", "cut", "adopted"),
+    *("asked", "refused", "failed", "overdue", "undone", "unstarted"),
 )
 
 
-def make_cluster(seed: int) -> RecoveringCluster:
-    """The cluster of a seed."""
-    match KINDS[seed % len(KINDS)]:
+def make_cluster(seed: int, kind: str = "") -> RecoveringCluster:
+    """The cluster of a seed. kind: empty if kinds take turns."""
+    match kind or KINDS[seed % len(KINDS)]:
         case "losses":
             cluster = RecoveringCluster(seed, max_losses=6)
         case "changes":
             cluster = RecoveringCluster(seed, max_losses=4, max_changes=12)
+        case "operators":
+            cluster = OperatedCluster(seed)
         case _:
             cluster = FailoverCluster(seed)
     cluster.hurries = True
     return cluster
 
 
-def play(seed: int) -> dict[str, Any]:
+def play(seed: int, kind: str = "") -> dict[str, Any]:
     """Play a seed; returns its line."""
     begin_s = time.process_time()
     line: dict[str, Any] = {"seed": seed}
     try:
-        cluster = make_cluster(seed)
+        cluster = make_cluster(seed, kind)
         cluster.check_every = 16 if seed // len(KINDS) % 8 else 1
         try:
             cluster.play()
@@ -112,21 +120,24 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10000, help="FIRST .. FIRST + SEEDS - 1")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="play this one only, with every check")
+    parser.add_argument(
+        "--kind", choices=[*KINDS, OPERATORS], default="", help="of all seeds; else they take turns"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that play")
     parser.add_argument("--progress", type=Path, default=Path("seeds.jsonl"))
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        make_cluster(arguments.seed).play()
+        make_cluster(arguments.seed, arguments.kind).play()
         return 0
     wanted = range(arguments.first, arguments.first + arguments.seeds)
-    code = present_code()
+    code = f"{present_code()} {arguments.kind}".strip()
     before = played(arguments.progress, code)
     lines = {seed: line for seed, line in before.items() if seed in wanted}
     missing = [seed for seed in wanted if "error" in lines.get(seed, {"error": "not played"})]
     print(f"{len(wanted) - len(missing)} of {len(wanted)} seeds were right before", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as pool, arguments.progress.open("a") as file:
         print(file=file)  # The last line may have been cut off.
-        for future in as_completed([pool.submit(play, seed) for seed in missing]):
+        for future in as_completed([pool.submit(play, seed, arguments.kind) for seed in missing]):
             try:
                 line = future.result() | {"code": code}
             except BrokenProcessPool:

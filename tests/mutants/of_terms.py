@@ -4,6 +4,10 @@ from mutant import Mutant
 
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
+SEATS = "tests/control_plane/members/test_seats.py"
+CHANGES = "tests/control_plane/members/test_changes.py"
+OPERATORS = "tests/data_plane/fake/test_hash_operators.py"
+
 OF_TERMS = [
     Mutant(
         name="gpu-memory-freed-early",
@@ -109,6 +113,46 @@ OF_TERMS = [
         text="if unanswered.request is not None:",
         fault="if False:",
         tests=("tests/control_plane/flights/test_transfers.py",),
+    ),
+    Mutant(
+        name="lost-in-the-middle",
+        why="a full stream ends the term under the messages of a plan (terms)",
+        path="control_plane/members/members.py",
+        text="asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)",
+        fault="self._lose_unread(member, stream)",
+        tests=("tests/control_plane/flights/test_transfers.py",),
+    ),
+    Mutant(
+        name="locked-change",
+        why="a change of seats to what is already so holds the lock for ever",
+        path="control_plane/members/seat_changes.py",
+        text="self.seats.serve(serving)",
+        fault="if self._is_preparing is not None: self.seats.serve(serving)",
+        tests=(OPERATORS,),
+    ),
+    Mutant(
+        name="overdue-change",
+        why="a change of seats that nobody waits for any more stops every other one",
+        path="control_plane/members/seats.py",
+        text="if self._change is not None and not self._change.done.done(): raise",
+        fault="if self._change is not None: raise",
+        tests=(SEATS,),
+    ),
+    Mutant(
+        name="too-few-seats",
+        why="seats leave before those have come without which experts have no slot (planned terms)",
+        path="control_plane/members/seats.py",
+        text="if len(target) < self.fewest or target.isdisjoint(serving):",
+        fault="if False:",
+        tests=(SEATS,),
+    ),
+    Mutant(
+        name="two-for-a-seat",
+        why="a seat whose process is coming gets another one",
+        path="control_plane/members/seat_changes.py",
+        text="if standing is Standing.ABSENT and not is_coming:",
+        fault="if standing is Standing.ABSENT:",
+        tests=(CHANGES,),
     ),
     Mutant(
         name="expert-table",

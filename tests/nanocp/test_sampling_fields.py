@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -100,13 +100,29 @@ def context():
 def test_the_grpc_endpoint_reads_every_row():
     asked = inference_pb2.SamplingParameters(**OTHER)
     request = _client_request(
-        inference_pb2.GenerateRequest(text="x", sampling=asked), context(), "Generate", NO_KEYS
+        inference_pb2.GenerateRequest(text="x", sampling=asked), context(), "Generate", NO_KEYS, {}
     )
     assert {name: getattr(request, name) for name in NAMES} == OTHER
-    request = _client_request(
-        inference_pb2.GenerateRequest(text="x"), context(), "Generate", NO_KEYS
-    )
+    silent = inference_pb2.GenerateRequest(text="x")
+    request = _client_request(silent, context(), "Generate", NO_KEYS, {})
     assert {name: getattr(request, name) for name in NAMES} == DEFAULTS
+
+
+def test_both_apis_take_the_checkpoints_defaults_where_a_request_is_silent():
+    defaults = {
+        "temperature": 0.6, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.15
+    }  # fmt: skip
+    assert set(defaults) <= set(CONTROLS)
+    for given in {}, {"repetition_penalty": 1.0, "temperature": 0.0}:
+        message = inference_pb2.GenerateRequest(
+            text="x", sampling=inference_pb2.SamplingParameters(**given)
+        )
+        by_grpc = _client_request(message, context(), "Generate", NO_KEYS, defaults)
+        model = replace(MODEL, default_sampling=defaults)
+        body = CompletionRequest.model_validate({"prompt": "x", **given})
+        (by_http,) = completion_requests(body, model, "1", NOWHERE)
+        for asked in by_grpc, by_http:
+            assert {name: getattr(asked, name) for name in defaults} == {**defaults, **given}
 
 
 # --- HTTP

@@ -11,7 +11,7 @@ import importlib.metadata
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -66,6 +66,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._open_requests = open_requests
         self._keys = keys
 
+    def _asked(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str
+    ) -> ClientRequest:
+        defaults = self._open_requests.limits.default_sampling
+        return _client_request(request, context, endpoint, self._keys, defaults)
+
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
@@ -74,7 +80,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Writes instead of yielding, so that cancellation reaches this frame at once.
         """
         try:
-            asked = _client_request(request, context, "Generate", self._keys)
+            asked = self._asked(request, context, "Generate")
             async with self._open_requests.begin(asked) as open_request:
                 await _send_request_id(context, open_request)
                 prompt_logprobs = await open_request.prompt_logprobs()
@@ -101,7 +107,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.GenerateUnaryResponse:
         """See inference.proto."""
         try:
-            asked = _client_request(request, context, "GenerateUnary", self._keys)
+            asked = self._asked(request, context, "GenerateUnary")
             async with self._open_requests.begin(asked) as open_request:
                 await _send_request_id(context, open_request)
                 prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
@@ -144,9 +150,13 @@ async def _send_request_id(context: grpc.aio.ServicerContext, open_request: Open
 
 
 def _client_request(
-    message: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str, keys: ApiKeys
+    message: pb.GenerateRequest,
+    context: grpc.aio.ServicerContext,
+    endpoint: str,
+    keys: ApiKeys,
+    defaults: Mapping[str, Any],
 ) -> ClientRequest:
-    """Read a message. Raises RequestError if it has no prompt."""
+    """Read a message. defaults: of sampling fields. Raises RequestError if it has no prompt."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError(FinishReason.INVALID, "prompt is absent; give either text or token_ids")
@@ -156,7 +166,7 @@ def _client_request(
         left_ms = max(1, math.ceil(left_s * 1000))
         queue_timeout_ms = left_ms if queue_timeout_ms is None else min(queue_timeout_ms, left_ms)
     metadata = dict(context.invocation_metadata() or ())
-    sampling: dict[str, Any] = {field.name: value for field, value in message.sampling.ListFields()}
+    given = {field.name: value for field, value in message.sampling.ListFields()}
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
@@ -171,7 +181,7 @@ def _client_request(
         request_id=message.request_id or metadata.get(REQUEST_ID_METADATA, ""),
         queue_timeout_ms=queue_timeout_ms,
         resume=_resume(message.resume) if message.HasField("resume") else None,
-        **sampling,
+        **{**defaults, **given},
     )
 
 

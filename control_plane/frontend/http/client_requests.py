@@ -21,6 +21,7 @@ from control_plane.frontend.client_request import (
     Resume,
     ResumedChoice,
 )
+from control_plane.frontend.default_sampling import our_top_k
 from control_plane.frontend.http.answer_parser import Parser
 from control_plane.frontend.http.constraints import constraint_fields
 from control_plane.frontend.http.conversation import conversation
@@ -33,7 +34,7 @@ from control_plane.frontend.http.protocol import (
     ResumeBody,
     TokenizeChatRequest,
 )
-from control_plane.frontend.http.served_model import ServedModel, our_top_k
+from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools import (
     check_tools,
     constrained_fields,

@@ -5,19 +5,15 @@ Enters: a checkpoint folder. Leaves: one frozen value. Does not know: weights, r
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.http.answer_parser import THINK
 from control_plane.frontend.http.chat_template import ChatTemplate, load_chat_template
 from control_plane.frontend.http.template_habits import habits_of
-from nanocp.sampling import SamplingParams
-
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +42,6 @@ def open_model(
     tool_call_parser, reasoning_parser: see ServiceConfig. Raises ValueError, naming the file, if
     one cannot be read.
     """
-    path = checkpoint / "generation_config.json"
-    try:
-        generation = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    sampling = {
-        name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None
-    }
-    _check_sampling(path, sampling)
     template = load_chat_template(checkpoint)
     source = template.source if template else ""
     shown = habits_of(template).call_form if template else ""
@@ -63,29 +50,8 @@ def open_model(
         name or str(checkpoint),
         str(checkpoint),
         template,
-        sampling,
+        default_sampling(checkpoint),
         call_form="" if form == "none" else form,
         has_reasoning=reasoning_parser == "think"
         or (reasoning_parser == "auto" and THINK[1] in source),
     )
-
-
-def our_top_k(top_k: int) -> int:
-    """The value of top_k here: vLLM's -1, every token, is 0."""
-    return 0 if top_k == -1 else top_k
-
-
-def _check_sampling(path: Path, sampling: Mapping[str, Any]) -> None:
-    """Raise ValueError for defaults that are out of range.
-
-    Later they would look like errors of clients, in fields that they did not set.
-    """
-    for name, value in sampling.items():
-        kind = int if name == "top_k" else int | float
-        if isinstance(value, bool) or not isinstance(value, kind):
-            expected = "an integer" if kind is int else "a number"
-            raise ValueError(f"{path}: {name} is {value!r}; it must be {expected}")
-    try:
-        SamplingParams(**{**sampling, "top_k": our_top_k(sampling.get("top_k", 0))})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -5,6 +5,8 @@ Enters: outcomes. Leaves: plain values, a table. Does not know: how they came ab
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,19 @@ def numbers_of(outcome: Outcome) -> dict[str, Any]:
         "layer_us": outcome.layer_us._asdict(),
         "layer_us_max": outcome.layer_us_max._asdict(),
     }
+
+
+def all_judged(num_judged: Mapping[str, int]) -> bool:
+    """Whether each policy had requests to judge; says of one that had none what to do."""
+    for policy, number in num_judged.items():
+        if not number:
+            print(
+                f"{policy}: nothing was judged, since no request that arrived after the warm-up "
+                "ended in the measured time or was late; measure longer (--seconds), or spread a "
+                "trace's times",
+                file=sys.stderr,
+            )
+    return all(num_judged.values())
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:

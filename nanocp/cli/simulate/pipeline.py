@@ -1,7 +1,7 @@
 """`nanocp simulate --layout pipeline`: layer policies on a simulated pipeline, at one rate.
 
-Enters: a scenario, a rate, the pipeline's options. Leaves: a table, or one JSON object. Does not
-know: how a policy decides.
+Enters: a scenario, a rate, the pipeline's options. Leaves: a table, or one JSON object; exit status
+1 if nothing was judged. Does not know: how a policy decides.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.cli.simulate.numbers import all_judged
 from nanocp.cli.simulate.options import Scenario
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def run_pipeline(
         print(json.dumps({name: numbers_of(outcome) for name, outcome in outcomes.items()}))
     else:
         _show(scenario, options, rate, outcomes)
+    if not all_judged({policy: outcome.num_judged for policy, outcome in outcomes.items()}):
+        raise typer.Exit(1)
 
 
 def numbers_of(outcome: PipelineOutcome) -> dict[str, Any]:

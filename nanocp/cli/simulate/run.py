@@ -1,7 +1,8 @@
 """`nanocp simulate`: policies on a simulated cluster, at one rate.
 
 Enters: a scenario, a rate, the reports to write. Leaves: a table, or one JSON object, and the
-reports; exit status 1 if the load of a run drifted. Does not know: how a policy decides.
+reports; exit status 1 if the load of a run drifted or nothing was judged. Does not know: how a
+policy decides.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nanocp.cli.simulate.explain import (
     explainer,
     show_stories,
 )
-from nanocp.cli.simulate.numbers import numbers_of, table_of
+from nanocp.cli.simulate.numbers import all_judged, numbers_of, table_of
 from nanocp.cli.simulate.options import AsJson, Reports, Scenario
 from nanocp.cli.simulate.pipeline import LAYOUTS, PipelineOptions, run_pipeline
 
@@ -70,6 +71,8 @@ def run(
     """Run each policy at one rate."""
     if context.invoked_subcommand is not None:
         return
+    from nanocp.simulator.workload import STATIC
+
     try:
         check_one_of(LAYOUTS, layout=pipeline.layout)
         if pipeline.layout == "pipeline":
@@ -92,7 +95,11 @@ def run(
     drifting = {p: numbers for p, numbers in played.numbers.items() if numbers["is_drifting"]}
     for policy, numbers in drifting.items():
         print(_drift_sentence(policy, numbers), file=sys.stderr)
-    raise typer.Exit(1 if drifting else 0)
+    # Of the static scenario no request ends: its steps are measured.
+    is_judged = scenario.workload in STATIC or all_judged(
+        {policy: numbers["num_judged"] for policy, numbers in played.numbers.items()}
+    )
+    raise typer.Exit(0 if is_judged and not drifting else 1)
 
 
 def _drift_sentence(policy: str, numbers: dict[str, Any]) -> str:

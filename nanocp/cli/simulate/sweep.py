@@ -1,11 +1,13 @@
 """`nanocp simulate sweep`: the highest rate that each policy sustains.
 
-Enters: a scenario. Leaves: a table, or one JSON object. Does not know: how the rate is found.
+Enters: a scenario. Leaves: a table, or one JSON object; exit status 1 if a policy sustains no rate.
+Does not know: how the rate is found.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +61,10 @@ def sweep(
         print(json.dumps(rates))
     else:
         _show(scenario, rates)
+    hopeless = [policy for policy, numbers in rates.items() if not numbers["max_rate"]]
+    for policy in hopeless:
+        print(f"{policy}: no rate is sustained; is the SLO within reach?", file=sys.stderr)
+    raise typer.Exit(1 if hopeless else 0)
 
 
 def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[str, Any]]:

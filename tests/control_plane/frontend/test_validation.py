@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.validation import ModelLimits, validated
+from control_plane.scheduler.waiting_queue import invalidity
 from harness.frontend_fakes import TOKENIZER, WAIT_S, Service, make_config, running
+from nanocp.config import BoundsConfig, ClusterConfig, Config
+from nanocp.plan import Arrival
+from nanocp.serve.served import open_checkpoint
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
@@ -224,6 +229,37 @@ def test_words_of_tokens_that_the_model_has_not_are_refused() -> None:
     ):
         validated(request, limits, TOKENIZER)
     validated(request, replace(limits, vocab_size=highest + 1), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_held", "left"),
+    [(10, None, 990), (10, 5000, 990), (10, 257, 247), (256, 257, 1), (300, 257, 1)],
+)
+def test_an_absent_max_tokens_is_what_the_model_and_the_frames_leave(
+    prompt_len: int, max_held: int | None, left: int
+) -> None:
+    """A prompt that no frames hold is left to the scheduler, which has the numbers."""
+    request = ClientRequest([5] * prompt_len, "messages", max_tokens=None)
+    (params,) = validated(request, replace(LIMITS, max_held_tokens=max_held), TOKENIZER).params
+    assert params.max_tokens == left
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "partials", "layout"),
+    [(4, 3, "instances"), (4, 1, "instances"), (1, 63, "instances"), (5, 3, "pipeline")],
+)
+def test_what_a_checkpoint_is_said_to_hold_is_what_the_scheduler_takes(
+    tiny_checkpoint: Path, num_frames: int, partials: int, layout: str
+) -> None:
+    bounds = replace(BoundsConfig(), max_partials=partials)
+    cluster = ClusterConfig(
+        num_instances=2, num_frames=num_frames, max_model_len=2048, bounds=bounds, layout=layout
+    )
+    limits = open_checkpoint(Config(cluster=cluster), tiny_checkpoint).limits
+    request = ClientRequest([5] * 10, "messages", max_tokens=None)
+    (params,) = validated(request, limits, None).params
+    assert invalidity(Arrival(1, 10, params.max_tokens), cluster) is None
+    assert "need" in (invalidity(Arrival(1, 10, params.max_tokens + 1), cluster) or "")
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ async def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_firs
     """It is lost before the others have left, or after."""
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    cluster.members.changes.want([1])
+    cluster.members.changes.want([1], "a test")
     cluster.members.changes.settled()
     if not is_first:
         cluster.say(SECOND, 1, left=pb.Left())
@@ -283,7 +283,7 @@ async def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_firs
 async def test_pages_of_a_seat_that_leaves_are_lost_with_its_process():
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    cluster.members.changes.want([1])
+    cluster.members.changes.want([1], "a test")
     cluster.members.changes.settled()
     cluster.say(FIRST, 1, left=pb.Left())
     cluster.members.exited(FIRST, 0, "its process ended")
@@ -328,6 +328,7 @@ async def test_a_member_that_reads_nothing_is_lost():
     stream.max_messages = 2
     for _ in range(4):
         cluster.members.send(FIRST, pb.ToInstance(fence=1))
+    await cluster.until(cluster.members.failure.done)
     assert cluster.members.failure.result(0) == "instance 0 left 2 messages unread"
     assert cluster.kinds(FIRST) == ["fence", "fence", None]
 
@@ -362,14 +363,14 @@ async def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits():
 async def test_instances_that_report_no_window_are_blamed_by_their_waits():
     cluster = running(synthetic_kv=True)
     cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
-    cluster.members.blame([0, 1], "did not report window 3 in 50 s")
+    cluster.members.suspicion.blame([0, 1], "did not report window 3 in 50 s")
     assert cluster.events.calls == ["ended", ("lost", 1)]
     assert cluster.members._last_loss == "instance 1 did not report window 3 in 50 s"
 
 
 @in_a_loop
 async def test_a_peer_that_is_called_gone_is_lost_if_no_better_reason_comes(monkeypatch):
-    monkeypatch.setattr("control_plane.members.members._GONE_MS", 20)
+    monkeypatch.setattr("control_plane.members.suspicion._GONE_MS", 20)
     cluster = running(synthetic_kv=True)
     suspect = pb.Suspect(instance=1, is_gone=True, message="PeerLost")
     cluster.say(FIRST, 1, suspect=suspect)

@@ -12,10 +12,19 @@ import pytest
 from control_plane.observe import cluster_view, timelines
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.scheduler.scheduler import Scheduler
+from harness.drained_seat import BEFORE, drained_scheduler
 from harness.hash_service import CONFIG, hash_service, prompt
 from nanocp.client import Client
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import AbortRequested, Arrival, Finished, FinishReason, TransferDone, WindowDone
+from nanocp.plan import (
+    AbortRequested,
+    Arrival,
+    Finished,
+    FinishReason,
+    Plan,
+    TransferDone,
+    WindowDone,
+)
 
 TWO = Config(
     cluster=ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000),
@@ -109,6 +118,16 @@ def test_who_waits_is_shown_and_who_is_aborted_ends_once():
     story.plan(AbortRequested(2), AbortRequested(2))
     (ended,) = story.look()["ended"]
     assert (ended["id"], words(ended)) == (2, ["arrived", "ended: aborted"])
+
+
+def test_a_seat_that_serves_nothing_shows_no_steps_and_no_free_frames():
+    story = Story()
+    story.view.planned(0, BEFORE, Plan(None))
+    assert [one["step_ms"] for one in story.look()["instances"]] == [0, 0]
+    story.scheduler = drained_scheduler()
+    serves, drained = story.look()["instances"]
+    assert (serves["step_ms"], serves["frames_committed"]) == (0, 8)
+    assert (drained["step_ms"], drained["exchange_ms"], drained["frames_free"]) == (None, None, 0)
 
 
 def test_a_snapshot_is_bounded(monkeypatch):

@@ -14,9 +14,10 @@ from control_plane.observe.observer import EndedRequest
 from control_plane.observe.status_server import StatusServer, metrics_page
 from control_plane.scheduler.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
+from harness.drained_seat import drained_scheduler
 from harness.hash_service import generate, hash_service, prompt
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import Arrival, Ended, FinishReason, TransferDone, WindowDone
+from nanocp.plan import Arrival, Ended, FinishReason, SeatsWanted, TransferDone, WindowDone
 
 PROMETHEUS_ACCEPTS = (
     "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -285,3 +286,29 @@ def test_a_service_counts_what_its_clients_got():
 def test_no_series_says_when_it_was_created():
     page = metrics_page(Metrics(Config()).registry).decode()
     assert "nanocp:" in page and not re.search(r"^\S+_created\b", page, re.M)
+
+
+def test_a_seat_that_serves_nothing_is_in_no_sum_and_no_ratio(metrics, page):
+    metrics.scheduling.planned(0.001, drained_scheduler(), has_window=True)
+    page = page()
+    of_seats = {
+        key[0]: value for key, value in page.items() if key[1:] and key[1] == ("engine", "0")
+    }
+    assert not [
+        key
+        for key in page
+        if ("engine", "1") in key and re.search("frames|kv_|:rows|attention|cache_config", key[0])
+    ]
+    assert of_seats["nanocp:frames_free"] == of_seats["nanocp:frames_stranded"] == 0
+    assert of_seats["nanocp:kv_cache_usage_perc"] == 1
+    for name in ("kv_balance_ratio", "rows_balance_ratio", "step_kv_balance_ratio_sum"):
+        assert page[f"nanocp:{name}",] == 1, name
+
+
+def test_the_load_of_a_seat_that_leaves_counts_what_it_has_and_nothing_as_free():
+    scheduler = Scheduler(CLUSTER, SchedulerConfig(cp_degree_max=1))
+    scheduler.plan_window([Arrival(1, 200, 10), Arrival(2, 200, 10)], 0)
+    scheduler.plan_window([SeatsWanted((0,))], 0)
+    stays, leaves = scheduler.loads()
+    assert stays.num_frames == 8 and stays.frames_free
+    assert leaves.frames_free == 0 and leaves.num_frames == leaves.frames_committed > 0

@@ -6,6 +6,7 @@ from control_plane.observe.load_log import PERIOD_S, LoadLog
 from control_plane.observe.observer import EndedRequest
 from control_plane.observe.request_log import log_ended, log_refused
 from control_plane.scheduler.scheduler import Scheduler
+from harness.drained_seat import drained_scheduler
 from nanocp.config import ClusterConfig, SchedulerConfig
 from nanocp.plan import Arrival, FinishReason, TransferDone
 
@@ -70,3 +71,10 @@ def test_the_load_is_logged_while_requests_are_open(caplog):
     assert first["tokens_per_s"] == 5.0
     assert (second["running"], second["prefilling"], second["queued"]) == (1, 0, 1)
     assert second["tokens_per_s"] == 0 and 0 < second["kv_usage"] < 1
+
+
+def test_a_seat_that_serves_nothing_is_not_in_the_load(caplog):
+    caplog.set_level(logging.INFO)
+    LoadLog(0.0).tick(PERIOD_S, drained_scheduler(), 0)
+    (load,) = map(fields, caplog.records)
+    assert (load["frames_free"], load["kv_usage"]) == (0, 1.0)

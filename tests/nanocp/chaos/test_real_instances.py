@@ -1,5 +1,8 @@
 """Chaos on a service of real instances in its fastest form on a CPU; `transformers` judges."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -10,11 +13,17 @@ from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
 
 
 @pytest.mark.system
-def test_fused_mixtures_and_lanes_give_every_token_through_losses(tiny_checkpoint):
-    """Rows are re-bound all the time; each window's lanes are drawn, and instances are killed."""
+def test_fused_mixtures_and_lanes_give_every_token_through_losses(tiny_checkpoint, tmp_path):
+    """Rows are re-bound all the time; each window's lanes are drawn, and instances are killed.
+
+    The folder has sampling defaults, as models/tale has, which both APIs take.
+    """
     native((torch.float32, "avx2"))
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    defaults = {"repetition_penalty": 1.15, "top_p": 0.95}
+    (checkpoint / "generation_config.json").write_text(json.dumps(defaults))
     run = ChaosRun(
-        tiny_checkpoint,
+        checkpoint,
         seconds=30.0,
         seed=7,
         pauses_s=(3.0, 8.0),

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def asked(*outputs, error=""):
     options = {"max_tokens": 4, "temperature": 0.0, "seed": 0}
     arrivals = [[float(index) for index in range(len(output))] for output in outputs]
     return Asked("greedy", "grpc", [9], options, len(outputs), list(outputs), arrivals, error)
+
+
+def test_a_choice_is_judged_by_the_defaults_that_the_service_takes():
+    request = replace(asked([1]), default_sampling={"repetition_penalty": 1.15, "temperature": 0.6})
+    params = [
+        request.params(0),
+        replace(request, options=request.options | {"repetition_penalty": 1.0}).params(1),
+    ]
+    assert [one.repetition_penalty for one in params] == [1.15, 1.0]
+    assert [(one.temperature, one.seed) for one in params] == [(0.0, 0), (0.0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from harness.hash_service import CONFIG, hash_service
 from nanocp.bench import report
-from nanocp.bench.backends import RequestOutput
+from nanocp.bench.backends import OpenAIBackend, RequestOutput
 from nanocp.bench.dataset import SampleRequest
 from nanocp.bench.load import due_times, send_all
 from nanocp.cli.main import app
@@ -346,6 +347,46 @@ def test_what_has_no_meaning_is_a_sentence(arguments, sentence):
     result = bench("--num-prompts", 2, *arguments)
     assert result.exit_code == 2 and "nanocp bench serve: " in result.output
     assert sentence in " ".join(result.output.split())
+
+
+TOKEN = '{"choices": [{"text": "la", "finish_reason": null}]}'
+LAST = '{"choices": [{"text": "la", "finish_reason": "length"}]}'
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([TOKEN, "[DONE]"], ""),
+        ([TOKEN, LAST], ""),
+        ([TOKEN, '{"error": null, "choices": []}', "[DONE]"], ""),
+        ([TOKEN], "the answer broke off: it has no finish reason"),
+        (["[DONE]"], "the request ended without a token"),
+        ([TOKEN, '{"object": "error", "message": "no room"}', "[DONE]"], "no room"),
+        ([TOKEN, '{"error": {"message": "no room"}}', "[DONE]"], "no room"),
+        ([TOKEN, '["no chunk"]', "[DONE]"], "an event of the answer is no chunk"),
+        ([TOKEN, '{"choices": ["no choice"]}', "[DONE]"], "an event of the answer is no chunk"),
+        ([TOKEN, '{"choices": [', "[DONE]"], "JSONDecodeError"),
+    ],
+)
+def test_only_an_answer_that_came_to_its_end_is_a_success(events, error):
+    async def answer(request):
+        text = "".join(f"data: {event}\n\n" for event in events)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async def asked():
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", answer)])
+        server = TestServer(app)
+        await server.start_server()
+        url = f"http://127.0.0.1:{server.port}"
+        backend = OpenAIBackend(url, "/v1/completions", "m", False, {}, {})
+        output = await backend.send(SampleRequest((1,), 1, 5), "a")
+        await backend.close()
+        await server.close()
+        return output
+
+    output = asyncio.run(asked())
+    assert error in output.error and output.success == (not error) == (not output.error)
 
 
 def test_nothing_served_is_a_failure():

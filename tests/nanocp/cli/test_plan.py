@@ -1,6 +1,7 @@
 """`nanocp plan`: what a model needs is known before it is loaded, and so is what would help."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,24 @@ def test_a_model_that_fits_says_how_many_tokens_do(published):
     assert "pages of 12.32 MB" in result.output  # 64 tokens of 188 KiB
     assert "472,256 tokens on one instance, 15,112,192 on all" in result.output
     assert "The folder has no weights yet" in result.output
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_two_lanes_need_twice_the_regions_and_leave_less_for_pages(published, device):
+    words = (published("qwen3-235b-a22b"), "--instances", 32, "--device", device)
+    words += ("--memory-gb", 141)
+    one, two = plan(*words), plan(*words, "--lanes")
+    assert (one.exit_code, two.exit_code) == (0, 0), two.output
+
+    def number(result, pattern):
+        return float(re.search(pattern, result.output)[1].replace(",", ""))
+
+    regions = r"exchange +(\S+) GB   regions for 31 peers"
+    assert number(two, regions) == pytest.approx(2 * number(one, regions), abs=0.02)
+    assert number(two, r"KV: (\S+) tokens") < number(one, r"KV: (\S+) tokens")
+    assert "31 peers, of two lanes" in two.output and "two lanes" not in one.output
+    refused = plan(words[0], "--lanes", "--layout", "pipeline")
+    assert refused.exit_code == 2 and "lanes" in refused.output
 
 
 def test_what_does_not_fit_says_what_would(published):

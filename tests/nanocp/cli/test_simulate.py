@@ -31,7 +31,7 @@ def nanocp(*arguments):
     return CliRunner().invoke(app, ["simulate", *arguments])
 
 
-SHORT = ("--seconds", "0.5", "--warm-up", "0.2", "--workload", "issue-0")
+SHORT = ("--seconds", "0.5", "--warm-up", "0.2", "--workload", "fixed:1000:10")
 
 
 def test_json_has_every_policy_and_is_all_there_is_on_standard_output(small):
@@ -154,6 +154,25 @@ def test_a_malformed_trace_line_is_named_with_its_field(tmp_path):
     assert (
         result.exit_code == 2 and "line 2: input_length is -3; it must be a whole number" in words
     )
+
+
+@pytest.mark.parametrize("layout", ["instances", "pipeline"])
+def test_a_run_that_judges_nothing_is_no_success(small, tmp_path, layout):
+    """All requests of the trace come at once, before the measured time, and end before it."""
+    trace = tmp_path / "one_time.jsonl"
+    entry = json.dumps({"timestamp": 7, "input_length": 100, "output_length": 3})
+    trace.write_text(f"{entry}\n" * 20)
+    cluster = () if layout == "pipeline" else ("--cluster", small, "--begin-empty")
+    words = ("--layout", layout, *cluster, "--workload", f"mooncake:{trace}", "--warm-up", "2")
+    words += ("--policy", "even" if layout == "pipeline" else "dual_balanced", "--seconds", "1")
+    result = nanocp(*words, "--rate", "5")
+    assert result.exit_code == 1 and "nothing was judged" in result.stderr, result.output
+    assert nanocp(*words, "--rate", "20").exit_code == 0
+
+
+def test_a_sweep_that_finds_no_rate_is_no_success(small):
+    result = nanocp("sweep", "--cluster", small, *SHORT, "--slo-ttft-ms", "1", "--seeds", "1")
+    assert result.exit_code == 1 and "no rate is sustained" in result.stderr, result.output
 
 
 def test_the_static_scenario_runs_without_a_rate(small):

@@ -9,7 +9,10 @@ import pytest
 
 from harness.hash_service import prompt
 from harness.serve_process import SMALL, Serve, Stream, until
+from nanocp.cli.serve import _on_signals as on_signals
 from nanocp.client import Client
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def test_each_request_is_a_line_with_the_clients_id():
@@ -25,6 +28,21 @@ def test_each_request_is_a_line_with_the_clients_id():
         r"total_s=\S+ cp_degree=1 moe_binding=\d$",
         line,
     ), line
+
+
+@pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_hang_up_that_is_ignored_at_start_stays_ignored(at_start):
+    """So is it below nohup, and the terminal's end must not end the service."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, at_start)
+        on_signals(signal.default_int_handler)
+        handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    interrupts = [handler is signal.default_int_handler for handler in handlers]
+    assert interrupts == [True, True, at_start == signal.SIG_DFL]
 
 
 @pytest.mark.system

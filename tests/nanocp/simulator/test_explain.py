@@ -165,7 +165,7 @@ def test_a_run_and_its_event_log_tell_the_same_story(tmp_path):
     result = nanocp(
         *SHORT, "--explain", "7", "--explain", "long", "--json", "--event-log", str(log)
     )
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1 and "nothing was judged" in result.stderr, result.output
     explained = json.loads(result.stdout)["cost_aware"]["explained"]
     assert explained[0]["request_id"] == 7 and len(explained) == 2
     placed = next(note for note in explained[1]["notes"] if "candidates" in note)

@@ -305,6 +305,8 @@ def test_the_command_writes_pictures_and_a_trace(tmp_path):
         "0.3",
         "--warm-up",
         "0.1",
+        "--workload",
+        "fixed:1000:4",
         "--policy",
         "dual_balanced",
         "--policy",

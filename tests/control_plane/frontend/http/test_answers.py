@@ -230,7 +230,7 @@ def test_absent_fields_take_the_checkpoints_defaults_and_openais(
 def test_defaults_of_the_checkpoint_are_checked_before_anybody_asks(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"top_k": -1, "temperature": 0.6, "top_p": None, "do_sample": True}))
-    assert open_model(tmp_path, "").default_sampling == {"top_k": -1, "temperature": 0.6}
+    assert open_model(tmp_path, "").default_sampling == {"top_k": 0, "temperature": 0.6}
     for field, value, sentence in (
         ("temperature", "hot", "it must be a number"),
         ("temperature", -1, "it must be a finite number, 0"),

@@ -1,0 +1,48 @@
+"""Sampling defaults of a checkpoint, which both APIs take where a request is silent.
+
+Enters: a checkpoint folder. Leaves: values of sampling fields. Does not know: requests, what an
+API takes by default.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nanocp.sampling import SamplingParams
+
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def our_top_k(top_k: int) -> int:
+    """The value of top_k here: vLLM's -1, every token, is 0."""
+    return 0 if top_k == -1 else top_k
+
+
+def default_sampling(checkpoint: Path) -> dict[str, Any]:
+    """The sampling fields of generation_config.json that are there; none without the file.
+
+    Raises ValueError, naming the file, if it cannot be read or a value is out of range: later that
+    would look like an error of clients, in a field that they did not set.
+    """
+    path = checkpoint / "generation_config.json"
+    try:
+        generation = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(generation, dict):
+        raise ValueError(f"{path} must be a JSON object")
+    sampling = {name: generation[name] for name in _FIELDS if generation.get(name) is not None}
+    for name, value in sampling.items():
+        kind = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, kind):
+            expected = "an integer" if kind is int else "a number"
+            raise ValueError(f"{path}: {name} is {value!r}; it must be {expected}")
+    if "top_k" in sampling:
+        sampling["top_k"] = our_top_k(sampling["top_k"])
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return sampling
