@@ -4,6 +4,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 GUIDELLM := .venv-guidellm
 VLLM := .venv-vllm
+VLLM_SOURCES := .vllm-sources
 CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -55,6 +56,13 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'nixl-cu13>=1.5'
 	touch $@
 
+# Only its tests are used. pip asks an sdist for its metadata, which needs what its build imports, and no device.
+$(VLLM_SOURCES)/.fetched: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(VLLM_SOURCES)/build packaging setuptools_rust setuptools_scm 'setuptools>=77' wheel
+	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES)/build VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(BIN)/pip download --quiet --disable-pip-version-check \
+		--no-deps --no-binary vllm --no-build-isolation --dest $(VLLM_SOURCES) vllm==0.33.0
+	touch $@
+
 # Their pins and ours differ. litellm asks for openai below 3, pydantic-ai for 3 or later: litellm comes first, and works with 3.
 # A later pydantic-ai asks for an openai whose jiter is too new for instructor.
 $(CLIENTS)/.installed: Makefile
@@ -64,8 +72,8 @@ $(CLIENTS)/.installed: Makefile
 	touch $@
 
 # Debian: prometheus, chromium, haproxy, iproute2, openssh-server, openssh-client, rsync.
-test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed $(CLIENTS)/.installed  ## with the real thing beside it: openai and libraries on it, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
-	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python NANOCP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/pytest -m system -rs
+test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed $(VLLM_SOURCES)/.fetched $(CLIENTS)/.installed  ## with the real thing beside it: openai and libraries on it, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
+	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python NANOCP_VLLM_SOURCES=$(CURDIR)/$(VLLM_SOURCES) NANOCP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/pytest -m system -rs
 
 # On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
 gpu-check:  ## every kernel and whole steps against their references on this machine's GPU; under 8 minutes, resumable

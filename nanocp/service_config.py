@@ -13,7 +13,8 @@ from nanocp.choices import check_at_least, check_one_of, require
 
 LOG_FORMATS = ("text", "json")
 TOOL_CALL_PARSERS = (
-    "auto", "none", "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45",
+    "auto", "none", "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "glm47",
+    "qwen3_coder",
 )  # fmt: skip
 REASONING_PARSERS = ("auto", "none", "think")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -111,8 +112,8 @@ class ServiceConfig:
     public_status: bool = False
     """/metrics and the data of /cluster need no API key, although the APIs need one."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: auto (as its chat template shows), none, hermes (Qwen too),
-    deepseek_v3, deepseek_v31, kimi_k2 or glm45."""
+    """How the model writes tool calls: auto (as its chat template does), none, hermes (Qwen too),
+    deepseek_v3, deepseek_v31, kimi_k2, glm45, glm47 or qwen3_coder (Qwen3.5 too)."""
     reasoning_parser: str = "auto"
     """Whether text between <think> and </think> is reasoning: think, none, or auto (if the chat
     template has the marker)."""

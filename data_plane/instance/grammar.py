@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocp.tokenizer_file import tokenizer_json
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -141,12 +143,11 @@ def load_grammar_masks(
 
     Takes about a second for a large vocabulary.
     """
-    path = checkpoint / "tokenizer.json"
-    if not path.is_file() or not eos_ids:
+    text = tokenizer_json(checkpoint) if eos_ids else None
+    if text is None:
         return None
     from llguidance import LLTokenizer
 
-    text = path.read_text(encoding="utf-8")
     try:
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
     except ValueError:

@@ -79,16 +79,20 @@ def plan(
     ] = False,
 ) -> None:
     """Say what each instance needs, how many tokens fit, and what would make the model fit."""
+    from control_plane.frontend.tokenizer import load_tokenizer
     from data_plane.model.config import ModelConfig
 
     try:
         model = ModelConfig.from_folder(checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
         config = _config(instances, device, dtype, kv_dtype, layout, lanes)
         report = _report_stages if layout == "pipeline" else _report
         fits = report(checkpoint, model, config, device, memory_gb)
     except ValueError as error:
         print(f"nanocp plan: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    if tokenizer is None:
+        typer.echo("No tokenizer here: prompts are token ids, and chats are refused.")
     raise typer.Exit(0 if fits else 1)
 
 

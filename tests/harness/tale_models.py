@@ -59,6 +59,9 @@ MODELS = {
     "tale": TaleModel(),
     "qwenish": TaleModel("hermes.jinja", _with_bos),
     "glmish": TaleModel("glm.jinja", _with_bos),
+    "coderish": TaleModel("qwen3_coder.jinja", _with_bos),
+    "kimiish": TaleModel("kimi_k2.jinja", _with_bos),
+    "thinking": TaleModel("thinking.jinja", _with_bos),
     "swapped": TaleModel("", _with_likely_bytes),
 }
 """The models that a case can name."""

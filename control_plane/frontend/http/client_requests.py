@@ -24,13 +24,13 @@ from control_plane.frontend.client_request import (
 from control_plane.frontend.default_sampling import our_top_k
 from control_plane.frontend.http.answer_parser import Parser
 from control_plane.frontend.http.constraints import constraint_fields
+from control_plane.frontend.http.conversation import conversation
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
 from control_plane.frontend.http.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Message,
     ResumeBody,
     TokenizeChatRequest,
 )
@@ -40,7 +40,6 @@ from control_plane.frontend.http.tools import (
     constrained_fields,
     new_parser,
     reasoning_before,
-    template_message,
 )
 from control_plane.frontend.validation import check_request_id
 from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
@@ -160,14 +159,10 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             "messages",
         )
     adds_prompt = request.add_generation_prompt
-    messages = [
-        template_message(_message(message, number), model.chat_template.source)
-        for number, message in enumerate(request.messages)
-    ]
     try:
         return await asyncio.to_thread(
             model.chat_template.render,
-            messages,
+            conversation(request.messages, model.chat_template),
             tools=request.tools,
             add_generation_prompt=not request.continue_final_message
             if adds_prompt is None
@@ -178,24 +173,6 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
     except ValueError as error:
         # It begins with the field.
         raise ApiError(str(error), str(error).partition(" ")[0]) from error
-
-
-def _message(message: Message, number: int) -> dict[str, Any]:
-    """A message whose content is one text. Parts stand on lines of their own, as in vLLM."""
-    fields = message.model_dump()
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type == "text" and part.text is None:
-                where = f"messages.{number}.content"
-                raise ApiError(f"{where} has a part of type 'text' without text", where)
-            if part.type != "text":
-                raise ApiError(
-                    f"messages.{number}.content has a part of type {part.type!r}; only text parts "
-                    "are supported",
-                    f"messages.{number}.content",
-                )
-        fields["content"] = "\n".join(part.text or "" for part in message.content)
-    return fields
 
 
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:

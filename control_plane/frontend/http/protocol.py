@@ -51,7 +51,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     """Whether a last chunk, without choices, has the usage."""
     continuous_usage_stats: bool = False
-    """Whether every chunk has the usage so far."""
+    """Whether every chunk has the usage so far, beside include_usage."""
 
 
 class JsonSchemaFormat(BaseModel):
@@ -238,6 +238,8 @@ class TextPart(BaseModel):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+    """The text of a part of type refusal, in a message of the assistant."""
 
 
 class Message(BaseModel):

@@ -68,8 +68,10 @@ class UsageCount:
 
         Null, as OpenAI has it, if only the last chunk has the usage; empty if none has.
         """
+        if not self._options.include_usage:
+            return {}
         if not self._options.continuous_usage_stats:
-            return {"usage": None} if self._options.include_usage else {}
+            return {"usage": None}
         reasoning = self._reasoning.get(delta.index)
         usage = _usage(
             len(delta.prompt_ids),

@@ -106,6 +106,17 @@ def test_mistakes_are_sentences(published, tmp_path):
     assert nothing.exit_code == 2 and "config.json is missing" in nothing.stderr
 
 
+def test_the_tokenizer_is_judged_as_serve_does(published, tmp_path):
+    folder = published("llama-3.1-8b")
+    said = "No tokenizer here: prompts are token ids, and chats are refused."
+    assert said in plan(folder, "--device", "h100").output
+    (folder / "tokenizer.json").write_text('{"decoder": {"type": "WordPiece"}}')
+    wrong = plan(folder, "--device", "h100")
+    assert wrong.exit_code == 2 and "tokenizer.json cannot be used" in wrong.stderr
+    make_checkpoint(tmp_path, "tiny-llama")
+    assert said not in plan(tmp_path).output
+
+
 def test_missing_tensors_are_named_before_anything_is_loaded(tmp_path):
     make_checkpoint(tmp_path, "tiny-llama")
     assert "The folder has all 30 tensors." in plan(tmp_path).output
