@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 from machine import describe, write_results
 from measured_twice import (
+    CANNOT_JUDGE,
     Ways,
     claims_of_choices,
     claims_of_long_waits,
@@ -91,7 +92,7 @@ def main(
         write_results(json, results, describe(load_before) | {"preset": preset})
     if quick:
         console.print("--quick judges no claim")
-        raise typer.Exit(0)
+        raise typer.Exit(CANNOT_JUDGE)
     points = judged(results, console)
     for point in filter(_is_long, points):
         if point["halves_on_time"] > MAX_HALVES:

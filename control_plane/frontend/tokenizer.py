@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,12 @@ from operator import itemgetter
 from pathlib import Path
 
 import tokenizers
+
+from control_plane.frontend.grammar_check import GrammarCheck
+from control_plane.frontend.long_texts import LeastTokens
+
+# A text gains nothing from the library's threads, and it warns at every fork after their first use.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -41,7 +48,8 @@ class Tokenizer:
 
     def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
         """Raises ValueError if the tokenizer's decoder is not byte-level."""
-        decoder = json.loads(library_tokenizer.to_str())["decoder"]
+        description = json.loads(library_tokenizer.to_str())
+        decoder = description["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":
             raise ValueError(
                 f"the tokenizer's decoder is {decoder and decoder['type']}; only ByteLevel is "
@@ -56,19 +64,31 @@ class Tokenizer:
         self.added_tokens = frozenset(token.content for token in added.values())
         """Texts that are tokens of their own, such as markers, wherever they stand."""
         self._bytes: dict[int, bytes] = {}
+        vocabulary = library_tokenizer.get_vocab().values()
+        self._least_tokens = LeastTokens(
+            description, (self._look_up(i) or self.token_string(i).encode() for i in vocabulary)
+        )
+        self.grammar_check = GrammarCheck(library_tokenizer.to_str)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of the text, with the special tokens that the tokenizer itself adds.
 
-        Releases the GIL.
+        Releases the GIL, which the library's `encode` does in its first call only.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        (encoded,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoded.ids
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of the text, found in a fraction of the time."""
+        return self._least_tokens.of(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all ids, special tokens included. Releases the GIL."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        return text
+        """The text of all ids, special tokens included. Releases the GIL, as `encode` does."""
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
 
     def token_string(self, token_id: int) -> str:
         """The token as the vocabulary spells it; empty for an id that no token has."""

@@ -45,7 +45,8 @@ def gate_task(task, state, rows, weights, num_rows, S: tl.constexpr):
     row = block * M + tl.arange(0, M)
     expert = tile // S.gate_parts * N + tl.arange(0, N)
     acc = tl.zeros([M, N], tl.float32)
-    for begin in range(part * DEPTH, tl.minimum((part + 1) * DEPTH, X), S.gate_k):
+    GK: tl.constexpr = S.gate_k
+    for begin in range(part * DEPTH, tl.minimum((part + 1) * DEPTH, X), GK):
         k = begin + tl.arange(0, S.gate_k)
         x = tl.load(
             rows.x + row[:, None] * X + k[None, :],
@@ -85,7 +86,8 @@ def in_best_groups(choice, expert, is_expert, S: tl.constexpr):
     """Find the experts of the best groups, by the sum of their best two or by their best: bool."""
     group_of = expert // (S.num_experts // S.num_groups)
     group = tl.arange(0, S.pad_groups)
-    score = tl.full([S.pad_groups], float("-inf"), tl.float32)
+    PAD_GROUPS: tl.constexpr = S.pad_groups
+    score = tl.full([PAD_GROUPS], float("-inf"), tl.float32)
     for each in range(S.num_groups):
         own = is_expert & (group_of == each)
         total, best = best_of(choice, own, expert)
@@ -112,7 +114,8 @@ def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
     row = item * S.gate_m + task
     expert = tl.arange(0, S.pad_g)
     is_expert = expert < G
-    logit = tl.zeros([S.pad_g], tl.float32)
+    PAD_G: tl.constexpr = S.pad_g
+    logit = tl.zeros([PAD_G], tl.float32)
     for part in range(S.gate_parts):
         score_ptr = state.score + (part * S.max_rows + row) * G + expert
         logit += tl.load(score_ptr, mask=is_expert, other=0.0)
@@ -129,7 +132,8 @@ def choose_task(item, task, state, weights, num_rows, S: tl.constexpr):
         choice = tl.where(is_in, choice, float("-inf"))
     k = tl.arange(0, S.pad_k)
     chosen = k * 0
-    weight = tl.zeros([S.pad_k], tl.float32)
+    PAD_K: tl.constexpr = S.pad_k
+    weight = tl.zeros([PAD_K], tl.float32)
     is_left = is_expert
     for each in range(S.per_row):
         _, best = best_of(choice, is_left, expert)

@@ -139,7 +139,8 @@ def inner_task(item, task, state, rows, weights, own, epoch, S: tl.constexpr):
     column = tile * N + tl.arange(0, N)
     gate = tl.zeros([M, N], tl.float32)
     up = tl.zeros([M, N], tl.float32)
-    for begin in range(0, X, S.block_k):
+    BK: tl.constexpr = S.block_k
+    for begin in range(0, X, BK):
         k = begin + tl.arange(0, S.block_k)
         x = tl.load(x_row + k[None, :], mask=(row < count)[:, None] & (k < X)[None, :], other=0.0)
         gate = multiply(
@@ -181,7 +182,8 @@ def output_task(item, task, state, weights, own, epoch, S: tl.constexpr):
     pair = tl.load(pair_ptr + row, mask=row < count, other=0).to(tl.int64)
     column = task * N + tl.arange(0, N)
     acc = tl.zeros([M, N], tl.float32)
-    for begin in range(0, I, S.block_k):
+    BK: tl.constexpr = S.block_k
+    for begin in range(0, I, BK):
         k = begin + tl.arange(0, S.block_k)
         x = tl.load(
             state.inner + pair[:, None] * I + k[None, :],
@@ -229,6 +231,7 @@ def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.co
     R: tl.constexpr = S.max_rows
     K: tl.constexpr = S.per_row
     X: tl.constexpr = S.hidden
+    BX: tl.constexpr = S.block_x
     from_region = first_region(epoch, S) + item
     count = tl.load(field(own, S.dispatch_count, state.count) + from_region)
     expert_ptr = rows_of(own, S.dispatch_expert, state.chosen, from_region, S, K)
@@ -238,9 +241,9 @@ def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.co
     sum_ptr = rows_of(base, S.combine_hidden, rows.x, to_region, S, X)
     for slot in range(task, count, num_parts(count, S)):
         pair = (item * R + slot).to(tl.int64) * K
-        for begin in range(0, X, S.block_x):
+        for begin in range(0, X, BX):
             column = begin + tl.arange(0, S.block_x)
-            acc = tl.zeros([S.block_x], tl.float32)
+            acc = tl.zeros([BX], tl.float32)
             for k in range(K):
                 place = tl.load(weights.place + tl.load(expert_ptr + slot * K + k))
                 if place >= 0:
@@ -258,16 +261,17 @@ def return_task(item, task, state, rows, weights, own, instance, epoch, S: tl.co
 def combine_task(row, state, rows, own, epoch, S: tl.constexpr):
     """Add up a row: instances ascending, then the shared experts, then the residual."""
     X: tl.constexpr = S.hidden
+    BX: tl.constexpr = S.block_x
     part_ptr = rows_of(own, S.combine_hidden, rows.x, first_region(epoch, S), S, X)
-    for begin in range(0, X, S.block_x):
+    for begin in range(0, X, BX):
         column = begin + tl.arange(0, S.block_x)
-        acc = tl.zeros([S.block_x], tl.float32)
+        acc = tl.zeros([BX], tl.float32)
         for n in range(S.num_instances):
             slot = tl.load(state.slot + n * S.max_rows + row)
             if slot >= 0:
                 at = (n * S.max_rows + slot) * X
                 acc += tl.load(part_ptr + at + column, mask=column < X, other=0.0).to(tl.float32)
-        shared = tl.zeros([S.block_x], tl.float32)
+        shared = tl.zeros([BX], tl.float32)
         for v in range(S.num_shared):
             pair = (S.num_pairs + v * S.max_rows + row).to(tl.int64)
             product = tl.load(state.product + pair * X + column, mask=column < X, other=0.0)

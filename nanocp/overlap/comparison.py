@@ -24,8 +24,8 @@ class Comparison(NamedTuple):
     paper: str
     here: str
     holds: bool | None
-    """Whether they differ by no more than they may. None: another reading, beside the one that
-    is judged."""
+    """Whether they differ by no more than they may. None: it is not judged. The paper has no such
+    number, or it is another reading, beside the one that is judged."""
 
 
 def compare() -> list[Comparison]:
@@ -78,7 +78,7 @@ def _ablation() -> Iterator[Comparison]:
     sequential_us = sequence(paper.layer()).period_us
     per_gpu = paper.BATCH / machine_seconds(sequential_us) / paper.MACHINE.num_gpus
     what = "Table 2's measured times in sequence, tokens a second and GPU"
-    yield Comparison("Ablation", what, "-", f"{per_gpu:,.0f}", abs(per_gpu - 1138) < 1)
+    yield Comparison("Ablation", what, "-", f"{per_gpu:,.0f}", None)
     readings = (
         ("time of dense operations", NANO_BATCHING_COST),
         ("throughput", paper.NANO_BATCHING_COST_OF_THROUGHPUT),

@@ -6,6 +6,7 @@ line for each operation (its Table 2). Does not know: kernels, how operations ov
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +106,10 @@ class Machine:
         num_bytes = 4 * self.num_gpus * batch * model.hidden_size * _BYTES * model.num_layers
         return 1e-9 * num_bytes / (self.num_gpus * self.gpu.net_gb_per_s)
 
+    def kv_room_gb(self, model: DenseModel) -> float:
+        """Memory that the weights leave for KV, over all GPUs; below 0 they do not fit."""
+        return self.num_gpus * self.gpu.mem_gb - 1e-9 * _BYTES * model.num_parameters
+
     def memory_to_compute(self, model: DenseModel, batch: int) -> float:
         """Equation 4, T_R: memory time by compute time; below 1 the workload is compute-bound."""
         return self.memory_s() / self.compute_s(model, batch)
@@ -124,6 +129,16 @@ class Machine:
             1e3 * demand.mem_gb / (num * gpu.mem_gb_per_s),
             1e3 * demand.net_gb / (num * gpu.net_gb_per_s / 2),
         )
+
+    def total_ms(self, demands: Iterable[Demand]) -> Times:
+        """Milliseconds that each resource needs for all of the operations."""
+        return Times(*map(sum, zip(*map(self.times, demands), strict=True)))
+
+
+def kv_gb(model: DenseModel, requests: Requests, batch: int) -> float:
+    """KV of the requests that decode in a steady iteration of `batch` tokens, half-way on."""
+    tokens = batch * requests.decode_share * (requests.prompt + requests.output / 2)
+    return 1e-9 * tokens * 2 * model.kv_width * _BYTES * model.num_layers
 
 
 def demands(model: DenseModel, requests: Requests, batch: int, num_gpus: int) -> list[Demand]:

@@ -1,6 +1,8 @@
 """gpu_attention's arithmetic, without a GPU: shapes, ceilings and claims."""
 
 import gpu_attention as bench
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CEILINGS = {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 800.0}
 
@@ -49,3 +51,24 @@ def test_what_was_claimed_and_not_reached_is_said():
     (sentence,) = bench.broken_claims([result("triton", 130.0)])
     assert "of the nearer ceiling" in sentence
     assert bench.broken_claims([result("triton", 500.0, context=2**13)]) == []
+
+
+def test_the_copy_ceiling_is_that_of_a_kernel(monkeypatch):
+    """A copy in a graph is a node of its own kind, which is slower than a kernel."""
+    measured = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            measured[-1].append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def noted(calls):
+        measured.append([])
+        with Noting():
+            calls[0]()
+        return 1.0
+
+    monkeypatch.setattr(bench, "replay_us", noted)
+    with FakeTensorMode():
+        bench.measure_ceilings(False)
+    assert measured == [["add"], ["mm"]]

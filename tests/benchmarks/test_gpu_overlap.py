@@ -37,6 +37,9 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_no_success():
         bench.main([])
     whats = [what for what, _ in bench.measurements(False)]
     assert len(whats) == len(set(whats)) == 3 * 6 + 3 * 5
+    # Green contexts can end the process.
+    assert all(str(what[1]).endswith(" SMs") for what in whats[-12:])
+    assert not any(str(what[1]).endswith(" SMs") for what in whats[:-12])
 
 
 def test_a_run_whose_time_is_over_before_a_claim_is_no_success(monkeypatch, capsys):

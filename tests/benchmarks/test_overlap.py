@@ -1,5 +1,7 @@
 """Benchmarks of overlap: what they judge, what they do not, and that each claim can fail."""
 
+from contextlib import nullcontext
+
 import overlap_engine
 import overlap_lanes
 import overlap_link
@@ -63,6 +65,17 @@ def test_points_that_differ_between_two_measurements_are_not_judged():
         assert ended.value.exit_code == 2, "what judges nothing is no success"
     assert judged([loud, lane_point()], QUIET) == [lane_point()]
     assert claims_of_choices([], 1.02) == overlap_lanes.claims_of([]) == []
+
+
+def test_a_quick_run_of_lanes_judges_nothing_and_says_so(monkeypatch):
+    monkeypatch.setattr(overlap_lanes, "checkpoint_of", lambda preset: preset)
+    monkeypatch.setattr(overlap_lanes, "member_environment", lambda config: {})
+    monkeypatch.setattr(overlap_lanes, "measuring", lambda *_: nullcontext())
+    monkeypatch.setattr(overlap_lanes, "measure", lambda *_: iter([lane_point()]))
+    app = typer.Typer()
+    app.command()(overlap_lanes.main)
+    result = CliRunner().invoke(app, ["--quick"])
+    assert result.exit_code == 2 and "--quick judges no claim" in result.output
 
 
 def test_the_first_measurement_chooses_and_the_second_judges():

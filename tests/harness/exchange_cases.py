@@ -63,10 +63,10 @@ def expert_layout(max_rows):
 class Twice:
     """Experts that double their rows."""
 
-    def __init__(self, instance, num_instances):
+    def __init__(self, instance, num_instances, device):
         self.num_here = NUM_EXPERTS
         first, num_experts = instance * NUM_EXPERTS, num_instances * NUM_EXPERTS
-        self.place_E = slots_of(range(first, first + NUM_EXPERTS), num_experts)
+        self.place_E = slots_of(range(first, first + NUM_EXPERTS), num_experts).to(device)
 
     def run_grouped(self, x_ESX, count_E):
         return 2 * x_ESX
@@ -121,9 +121,11 @@ class ExchangeCase:
                 self.places, torch.device(device), timeout_ms
             )
             self.members[memory.instance].attach(memory)
-        self.all_to_all = {}
+        self.all_to_all, self.experts = {}, {}
         if has_experts:
             for index, member in self.members.items():
+                # A capture may copy nothing from the host, so tables are on the device before it.
+                self.experts[index] = Twice(index, num_instances, device)
                 self.all_to_all[index] = GpuExpertExchange(
                     member,
                     num_instances=num_instances,
@@ -222,7 +224,7 @@ class ExchangeCase:
         self.dispatched[i] = self.all_to_all[i].dispatch(*rows)
 
     def _run_experts(self, i):
-        self.all_to_all[i].run_experts(self.dispatched[i], Twice(i, self.num_instances))
+        self.all_to_all[i].run_experts(self.dispatched[i], self.experts[i])
 
     def _combine(self, i):
         self.y[i].copy_(self.all_to_all[i].combine(self.dispatched[i]))

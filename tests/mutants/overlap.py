@@ -4,6 +4,9 @@ from mutant import Mutant
 
 LANES = ("tests/data_plane/fake/test_hash_lanes.py", "-k", "without_experts or links")
 
+POLICIES = ("tests/data_plane/graph/overlap/test_policies.py",)
+PROOF = "tests/data_plane/graph/overlap/test_proof.py"
+
 MUTANTS = [
     Mutant(
         name="lanes-share-regions",
@@ -125,5 +128,89 @@ MUTANTS = [
         text="layer * self._period_us + start_us",
         fault="start_us",
         tests=("tests/data_plane/graph/overlap/test_scheduled.py",),
+    ),
+    Mutant(
+        name="computed-before-sent",
+        why="single-batch overlap runs what is ready in program order, communication not first",
+        path="nanocp/overlap/policies/orders.py",
+        text="sorted(ops.get_ready_ops(0), key=lambda op: op.tag != NETWORK)",
+        fault="ops.get_ready_ops(0)",
+        tests=POLICIES,
+    ),
+    Mutant(
+        name="attention-in-halves",
+        why="dual-batch overlap never merges attention",
+        path="nanocp/overlap/policies/orders.py",
+        text="if len(heads) == 2 and {op.tag for op in heads} == {ATTENTION}:",
+        fault="if False:",
+        tests=POLICIES,
+    ),
+    Mutant(
+        name="one-half-ahead",
+        why="dual-batch overlap does not take the half that is behind",
+        path="nanocp/overlap/policies/orders.py",
+        text="launch(ops, [min(heads, key=lambda op: (op.tag == ATTENTION, op.number))])",
+        fault="launch(ops, heads[:1])",
+        tests=POLICIES,
+    ),
+    Mutant(
+        name="weave-without-turns",
+        why="TokenWeave runs all that is ready of a half before the other half, whole operators",
+        path="nanocp/overlap/policies/orders.py",
+        text="""for micro_batch in (0, 1):
+            for op in ops.get_ready_ops(micro_batch)[:1]:
+                ops.execute((op,), self._fused if op.tag == NETWORK else None)""",
+        fault="""for micro_batch in (0, 1):
+    while ready := ops.get_ready_ops(micro_batch):
+        ops.execute(ready[:1], self._fused if ready[0].tag == NETWORK else None)""",
+        tests=POLICIES,
+    ),
+    Mutant(
+        name="weave-not-halved",
+        why="TokenWeave's batch, like NanoFlow's, is not halved",
+        path="nanocp/overlap/policies/orders.py",
+        text="ops.split((half, ops.batch_size - half))",
+        fault="ops.split((1, ops.batch_size - 1))",
+        tests=POLICIES,
+    ),
+    Mutant(
+        name="comet-without-dispatch",
+        why="Comet leaves the dispatch and the experts' first GEMM apart",
+        path="nanocp/overlap/policies/orders.py",
+        text='tags = ("dispatch_gemm", "gemm_combine")',
+        fault='tags = ("gemm_combine",)',
+        tests=POLICIES,
+    ),
+    Mutant(
+        name="written-in-any-order",
+        why="an operator that writes in place may run after one that reads what it wrote",
+        path="data_plane/graph/overlap/recording.py",
+        text="{*each.after, *(made_by[value] for value in each.inputs if value in made_by)}",
+        fault="{*(made_by[value] for value in each.inputs if value in made_by)}",
+        tests=(PROOF, "-k", "keeps_its_order"),
+    ),
+    Mutant(
+        name="largest-decides",
+        why="what differs is rounding beside the largest value of the output",
+        path="data_plane/graph/overlap/comparison.py",
+        text="float(distinct[len(distinct) * 9 // 10])",
+        fault="float(distinct[-1])",
+        tests=(PROOF, "-k", "difference_is_found"),
+    ),
+    Mutant(
+        name="same-rows-record",
+        why="a batch whose rows are all the same is taken for a proof",
+        path="data_plane/graph/overlap/engine.py",
+        text="return made if is_distinct else None",
+        fault="return made",
+        tests=(PROOF, "-k", "prove_nothing"),
+    ),
+    Mutant(
+        name="counts-compared",
+        why="the order of sorted rows may decide what is kept",
+        path="data_plane/graph/overlap/proof.py",
+        text="or each.dtype == torch.bool",
+        fault="or False",
+        tests=(PROOF, "-k", "capacity"),
     ),
 ]

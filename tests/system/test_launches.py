@@ -17,12 +17,38 @@ from harness.paths import ROOT
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
+OLDEST = "3.6.0"
+"""The oldest Triton that the extra `gpu` takes: it comes with torch 2.11."""
+
+
+@pytest.fixture(scope="module")
+def oldest():
+    """A folder with the oldest Triton beside the installed one; skips where pip has none."""
+    folder = ROOT / f"build/triton-{OLDEST}"
+    if not (folder / "triton").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        ended = subprocess.run([*command, folder, f"triton=={OLDEST}"], timeout=300, check=False)
+        if ended.returncode:
+            pytest.skip(f"pip finds no Triton {OLDEST} for this machine")
+    return folder
+
+
 def test_no_launch_is_refused(tmp_path):
     """One launch must be refused, to show that refusals are seen: its number is not 1."""
+    assert_all_compile(tmp_path)
+
+
+def test_no_launch_is_refused_by_the_oldest_triton(tmp_path, oldest):
+    """Attributes of a constexpr NamedTuple are plain numbers there, and no shapes."""
+    assert_all_compile(tmp_path, oldest)
+
+
+def assert_all_compile(tmp_path, *packages):
+    """Compile all launches of a small checkpoint; packages: folders that come first."""
     make_checkpoint(tmp_path, "tiny")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
-        map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks"))
+        map(str, (*packages, ROOT, ROOT / "tests", ROOT / "benchmarks"))
     )
     command = [sys.executable, ROOT / "tests/harness/launch_compilation.py", tmp_path]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)

@@ -42,6 +42,7 @@ from control_plane.frontend.http.tools import (
     reasoning_before,
     template_message,
 )
+from control_plane.frontend.validation import check_request_id
 from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
@@ -61,10 +62,14 @@ def check_model(name: str | None, model: ServedModel) -> None:
 def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
     """The id of the response, and of its requests in the cluster.
 
-    An id in the header goes before one in the body.
+    An id in the header goes before one in the body. Raises ApiError.
     """
     if request.request_id and not http_request.headers.get(REQUEST_ID_HEADER):
         http_request.state.request_id = request.request_id
+    try:
+        check_request_id(http_request.state.request_id)
+    except ValueError as error:
+        raise ApiError(str(error), "request_id") from error
     return f"{prefix}-{http_request.state.request_id}"
 
 
@@ -90,8 +95,11 @@ def completion_requests(
     if request.resume and (len(prompts) > 1 or request.echo):
         raise ApiError("resume is given; it needs one prompt, and echo to be false", "resume")
     shared = _shared(request, model)
-    if request.echo and shared["prompt_logprobs"] is None:
-        shared["prompt_logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        # Both come from one computation, which the larger number asks for.
+        asked = shared["prompt_logprobs"]
+        if asked is None or 0 <= asked < request.logprobs:
+            shared["prompt_logprobs"] = request.logprobs
     return [
         ClientRequest(
             prompt=one,
@@ -177,7 +185,10 @@ def _message(message: Message, number: int) -> dict[str, Any]:
     fields = message.model_dump()
     if isinstance(message.content, list):
         for part in message.content:
-            if part.type != "text" or part.text is None:
+            if part.type == "text" and part.text is None:
+                where = f"messages.{number}.content"
+                raise ApiError(f"{where} has a part of type 'text' without text", where)
+            if part.type != "text":
                 raise ApiError(
                     f"messages.{number}.content has a part of type {part.type!r}; only text parts "
                     "are supported",

@@ -6,6 +6,7 @@ that need no key.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -16,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.frontend.api_keys import REFUSED, ApiKeys
 from control_plane.frontend.client_request import header_of
-from control_plane.frontend.http.errors import ApiError, error_response
+from control_plane.frontend.http.errors import FAILED, TOO_LARGE, ApiError, error_response
+
+logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ASSETS_PATH = "/docs/assets"
@@ -92,6 +95,30 @@ class RequestNames:
         await self._app(scope, receive, named)
 
 
+class AnswerFailures:
+    """Answers 500 where an endpoint fails, so that this response too has its id and its origin."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises what the endpoint raises once the response has begun."""
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:
+            if has_begun:
+                raise
+            logger.exception("a request failed")
+            await error_response(FAILED)(scope, receive, send)
+
+
 class RequireKey:
     """Refuses requests without a key with 401."""
 
@@ -119,7 +146,14 @@ class BodyLimit:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises HTTPException while the endpoint reads the body."""
+        """Refuses at once what says its length; else HTTPException comes as the body is read."""
+        declared = Headers(scope=scope).get("Content-Length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            refusal = error_response(
+                ApiError(TOO_LARGE, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            )
+            await refusal(scope, receive, send)
+            return
         num_bytes = 0
 
         async def limited() -> Message:

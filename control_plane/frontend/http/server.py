@@ -14,6 +14,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -164,9 +165,11 @@ def _protocol(request_timeout_s: float, most: int) -> type[asyncio.Protocol]:
 
         A connection beyond the limit gets an error with Retry-After (uvicorn's own is no JSON and
         has none), unless it asks for the service's health. Of many of them the oldest is closed.
+        An offer of another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
         """
 
         _timer: TimerHandle | None = None
+        _has_offer = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -183,9 +186,37 @@ def _protocol(request_timeout_s: float, most: int) -> type[asyncio.Protocol]:
             super().on_message_begin()
             self._wait()
 
+        def data_received(self, data: bytes) -> None:
+            self._unset_keepalive_if_required()
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as end_of_head:
+                if self._has_offer:
+                    self._read_again(data[end_of_head.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+
+        def _read_again(self, rest: bytes) -> None:
+            """Read the same head without the offer: this parser takes a body for the offered."""
+            version = self.parser.get_http_version().encode()
+            head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+            for name, value in self.headers:
+                if name != b"upgrade":
+                    head += name, b": ", value, b"\r\n"
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            self.data_received(b"".join((*head, b"\r\n", rest)))
+
+        def on_headers_complete(self) -> None:
+            is_connect = self.parser.get_method() == b"CONNECT"
+            self._has_offer = self.parser.should_upgrade() and not is_connect
+            if not self._has_offer:
+                super().on_headers_complete()
+
         def on_message_complete(self) -> None:
-            self._stop_waiting()
-            super().on_message_complete()
+            if not self._has_offer:
+                self._stop_waiting()
+                super().on_message_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()

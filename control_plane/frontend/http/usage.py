@@ -66,10 +66,10 @@ class UsageCount:
     def in_chunk(self, delta: Delta) -> dict[str, Any]:
         """The field `usage` of a chunk for this delta: that of its choice.
 
-        Empty if the client does not ask for it.
+        Null, as OpenAI has it, if only the last chunk has the usage; empty if none has.
         """
         if not self._options.continuous_usage_stats:
-            return {}
+            return {"usage": None} if self._options.include_usage else {}
         reasoning = self._reasoning.get(delta.index)
         usage = _usage(
             len(delta.prompt_ids),

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from data_plane.graph.overlap.batch import CannotSplit
 from data_plane.graph.overlap.engine import OverlapEngine
 from data_plane.graph.overlap.inductor import compiled, compiled_module
-from data_plane.graph.overlap.partition import CannotSplit, partition
+from data_plane.graph.overlap.partition import partition
 from nanocp.overlap.ops import OverlapPolicy
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def overlap_backend(
 
     def compile_graph(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            program = partition(graph, policy.rules)
+            program = partition(graph, policy.rules, example_inputs)
         except CannotSplit as reason:
             logger.warning("the graph runs in program order: %s", reason)
             return whole_of(graph)

@@ -12,26 +12,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from data_plane.graph.overlap.batch import Cut, Size
+from data_plane.graph.overlap.comparison import difference
 from data_plane.graph.overlap.merge import Writers, joined
-from data_plane.graph.overlap.partition import Cut, Program, Size, Value
+from data_plane.graph.overlap.partition import Program, Value
 from data_plane.graph.overlap.recording import RecordedStep, Recording, describe, record
 from data_plane.graph.overlap.streams import Streams, streams_of
 from nanocp.overlap.ops import Op, OverlapPolicy
 
 logger = logging.getLogger(__name__)
-
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 3e-2,
-}
-"""Largest difference that is rounding, as a share of the largest value; others must be equal."""
 
 
 class OverlapEngine:
@@ -49,8 +44,11 @@ class OverlapEngine:
         whole: the model in program order, for batches that the policy does not split. streams_of:
         makes the streams of the device that the inputs are on.
         """
-        self.recordings: dict[int, Recording | None] = {}
-        """By batch size; None: program order on the whole batch, nothing is fused."""
+        self.recordings: dict[tuple[Any, ...], Recording | None] = {}
+        """By batch size, and what else changes what the program means (`_key`).
+
+        None: program order on the whole batch, nothing is fused.
+        """
         self.num_copied_bytes = 0
         self.program = program
         self._policy = policy
@@ -58,42 +56,100 @@ class OverlapEngine:
         self._writers = Writers(program)
         self._streams_of = streams_of
         self._streams: Streams | None = None
+        self._warned: set[str] = set()
 
     def __call__(self, *inputs: Any) -> Any:
         """One forward."""
-        number, cut = self.program.batch
-        batch_size = inputs[number].shape[cut.dim] // cut.rows_each
-        if batch_size not in self.recordings:
-            return self._record(inputs, batch_size)
-        recording = self.recordings[batch_size]
+        key = self._key(inputs)
+        if torch.is_grad_enabled() and any(
+            isinstance(each, torch.Tensor) and each.requires_grad for each in inputs
+        ):
+            return self._run_whole(inputs, "gradients are recorded, and an order repeats none")
+        if key not in self.recordings:
+            return self._record(inputs, key)
+        recording = self.recordings[key]
         if recording is None:
             return self._whole(*inputs)
         return self._run(inputs, recording)
 
-    def _record(self, inputs: Sequence[Any], batch_size: int) -> Any:
-        """The first forward of a batch size: let the policy decide, and check its result.
+    def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """What a recording holds for: the batch size first, other lengths by their powers of 2."""
+        number, cut = self.program.batch[0]
+        batch = inputs[number]
+        return (
+            batch.shape[cut.dim] // cut.rows_each,
+            *[
+                inputs[n] if isinstance(self.program.kinds[n], Size) else inputs[n].bit_length()
+                for n in self.program.lengths
+            ],
+            batch.dtype,
+            batch.device,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch._C._is_any_autocast_enabled() and torch.get_autocast_dtype(batch.device.type),
+        )
 
-        Rows of a batch may depend on each other where no shape shows it. So what is split or fused
-        also runs whole; if the results differ, this batch size always does.
+    def _run_whole(self, inputs: Sequence[Any], reason: str) -> Any:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("a batch runs in program order: %s", reason)
+        return self._whole(*inputs)
+
+    def _record(self, inputs: Sequence[Any], key: tuple[Any, ...]) -> Any:
+        """The first forward of a key: let the policy decide, and check its result.
+
+        What is split or fused also runs whole, on rows that differ; if the results do, the key
+        always runs whole.
         """
-        recording = record(self.program, self._policy, batch_size)
-        result, copies, written = None, list(inputs), self.program.written
+        size = key[0]
+        others = self.program.batch[1:]
+        if any(inputs[n].shape[cut.dim] != size * cut.rows_each for n, cut in others):
+            return self._run_whole(inputs, "its inputs have different numbers of rows")
+        recording = record(self.program, self._policy, size)
         if recording is not None:
-            copies = [each.clone() if n in written else each for n, each in enumerate(inputs)]
-            result = self._run(copies, recording)
-        expected = self._whole(*inputs)
-        if recording is not None:
-            mine = (result, [copies[number] for number in sorted(written)])
-            whole = (expected, [inputs[number] for number in sorted(written)])
-            if reason := difference(mine, whole):
+            distinct = self._distinct(inputs, recording.sizes)
+            if distinct is None:
+                return self._run_whole(inputs, "its rows are all the same, which proves nothing")
+            if reason := self._reason(distinct, recording):
+                self._warned.add(reason)
                 logger.warning(
-                    "a batch of %d rows runs in program order: with the policy, %s",
-                    batch_size,
-                    reason,
+                    "a batch of %d rows runs in program order: with the policy, %s", size, reason
                 )
                 recording = None
-        self.recordings[batch_size] = recording
-        return expected
+        self.recordings[key] = recording
+        return self._whole(*inputs)
+
+    def _distinct(self, inputs: Sequence[Any], sizes: Sequence[int]) -> list[Any] | None:
+        """The inputs, with rows that differ between micro-batches; None if none can."""
+        made, is_distinct = list(inputs), len(sizes) == 1
+        begins = list(accumulate(sizes[:-1], initial=0))
+        for number, cut in self.program.batch:
+            value, num = inputs[number], cut.rows_each
+            firsts = [value.narrow(cut.dim, begin * num, num) for begin in begins]
+            if not any(torch.equal(one, other) for one, other in pairwise(firsts)):
+                is_distinct = True
+            elif value.is_floating_point():
+                made[number] = value + torch.rand(value.shape).to(value)
+                is_distinct = True
+        return made if is_distinct else None
+
+    def _reason(self, inputs: Sequence[Any], recording: Recording) -> str:
+        """A sentence about what the recording makes wrong, or how it fails; empty if right."""
+        mine, whole = (
+            [each.clone() if n in self.program.written else each for n, each in enumerate(inputs)]
+            for _ in range(2)
+        )
+        try:
+            result = self._run(mine, recording)
+        except Exception as error:
+            if any(step.replace_func for step in recording.steps):
+                raise
+            return f"{' '.join(error.__notes__)}: {error}"
+        expected = self._whole(*whole)
+        written = sorted(self.program.written)
+        return difference(
+            (result, [mine[n] for n in written]), (expected, [whole[n] for n in written])
+        )
 
     def _run(self, inputs: Sequence[Any], recording: Recording) -> Any:
         forward = Forward(self.program, inputs, recording, self._writers)
@@ -247,7 +303,9 @@ class Forward:
         """Run an operator on one micro-batch; merged outputs go into their tensor."""
         operator, inputs = self._program.operators[op.number], self._read(op)
         merged = self._recording.merged
-        found, written = self._writers.of(op.number, merged), None
+        # Operators with `out=` know no autocast.
+        is_plain = not torch._C._is_any_autocast_enabled()
+        found, written = self._writers.of(op.number, merged) if is_plain else None, None
         if found is None:
             outputs = list(self._call(op.number, inputs))
         else:
@@ -298,20 +356,3 @@ class Forward:
             outputs = zip(operator.outputs, made, strict=False)
             self._keep(op, [self._part(value, whole, begin, size) for value, whole in outputs])
             begin += size
-
-
-def difference(result: Any, expected: Any) -> str:
-    """A sentence about the first tensor that differs by more than rounding; empty if none does."""
-    pairs = zip(tree_leaves(result), tree_leaves(expected), strict=True)
-    for place, (one, other) in enumerate(pairs):
-        if not isinstance(other, torch.Tensor):
-            if one != other:
-                return f"output {place} is {one}, not {other}"
-            continue
-        if one.shape != other.shape:
-            return f"output {place} has shape {tuple(one.shape)}, not {tuple(other.shape)}"
-        scale = float(other.abs().max()) if other.numel() else 0.0
-        apart = float((one.double() - other.double()).abs().max()) if other.numel() else 0.0
-        if not apart <= _TOLERANCES.get(other.dtype, 0.0) * scale:
-            return f"output {place} differs by {apart:.2g}, where the largest value is {scale:.2g}"
-    return ""

@@ -1,23 +1,19 @@
-"""Cut a traced model into operators, and find what each value has to do with the batch.
+"""Cut a traced model into operators, whose values are cut as the batch is.
 
-Enters: a graph of TorchDynamo, rules. Leaves: a `Program`. Does not know: orders, when anything
-runs.
-
-The batch is a symbol in the shapes of the graph. A value that has it in one dimension is cut along
-that dimension; a size that has it is computed anew; everything else is shared. What cannot be cut
-safely raises `CannotSplit`, which names the node and why.
+Enters: a graph of TorchDynamo, rules, what the graph is called with. Leaves: a `Program`. Does not
+know: orders, when anything runs. What is not proved safe raises `CannotSplit`, which names the
+node.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -25,45 +21,16 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.split_module import split_module
 from torch.fx.traceback import annotate
 
+from data_plane.graph.overlap.batch import CannotSplit, Cut, Kind, batch_of, storage_of
+from data_plane.graph.overlap.proof import prove
 from nanocp.overlap.ops import Rule, SplitFunc, SplitModule
 
 _MARK = "nanocp_overlap"
-_AUGMENTED = re.compile(r"i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift|matmul)")
-"""Functions of `operator` for `+=` and the like."""
-_RANDOM = re.compile(r"dropout|alpha_dropout|bernoulli_?|multinomial|rand(n|int|perm)?(_like)?")
-
-
-class CannotSplit(Exception):
-    """The model runs in program order on the whole batch; the sentence says why."""
 
 
 def mark(tag: str) -> AbstractContextManager[Any]:
     """Make what runs inside, in the model's own code, an operator with this tag."""
     return annotate({_MARK: tag})
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A tensor has `rows_each` rows for each of the batch, along dimension `dim`."""
-
-    dim: int
-    rows_each: int
-
-
-@dataclass(frozen=True)
-class Size:
-    """An integer that follows from the batch size."""
-
-    expression: sympy.Expr
-    symbol: sympy.Symbol
-
-    def of(self, batch_size: int) -> int:
-        """The integer for a batch, or for a micro-batch, of that many rows."""
-        return int(self.expression.subs(self.symbol, batch_size))
-
-
-Kind = Cut | Size | None
-"""What a value has to do with the batch; None: nothing, it is the same for every micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +46,8 @@ class Operator:
     """Values that it makes."""
     is_tuple: bool
     """It returns a tuple, of one or several outputs."""
+    after: tuple[int, ...]
+    """Earlier operators that touch memory which this one writes to, or write what it touches."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +66,10 @@ class Program:
     """Those of them that are shared: each micro-batch gets a copy."""
     memory: Mapping[int, int]
     """Values in memory that an operator writes to in place, with the first value in the same."""
-    batch: tuple[int, Cut]
-    """An input, and how the batch size is read from it."""
+    batch: tuple[tuple[int, Cut], ...]
+    """Inputs that have the batch, and how its size is read from each."""
+    lengths: tuple[int, ...]
+    """Inputs that are sizes of tensors."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +79,13 @@ class Value:
     number: int
 
 
-def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
-    """Cut the graph at the rules' matches. Raises CannotSplit."""
-    _refuse_randomness(graph)
-    symbol = _batch_symbol(graph)
+def partition(graph: GraphModule, rules: Sequence[Rule], given: Sequence[Any]) -> Program:
+    """Cut the graph at the rules' matches. given: its inputs. Raises CannotSplit."""
+    batch = batch_of(graph)
     segment_of, tags = _segments(graph, rules)
-    written_names, written_memory = _written(graph)
+    writes = prove(graph, batch, given, segment_of)
+    written_names, written_memory = _written(graph, writes)
+    after = _after(graph, writes, segment_of, written_memory)
     whole = split_module(graph, graph, segment_of.__getitem__, keep_original_order=True)
     numbers: dict[str, int] = {}
     kinds: list[Kind] = []
@@ -124,10 +96,10 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
         """The value's number; a new one is of the kind of the node that makes it."""
         if node.name not in numbers:
             numbers[node.name] = len(kinds)
-            where = _storage(made_by or node)
+            where = storage_of(made_by or node)
             if where is not None and where in written_memory:
                 memory[len(kinds)] = first_in.setdefault(where, len(kinds))
-            kinds.append(_kind(made_by or node, symbol))
+            kinds.append(batch.kind(made_by or node))
         return numbers[node.name]
 
     inputs = [node for node in whole.graph.nodes if node.op == "placeholder"]
@@ -137,7 +109,7 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
     for node in whole.graph.nodes:
         if node.op == "call_module":
             module = getattr(whole, node.target)
-            tag = tags[int(str(node.target).rpartition("_")[2])]
+            segment = int(str(node.target).rpartition("_")[2])
             read = tuple(number(each) for each in node.args)
             (returned,) = (each.args[0] for each in module.graph.find_nodes(op="output"))
             is_tuple = isinstance(returned, tuple)
@@ -147,7 +119,7 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
                 number(users[place] if is_tuple else node, inner)
                 for place, inner in enumerate(made_by)
             )
-            operators.append(Operator(tag, module, read, made, is_tuple))
+            operators.append(Operator(tags[segment], module, read, made, is_tuple, after[segment]))
     (output,) = (node for node in whole.graph.nodes if node.op == "output")
     as_value: Any = lambda each: Value(number(each)) if isinstance(each, Node) else each  # noqa: E731
     outputs = map_aggregate(output.args[0], as_value)
@@ -160,8 +132,53 @@ def partition(graph: GraphModule, rules: Sequence[Rule]) -> Program:
         written,
         frozenset(number for number in written if kinds[number] is None),
         memory,
-        _batch(kinds[: len(inputs)]),
+        tuple((n, kind) for n, kind in enumerate(kinds[: len(inputs)]) if isinstance(kind, Cut)),
+        tuple(n for n, each in enumerate(given) if isinstance(each, int | torch.SymInt)),
     )
+
+
+def _written(
+    graph: GraphModule, writes: Mapping[Node, Sequence[Node]]
+) -> tuple[set[str], set[int]]:
+    """Names of inputs that are written to in place, and all memory that is.
+
+    Raises CannotSplit for a tensor of the model's own that the graph holds.
+    """
+    owners: dict[int | None, Node] = {}
+    for node in graph.graph.nodes:
+        owners.setdefault(storage_of(node), node)
+    inputs, memory = set(), set()
+    for node, written in ((node, each) for node, several in writes.items() for each in several):
+        where = storage_of(written)
+        owner = written if where is None else owners[where]
+        if owner.op == "get_attr":
+            raise CannotSplit(f"{node.name} writes to {owner.target}, which every forward shares")
+        if owner.op == "placeholder":
+            inputs.add(owner.name)
+        memory.add(where)
+    return inputs, {where for where in memory if where is not None}
+
+
+def _after(
+    graph: GraphModule,
+    writes: Mapping[Node, Sequence[Node]],
+    segment_of: Mapping[Node, int],
+    written_memory: Set[int],
+) -> list[tuple[int, ...]]:
+    """For each operator, the earlier ones that it must follow because one of both writes."""
+    touched: list[set[int | None]] = [set() for _ in {*segment_of.values()}]
+    wrote = [set(each) for each in touched]
+    for node, segment in segment_of.items():
+        touched[segment] |= written_memory & {*map(storage_of, (node, *node.all_input_nodes))}
+        wrote[segment] |= {storage_of(each) for each in writes.get(node, ())}
+    return [
+        tuple(
+            earlier
+            for earlier in range(later)
+            if wrote[earlier] & touched[later] or touched[earlier] & wrote[later]
+        )
+        for later in range(len(touched))
+    ]
 
 
 def _segments(graph: GraphModule, rules: Sequence[Rule]) -> tuple[dict[Node, int], list[str]]:
@@ -197,114 +214,3 @@ def _match(node: Node, rules: Sequence[Rule]) -> tuple[Any, str]:
 def _name(node: Node) -> str:
     """The function or method that the node calls, such as `linear`."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-# --- the batch
-
-
-def _batch_symbol(graph: GraphModule) -> sympy.Symbol:
-    """The symbol of the batch: the first dimension of the inputs that have a symbolic one."""
-    found: dict[sympy.Symbol, str] = {}
-    for node in graph.graph.nodes:
-        value = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():
-            size = value.shape[0]
-            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
-                for symbol in size.node.expr.free_symbols:
-                    found.setdefault(symbol, node.name)
-    if len(found) == 1:
-        return next(iter(found))
-    if not found:
-        raise CannotSplit("no input has a dynamic first dimension; mark the batch as dynamic")
-    raise CannotSplit(
-        "inputs have several dynamic first dimensions: "
-        + ", ".join(f"{symbol} of {name}" for symbol, name in found.items())
-    )
-
-
-def _kind(node: Node, symbol: sympy.Symbol) -> Kind:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    if isinstance(value, torch.SymInt):
-        expression = value.node.expr
-        return Size(expression, symbol) if symbol in expression.free_symbols else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    found: list[Cut] = []
-    for dim, size in enumerate(value.shape):
-        if isinstance(size, torch.SymInt) and symbol in size.node.expr.free_symbols:
-            rows_each = sympy.simplify(size.node.expr / symbol)
-            if not rows_each.is_Integer:
-                raise CannotSplit(f"{node.name} has {size.node.expr} rows for a batch of {symbol}")
-            found.append(Cut(dim, int(rows_each)))
-    if len(found) > 1:
-        raise CannotSplit(f"{node.name} has the batch in {len(found)} dimensions")
-    return found[0] if found else None
-
-
-def _batch(kinds: Sequence[Kind]) -> tuple[int, Cut]:
-    for number, kind in enumerate(kinds):
-        if isinstance(kind, Cut):
-            return number, kind
-    raise CannotSplit("no input has the batch in a dimension")
-
-
-# --- what is not safe
-
-
-def _refuse_randomness(graph: GraphModule) -> None:
-    for node in graph.graph.nodes:
-        if _RANDOM.fullmatch(_name(node)) and _draws(node):
-            raise CannotSplit(f"{node.name} draws random numbers: their order would change")
-
-
-def _draws(node: Node) -> bool:
-    """Whether the call is random: dropout is only in training, with a probability."""
-    if "dropout" not in _name(node):
-        return True
-    names = ("input", "p", "training")
-    values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return bool(values.get("training", True)) and bool(values.get("p", 0.5))
-
-
-def _written(graph: GraphModule) -> tuple[set[str], set[int | None]]:
-    """Names of inputs that an in-place operator writes to, and all storages that one writes to.
-
-    Raises CannotSplit if one writes to a tensor of the model's own.
-    """
-    owners: dict[int | None, Node] = {}
-    for node in graph.graph.nodes:
-        owners.setdefault(_storage(node), node)
-    inputs, storages = set(), set()
-    for node, written in _writes(graph):
-        storage = _storage(written)
-        owner = written if storage is None else owners[storage]
-        if owner.op == "get_attr":
-            raise CannotSplit(f"{node.name} writes to {owner.target}, which every forward shares")
-        if owner.op == "placeholder":
-            inputs.add(owner.name)
-        storages.add(storage)
-    return inputs, storages - {None}
-
-
-def _writes(graph: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """Every in-place operator, and what it writes to."""
-    for node in graph.graph.nodes:
-        name = _name(node)
-        is_in_place = (
-            (name.endswith("_") and not name.endswith("__"))
-            or name == "setitem"
-            or (_AUGMENTED.fullmatch(name) and _storage(node.args[0]) is not None)
-            or node.kwargs.get("inplace") is True
-        )
-        if node.op in ("call_method", "call_function") and is_in_place and node.args:
-            yield node, node.args[0]
-        if isinstance(out := node.kwargs.get("out"), Node):
-            yield node, out
-
-
-def _storage(node: Any) -> int | None:
-    """The memory of a tensor, or None: views of one tensor have the same."""
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    return int(value.untyped_storage()._cdata)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from torch.utils._pytree import tree_leaves
 
-from data_plane.graph.overlap.partition import Cut, Operator, Program, Value
+from data_plane.graph.overlap.batch import Cut
+from data_plane.graph.overlap.partition import Operator, Program, Value
 from nanocp.overlap.ops import Fused, Op, OverlapPolicy
 
 _MAX_CALLS_EACH = 100
@@ -74,11 +75,16 @@ class RecordedOps:
         self._sizes: tuple[int, ...] = (batch_size,)
         self._steps: list[RecordedStep] = []
         self._num_calls = 0
-        self._readers: list[list[int]] = [[] for _ in program.kinds]
-        """Value -> the operators that read it."""
-        for number, operator in enumerate(program.operators):
-            for value in set(operator.inputs):
-                self._readers[value].append(number)
+        made_by = {v: n for n, each in enumerate(program.operators) for v in each.outputs}
+        self._before = [
+            {*each.after, *(made_by[value] for value in each.inputs if value in made_by)}
+            for each in program.operators
+        ]
+        """Operator -> those that must have been executed."""
+        self._followers: list[list[int]] = [[] for _ in program.operators]
+        for number, earlier in enumerate(self._before):
+            for each in earlier:
+                self._followers[each].append(number)
         self._begin()
 
     @property
@@ -129,11 +135,10 @@ class RecordedOps:
             self._ready[op.micro_batch].discard(op.number)
             self._executed[op.micro_batch].add(op.number)
             missing = self._missing[op.micro_batch]
-            for value in self._program.operators[op.number].outputs:
-                for reader in self._readers[value]:
-                    missing[reader] -= 1
-                    if not missing[reader]:
-                        self._ready[op.micro_batch].add(reader)
+            for follower in self._followers[op.number]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    self._ready[op.micro_batch].add(follower)
         self._num_left -= len(ops)
 
     def recording(self) -> Recording | None:
@@ -226,14 +231,10 @@ class RecordedOps:
                 yield number
 
     def _begin(self) -> None:
-        """Nothing has been executed: what reads only the model's inputs is ready."""
-        program = self._program
-        missing = [
-            sum(value >= program.num_inputs for value in set(operator.inputs))
-            for operator in program.operators
-        ]
+        """Nothing has been executed: what follows no operator is ready."""
+        missing = [len(earlier) for earlier in self._before]
         self._missing = [[*missing] for _ in self._sizes]
-        """[micro-batch][operator] -> values that it reads and that are not made yet."""
+        """[micro-batch][operator] -> operators that it follows and that are not executed yet."""
         ready = [number for number, count in enumerate(missing) if not count]
         self._ready = [{*ready} for _ in self._sizes]
         self._executed: list[set[int]] = [set() for _ in self._sizes]

@@ -1,7 +1,8 @@
 """`nanocp overlap model`: equations 1 to 5 of NanoFlow for a GPU, a model and a workload.
 
-Enters: names and sizes. Leaves: tables; with --paper also the paper's numbers and exit status 1 if
-one differs by more than it should. Does not know: how a number is computed.
+Enters: names and sizes. Leaves: tables, and exit status 1 if the KV does not fit; with --paper the
+paper's numbers beside ours, and exit status 1 if one differs by more than it should. Does not know:
+how a number is computed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def model(
     """Print which resource bounds an iteration, and the best throughput that is possible."""
     from nanocp.cli.console import output as standard_output
     from nanocp.overlap.comparison import compare
-    from nanocp.overlap.roofline import Requests
+    from nanocp.overlap.interference import RESOURCES
+    from nanocp.overlap.roofline import Requests, demands, kv_gb
 
     console = standard_output()
     if paper:
@@ -46,12 +48,22 @@ def model(
         return
     machine, dense = machine_of(gpu, gpus), model_of(name)
     console.print(_demands(machine, dense, Requests(prompt, output), batch))
-    ratio = machine.memory_to_compute(dense, batch)
+    requests = Requests(prompt, output)
+    total_ms = machine.total_ms(demands(dense, requests, batch, gpus))
+    slowest = max(total_ms)
     console.print(
-        f"Memory needs {ratio:.2f} of the time that compute needs (equation 4): "
-        f"{'compute' if ratio < 1 else 'memory'}-bound. At most "
-        f"{machine.optimal_tokens_per_s(dense):,.0f} tokens a second and GPU (equation 5)."
+        f"{RESOURCES[total_ms.index(slowest)]}-bound: the columns add up to "
+        + ", ".join(f"{ms:,.1f} ms of {name}" for ms, name in zip(total_ms, RESOURCES, strict=True))
+        + f". At most {1e3 * batch / slowest / gpus:,.0f} tokens a second and GPU; equation 5, for "
+        f"compute alone, says {machine.optimal_tokens_per_s(dense):,.0f}."
     )
+    needed, room = kv_gb(dense, requests, batch), machine.kv_room_gb(dense)
+    if needed > room:
+        console.print(
+            f"Does not fit: KV of {needed:,.0f} GB, where the weights leave {max(room, 0):,.0f} GB "
+            f"of {gpus} {gpu}. Give more --gpus, or a smaller --batch."
+        )
+        raise typer.Exit(1)
 
 
 def machine_of(gpu: str, num_gpus: int) -> Machine:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import asdict
 
 import pytest
@@ -245,3 +246,22 @@ def test_the_papers_bounds_have_no_more_graphs_than_the_paper():
         bounds.max_rows, bounds.max_attention_rows, gpu_shapes.ROW_BUCKETS
     ).all()
     assert len(buckets) <= gpu_step.MAX_GRAPHS
+
+
+@without_gpu
+def test_graphs_are_counted_while_all_of_them_live(monkeypatch):
+    """One that is let go gives its memory back, and the next one's would be counted again."""
+    alive, living = weakref.WeakSet(), []
+
+    class Replay:
+        def __init__(self, context):
+            alive.add(self)
+
+        def __call__(self):
+            pass
+
+    card = gpu_step.Card(gpu_shapes.TINY)
+    monkeypatch.setattr(card, "graphs", lambda parts: Replay)
+    monkeypatch.setattr(card, "sync", lambda: living.append(len(alive)))
+    (result,) = gpu_step.measure_graphs(card, {})
+    assert living == [result["graphs"]] and result["graphs"] > 1

@@ -25,9 +25,20 @@ def test_the_papers_numbers_are_printed_beside_ours_and_hold():
 
 
 def test_another_machine_is_said_to_be_bound_by_something():
+    alone = ("model", "--gpu", "H200", "--model", "LLaMA-3 8B", "--gpus")
+    result = nanocp(*alone, "1", "--batch", "512")
+    assert result.exit_code == 0 and "memory-bound" in result.output, result.output
+    result = nanocp(*alone, "2", "--prompt", "2048", "--output", "64")
+    assert result.exit_code == 0 and "compute-bound" in result.output, result.output
+
+
+def test_a_case_whose_kv_does_not_fit_is_refused_with_both_sizes():
+    """The larger column decides: memory needs 43.2 ms, compute 29.8."""
     result = nanocp("model", "--gpu", "H200", "--model", "LLaMA-3 8B", "--gpus", "1")
-    assert result.exit_code == 0 and "compute-bound" in result.output
-    assert "memory-bound" in nanocp("model", "--batch", "64").output
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.output.split())
+    assert "memory-bound" in said and "compute-bound" not in said
+    assert "Does not fit: KV of 183 GB, where the weights leave 80 GB of 1 H200" in said
 
 
 def test_what_is_not_known_is_a_sentence():

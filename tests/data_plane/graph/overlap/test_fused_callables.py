@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.overlap_models import LINEARS, WIDTH, Chain, compiled
+from harness.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
 from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.orders import Comet, Flux, NanoFlow, TokenWeave
 
@@ -50,7 +50,7 @@ def test_different_operators_of_two_halves_are_one_fused_call():
     run, engines = compiled(model, Staggered(LINEARS))
     batch = torch.randn(8, WIDTH)
     assert torch.equal(run(batch), model(batch)) and torch.equal(run(batch), model(batch))
-    assert calls == [2] * (3 * 2) and engines[0].recordings[8] is not None
+    assert calls == [2] * (3 * 2) and recorded(engines[0], 8) is not None
 
 
 @pytest.mark.parametrize(("policy", "tag"), [(Flux, "linear_all_reduce"), (Comet, "gemm_combine")])

@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from data_plane.graph.overlap.backend import overlap
+from harness.overlap_models import recorded
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow
 
@@ -44,7 +45,7 @@ def test_operators_that_differ_in_parameters_only_are_compiled_once(monkeypatch)
     assert torch.equal(run(rows), model(rows)) and torch.equal(run(rows), model(rows))
     (engine,) = found
     operators = engine.program.operators
-    assert len(operators) == 2 * DEPTH + 2 and engine.recordings[8] is not None
+    assert len(operators) == 2 * DEPTH + 2 and recorded(engine, 8) is not None
     assert len(compiled) == 4, "layers, what is between them, the head, and the whole graph"
     assert [each.tag for each in operators if each.module not in compiled] == [NETWORK]
     assert engine.num_copied_bytes == 2 * 4 * 8 * WIDTH // 2, "the head writes into no given memory"

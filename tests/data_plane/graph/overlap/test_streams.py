@@ -12,6 +12,7 @@ from data_plane.graph.overlap import engine as engines
 from data_plane.graph.overlap.backend import overlap
 from data_plane.graph.overlap.streams import CudaStreams, green_context, streams_of
 from harness.cuda_stand_in import Cuda
+from harness.overlap_models import recorded
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow, SingleBatchOverlap
 
@@ -131,7 +132,7 @@ def test_what_reads_waits_for_what_was_made_on_another_stream(monkeypatch, polic
     monkeypatch.setattr(engines, "Forward", Watched)
     assert torch.equal(run(rows), model(rows))
     assert clocks[0].used[NETWORK] >= 2 and clocks[0].used[""] >= 2
-    assert any(step.after for step in engine.recordings[8].steps)
+    assert any(step.after for step in recorded(engine, 8).steps)
 
 
 class Written(torch.nn.Module):
@@ -160,7 +161,7 @@ def test_memory_is_written_when_other_streams_have_read_it(monkeypatch, of):
     engine._streams_of = lambda inputs: Clocks()
     monkeypatch.setattr(engines, "Forward", Watched)
     assert torch.equal(run(rows, mine), model(rows, cache)) and torch.equal(mine, cache)
-    assert engine.recordings[8].has_streams
+    assert recorded(engine, 8).has_streams
 
 
 def test_an_error_of_an_operator_on_a_stream_names_it(monkeypatch):

@@ -1,0 +1,125 @@
+"""What each value of a traced graph has to do with the batch.
+
+Enters: a graph of TorchDynamo. Leaves: its batch, and the kind of each of its values. Does not
+know: operators, orders, what a value holds.
+
+The batch is a symbol in the shapes of the graph. A value that has it in one dimension is cut along
+that dimension; a size that has it is computed anew; everything else is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+
+class CannotSplit(Exception):
+    """The model runs in program order on the whole batch; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor has `rows_each` rows for each of the batch, along dimension `dim`."""
+
+    dim: int
+    rows_each: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer that follows from the batch size."""
+
+    expression: sympy.Expr
+    symbol: sympy.Symbol
+
+    def of(self, batch_size: int) -> int:
+        """The integer for a batch, or for a micro-batch, of that many rows."""
+        return int(self.expression.subs(self.symbol, batch_size))
+
+
+Kind = Cut | Size | None
+"""What a value has to do with the batch; None: nothing, it is the same for every micro-batch."""
+
+
+@dataclass(frozen=True)
+class BatchSymbol:
+    """The symbol of the batch size."""
+
+    symbol: sympy.Symbol
+    same: Mapping[sympy.Symbol, sympy.Symbol]
+    """Symbols of other inputs that have as many rows, each with `symbol`."""
+
+    def kind(self, node: Node) -> Kind:
+        """The kind of what the node makes. Raises CannotSplit."""
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, torch.SymInt):
+            expression = value.node.expr.subs(self.same)
+            return Size(expression, self.symbol) if self.symbol in expression.free_symbols else None
+        if not isinstance(value, torch.Tensor):
+            return None
+        found: list[Cut] = []
+        for dim, size in enumerate(value.shape):
+            expression = size.node.expr.subs(self.same) if isinstance(size, torch.SymInt) else None
+            if expression is not None and self.symbol in expression.free_symbols:
+                rows_each = sympy.simplify(expression / self.symbol)
+                if not rows_each.is_Integer:
+                    raise CannotSplit(
+                        f"{node.name} has {expression} rows for a batch of {self.symbol}"
+                    )
+                found.append(Cut(dim, int(rows_each)))
+        if len(found) > 1:
+            raise CannotSplit(f"{node.name} has the batch in {len(found)} dimensions")
+        return found[0] if found else None
+
+
+def batch_of(graph: GraphModule) -> BatchSymbol:
+    """The first dimension of the inputs that have a symbolic one. Raises CannotSplit.
+
+    Inputs that are as long there have one batch, unless a value has both symbols.
+    """
+    found: dict[sympy.Symbol, tuple[str, Any]] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dim():
+            size = value.shape[0]
+            if isinstance(size, torch.SymInt):
+                hint, symbols = size.node.hint, size.node.expr.free_symbols
+                for symbol in symbols:
+                    found.setdefault(symbol, (node.name, hint))
+    if not found:
+        raise CannotSplit("no input has a dynamic first dimension; mark the batch as dynamic")
+    (first, (_, rows)), *others = found.items()
+    if any(hint != rows for _, (_, hint) in others):
+        raise CannotSplit(
+            "inputs have several dynamic first dimensions: "
+            + ", ".join(f"{symbol} of {name}" for symbol, (name, _) in found.items())
+        )
+    apart = [symbols for node in graph.graph.nodes if first in (symbols := _symbols(node))]
+    return BatchSymbol(
+        first, {one: first for one, _ in others if all(one not in each for each in apart)}
+    )
+
+
+def _symbols(node: Node) -> set[sympy.Symbol]:
+    """Symbols in the shape of what the node makes."""
+    value = node.meta.get("example_value")
+    sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+    return {
+        symbol
+        for size in sizes
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    }
+
+
+def storage_of(node: Any) -> int | None:
+    """The memory of a tensor, or None: views of one tensor have the same."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return int(value.untyped_storage()._cdata)
