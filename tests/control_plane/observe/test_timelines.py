@@ -78,7 +78,7 @@ def test_what_is_forgotten_is_not_found():
 
 
 def test_what_is_kept_of_ended_requests_is_bounded_and_no_prompt():
-    """Their ids and page hashes would be megabytes, of 4,096 requests."""
+    """Ids and page hashes of 4,096 long prompts would be hundreds of megabytes."""
 
     def kept(num_requests, prompt_len):
         story = Story(num_frames=2_000, max_model_len=100_000)
