@@ -102,8 +102,12 @@ class ServiceConfig:
     key is needed. A key on the command line is visible in `ps`, one in a file is not."""
     api_keys_file: str = ""
     """File with further API keys, one a line, that is read again when it changes. Empty: none."""
+    operator_keys_file: str = ""
+    """File with keys of operators, one a line, each with a name before it if you like: `alice KEY`.
+    It is read again when it changes. A service with keys of any kind needs one for /metrics, the
+    data of /cluster, and changes of seats and layers. Empty: nobody has one."""
     public_status: bool = False
-    """/metrics and the data of /cluster need no API key, although the APIs need one."""
+    """/metrics and the data of /cluster need no operator's key."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: auto (as its chat template shows), none, hermes (Qwen too),
     deepseek_v3, deepseek_v31, kimi_k2 or glm45."""
@@ -147,6 +151,11 @@ class ServiceConfig:
     node_streams: bool = False
     """One stream to the controller for each node instead of one for each instance, carried by a
     process of its own on the node. It pays for a hundred instances and more."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients or operators have keys, so that what is theirs alone asks for one."""
+        return bool(self.api_keys or self.api_keys_file or self.operator_keys_file)
 
     def __post_init__(self) -> None:
         check_at_least(0, event_log_part_mb=self.event_log_part_mb)

@@ -56,6 +56,7 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.served_model_name"),
         config_option("service.api_keys", name="api_key", metavar="KEY"),
         config_option("service.api_keys_file", metavar="FILE"),
+        config_option("service.operator_keys_file", metavar="FILE"),
         *(
             config_option(f"service.{name}")
             for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
@@ -152,6 +153,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     output = Output(config.service, console)
     served = open_checkpoint(config, checkpoint)
+    _warn_of_open_ports(config.service)
     output.say(
         f"checkpoint {served.checkpoint}: accepted, at most {served.limits.max_model_len} tokens "
         "per request"
@@ -184,11 +186,33 @@ def serve_until_end(
     opened: called when it serves.
     """
     try:
-        return _serve(service, served, output, opened)
+        status = _serve(service, served, output, opened)
     finally:
         # A signal does not interrupt the cleaning up.
         _on_signals(signal.SIG_IGN)
         service.stop()
+    if status != 2:
+        output.say("stopped")
+    return status
+
+
+def _warn_of_open_ports(service: ServiceConfig) -> None:
+    from control_plane.addresses import is_loopback
+
+    if is_loopback(service.host):
+        return
+    if not service.has_keys:
+        logger.warning(
+            "host is %s and no keys are set: whoever reaches this machine may use the service, and "
+            "drain and scale it (--api-keys-file, --operator-keys-file)",
+            service.host,
+        )
+    elif not service.operator_keys_file:
+        logger.warning(
+            "no operators' keys are set: nobody may read the status port%s, or drain and scale "
+            "(--operator-keys-file)",
+            " but what public_status opens" if service.public_status else "",
+        )
 
 
 def _supervise(config: Config, served: Served, launcher: Launcher, output: Output) -> int:
@@ -253,10 +277,9 @@ def _serve(service: Service, served: Served, output: Output, opened: Callable[[]
         failure = service.failure.result()
         output.fail(failure)
     except KeyboardInterrupt:
-        output.say(
-            f"draining: finishing {_requests(service.num_open)}, refusing new ones; Ctrl-C again "
-            "to stop now"
-        )
+        num_open = service.num_open
+        finishing = f"finishing {_requests(num_open)}" if num_open else "no request is open"
+        output.say(f"draining: {finishing}, refusing new ones; Ctrl-C again to stop now")
     return _drained(service, output, failure)
 
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import typer
 
-from nanocp.cli.top import fetch_json
+from nanocp.cli.status_port import OperatorKey, Target, fetch_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,20 +34,13 @@ def why(
     request: Annotated[
         str, typer.Argument(help="The request: the client's id, or the cluster's number.")
     ],
-    target: Annotated[
-        str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")
-    ] = "127.0.0.1:9464",
+    target: Target = "127.0.0.1:9464",
     event_log: Annotated[
         Path | None,
         typer.Option(help="Ask this log of `nanocp serve --event-log` instead of a service."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
-        ),
-    ] = "",
+    operator_key: OperatorKey = "",
 ) -> None:
     """Say where the time of a request went: queue, prefill, decode, preemptions, losses.
 
@@ -56,7 +49,7 @@ def why(
     try:
         if event_log is None:
             path = f"/cluster/requests.json?name={quote(request, safe='')}"
-            found: list[dict[str, Any]] = fetch_json(target, path, api_key)
+            found: list[dict[str, Any]] = fetch_json(target, path, operator_key)
         else:
             found = _replayed(event_log, request)
     except ValueError as error:

@@ -233,12 +233,12 @@ MUTANTS = [
         tests=("tests/control_plane/frontend/test_choices.py",),
     ),
     Mutant(
-        name="seats-without-a-key",
-        why="changes of seats know the service's own keys only, and not those of a file",
-        path="nanocp/serve/service.py",
-        text="            keys.admit,\n        )",
-        fault="            ApiKeys(config.service.api_keys).admit,\n        )",
-        tests=("tests/control_plane/observe/test_status_server.py", "-k", "unless_it_is_public"),
+        name="operators-without-a-key",
+        why="a service whose clients have keys, and whose operators have none, lets anybody scale",
+        path="control_plane/frontend/api_keys.py",
+        text="        if not self._has_keys:",
+        fault="        if not self._of_file:",
+        tests=("tests/control_plane/observe/test_status_server.py", "-k", "who_may_read"),
     ),
     Mutant(
         name="front-end-ids",

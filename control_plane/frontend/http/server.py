@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
 from control_plane.frontend.http.app import ApiParts, build_app
 from control_plane.frontend.http.errors import ApiError, error_response
@@ -100,7 +100,7 @@ class HttpServer:
             self._snapshot_json,
             lambda: self._has_served,
             self._on_response,
-            self._config.service.public_status,
+            OperatorKeys(self._config.service),
         )
         config = uvicorn.Config(
             build_app(parts, max_body_bytes, keys, self._config.service.cors_origins),

@@ -32,7 +32,8 @@ from harness.serve_process import (
     until,
     wakes_and_cpu_s,
 )
-from nanocp.cli.serve import _start
+from nanocp.cli.serve import _start, _warn_of_open_ports
+from nanocp.config import ServiceConfig
 
 TWO = [*SMALL, "--instances", "2"]
 
@@ -191,6 +192,21 @@ def test_an_instance_that_dies_at_start_is_quoted():
             "nanocp serve: instance 1: layer 3 of the checkpoint is made of cheese; it must be "
             "made of numbers"
         )
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "warning"),
+    [
+        ("127.0.0.1", {}, ""),
+        ("0.0.0.0", {}, "whoever reaches this machine may use the service, and drain and scale it"),
+        ("::", {"api_keys": ("a key",)}, "nobody may read the status port, or drain and scale"),
+        ("0.0.0.0", {"api_keys": ("a",), "operator_keys_file": "/keys"}, ""),
+    ],
+)
+def test_open_ports_without_keys_are_warned_of(host, settings, warning, caplog):
+    _warn_of_open_ports(ServiceConfig(host=host, **settings))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(warning)
+    assert warning in caplog.text
 
 
 @pytest.mark.parametrize("name", ["grpc", "metrics"])
