@@ -70,7 +70,7 @@ def test_a_key_has_the_name_before_it(operators_file: str) -> None:
 def test_clients_that_go_away_leave_no_traceback(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a `nanocp scale` does that is killed while the change is made."""
+    """A `nanocp scale` that is killed while the change is made goes so."""
     is_asked, is_gone = threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
@@ -129,7 +129,7 @@ def test_who_may_read_and_who_may_change(
     operators_file: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As soon as there are keys of any kind, all of it is the operators', at both ports."""
+    """With keys of any kind, all of it is the operators', at both ports."""
     caplog.set_level(logging.INFO)
     settings = dict(settings)
     if settings.pop("operators", False):
