@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.choices import check_at_least, check_one_of, require
+from nanocp.cost_config import CPU_COSTS as CPU_COSTS
 from nanocp.cost_config import CostConfig as CostConfig
 from nanocp.cost_config import check_ttft_targets as check_ttft_targets
 from nanocp.offload import KvOffloadConfig as KvOffloadConfig

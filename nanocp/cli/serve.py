@@ -145,7 +145,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     """
     from rich.console import Console
 
-    from nanocp.cost_config import CostConfig
+    from nanocp.cost_config import CPU_COSTS, CostConfig
     from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
 
@@ -170,8 +170,10 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     what, policy = "instance", config.scheduler.policy
     if config.cluster.layout == "pipeline":
         what, policy = "stage", config.pipeline.layer_policy
-    if policy == "cost_aware" and num > 1 and config.scheduler.costs == CostConfig():
-        policy += " by estimated costs (nanocp profile measures them)"
+    estimates = {CostConfig(): "32 H200s", CPU_COSTS: "a CPU"}
+    if policy == "cost_aware" and num > 1 and config.scheduler.costs in estimates:
+        of = estimates[config.scheduler.costs]
+        policy += f" by the costs of {of} (nanocp profile measures yours)"
     output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
     if config.service.controller_process:
         return _supervise(config, served, launcher, output)
@@ -381,6 +383,8 @@ def _launcher(
     environment = member_environment(config)
     if not ray:
         return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], environment)
+    # Ray writes what it says of a lost actor, and much more, beside the lines of our log.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if address is None:
         # A local Ray serves this process alone: no token in the home directory, no usage report.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")

@@ -72,7 +72,7 @@ def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
     from control_plane.observe.timelines import Timelines
     from nanocp.simulator.replay import replay
 
-    timelines, last_us = Timelines(most=1 << 30), 0
+    last_us = 0
 
     def watch(now_us: int, events: Any, plan: Any, noted: Any) -> None:
         nonlocal last_us
@@ -81,6 +81,7 @@ def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
 
     try:
         reader = LogReader(log_lines(path), str(path))
+        timelines = Timelines(reader.header.cluster.num_frames, most=1 << 30)
         replay(reader, watch=watch)
     except OSError as error:
         raise ValueError(f"the event log {path} cannot be read: {error.strerror}") from error
@@ -140,7 +141,7 @@ def _about(part: str, one: dict[str, Any]) -> str:
             return f"{one['num_queued_before']:,} requests were in the queue when it arrived"
         case "prefill":
             return f"{one['num_prefilling_before']:,} others were prefilling when it was placed"
-        case "start":
+        case "start" if one["cp_degree"]:
             return "KV was there; waiting for a window"
         case "decode" if one["num_windows"]:
             where = f"CP degree {one['cp_degree']}, MoE binding {one['moe_binding']}"
