@@ -138,7 +138,7 @@ class ServiceConfig:
     ends, and the load every 10 s."""
     otlp_traces_endpoint: str = ""
     """OpenTelemetry collector that gets a trace of each request, by OTLP over gRPC, such as
-    http://localhost:4317. Empty: no traces. It needs `pip install 'nanocp[otel]'`."""
+    http://localhost:4317. Empty: no traces. It needs `pip install '.[otel]'`."""
     check_invariants: bool = False
     """Check the scheduler's whole state while no window is in flight, for tests: it visits every
     request, page and frame. What is broken is reported and ends the service."""

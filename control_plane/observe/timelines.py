@@ -79,7 +79,7 @@ class Timeline(NamedTuple):
     arrival: Arrival
     moments: tuple[Moment, ...]
     num_frames: int
-    """Of an instance."""
+    """Frames that an instance has."""
     obstacle: str
     """See Account; empty unless it waits."""
 

@@ -70,7 +70,8 @@ def test_a_timeline_is_in_order():
         at_s for at_s, _, _ in request["timeline"]
     )
     assert (
-        request["timeline"][1][2] == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1; "
+        request["timeline"][1][2]
+        == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1; "
         "the policy chose to split it"
     )
     assert [instance["other_pages"] for instance in shown["instances"]] == [0, 0]
