@@ -365,6 +365,12 @@ class Config:
             f"scheduler.lanes is {self.scheduler.lanes} and dispatch_backend {dispatch}; on a GPU "
             "it must be exchange, the only one that both lanes can use at once",
         )
+        num, per_node = self.cluster.num_instances, self.cluster.instances_per_node
+        require(
+            on_cpu or num <= per_node,
+            f"device is cuda, and {num} instances are on more than one node of {per_node} "
+            "(cluster.instances_per_node); GPUs exchange only within one node so far (docs/gpu.md)",
+        )
         require(
             not self.cluster.spares or (self.recovers and on_cpu),
             f"cluster.spares is {self.cluster.spares}, for a service that ends at its first loss; "

@@ -49,7 +49,8 @@ CPU_COSTS = CostConfig(
     dispatch_tokens_per_row=1200,
     ingest_ns_per_token=6000,
 )
-"""Costs of two instances on a 2-core VM, for a model of 162M parameters (docs/decisions/0053-costs-of-the-device.md)."""
+"""Costs of two instances on a 2-core VM, for a model of 162M parameters
+(docs/decisions/0053-costs-of-the-device.md)."""
 
 
 def check_ttft_targets(targets: tuple[tuple[int, int], ...]) -> None:
