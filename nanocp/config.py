@@ -42,7 +42,10 @@ LANES = ("off", "measured", "always", "random")
 
 @dataclass(frozen=True, slots=True)
 class BoundsConfig:
-    """Ahead-of-time bounds of one instance (5.2): they size its pools, and no plan exceeds them."""
+    """Ahead-of-time bounds of one instance (arXiv 2605.21100, 5.2).
+
+    They size its pools, and no plan exceeds them.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -117,7 +120,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How the scheduler admits, places and moves requests (4.2)."""
+    """How the scheduler admits, places and moves requests (arXiv 2605.21100, 4.2)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -125,7 +128,7 @@ class SchedulerConfig:
     """How requests are placed: a name of control_plane.scheduler.policies, such as cost_aware,
     dual_balanced (the paper's rule) or fixed_degree:2."""
     steps_per_window: int = 1
-    """Steps k that one plan covers (multi-step, 6.1)."""
+    """Steps k that one plan covers (arXiv 2605.21100, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
     """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`.
     cost_aware takes from it and from cp_degree_max only which requests get degree 1, and chooses

@@ -91,7 +91,7 @@ class Seats:
                 else "the service was not started to go on with fewer"
             )
             raise ValueError(
-                f"{len(seats)} of {num} instances cannot serve, but {self.fewest}: {why}"
+                f"{len(seats)} of {num} instances cannot serve alone, {self.fewest} can: {why}"
             )
         if self._asked is not None and not self._asked.done():
             raise ValueError(f"the cluster is changing to seats {self.wanted}; ask again later")

@@ -216,3 +216,10 @@ def test_costs_are_those_of_the_device_unless_they_are_set() -> None:
     one = costs(NANOCP_SCHEDULER__COSTS__LINK_TOKENS="7")
     assert one == replace(CPU_COSTS, link_tokens=7)
     assert CPU_COSTS.exchange_tokens < CostConfig().exchange_tokens
+
+
+def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded() -> None:
+    on_gpus = {"data_plane.device": "cuda", "cluster.num_instances": 16}
+    with pytest.raises(ValueError, match=r"16 instances are on more than one node of 8 .* so far"):
+        load_config(None, on_gpus | {"cluster.instances_per_node": 8}, {})
+    load_config(None, on_gpus | {"cluster.instances_per_node": 16}, {})
