@@ -72,7 +72,8 @@ def test_both_apis_are_encrypted(server_pair: tuple[str, str]) -> None:
         with Client(service.address, ca=ca) as client:
             assert client.server_info().vocab_size == LIMITS.vocab_size
         for options in ({}, {"tls": True}):
-            with Client(service.address, **options) as client, pytest.raises(Unavailable):  # type: ignore[arg-type]
+            plain = Client(service.address, **options)  # type: ignore[arg-type]
+            with plain as client, pytest.raises(Unavailable):
                 client.server_info()
         with (
             Client(service.address) as client,
