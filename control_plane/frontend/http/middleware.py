@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from control_plane.frontend.api_keys import REFUSED, ApiKeys
+from control_plane.frontend.api_keys import REFUSED, ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import header_of
 from control_plane.frontend.http.errors import FAILED, TOO_LARGE, ApiError, error_response
+from control_plane.observe.status_server import DATA_PATHS, OPERATOR_REQUIRED
 
 logger = logging.getLogger(__name__)
 
@@ -122,19 +123,20 @@ class AnswerFailures:
 class RequireKey:
     """Refuses requests without a key with 401."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, public_paths: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, operators: OperatorKeys) -> None:
         self._app = app
         self._keys = keys
-        self._public_paths = public_paths
+        self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Paths that do not exist need a key too."""
-        if scope["path"] in self._public_paths or self._keys.admit(
-            Headers(scope=scope).get("Authorization")
-        ):
+        """Paths that do not exist need a key too; data of the cluster needs an operator's."""
+        is_data = scope["path"] in DATA_PATHS
+        keys = self._operators if is_data else self._keys
+        if scope["path"] in PUBLIC_PATHS or keys.admit(Headers(scope=scope).get("Authorization")):
             await self._app(scope, receive, send)
         else:
-            refusal = error_response(ApiError(REFUSED, status=HTTPStatus.UNAUTHORIZED))
+            sentence = OPERATOR_REQUIRED if is_data else REFUSED
+            refusal = error_response(ApiError(sentence, status=HTTPStatus.UNAUTHORIZED))
             await refusal(scope, receive, send)
 
 

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
 from control_plane.frontend.descriptors import Listener, max_connections
 from control_plane.frontend.http.app import ApiParts, build_app
@@ -108,7 +108,7 @@ class HttpServer:
             self._snapshot_json,
             lambda: self._has_served,
             self._on_response,
-            self._config.service.public_status,
+            OperatorKeys(self._config.service),
         )
         config = uvicorn.Config(
             build_app(parts, max_body_bytes, keys, self._config.service.cors_origins),

@@ -38,8 +38,11 @@ def published(tmp_path):
 
 
 def test_a_model_that_fits_says_how_many_tokens_do(published):
-    result = plan(published("qwen3-235b-a22b"), "--instances", 32, "--device", "h200")
-    assert result.exit_code == 0, result.output
+    folder = published("qwen3-235b-a22b")
+    result = plan(folder, "--instances", 8, "--device", "h200")
+    assert result.exit_code == 0 and "It fits. KV: " in result.output, result.output
+    result = plan(folder, "--instances", 32, "--device", "h200")
+    assert result.exit_code == 1 and "It cannot run yet: GPUs exchange only" in result.output
     assert "128 experts, 8 a token, 64 heads, KV of 1024 elements" in result.output
     assert "experts          14.19 GB   4 of 128 in each layer" in result.output
     assert "pages of 12.32 MB" in result.output  # 64 tokens of 188 KiB
