@@ -4,10 +4,13 @@ GPU_PYTHON ?= python3
 VENV := .venv
 GUIDELLM := .venv-guidellm
 VLLM := .venv-vllm
+VLLM_SOURCES := .vllm-sources
 CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECKPOINT := models/tale
+# https://download.pytorch.org/whl/cpu has the CPU build of torch: 0.2 GB to download in place of PyPI's 2.7 GB for CUDA.
+TORCH_INDEX ?=
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
@@ -17,13 +20,13 @@ help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "making $(VENV): 3 GB, about 2 minutes on a quiet machine"
+	@echo "making $(VENV): 3 GB with the CPU build of torch, about 2 minutes on a quiet machine"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
-setup: $(STAMP)  ## make the environment: .venv with the CPU build of torch, 2 minutes
+setup: $(STAMP)  ## make the environment .venv, 2 minutes; TORCH_INDEX=https://download.pytorch.org/whl/cpu for the CPU build of torch
 
 demo: $(STAMP)  ## four instances on local Ray tell tales of short and long prompts, greedy ones exactly; under 60 s
 	$(BIN)/nanocp demo $(CHECKPOINT)
@@ -55,6 +58,13 @@ $(VLLM)/.installed: constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'nixl-cu13>=1.5'
 	touch $@
 
+# Only its tests are used. pip asks an sdist for its metadata, which needs what its build imports, and no device.
+$(VLLM_SOURCES)/.fetched: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(VLLM_SOURCES)/build packaging setuptools_rust setuptools_scm 'setuptools>=77' wheel
+	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES)/build VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(BIN)/pip download --quiet --disable-pip-version-check \
+		--no-deps --no-binary vllm --no-build-isolation --dest $(VLLM_SOURCES) vllm==0.33.0
+	touch $@
+
 # Their pins and ours differ. litellm asks for openai below 3, pydantic-ai for 3 or later: litellm comes first, and works with 3.
 # A later pydantic-ai asks for an openai whose jiter is too new for instructor.
 $(CLIENTS)/.installed: Makefile
@@ -64,8 +74,8 @@ $(CLIENTS)/.installed: Makefile
 	touch $@
 
 # Debian: prometheus, chromium, haproxy, iproute2, openssh-server, openssh-client, rsync.
-test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed $(CLIENTS)/.installed  ## with the real thing beside it: openai and libraries on it, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
-	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python NANOCP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/pytest -m system -rs
+test-system: $(STAMP) $(GUIDELLM)/bin/guidellm $(VLLM)/.installed $(VLLM_SOURCES)/.fetched $(CLIENTS)/.installed  ## with the real thing beside it: openai and libraries on it, guidellm, prometheus, chromium, ray up between machines of namespaces (root); what is absent is skipped and said
+	NANOCP_GUIDELLM=$(CURDIR)/$(GUIDELLM)/bin/guidellm NANOCP_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python NANOCP_VLLM_SOURCES=$(CURDIR)/$(VLLM_SOURCES) NANOCP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/pytest -m system -rs
 
 # On a GPU machine, with the python that has torch and Triton there: no .venv, no network.
 gpu-check:  ## every kernel and whole steps against their references on this machine's GPU; under 8 minutes, resumable

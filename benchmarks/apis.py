@@ -1,10 +1,11 @@
-"""HTTP against gRPC: the same requests to the same service, in turn.
+"""HTTP against gRPC, the same requests in turn; and one request's pauses of another's stream.
 
     python benchmarks/apis.py [--quick] [--json PATH]
 
 Enters: the tiny checkpoint, a real service of four instances with both APIs, the load of `nanocp
-bench serve`. Leaves: a table, and a list with an object for each API; exit status 1 if the claim
-does not hold. Does not know: how an API is served.
+bench serve`; models/tale on two instances. Leaves: tables, and a list with an object for each API
+and each kind of request; exit status 1 if a claim does not hold. Does not know: how an API is
+served.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import asyncio
 import os
 import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import typer
 from machine import describe, write_results
+from pauses import MAX_ADDED_S, AddedPause, measure_pauses
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from service import checkpoint_of
+from service import ROOT, checkpoint_of
 
 from nanocp.bench.backends import Backend, GrpcBackend, OpenAIBackend
 from nanocp.bench.dataset import DatasetOptions, SampleRequest, sample_requests
@@ -54,9 +57,12 @@ def main(
         measured = asyncio.run(measure(service, requests, rounds, console))
     results = [summary(api, measured[api]) for api in APIS]
     show(results, console)
+    with serving(ROOT / "models/tale", 2, {}, ray=False, http=True) as service:
+        pauses = measure_pauses(f"http://127.0.0.1:{service.http_port}", 1 if quick else 5)
+    show_pauses(pauses, console)
     if json is not None:
-        write_results(json, results, describe(load_before))
-    if not show_claim(results, console):
+        write_results(json, [*results, *map(asdict, pauses)], describe(load_before))
+    if not show_claim(results, console) & show_pause_claim(pauses, console):
         raise typer.Exit(1)
 
 
@@ -132,6 +138,27 @@ def show_claim(results: list[dict[str, Any]], console: Console) -> bool:
     )
     console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {sentence}")
     return holds
+
+
+def show_pauses(pauses: list[AddedPause], console: Console) -> None:
+    """A row for each kind of request."""
+    table = Table("request beside a stream", "status", "answered in s", "longest pause, idle in s",
+                  "beside it", "added")  # fmt: skip
+    for each in pauses:
+        numbers = (each.answered_s, each.idle_s, each.beside_s, each.added_s)
+        table.add_row(each.request, str(each.status), *(f"{number:.3f}" for number in numbers))
+    console.print(table)
+
+
+def show_pause_claim(pauses: list[AddedPause], console: Console) -> bool:
+    """Say whether it holds, and for what not."""
+    worst = max(pauses, key=lambda each: each.added_s)
+    sentence = (
+        f"any one request adds at most {MAX_ADDED_S} s to the longest pause of a stream; most adds "
+        f"{worst.request}: {worst.added_s:.3f} s"
+    )
+    console.print(f"{'holds' if worst.holds else 'DOES NOT HOLD'}: {sentence}")
+    return worst.holds
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from typing import Any
 import machine
 import torch
 
-from data_plane.attention.fp8_latent import quantise, token_bytes
+from data_plane.attention.fp8_latent import quantise
+from data_plane.model.page_bytes import token_bytes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ PAGE_SIZE = 64
 
 
 class FinishReason(Enum):
-    """Why a request ended. The first two are ordinary ends; the instance reports them."""
+    """Why a request ended. The first two are ordinary ends, which the instance reports."""
 
     STOP = "stop"
     """A stop token was sampled."""
@@ -41,7 +41,8 @@ class FinishReason(Enum):
     REFUSED = "refused"
     """RESOURCE_EXHAUSTED: a cap named in the message was reached."""
     INVALID = "invalid"
-    """INVALID_ARGUMENT: no state of this cluster could ever hold the request."""
+    """INVALID_ARGUMENT: no state of this cluster could ever hold the request, or the instance says
+    that its grammar leads nowhere."""
     FAILED = "failed"
     """UNAVAILABLE or INTERNAL: an instance was lost or prefill failed; the message says which."""
     FATAL = "fatal"

@@ -1,6 +1,7 @@
 """What all tests run under, and checkpoints and oracles that several share, made once a session."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,6 +11,11 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before triton is: kernels are interpreted in every process of the suite, whichever test is first.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A script that starts the suite in the background has it ignore Ctrl-C, and so would every process
+# that a test starts and sends one to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that is busy is slow, which is no fault of what is tested. Examples are the same in
 # every run; `pytest --hypothesis-profile=explore` draws others.

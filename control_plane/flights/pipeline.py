@@ -51,6 +51,8 @@ class PipelineFlights:
         self._reports: list[WindowDone | None] = [None] * self.pipeline.num_stages
         self._after_rest: set[int] = set()
         """Passes that were sent when none was in flight, until every stage has reported them."""
+        self._unmoved: set[tuple[int, int]] = set()
+        """(stage, number of its layer moves) that it has not reported."""
         self._is_between_terms = False
         """Whether a term has ended, and the scheduler knows of no other one."""
         self._asked: tuple[tuple[int, ...], Future[None]] | None = None
@@ -93,6 +95,8 @@ class PipelineFlights:
         """
         if isinstance(plan, PassesPlan) and plan.layer_moves is not None:
             moves = passes.layer_moves_to_wire(plan.layer_moves)
+            stages = range(self.pipeline.num_stages)
+            self._unmoved = {(stage, plan.layer_moves.number) for stage in stages}
             self._to_all(pb.ToInstance(layer_moves=moves))
         for placement in plan.placements:
             submission = submitted[placement.request_id]
@@ -141,7 +145,11 @@ class PipelineFlights:
         kind = message.WhichOneof("message")
         if kind != "layers_moved":
             raise ValueError(f"stage {instance} sent {kind}, which has no meaning here")
-        return LayersMoved(instance, message.layers_moved)
+        moved = instance, message.layers_moved
+        if moved not in self._unmoved:
+            raise ValueError(f"stage {instance} reported layers {moved[1]}, which nobody moves")
+        self._unmoved.remove(moved)
+        return LayersMoved(*moved)
 
     # --- an operator's layout
 
@@ -218,6 +226,7 @@ class PipelineFlights:
         """See Flights."""
         self._is_between_terms = True
         self._after_rest.clear()
+        self._unmoved.clear()
 
     def prefill_arrived(self) -> None:
         """See Flights: a pipeline has no prefill."""

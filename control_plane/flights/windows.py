@@ -69,11 +69,11 @@ class WindowsInFlight:
     def reported(self, instance: int, window: int) -> bool:
         """Take note that an instance ran every step of a window; return whether all have.
 
-        The window is then no longer in flight. Raises ValueError if the instance had no such window
-        to report.
+        The window is then no longer in flight. Raises ValueError if it is not the oldest that the
+        instance has yet to report.
         """
-        flight = next((flight for flight in self._windows if flight.window == window), None)
-        if flight is None or instance not in flight.unreported:
+        flight = next((each for each in self._windows if instance in each.unreported), None)
+        if flight is None or flight.window != window:
             raise ValueError(
                 f"instance {instance} reported window {window}, which it was not running"
             )

@@ -179,7 +179,7 @@ class ClientStream:
             if following.logprobs is not None:
                 self._untaken_logprobs.append(following.logprobs)
             self.finish_reason = following.finish_reason
-            is_stop_token = following.finish_reason is FinishReason.STOP
+            is_stop_token = following.finish_reason not in (None, FinishReason.LENGTH)
             if self.text is not None and self.text.feed(following.token_id, is_stop_token):
                 self.row_runs_on, self.finish_reason = self.finish_reason is None, FinishReason.STOP
         num_new = len(self.output_ids) - num_before

@@ -11,12 +11,16 @@ from functools import lru_cache
 from typing import Any
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
+from control_plane.frontend.grammar_check import GrammarCheck
 from control_plane.frontend.tagged_text import tagged_text
 from nanocp.sampling_fields import CONSTRAINTS
 
 _JSON_OPTIONS: Any = {"whitespace_flexible": False}
 """Whitespace between tokens of JSON is what makes small models loop; a schema's own `x-guidance`
 may allow it."""
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""The model decides how a literal is cut into tokens. Else the library does, finds special tokens
+in it, and may take seconds for a long one."""
 _MAX_SENTENCE = 300
 """Characters of the library's sentence that are repeated."""
 
@@ -26,12 +30,13 @@ def constraint_of(
     max_grammar_bytes: int,
     has_eos: bool,
     added_tokens: frozenset[str] | None = frozenset(),
+    check: GrammarCheck | None = None,
 ) -> str:
     """The grammar of the request's output; empty if it has no constraint.
 
     max_grammar_bytes: see BoundsConfig. has_eos: whether the model has an end-of-sequence token.
-    added_tokens: see Tokenizer; None without a tokenizer. Raises ValueError. May take long: call it
-    in a thread.
+    added_tokens: see Tokenizer; None without a tokenizer. check: compiles it; None: the grammar is
+    read only. Raises ValueError. May take long: call it in a thread.
     """
     given = [name for name in CONSTRAINTS if (value := getattr(request, name)) or value == ""]
     if not given:
@@ -53,7 +58,7 @@ def constraint_of(
     if len(text.encode(errors="replace")) > max_grammar_bytes:
         raise ValueError(f"{called} is too long; it must have at most {max_grammar_bytes} bytes")
     try:
-        grammar = _compiled(name, text, request.reasoning, added_tokens)
+        grammar = _compiled(name, text, request.reasoning, added_tokens, check)
     except ValueError as error:
         raise ValueError(f"{called} cannot be used: {error}") from error
     if len(grammar.encode()) > max_grammar_bytes:
@@ -66,7 +71,11 @@ def constraint_of(
 
 @lru_cache(maxsize=256)
 def _compiled(
-    name: str, text: str, reasoning: Reasoning | None, added_tokens: frozenset[str]
+    name: str,
+    text: str,
+    reasoning: Reasoning | None,
+    added_tokens: frozenset[str],
+    check: GrammarCheck | None,
 ) -> str:
     """The grammar of a constraint of this kind. Raises ValueError with the library's sentence."""
     from llguidance import LLMatcher
@@ -77,9 +86,11 @@ def _compiled(
             grammar = LLMatcher.grammar_from_lark(tagged)
         else:
             grammar = _grammar(name, text)
-        if reasoning is not None:
-            grammar = _behind(reasoning, grammar, added_tokens)
+        before = "" if reasoning is None else _thoughts(reasoning, added_tokens)
+        grammar = _whole(before or "start: @answer", grammar)
         error = LLMatcher.validate_grammar(grammar)
+        if not error and check is not None:
+            error = check.error(grammar)
     except Exception as failure:  # The converter of GBNF raises Exception itself.
         error = str(failure)
     if error:
@@ -105,8 +116,8 @@ def _grammar(name: str, text: str) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(text))
 
 
-def _behind(reasoning: Reasoning, grammar: str, added_tokens: frozenset[str]) -> str:
-    """The grammar of reasoning, which is any text up to its end, and then of `grammar`."""
+def _thoughts(reasoning: Reasoning, added_tokens: frozenset[str]) -> str:
+    """Rules of reasoning, which is any text up to its end, and then of the answer."""
     begin, end = (
         marker if marker in added_tokens else json.dumps(marker)
         for marker in (reasoning.begin, reasoning.end)
@@ -117,9 +128,13 @@ def _behind(reasoning: Reasoning, grammar: str, added_tokens: frozenset[str]) ->
     else:
         thoughts = f"thoughts[suffix={end}]: {text}"
     before = "thoughts GAP?" if reasoning.has_begun else f"({begin} thoughts GAP?)?"
-    rules = (f"start: {before} @answer", thoughts, r"GAP: /[ \n]{1,4}/")
-    # The library's own form is JSON, or a Lark grammar as it stands.
+    return "\n".join((f"start: {before} @answer", thoughts, r"GAP: /[ \n]{1,4}/"))
+
+
+def _whole(rules: str, grammar: str) -> str:
+    """Rules that end with the grammar, as `answer`, in the library's own form."""
+    # That is JSON, or a Lark grammar as it stands.
     is_json = grammar.startswith("{")
     answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
-    whole = [{"lark_grammar": "\n".join(rules)}, {**answer, "name": "answer"}, *others]
+    whole = [{"lark_grammar": f"{_OPTIONS}\n{rules}"}, {**answer, "name": "answer"}, *others]
     return json.dumps({"grammars": whole})

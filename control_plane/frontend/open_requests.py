@@ -18,12 +18,14 @@ from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest, Resume
 from control_plane.frontend.client_stream import Choice, ClientStream
+from control_plane.frontend.long_texts import in_thread
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
 from control_plane.observe.request_log import log_refused
 from nanocp.plan import FinishReason, Placement
 from nanocp.sampling import TokenLogprobs
+from nanocp.sampling_fields import CONSTRAINTS
 
 _LATE_PROMPT_LOGPROBS_S = 10.0
 """Longest wait for log probabilities of a prompt after its first token: they were sent before
@@ -87,7 +89,9 @@ class OpenRequest:
         choices: Sequence[ClientStream],
         eos_token_ids: Sequence[int],
         streams: ClientStreams,
+        constraint_field: str = "",
     ) -> None:
+        """constraint_field: what the client calls its constraint of structured output."""
         self._streams = streams
         self.request_id = request_id
         """The id that the client gave, or that was made."""
@@ -98,6 +102,7 @@ class OpenRequest:
         self._open = {choice.index: choice for choice in choices}
         self._changed = choices[0].changed
         self._eos_token_ids = eos_token_ids
+        self._constraint_field = constraint_field
         self._outputs: deque[ChoiceOutput] = deque()
         self._error: RequestError | None = None
 
@@ -155,6 +160,15 @@ class OpenRequest:
             token_ids = stream.take_new()
             text = stream.text.take_new() if stream.text else ""
             finish = None
+            if stream.finish_reason is FinishReason.INVALID:
+                sentence = (
+                    f"{self._constraint_field} cannot be followed further than "
+                    f"{len(stream.output_ids) - 1} tokens: nothing may come next, or it costs too "
+                    "much to find what may"
+                )
+                self._error = RequestError(FinishReason.INVALID, sentence)
+                del self._open[index]
+                continue
             if stream.finish_reason is not None:
                 text += stream.text.flush() if stream.text else ""
                 finish = _finish(stream, stream.finish_reason, self._eos_token_ids)
@@ -215,7 +229,9 @@ class OpenRequests:
                 log_refused(client_id, request.origin.endpoint, error.reason, str(error))
                 raise
             eos_token_ids = () if request.ignore_eos else self.limits.eos_token_ids
-            yield OpenRequest(client_id, choices, eos_token_ids, self._streams)
+            given = [name for name in CONSTRAINTS if getattr(request, name)]
+            field = request.constraint_field or "".join(given)
+            yield OpenRequest(client_id, choices, eos_token_ids, self._streams, field)
         finally:
             if choices:
                 self._streams.client_gone(choices)
@@ -238,9 +254,13 @@ class OpenRequests:
     async def _submit(self, client_id: str, request: ClientRequest) -> Sequence[ClientStream]:
         if not self.closed_because:
             try:
-                # A long text takes tens of milliseconds to tokenize, which the streams of others
-                # would feel.
-                prompt_ids, choices = await asyncio.to_thread(self._validated, request)
+                # A text takes long to tokenize, which the streams of others would feel.
+                text_len = len(request.prompt) if isinstance(request.prompt, str) else 0
+                text_len += sum(map(len, request.bad_words))
+                has_grammar = any(getattr(request, name) for name in CONSTRAINTS)
+                prompt_ids, choices = await in_thread(
+                    text_len, has_grammar, self._validated, request
+                )
                 if not self.closed_because:  # It may have closed meanwhile.
                     timeout_us = (
                         None

@@ -18,8 +18,10 @@ def tagged_text(text: str, added_tokens: frozenset[str], json_options: dict[str,
     """The grammar of vLLM's structural tags: text, and in it tags that begin with a trigger.
 
     text: JSON with lists of structures, each {begin, schema, end}, and of triggers. Instead of a
-    schema a structure may have parts: texts, schemas, and lists of parts that may be left out.
-    Markers in `between` mean nothing. added_tokens: see Tokenizer. Raises ValueError.
+    schema a structure may have parts: texts, schemas, and lists of parts that may be left out;
+    {either: lists of parts}, one of which is there; {text, also, never, end}: text that two regular
+    expressions match, without the texts of `never` in it, up to the end. Markers in `between` mean
+    nothing. added_tokens: see Tokenizer. Raises ValueError.
     """
     form = json.loads(text)
     structures, triggers = (
@@ -76,8 +78,27 @@ class _Rules:
                     yield text if text in self._tokens else json.dumps(text)
         elif isinstance(part, list):
             yield f"{self.add(part)}?"
+        elif "either" in part:
+            yield "(" + " | ".join(self.add(one) for one in part["either"]) + ")"
+        elif "never" in part:
+            yield from self._text(**part)
         else:
             yield f"%json {json.dumps(self._options | part)}"
+
+    def _text(self, text: str, never: list[str], end: str, also: str = "") -> Iterator[str]:
+        name, marker = f"VALUE_{len(self._lines)}", end.strip()
+        terms = [one for one in (text, also) if one]
+        terms += [f"(?s:.*){re.escape(one)}(?s:.*)" for one in never]
+        count = len(terms) - len(never)
+        written = [one.replace("/", r"\/") for one in terms]
+        held = [f"/{one}/" for one in written[:count]] + [f"~/{one}/" for one in written[count:]]
+        self._lines.append(f"{name}: {' & '.join(held)}")
+        if marker in self._tokens:
+            yield from (name, marker)
+        else:
+            # The first end counts, as for whoever reads it.
+            self._lines.append(f"{name.lower()}[suffix={json.dumps(end)}]: {name}")
+            yield name.lower()
 
     def grammar(self, bodies: dict[str, list[str]], between: list[str]) -> str:
         """The whole grammar: bodies are names of rules by the trigger that is before them."""

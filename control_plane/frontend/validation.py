@@ -66,13 +66,17 @@ class ValidRequest:
     stop: StopStrings
 
 
-def check_shape(request: ClientRequest) -> None:
-    """Check id, priority, queue timeout and n, which need no tokenizer. Raises ValueError."""
-    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
+def check_request_id(request_id: str) -> None:
+    """Check an id as the client wrote it: an API may put a word before it. Raises ValueError."""
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise ValueError(
-            f"request_id has {len(request.request_id)} characters; it must have at most "
+            f"request_id has {len(request_id)} characters; it must have at most "
             f"{MAX_REQUEST_ID_CHARACTERS}"
         )
+
+
+def check_shape(request: ClientRequest) -> None:
+    """Check priority, queue timeout and n, which need no tokenizer. Raises ValueError."""
     if abs(request.origin.priority) > MAX_PRIORITY:
         raise ValueError(
             f"priority is {request.origin.priority}; it must be from -{MAX_PRIORITY} to "
@@ -192,7 +196,9 @@ def _sampling_params(
 
 def _constraint(request: ClientRequest, limits: ModelLimits, tokenizer: Tokenizer | None) -> str:
     added = tokenizer.added_tokens if tokenizer else None
-    return constraint_of(request, limits.max_grammar_bytes, bool(limits.eos_token_ids), added)
+    check = tokenizer.grammar_check if tokenizer else None
+    has_eos = bool(limits.eos_token_ids)
+    return constraint_of(request, limits.max_grammar_bytes, has_eos, added, check)
 
 
 def _bad_word_ids(
@@ -206,6 +212,11 @@ def _bad_word_ids(
     if len(words) > MAX_BAD_WORD_TOKENS:
         raise ValueError(
             f"bad_words has {len(words)} words; at most {MAX_BAD_WORD_TOKENS} tokens fit"
+        )
+    num_least = sum(tokenizer.least_tokens(word) for word in words) if tokenizer else 0
+    if num_least > MAX_BAD_WORD_TOKENS:
+        raise ValueError(
+            f"bad_words has at least {num_least} tokens; at most {MAX_BAD_WORD_TOKENS} tokens fit"
         )
     for word in words:
         assert tokenizer is not None
@@ -237,6 +248,9 @@ def _prompt_ids(
             f"{kind} cannot be used: the checkpoint has no tokenizer.json; give token ids"
         )
     else:
+        num_least = tokenizer.least_tokens(request.prompt)
+        if num_least >= limits.max_model_len:  # Tokenizing all of it would take long.
+            raise ValueError(_too_long(kind, f"at least {num_least}", limits))
         ids = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         token_of = f"{kind}'s token"
     if not ids:
@@ -251,21 +265,25 @@ def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) 
 
     Raises ValueError if prompt and output cannot fit the model.
     """
-    maximum = f"{CONTEXT_LENGTH} {limits.max_model_len} tokens"
     num_left = limits.max_model_len - prompt_len
     if num_left < 1:
-        raise ValueError(
-            f"{request.prompt_field} has {prompt_len} tokens, and the output needs one. {maximum}"
-        )
+        raise ValueError(_too_long(request.prompt_field, str(prompt_len), limits))
     if max(request.max_tokens or 0, request.min_tokens) > num_left:
         field, most = request.max_tokens_field, request.max_tokens
         if most is None:
             field, most = "min_tokens", request.min_tokens
         raise ValueError(
             f"{field} is {most}; after a prompt of {prompt_len} tokens it must be at most "
-            f"{num_left}. {maximum}"
+            f"{num_left}. {CONTEXT_LENGTH} {limits.max_model_len} tokens"
         )
     return num_left
+
+
+def _too_long(field: str, length: str, limits: ModelLimits) -> str:
+    return (
+        f"{field} has {length} tokens, and the output needs one. {CONTEXT_LENGTH} "
+        f"{limits.max_model_len} tokens"
+    )
 
 
 def _check_prompt_logprobs(num_top: int | None, prompt_len: int, limits: ModelLimits) -> None:

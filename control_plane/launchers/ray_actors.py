@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -20,6 +21,8 @@ from control_plane.member_streams import Member
 
 _RELEASE_TIMEOUT_S = 5.0
 """Longest wait for the nodes' shared memory to be cleared."""
+_TRIES = 3
+"""A Ray of this machine that is late is started so often."""
 _SPARE_LOOK_S = 1.0
 """A spare actor that is dead is noticed after this long."""
 
@@ -91,6 +94,24 @@ class RayLauncher:
         ) as error:  # No narrower class: Ray itself raises this one if its processes are late.
             raise RuntimeError(f"Ray does not start: {error}") from error
 
+    def _init_ray(self) -> None:
+        """Start Ray or reach it. It gives its own processes 30 s, too few on a busy machine."""
+        import ray
+
+        for number in range(_TRIES):
+            try:
+                ray.init(
+                    address=self._address or "local",
+                    include_dashboard=False if self._address is None else None,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+                return
+            except Exception as error:
+                ray.shutdown()
+                if number == _TRIES - 1 or "timed out" not in str(error):
+                    raise
+
     def _start(self, specs: Mapping[Member, object], exited: Exited) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -99,12 +120,7 @@ class RayLauncher:
         # By default Ray's workers yield to every other process of the machine, and a step waits for
         # the slowest.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        ray.init(
-            address=self._address or "local",
-            include_dashboard=False if self._address is None else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        self._init_ray()
         # Ray puts a handler of its own in its place, which exits without a word.
         signal.signal(signal.SIGTERM, on_sigterm)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -302,6 +318,8 @@ def _quantities(resources: Mapping[str, float]) -> str:
 
 
 def _describe_ray_error(error: Exception) -> str:
+    if dead := re.search(r"The actor is dead because (its [^.]+)", str(error)):
+        return f"{dead[1].replace('worker ', '')}: it was killed, or it crashed"
     cause = getattr(error, "cause", None) or error
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"

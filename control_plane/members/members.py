@@ -76,9 +76,7 @@ class Members:
         )
         self._heartbeats = Heartbeats()
         self.terms = Terms(self._instances, self, metrics.waits_for)
-        self.suspicion = Suspicion(
-            self.terms, self._heartbeats, self._deadlines, self.lose, self.recovers
-        )
+        self.suspicion = Suspicion(self.terms, self._heartbeats, self._deadlines, self.lose)
         self.leaving: str | None = None
         """Why every member is asked to leave; None until then."""
         self.failure: Future[str] = Future()

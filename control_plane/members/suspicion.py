@@ -28,14 +28,12 @@ class Suspicion:
         heartbeats: Heartbeats,
         deadlines: Deadlines,
         lose: Callable[[Member, str, str], None],
-        recovers: bool,
     ) -> None:
-        """lose: see Members.lose. recovers: whether the cluster goes on after a loss."""
+        """lose: see Members.lose."""
         self._terms = terms
         self._heartbeats = heartbeats
         self._deadlines = deadlines
         self._lose = lose
-        self._recovers = recovers
 
     def blame(self, instances: Sequence[int], message: str) -> None:
         """These instances do not go on: lose those at the root of their waits.
@@ -53,8 +51,6 @@ class Suspicion:
         message = f"{member}: {suspect.message}"
         if not suspect.HasField("instance"):
             self._terms.end()
-        elif not self._recovers:
-            self._lose(Member("instance", suspect.instance), message, "stuck")
         elif suspect.is_gone:
             blamed = Member("instance", suspect.instance)
             lose = partial(self._lose_if_still_in, blamed, message, term)

@@ -15,14 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NUM_SCALES = 4
+from data_plane.model.page_bytes import NUM_SCALES
+
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
-
-
-def token_bytes(rank: int, rope_dim: int) -> int:
-    """Size of one token's latent KV, in bytes."""
-    return rank + 4 * NUM_SCALES + 2 * rope_dim
 
 
 def quantise(kv: Tensor, rank: int) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from data_plane.attention.fp8_latent import token_bytes, views
+from data_plane.attention.fp8_latent import views
 from data_plane.attention.triton_merge import merge_splits
 from data_plane.attention.triton_split import (
     LOG2_E,
@@ -27,6 +27,7 @@ from data_plane.attention.triton_split import (
     store_piece,
     weigh,
 )
+from data_plane.model.page_bytes import token_bytes
 from nanocp.plan import PAGE_SIZE
 
 TILES_16_BIT = Tiles(block_heads=64, block_tokens=64, num_warps=8, num_stages=2)

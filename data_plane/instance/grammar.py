@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocp.tokenizer_file import tokenizer_json
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -58,10 +60,11 @@ class GrammarMasks:
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._only_eos = np.zeros(vocab_size, np.bool_)
-        self._only_eos[list(eos_ids)] = True
         # The tokenizer may know more tokens than the model has logits.
         self._num_words = -(-max(vocab_size, tokenizer.vocab_size) // 32)
+        only_eos = np.zeros(self._num_words * 32, np.bool_)
+        only_eos[list(eos_ids)] = True
+        self._only_eos = np.packbits(only_eos, bitorder="little").view(np.uint32)
         self._kept: OrderedDict[tuple[int, int], _Progress] = OrderedDict()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         """Matchers that have eaten nothing, by grammar."""
@@ -75,10 +78,11 @@ class GrammarMasks:
         return self._thread.submit(self.masks, rows)
 
     def masks(self, rows: Sequence[MaskedRow]) -> Tensor:
-        """[rows, vocabulary] bool: the tokens that may come after each output; at least one.
+        """[rows, vocabulary] bool: the tokens that may come after each output.
 
-        When the grammar is complete, or too costly to go on with, only end-of-sequence tokens
-        remain. Not to be called while a `begin` is under way.
+        When the grammar is complete, only end-of-sequence tokens remain. None is left where nothing
+        leads to a complete output, or where it costs too much to find. Not to be called while a
+        `begin` is under way.
         """
         packed = np.zeros((len(rows), self._num_words), np.uint32)
         for row, words in zip(rows, packed, strict=True):
@@ -86,12 +90,10 @@ class GrammarMasks:
         bits = np.unpackbits(
             packed.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little"
         )
-        allowed = bits.view(np.bool_)
-        allowed[~allowed.any(axis=1)] = self._only_eos
-        return torch.from_numpy(allowed)
+        return torch.from_numpy(bits.view(np.bool_))
 
     def _fill(self, words: np.ndarray, row: MaskedRow) -> None:
-        """Set the bits of the tokens that the row's grammar allows; none if it is complete."""
+        """Set the bits of the tokens that the row's grammar allows; none if it has failed."""
         key = row.request_id, row.attempt
         num_ids = len(row.output_ids)
         known = self._kept.pop(key, None)
@@ -103,14 +105,16 @@ class GrammarMasks:
         if known.num_eaten < num_ids:
             known.matcher.consume_tokens(list(row.output_ids[known.num_eaten :]))
             known.num_eaten = num_ids
-        if not known.matcher.is_stopped():
+        if known.matcher.is_stopped():
+            words[:] = self._only_eos
+        else:
             known.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if known.matcher.is_error():
             words[:] = 0
             if not known.has_failed:
                 known.has_failed = True
                 logger.warning(
-                    "the grammar of request %d ends its output after %d tokens: %s",
+                    "the grammar of request %d breaks off its output after %d tokens: %s",
                     row.request_id,
                     num_ids,
                     known.matcher.get_error(),
@@ -139,12 +143,11 @@ def load_grammar_masks(
 
     Takes about a second for a large vocabulary.
     """
-    path = checkpoint / "tokenizer.json"
-    if not path.is_file() or not eos_ids:
+    text = tokenizer_json(checkpoint) if eos_ids else None
+    if text is None:
         return None
     from llguidance import LLTokenizer
 
-    text = path.read_text(encoding="utf-8")
     try:
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
     except ValueError:

@@ -41,7 +41,12 @@ def sample(
     """
     masks = None
     if allowed_MV is not None:
-        masks = RowMasks([i for i, row in enumerate(rows) if row.params.constraint], allowed_MV)
+        constrained = [i for i, row in enumerate(rows) if row.params.constraint]
+        for index, allowed_V in zip(constrained, allowed_MV, strict=True):
+            if not allowed_V.any():
+                rows[index].is_broken_off = True
+                allowed_V[list(rows[index].stop_token_ids)] = True
+        masks = RowMasks(constrained, allowed_MV)
     token_ids = sample_rows(
         logits_BV,
         [row.params for row in rows],

@@ -34,6 +34,9 @@ class Row:
     prompt_ids: array[int] = field(default_factory=lambda: array("q"))
     """`RowInput.prompt_ids` as an array, because the sampler reads it at every step."""
     finished: bool = False
+    is_broken_off: bool = False
+    """Whether the row's grammar has failed: its next token ends it, and the output is not complete.
+    """
     attempt: int = 0
     page_hash: bytes = b""
     """`RowInput.page_hash`."""
@@ -67,9 +70,9 @@ class Row:
             list(row.output_ids),
             array("q", row.prompt_ids),
             finished,
-            row.attempt,
-            row.page_hash,
-            list(row.page_ids),
+            attempt=row.attempt,
+            page_hash=row.page_hash,
+            page_ids=list(row.page_ids),
         )
 
     def handed_over(self) -> HandOffState:
@@ -103,7 +106,9 @@ class Row:
         self.output_ids.append(token_id)
         reason = None
         self.written = None
-        if token_id in self.stop_token_ids:  # the sampler masks them before min_tokens
+        if self.is_broken_off:
+            reason = FinishReason.INVALID
+        elif token_id in self.stop_token_ids:  # the sampler masks them before min_tokens
             reason = FinishReason.STOP
         elif len(self.output_ids) >= self.params.max_tokens:
             reason = FinishReason.LENGTH

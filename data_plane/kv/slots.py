@@ -6,9 +6,13 @@ read. Does not know: which page a slot has, frames, when a slot is free.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from hashlib import blake2b
 from typing import IO
 
@@ -20,12 +24,15 @@ from nanocp.config import Config
 logger = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = 8
+_DISK_S = 5.0
+"""A disk that takes longer for a page hangs, and its file is given up."""
 
 
 class Slots:
     """Slots 0 to num_host - 1 are in memory, the others in a file.
 
-    One thread writes and reads them.
+    One thread writes and reads them. A file whose disk hangs is given up: nothing is written there
+    any more, and what was there is gone.
     """
 
     def __init__(self, num_host: int, num_file: int, page_bytes: int, file_dir: str) -> None:
@@ -48,6 +55,7 @@ class Slots:
         """By slot: checksums of the pages in the file."""
         self._file: IO[bytes] | None = None
         self._has_warned = False
+        self._is_given_up = False
         if num_file:
             try:
                 # It has no name: nothing is left of it when the process ends, however it does.
@@ -79,7 +87,8 @@ class Slots:
             return True
         assert self._file is not None
         try:
-            num_bytes = os.pwrite(self._file.fileno(), payload.data, self._offset(slot))
+            file, offset = self._file.fileno(), self._offset(slot)
+            num_bytes = self._in_time(lambda: os.pwrite(file, payload.data, offset))
         except OSError as error:
             self._warn(f"a page could not be written: {error.strerror}")
             return False
@@ -94,7 +103,8 @@ class Slots:
         assert self._file is not None
         payload = np.empty(self._page_bytes, np.uint8)
         try:
-            num_bytes = os.preadv(self._file.fileno(), [payload.data], self._offset(slot))
+            file, offset = self._file.fileno(), self._offset(slot)
+            num_bytes = self._in_time(lambda: os.preadv(file, [payload.data], offset))
         except OSError as error:
             self._warn(f"a page could not be read: {error.strerror}")
             return None
@@ -105,8 +115,29 @@ class Slots:
 
     def close(self) -> None:
         """Give the file's space back. Idempotent."""
-        if self._file is not None:
+        if self._file is not None and not self._is_given_up:  # else to close it would hang too
             self._file.close()
+
+    def _in_time(self, call: Callable[[], int]) -> int:
+        """What the system call returns. Raises OSError, also if the disk hangs now or has hung."""
+        if self._is_given_up:
+            raise OSError(errno.ETIMEDOUT, "the disk hung")
+        answer: Future[int] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except OSError as error:
+                answer.set_exception(error)
+
+        # No pool: a process would wait for its threads at the end.
+        threading.Thread(target=run, name="page file", daemon=True).start()
+        try:
+            return answer.result(_DISK_S)
+        except TimeoutError:
+            self._is_given_up = True
+            sentence = f"the disk hangs for {_DISK_S:g} s, so the tier is given up until a restart"
+            raise OSError(errno.ETIMEDOUT, sentence) from None
 
     def _offset(self, slot: int) -> int:
         return (slot - self._num_host) * self._page_bytes

@@ -70,6 +70,16 @@ class SafetensorsReader:
             count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
             raise ValueError(f"{self._folder}: {count} missing from the checkpoint: {few}")
 
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of the folder."""
+        assert self._file_of is not None
+        return len(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there, as it is stored."""
+        return self._entry(name).shape
+
     def _missing(self, name: str) -> str | None:
         """Return the name if the tensor is missing, its scales' name if those are, or None."""
         assert self._file_of is not None
@@ -90,9 +100,17 @@ class SafetensorsReader:
         """
         entry, path = self._entry(name), self._path_of(name)
         _check_shape(path, name, entry, target)
-        if entry.dtype == _FP8:
-            self._read_fp8_into(name, entry, target)
-            return
+        read = self._read_fp8_into if entry.dtype == _FP8 else self._read_float_into
+        read(name, entry, target)
+        # What is not a number stays none in a sum, and an infinity no finite number.
+        if not target.sum().isfinite():
+            raise ValueError(
+                f"{path}: the tensor {name} has values that are no finite numbers; download or "
+                "write the checkpoint again"
+            )
+
+    def _read_float_into(self, name: str, entry: _Entry, target: Tensor) -> None:
+        path = self._path_of(name)
         if entry.dtype not in _DTYPES:
             raise ValueError(
                 f"{path}: the tensor {name} is {entry.dtype}; "

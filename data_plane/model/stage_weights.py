@@ -16,7 +16,6 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing
 from data_plane.model.rope import RopeTable
-from data_plane.model.safetensors_reader import SafetensorsReader
 from data_plane.model.weights import (
     HeadWeights,
     LayerWeights,
@@ -25,8 +24,8 @@ from data_plane.model.weights import (
     embedding_shapes,
     head_shapes,
     layer_shapes,
+    open_tensors,
     say_nothing,
-    stored_shapes,
 )
 
 
@@ -51,8 +50,7 @@ class StageWeights:
         """
         self._config, self._dtype, self._packing = config, dtype, packing
         self._experts = range(config.num_experts)
-        self._reader = SafetensorsReader(path, config.fp8_block)
-        self._reader.check(stored_shapes(config, self._experts))
+        self._reader, _ = open_tensors(path, config, self._experts)
         layers = list(layers)
         shapes = self._shapes(layers)
         if is_first:

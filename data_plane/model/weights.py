@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -176,14 +176,43 @@ def is_packed(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and not name.endswith(".gate.weight")
 
 
+def open_tensors(
+    path: str | Path, config: ModelConfig, experts: Sequence[int]
+) -> tuple[SafetensorsReader, dict[str, tuple[int, ...]]]:
+    """Open folder `path`, whose tensors have these names and shapes, as config.json says.
+
+    Raises ValueError, naming a field and sizes, before anything is allocated for what is missing or
+    has another shape.
+    """
+    reader = SafetensorsReader(Path(path), config.fp8_block)
+    for what, number in (("layers", config.num_layers), ("experts", config.num_experts)):
+        if number > reader.num_tensors:
+            raise ValueError(
+                f"{path}: config.json says that there are {number} {what}, and the folder has "
+                f"{reader.num_tensors} tensors"
+            )
+    shapes = stored_shapes(config, experts)
+    reader.check(shapes)
+    for name, shape in shapes.items():
+        if (stored := reader.shape(name)) != shape:
+            sizes = ", ".join(
+                f"{field.name} is {size}"
+                for field in fields(config)
+                if (size := getattr(config, field.name)) in set(shape) - set(stored)
+            )
+            raise ValueError(
+                f"{path}: the tensor {name} has shape {list(stored)}; by config.json it must have "
+                f"{list(shape)}{sizes and f' ({sizes})'}"
+            )
+    return reader, shapes
+
+
 def stores_bf16(path: str | Path, config: ModelConfig) -> bool:
     """Whether the checkpoint in folder `path` has every matrix but those of gates in bf16.
 
     Raises ValueError naming the tensors that are missing.
     """
-    reader = SafetensorsReader(Path(path), config.fp8_block)
-    shapes = stored_shapes(config, range(config.num_experts))
-    reader.check(shapes)
+    reader, shapes = open_tensors(path, config, range(config.num_experts))
     return all(reader.is_bf16(name) for name, shape in shapes.items() if is_packed(name, shape))
 
 
@@ -211,9 +240,7 @@ def load_weights(
     naming the tensors that are missing, before any is read, or the file and tensor that is
     truncated or has another shape.
     """
-    reader = SafetensorsReader(Path(path), config.fp8_block)
-    shapes = stored_shapes(config, experts)
-    reader.check(shapes)
+    reader, shapes = open_tensors(path, config, experts)
     return WeightLoader(
         reader, config, dtype, experts, shapes, progress, packing or TorchPacking()
     ).model()
@@ -240,9 +267,7 @@ def load_experts(
     slot_E = layers[0][1].slot_E
     missing = {slot: expert for slot, expert in held.items() if slot_E[expert] != slot}
     if missing:
-        reader = SafetensorsReader(Path(path), config.fp8_block)
-        shapes = stored_shapes(config, sorted(missing.values()))
-        reader.check(shapes)
+        reader, shapes = open_tensors(path, config, sorted(missing.values()))
         loader = WeightLoader(
             reader, config, dtype, range(0), shapes, say_nothing, packing or TorchPacking()
         )

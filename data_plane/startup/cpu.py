@@ -24,6 +24,7 @@ from data_plane.model.weights import (
     load_weights,
 )
 from data_plane.startup.cpu_parts import cpu_parts, kernels_for
+from data_plane.startup.memory_need import check_memory
 from data_plane.startup.shared_parts import (
     bucket_table,
     moe_backends,
@@ -65,6 +66,7 @@ def build_cpu_instance(
     model = ModelConfig.from_folder(checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kernels, attention, sentences = cpu_parts(config, model, checkpoint)
+    check_memory(model, config, kernels.keeps_bf16)
     moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
     if shared is None:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import psutil
 
-from data_plane.attention.fp8_latent import token_bytes
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
+from data_plane.model.page_bytes import page_bytes
 from data_plane.model.weights import (
     embedding_shapes,
     head_shapes,
@@ -23,10 +24,10 @@ from data_plane.model.weights import (
     stored_shapes,
 )
 from data_plane.transport.regions import step_layout
+from nanocp.choices import require
 from nanocp.config import Config
 from nanocp.experts import num_slots
 from nanocp.passes import PipelineConfig, layers_of
-from nanocp.plan import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,24 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
         other_weights=other,
         exchange=2 * region * (num_instances - 1) * (1 + config.scheduler.has_lanes),
         page=page_bytes(model, config),
+    )
+
+
+def check_memory(model: ModelConfig, config: Config, stores_bf16: bool) -> None:
+    """Check what the instances of this machine need, before anything is allocated.
+
+    stores_bf16: see memory_need. Raises ValueError, naming the field and the sizes, if it is more
+    than the machine has.
+    """
+    cluster, need = config.cluster, memory_need(model, config, stores_bf16)
+    num_instances = min(cluster.num_instances, cluster.instances_per_node)
+    frames, gb = cluster.num_frames * need.page, 1e9
+    total = psutil.virtual_memory().total
+    require(
+        num_instances * (need.fixed + frames) <= total,
+        f"each of {num_instances} instances needs {need.fixed / gb:.1f} GB for weights and "
+        f"exchange, and {frames / gb:.1f} GB for frames (cluster.num_frames is "
+        f"{cluster.num_frames}, of {need.page / 1e6:.2f} MB); the machine has {total / gb:.1f} GB",
     )
 
 
@@ -135,7 +154,8 @@ def smallest_cluster(
     """
     most = max(model.num_experts, config.cluster.num_instances)
     for number in range(config.cluster.num_instances, most + 1):
-        sized = replace(config, cluster=replace(config.cluster, num_instances=number))
+        cluster = replace(config.cluster, num_instances=number, instances_per_node=number)
+        sized = replace(config, cluster=cluster)
         need = memory_need(model, sized, stores_bf16)
         if need.fixed + need.page <= usable - reserve:
             return number
@@ -147,12 +167,3 @@ def _bytes(shapes: Mapping[str, tuple[int, ...]], item_bytes: int, matrix_bytes:
         math.prod(shape) * (matrix_bytes if is_packed(name, shape) else item_bytes)
         for name, shape in shapes.items()
     )
-
-
-def page_bytes(model: ModelConfig, config: Config) -> int:
-    """Compute the bytes of a page of all layers. Raises ValueError if KV cannot be kept in FP8."""
-    kind, num_tokens = model.attention, PAGE_SIZE * model.num_layers
-    if config.data_plane.kv_dtype == "fp8":
-        rank = kind.fp8_rank()
-        return num_tokens * token_bytes(rank, kind.kv_width - rank)
-    return num_tokens * kind.kv_width * (2 if config.data_plane.dtype == "bfloat16" else 4)

@@ -6,8 +6,10 @@ same way, on any node. Does not know: what is in them.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +20,25 @@ from data_plane.transport.futex import Word
 from data_plane.transport.nixl import NixlAgent, NixlSegment
 from data_plane.transport.shared_memory import (
     DIRECTORY,
+    NoRoom,
     OwnedSegment,
     PeerSegment,
     is_owned,
     segment_name,
+    sweep_stale,
 )
 from data_plane.transport.tcp_segment import TcpSegment
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config import LimitsConfig
+
+logger = logging.getLogger(__name__)
+
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
+"""Before each further try to make a segment for which /dev/shm has no room."""
+_START_PAUSES = 6
+"""Pauses before the first term: whoever starts a service with too little room waits."""
+_LOOK_S = 0.05
+"""A pause looks so often whether the term is over."""
 
 
 class Segment(Protocol):
@@ -142,11 +155,13 @@ class Segments:
     ) -> OwnedSegment:
         """Make a segment of this process, in the present term; see OwnedSegment.
 
-        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`.
+        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. Waits a bounded time
+        for room: the last term's segments are free once every peer has let go of them. Raises
+        TermOver besides.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
         is_apart = page_bytes > 0 and self._nixl is not None
-        segment = OwnedSegment(name, description, data_bytes + (0 if is_apart else page_bytes))
+        segment = self._make(name, description, data_bytes + (0 if is_apart else page_bytes))
         if is_apart:
             assert self._nixl is not None
             segment.bulk, place = self._nixl.allocate(page_bytes)
@@ -156,6 +171,20 @@ class Segments:
             self._server.admit(segment)
         self._owned.add(segment)
         return segment
+
+    def _make(self, name: str, description: str, data_bytes: int) -> OwnedSegment:
+        for number, pause_s in enumerate(_PAUSES_S[: None if self._peers else _START_PAUSES]):
+            try:
+                return OwnedSegment(name, description, data_bytes)
+            except NoRoom as error:
+                if not number:
+                    logger.warning("%s; waiting for room", error)
+            sweep_stale()
+            end_s = time.monotonic() + pause_s
+            while (left_s := end_s - time.monotonic()) > 0:
+                self.term.check()
+                time.sleep(min(left_s, _LOOK_S))
+        return OwnedSegment(name, description, data_bytes)
 
     def attach(
         self,

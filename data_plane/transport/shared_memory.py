@@ -48,6 +48,10 @@ _APPEAR_POLL_S = 0.01
 _CLAIM = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
 
 
+class NoRoom(ValueError):
+    """/dev/shm is too small for a segment; the message says by how much, and what to do."""
+
+
 def aligned(num_bytes: int) -> int:
     """The number of bytes, rounded up to a multiple of CACHE_LINE."""
     return -(-num_bytes // CACHE_LINE) * CACHE_LINE
@@ -111,7 +115,7 @@ class OwnedSegment:
     """A segment of this process: a header, then zeros. Other processes can attach once it is made.
 
     `memory` is the mapping; the contents begin at `data_offset`, a multiple of CACHE_LINE. Raises
-    ValueError if /dev/shm is too small, or if the name belongs to a living process.
+    NoRoom, or ValueError if the name belongs to a living process.
     """
 
     def __init__(self, name: str, description: str, data_bytes: int) -> None:
@@ -167,6 +171,7 @@ class OwnedSegment:
             os.close(self._lock_fd)
             self._lock_fd = None
             del self.memory
+            self.served_words = ()  # They are views, and would keep the memory.
 
 
 _owned: weakref.WeakSet[OwnedSegment] = weakref.WeakSet()
@@ -188,7 +193,7 @@ def _allocate(fd: int, name: str, num_bytes: int) -> None:
             raise
         status = os.statvfs(DIRECTORY)
         free_bytes = status.f_bavail * status.f_frsize
-        raise ValueError(
+        raise NoRoom(
             f"{name} needs {num_bytes / 2**20:.1f} MiB of {DIRECTORY}, which has "
             f"{free_bytes / 2**20:.1f} MiB free: enlarge it (docker: --shm-size) or lower the "
             "cluster's bounds"

@@ -66,7 +66,7 @@ def read_requests(path: Path) -> Iterator[BatchLine]:
     """
     seen: set[str] = set()
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     try:

@@ -1,7 +1,7 @@
 """What is served: a checkpoint that fits the configuration, and what makes its members.
 
 Enters: a Config, a checkpoint folder. Leaves: a Served. Does not know: processes, ports. It names
-factories of the data plane, and imports torch only to read a model's configuration.
+factories of the data plane, and imports no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
+from data_plane.model.config import ModelConfig
+from data_plane.model.page_bytes import page_bytes
 from nanocp.choices import require
 from nanocp.config import Config
 from nanocp.passes import PipelineConfig
@@ -50,10 +52,6 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
 
     Raises ValueError saying what does not fit.
     """
-    # A model's configuration is read with torch, and takes longer to import than all the rest.
-    from data_plane.model.config import ModelConfig
-    from data_plane.startup.memory_need import page_bytes
-
     model = ModelConfig.from_folder(checkpoint)
     num_instances = config.cluster.num_instances
     is_pipeline = config.cluster.layout == "pipeline"

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import http.server
 import json
 import subprocess
+import threading
+import time
 from itertools import pairwise
 
 import apis
@@ -12,6 +15,7 @@ import decode_cpu
 import live_moves
 import long_context_cpu
 import page_runs
+import pauses
 import peers
 import pytest
 import service
@@ -208,6 +212,56 @@ def test_apis_compares_the_median_rounds(http_rates, holds):
     results = [apis.summary(api, rounds[api]) for api in apis.APIS]
     apis.show(results, QUIET)
     assert apis.show_claim(results, QUIET) == holds
+
+
+@pytest.mark.parametrize(("added_s", "holds"), [((0.0, 0.3), True), ((0.31, 0.0), False)])
+def test_apis_judges_the_request_that_adds_most(added_s, holds):
+    measured = [pauses.AddedPause("a", 200, 1.0, 0.1, 0.1 + each, each, 1) for each in added_s]
+    apis.show_pauses(measured, QUIET)
+    assert apis.show_pause_claim(measured, QUIET) == holds
+
+
+def test_pauses_are_the_longest_times_between_events(monkeypatch):
+    """A service whose stream stands still while any other request is answered."""
+    monkeypatch.setattr(pauses, "WINDOW_S", 0.3)
+    monkeypatch.setattr(pauses, "INPUTS", {"one": ("/tokenize", {"prompt": "a"})})
+    with standing_still() as url:
+        (measured,) = pauses.measure_pauses(url, 1)
+    assert (measured.request, measured.status, measured.num_pairs) == ("one", 200, 1)
+    assert measured.beside_s >= 1.0 and measured.answered_s >= 1.0
+    assert measured.added_s == pytest.approx(measured.beside_s - measured.idle_s, abs=0.002)
+
+
+@contextlib.contextmanager
+def standing_still():
+    lock = threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            if self.path == "/tokenize":
+                with lock:
+                    time.sleep(1.0)
+                return
+            with contextlib.suppress(OSError):
+                while True:
+                    with lock:
+                        self.wfile.write(b"data: {}\n\n")
+                    time.sleep(0.005)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
 
 
 @pytest.mark.system

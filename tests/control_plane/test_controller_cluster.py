@@ -143,19 +143,27 @@ def go_on(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_an_instance_that_is_stopped_is_noticed_by_its_peers():
-    limits = replace(IMPATIENT.limits, exchange_timeout_ms=3000, plan_timeout_ms=2900)
+@pytest.mark.parametrize(
+    ("how", "culprit", "limits"),
+    [
+        ("stopping", "instance .", {}),
+        # Its own heartbeats and those of who waits for it say who it is.
+        ("hanging", "instance 1", {"exchange_timeout_ms": 8000, "suspect_ms": 10_000}),
+    ],
+)
+def test_an_instance_that_is_stopped_or_hangs_is_noticed_by_its_peers(how, culprit, limits):
+    limits = replace(IMPATIENT.limits, **limits)
     with (
-        hash_service(replace(CONFIG, limits=limits), SLOW) as service,
+        hash_service(
+            replace(CONFIG, limits=limits), f"harness.hash_members:build_{how}"
+        ) as service,
         ThreadPoolExecutor(1) as pool,
     ):
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
-        until_decoding(service)
         pid = service.launcher.pid(Member("instance", 1))
-        os.kill(pid, signal.SIGSTOP)
         try:
             assert re.search("ExchangeTimeout|PeerLost", service.failure.result(60))
-            with pytest.raises(Unavailable):
+            with pytest.raises(Unavailable, match=f"{culprit} was lost"):
                 stream.result(END_S)
         finally:
             go_on(pid)

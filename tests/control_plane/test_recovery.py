@@ -17,6 +17,7 @@ from control_plane.observe.recovery_metrics import PHASES
 from harness.hash_members import MortalMember
 from harness.hash_service import (
     CONFIG,
+    DEFAULT,
     expected,
     generate,
     hash_service,
@@ -62,7 +63,7 @@ def test_terms_end_one_after_the_other_without_a_loss(backend, tmp_path):
     ids=lambda each: each.name,
 )
 def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
-    with hash_service(CONFIG, SLOW) as service:
+    with hash_service(DEFAULT, SLOW) as service:
         with generating(service, 200):
             lost = pid_of(service, Member("instance", 1))
             os.kill(lost, number)
@@ -81,7 +82,7 @@ def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
 
 
 def test_an_instance_is_lost_while_another_is_replaced():
-    with hash_service(CONFIG, SLOW) as service, generating(service, 200):
+    with hash_service(DEFAULT, SLOW) as service, generating(service, 200):
         os.kill(pid_of(service, Member("instance", 3)), signal.SIGKILL)
         until(lambda: not terms_of(service).is_serving)
         os.kill(pid_of(service, Member("instance", 0)), signal.SIGKILL)
@@ -102,7 +103,7 @@ def test_all_instances_are_lost_at_once():
     ids=lambda each: each.name,
 )
 def test_a_lost_prefill_is_replaced_and_new_requests_wait_for_it(number):
-    with hash_service(CONFIG, SLOW) as service, ThreadPoolExecutor(1) as pool:
+    with hash_service(DEFAULT, SLOW) as service, ThreadPoolExecutor(1) as pool:
         with generating(service, 200):
             lost = pid_of(service, PREFILL)
             os.kill(lost, number)
@@ -113,7 +114,7 @@ def test_a_lost_prefill_is_replaced_and_new_requests_wait_for_it(number):
 
 
 def test_a_service_that_is_asked_to_stop_while_it_recovers_stops():
-    with hash_service(CONFIG, SLOW) as service:
+    with hash_service(DEFAULT, SLOW) as service:
         os.kill(pid_of(service, Member("instance", 2)), signal.SIGKILL)
         until(lambda: not terms_of(service).is_serving)
         began = time.monotonic()
@@ -124,7 +125,7 @@ def test_a_service_that_is_asked_to_stop_while_it_recovers_stops():
 
 
 def test_a_spare_takes_the_seat_of_a_lost_instance_and_another_stands_by():
-    config = replace(CONFIG, cluster=replace(CONFIG.cluster, spares=1))
+    config = replace(DEFAULT, cluster=replace(DEFAULT.cluster, spares=1))
     with hash_service(config, SLOW) as service:
         until(lambda: service.num_ready_spares)
         (spare,) = service.launcher._spares
@@ -144,7 +145,7 @@ def test_a_spare_takes_the_seat_of_a_lost_instance_and_another_stands_by():
 @pytest.mark.system
 def test_a_request_that_ends_instances_is_ended_and_the_others_go_on():
     poison = MortalMember.POISON
-    with hash_service(CONFIG, "harness.hash_members:build_mortal") as service:
+    with hash_service(DEFAULT, "harness.hash_members:build_mortal") as service:
         with generating(service, 400):
             sample = service.metrics.registry.get_sample_value
             until(lambda: sample("nanocp:num_requests_running") == len(LENGTHS))
@@ -159,7 +160,7 @@ def test_a_request_that_ends_instances_is_ended_and_the_others_go_on():
 def test_a_replacement_that_is_stopped_before_it_dials_is_followed_by_another(monkeypatch):
     monkeypatch.setattr(replacements, "_DIAL_S", 15.0)
     member = Member("instance", 2)
-    with hash_service(CONFIG, SLOW) as service, generating(service, 400):
+    with hash_service(DEFAULT, SLOW) as service, generating(service, 400):
         first = pid_of(service, member)
         os.kill(first, signal.SIGKILL)
         until(lambda: pid_of(service, member) != first)

@@ -6,14 +6,14 @@ import grpc
 import pytest
 
 from harness.hash_members import MODEL
-from harness.hash_service import CONFIG, expected, hash_service, prompt
+from harness.hash_service import DEFAULT, expected, hash_service, prompt
 from harness.service_recovery import SLOW, num_free_frames, until
 from nanocp.client import Client
 from nanocp.sampling import SamplingParams
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
-TWO = replace(CONFIG, service=replace(CONFIG.service, front_ends=2))
+TWO = replace(DEFAULT, service=replace(DEFAULT.service, front_ends=2))
 
 
 @pytest.mark.parametrize("length", [64, 300])
@@ -31,7 +31,7 @@ def test_a_stream_goes_on_at_another_front_end_as_if_nothing_had_happened(length
         rest = resumed(service.addresses[1], prompt_ids, resume, max_tokens=150, **sampling)
         assert len(rest.logprobs) == len(rest.token_ids)
         assert token_ids + list(rest.token_ids) == MODEL.generate(prompt_ids, params)
-    until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
+    until(lambda: num_free_frames(service) == 4 * DEFAULT.cluster.num_frames)
 
 
 def resumed(target, prompt_ids, resume, **sampling):
@@ -59,4 +59,4 @@ def test_a_client_resumes_by_itself_when_its_front_end_ends(service):
         service._front_ends._front_ends[0].stop("front end 0 is replaced")
         token_ids += [i for chunk in chunks for i in chunk.token_ids]
     assert token_ids == expected(prompt_ids, 200)
-    until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
+    until(lambda: num_free_frames(service) == 4 * DEFAULT.cluster.num_frames)

@@ -186,7 +186,8 @@ class DecodeCluster:
             self.plans.append(plan)
             self._num_windows += plan.window is not None
             self._push(plan, {})
-            if all(
+            # The last window may be under way though it holds no frame.
+            if not self._in_flight() and all(
                 load.frames_free == self.config.cluster.num_frames
                 for load in self.scheduler.loads()
             ):

@@ -6,6 +6,8 @@ Light to import, since every process pays for it: no torch.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +55,27 @@ class MortalMember(SlowMember):
         if any(row.params.seed == self.POISON for row in rows):
             os._exit(9)
         super()._sample(window, rows, hidden)
+
+
+class StoppingMember(SlowMember):
+    """An instance that stops its process as a window begins in which its peers need it."""
+
+    WINDOW = 20
+
+    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+        if plan.window == self.WINDOW:
+            self._stop()
+        return super().begin(plan)
+
+    def _stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class HangingMember(StoppingMember):
+    """An instance whose decode thread hangs in that window, while its process lives and beats."""
+
+    def _stop(self) -> None:
+        threading.Event().wait()
 
 
 class ForgetfulMember(HashInstance):
@@ -150,6 +173,18 @@ def build_slow(
     config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> HashInstance:
     return _build(SlowMember, config, instance, segments)
+
+
+def build_stopping(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashInstance:
+    return _build(StoppingMember if instance == 1 else SlowMember, config, instance, segments)
+
+
+def build_hanging(
+    config: Config, instance: int, segments: Segments, checkpoint: Path, progress: Progress
+) -> HashInstance:
+    return _build(HangingMember if instance == 1 else SlowMember, config, instance, segments)
 
 
 def build_mortal(

@@ -15,6 +15,7 @@ from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
 from harness.forks import FORKS
 from harness.hash_members import MODEL
+from harness.hash_parts import FREE_LINKS
 from harness.paths import TESTS
 from nanocp.client import Client
 from nanocp.config import ClusterConfig, Config, LimitsConfig, SchedulerConfig, ServiceConfig
@@ -97,6 +98,10 @@ def shared_memory_of(service: Service) -> list[str]:
 
 def with_policy(policy: str, **scheduler: object) -> Config:
     return replace(CONFIG, scheduler=replace(CONFIG.scheduler, policy=policy, **scheduler))
+
+
+DEFAULT = with_policy("cost_aware", costs=FREE_LINKS)
+"""The policy that a service has by default, under which pages split and move all the time."""
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -70,11 +70,13 @@ class Serve:
             self.lines.append(line.rstrip())
             if "serving no-checkpoint" in line:
                 self.serving.set()
+        self.serving.set()  # It has ended: nobody waits for it any more.
 
     @property
     def address(self):
-        assert self.serving.wait(150), self.lines
-        line = next(line for line in self.lines if "serving no-checkpoint" in line)
+        assert self.serving.wait(WAIT_S), self.lines
+        line = next((line for line in self.lines if "serving no-checkpoint" in line), "")
+        assert line, f"the service has ended: {self.lines[-20:]}"
         return line.rstrip('"}').split()[-1]
 
     def wait(self, timeout_s=EXIT_S):

@@ -6,6 +6,22 @@ RECEIVER = ("tests/data_plane/transport/test_tcp_receiver.py", "-k")
 
 OF_TCP = [
     Mutant(
+        name="native-lock",
+        why="a compiled call keeps the interpreter's lock, so a receiver that waits stops all",
+        path="data_plane/native/build.py",
+        text="return ctypes.CDLL(str(path))",
+        fault="return ctypes.PyDLL(str(path))",
+        tests=(*RECEIVER, "interpreter_lock"),
+    ),
+    Mutant(
+        name="nixl-peer",
+        why="another instance than the one that died is blamed for pages by NIXL",
+        path="data_plane/transport/nixl.py",
+        text="instance=self._instance,",
+        fault="instance=self._instance + 1,",
+        tests=("tests/data_plane/transport/test_nixl.py", "-k", "number"),
+    ),
+    Mutant(
         name="tcp-order",
         why="a word that came by TCP is raised before the rows that it announces are there",
         path="data_plane/transport/tcp_receiver.py",

@@ -115,6 +115,14 @@ OF_TERMS = [
         tests=("tests/control_plane/flights/test_transfers.py",),
     ),
     Mutant(
+        name="no-room",
+        why="rings of the last term keep their memory until those of the next one are made (terms)",
+        path="data_plane/transport/shared_memory.py",
+        text="self.served_words = ()  # They are views, and would keep the memory.",
+        fault="",
+        tests=("tests/data_plane/transport/test_room.py",),
+    ),
+    Mutant(
         name="lost-in-the-middle",
         why="a full stream ends the term under the messages of a plan (terms)",
         path="control_plane/members/members.py",

@@ -33,6 +33,7 @@ from control_plane.frontend.open_requests import (
     RequestError,
 )
 from control_plane.frontend.streams import ClientStreams
+from control_plane.frontend.validation import check_request_id
 from control_plane.member_streams import PREFILL, Member
 from control_plane.members_port import caller
 from nanocp.config import ClusterConfig, Config
@@ -156,7 +157,10 @@ def _client_request(
     keys: ApiKeys,
     defaults: Mapping[str, Any],
 ) -> ClientRequest:
-    """Read a message. defaults: of sampling fields. Raises RequestError if it has no prompt."""
+    """Read a message. defaults: of sampling fields.
+
+    Raises RequestError if it has no prompt, or an id that is too long.
+    """
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise RequestError(FinishReason.INVALID, "prompt is absent; give either text or token_ids")
@@ -166,6 +170,13 @@ def _client_request(
         left_ms = max(1, math.ceil(left_s * 1000))
         queue_timeout_ms = left_ms if queue_timeout_ms is None else min(queue_timeout_ms, left_ms)
     metadata = dict(context.invocation_metadata() or ())
+    # The message goes first: a proxy may add an id to the metadata, and the client aborts by its
+    # own.
+    request_id = message.request_id or metadata.get(REQUEST_ID_METADATA, "")
+    try:
+        check_request_id(request_id)
+    except ValueError as error:
+        raise RequestError(FinishReason.INVALID, str(error)) from error
     given = {field.name: value for field, value in message.sampling.ListFields()}
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
@@ -176,9 +187,7 @@ def _client_request(
             keys.tenant(metadata.get("authorization"), message.user),
             metadata.get("traceparent", ""),
         ),
-        # The message goes first: a proxy may add an id to the metadata, and the client aborts by
-        # its own.
-        request_id=message.request_id or metadata.get(REQUEST_ID_METADATA, ""),
+        request_id=request_id,
         queue_timeout_ms=queue_timeout_ms,
         resume=_resume(message.resume) if message.HasField("resume") else None,
         **{**defaults, **given},

@@ -8,16 +8,18 @@ A tool call is a part once it is complete. What begins as one and does not parse
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
-from uuid import uuid4
+
+from control_plane.frontend.http.call_forms import CallForm, ToolCall, Tools, Unfinished
 
 THINK = ("<think>", "</think>")
 """Markers of reasoning: DeepSeek, Kimi, Qwen and GLM have the same."""
+_MAX_ENDS = 64
+"""A call with so many end markers in its values is none."""
+_NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class PartKind(Enum):
@@ -29,34 +31,12 @@ class PartKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the model makes."""
-
-    id: str
-    name: str
-    arguments: str
-    """JSON, as the model wrote it."""
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerPart:
     """A piece of an answer: text, or a call."""
 
     kind: PartKind
     text: str = ""
     call: ToolCall | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """How a family of models writes tool calls."""
-
-    begin: str
-    end: str
-    read: Callable[[str], ToolCall]
-    """Reads what is between the markers. Raises ValueError or KeyError if that is no call."""
-    section: tuple[str, ...] = ()
-    """Markers around all calls; they mean nothing more."""
 
 
 class Parser(Protocol):
@@ -73,245 +53,261 @@ class Parser(Protocol):
         """What was held back, at the answer's end."""
 
 
-def new_call_id() -> str:
-    """An id as vLLM makes it, for models that write none themselves."""
-    return f"chatcmpl-tool-{uuid4().hex}"
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What a request says of the calls in its answer."""
+
+    form: CallForm | None = None
+    """None if calls stay content."""
+    tools: Tools = field(default_factory=dict)
+    num_earlier: int = 0
+    """Calls before the answer in the conversation."""
 
 
-def _arguments(text: str) -> str:
-    """The text, if it is a JSON object. Raises ValueError."""
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("arguments are no object")
-    return text.strip()
+class _Before(Enum):
+    """What stands before a stretch of text, and so what white space at its start is."""
+
+    NOTHING = "text"
+    MARKER = "text if other text follows"
+    REASONING = "none of the content"
 
 
-def _hermes(text: str) -> ToolCall:
-    call = json.loads(text)
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, dict) or not isinstance(call["name"], str):
-        raise ValueError("no name, or arguments that are no object")
-    return ToolCall(new_call_id(), call["name"], json.dumps(arguments, ensure_ascii=False))
+class _Calls:
+    """Parses content that may have calls in it."""
 
+    def __init__(self, context: CallContext, before: _Before) -> None:
+        self._form = form = context.form
+        self._tools = context.tools
+        self._number = context.num_earlier
+        self._markers = (*form.begins, *form.section) if form else ()
+        self._before = before
+        self._space: str | None = ""
+        """White space since the latest marker; None once there was other text."""
+        self._held = ""
+        self._begin = ""
+        """What has begun the call that the held text is in; empty: it is in none."""
+        self._first_end = -1
+        """Where the first end marker ends that stands within a value of the call."""
+        self._num_ends = 0
+        """End markers within a value of the call, each of which cost a look at all of it."""
+        self._num_tried = 0
+        """Characters of the held text in which no end marker begins that ends the call."""
 
-def _deepseek_v3(text: str) -> ToolCall:
-    kind, _, rest = text.partition("<｜tool▁sep｜>")
-    name, _, block = rest.partition("\n")
-    found = re.fullmatch(r"\s*```json\n(.*)\n```\s*", block, re.DOTALL)
-    if kind.strip() != "function" or found is None:
-        raise ValueError("no function with a block of JSON")
-    return ToolCall(new_call_id(), name.strip(), _arguments(found[1]))
+    def feed(self, text: str, is_last: bool = False) -> list[AnswerPart]:
+        """Parts that the text completes; all that is left if it is the last."""
+        self._held += text
+        parts: list[AnswerPart] = []
+        while self._call_step(parts, is_last) if self._begin else self._text_step(parts, is_last):
+            pass
+        return parts
 
+    def _text_step(self, parts: list[AnswerPart], is_last: bool) -> bool:
+        """Give the text before a marker, and take the marker; False if there is none."""
+        at, marker = _first_of(self._held, self._markers)
+        if not marker:
+            end = len(self._held) - (0 if is_last else _num_begun(self._held, self._markers))
+            self._give(parts, self._held[:end])
+            self._held = self._held[end:]
+            if is_last and self._space and self._before is _Before.NOTHING:
+                parts.append(AnswerPart(PartKind.CONTENT, self._space))
+                self._space = ""
+            return False
+        self._give(parts, self._held[:at])
+        self._held = self._held[at + len(marker) :]
+        if self._form and marker in self._form.begins:
+            self._begin, self._first_end, self._num_tried, self._num_ends = marker, -1, 0, 0
+        else:
+            self._space, self._before = "", _Before.MARKER
+        return True
 
-def _deepseek_v31(text: str) -> ToolCall:
-    name, separator, arguments = text.partition("<｜tool▁sep｜>")
-    if not separator or not name.strip():
-        raise ValueError("no name")
-    return ToolCall(new_call_id(), name.strip(), _arguments(arguments))
+    def _call_step(self, parts: list[AnswerPart], is_last: bool) -> bool:
+        """Take the call that has begun, or its marker as text; False if it may go on."""
+        form = self._form
+        assert form is not None
+        call, end = self._read(form, is_last)
+        if call is not None:
+            call_id = call.id or form.new_id(call.name, self._number)
+            parts.append(AnswerPart(PartKind.CALL, call=replace(call, id=call_id)))
+            self._number += 1
+            self._held = self._held[end:]
+            self._space, self._before = "", _Before.MARKER
+        elif end < 0:
+            return False
+        else:
+            # Another call may begin behind it; if none of them ends, only the last can be whole.
+            is_ended = not is_last or form.end in self._held
+            begun = 0 if is_ended else max(map(self._held.rfind, form.begins))
+            self._give(parts, self._begin + self._held[: max(begun, 0)])
+            self._held = self._held[max(begun, 0) :]
+        self._begin = ""
+        return True
 
+    def _read(self, form: CallForm, is_last: bool) -> tuple[ToolCall | None, int]:
+        """The call and where it ends; (None, -1) if it may go on; (None, 0) if it is none.
 
-def _kimi_k2(text: str) -> ToolCall:
-    call_id, _, arguments = text.partition("<|tool_call_argument_begin|>")
-    found = re.fullmatch(r"\s*((?:functions\.)?([\w.-]+):\d+)\s*", call_id)
-    if found is None:
-        raise ValueError("no id")
-    # The model counts over the whole conversation; its template prints the id again.
-    return ToolCall(found[1], found[2], _arguments(arguments))
+        An end marker within a value belongs to it, unless another call begins behind the marker.
+        """
+        marker = "" if self._begin == form.begins[0] else self._begin
+        while True:
+            at = self._held.find(form.end, self._num_tried)
+            between = self._held[self._first_end : at if at >= 0 else None]
+            if self._first_end >= 0 and _first_of(between, form.begins)[1]:
+                return None, 0
+            if at < 0:
+                break
+            try:
+                return form.read(marker + self._held[:at], self._tools), at + len(form.end)
+            except Unfinished:
+                self._num_tried = at + len(form.end)
+                self._first_end = self._num_tried if self._first_end < 0 else self._first_end
+                self._num_ends += 1
+                if self._num_ends == _MAX_ENDS:
+                    return None, 0
+            except _NO_CALL:
+                return None, 0
+        if not is_last:
+            self._num_tried = max(self._num_tried, len(self._held) - len(form.end) + 1)
+            return None, -1
+        try:
+            if form.is_whole_without_end:
+                return form.read(marker + self._held, self._tools), len(self._held)
+        except _NO_CALL:
+            pass
+        return None, 0
 
-
-def _glm45(text: str) -> ToolCall:
-    name, _, rest = text.strip().partition("\n")
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", rest, re.DOTALL)
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError("no name")
-    arguments = {key.strip(): _value(value) for key, value in pairs}
-    return ToolCall(new_call_id(), name, json.dumps(arguments, ensure_ascii=False))
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-CALL_FORMS = {
-    "hermes": CallForm("<tool_call>", "</tool_call>", _hermes),
-    "deepseek_v3": CallForm(*_DEEPSEEK_CALL, _deepseek_v3, _DEEPSEEK),
-    "deepseek_v31": CallForm(*_DEEPSEEK_CALL, _deepseek_v31, _DEEPSEEK),
-    "kimi_k2": CallForm(
-        "<|tool_call_begin|>",
-        "<|tool_call_end|>",
-        _kimi_k2,
-        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ),
-    "glm45": CallForm("<tool_call>", "</tool_call>", _glm45),
-}
-"""By service.tool_call_parser. Qwen's models write as hermes does."""
-
-
-def call_form_of(template: str) -> str:
-    """The name of the form that a chat template shows; empty if it shows none."""
-    if "<|tool_calls_section_begin|>" in template:
-        return "kimi_k2"
-    if "<｜tool▁calls▁begin｜>" in template:
-        return "deepseek_v3" if "```json" in template else "deepseek_v31"
-    if "<arg_key>" in template:
-        return "glm45"
-    return "hermes" if "<tool_call>" in template else ""
+    def _give(self, parts: list[AnswerPart], text: str) -> None:
+        """Give text, and the white space before it once there is more than that."""
+        if self._space is not None:
+            text = self._space + text
+            if not text.strip():
+                self._space = text
+                return
+            self._space = None
+            if self._before is _Before.REASONING:
+                text = text.lstrip()
+        if text:
+            parts.append(AnswerPart(PartKind.CONTENT, text))
 
 
 class AnswerParser:
     """Parses one choice's text by markers."""
 
-    def __init__(self, form: CallForm | None, has_reasoning: bool, begins_inside: bool) -> None:
-        """form: None if tool calls stay content. has_reasoning: whether THINK marks reasoning.
+    def __init__(
+        self, calls: CallContext, has_reasoning: bool = False, begins_inside: bool = False
+    ) -> None:
+        """has_reasoning: whether THINK marks reasoning.
 
         begins_inside: the prompt has the marker that begins reasoning.
         """
-        self._form = form
-        self._kind = PartKind.REASONING if begins_inside else PartKind.CONTENT
+        self._context = calls
         self._has_reasoning = has_reasoning
-        self._may_reason = has_reasoning and not begins_inside
-        """Whether the answer is empty so far: reasoning can only be at its start."""
+        form = calls.form
+        self._call_markers = (*form.begins, *form.section[:1]) if form else ()
         self._held = ""
-        self._is_first = begins_inside
-        """Whether nothing was given since the latest marker: white space after it is dropped."""
+        """Text of the reasoning, or before it is known whether there is any."""
+        self._may_begin = has_reasoning and not begins_inside
+        """Whether the answer is empty so far: reasoning can only be at its start."""
+        self._is_inside = begins_inside and has_reasoning
+        self._is_first = True
+        """Whether nothing of the reasoning was given: white space is dropped."""
+        self._calls: _Calls | None = None if has_reasoning else _Calls(calls, _Before.NOTHING)
+        """Parses the content, or a call within the reasoning that ends it if nothing else does."""
+        self._call_parts: list[AnswerPart] = []
+        """Parts of a call within the reasoning, and of what is behind the call."""
 
     @property
     def is_reasoning(self) -> bool | None:
         """See Parser."""
-        return self._kind is PartKind.REASONING if self._has_reasoning else None
+        return self._is_inside if self._has_reasoning else None
 
     def feed(self, text: str) -> list[AnswerPart]:
         """See Parser."""
-        self._held += text
-        parts: list[AnswerPart] = []
-        while self._step(parts):
-            pass
-        return parts
+        return self._parsed(text, False)
 
     def finish(self) -> list[AnswerPart]:
         """See Parser."""
-        held, self._held = self._held, ""
-        if self._kind is PartKind.CALL and self._form is not None:
-            held, self._kind = self._form.begin + held, PartKind.CONTENT
+        return self._parsed("", True)
+
+    def _parsed(self, text: str, is_last: bool) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
-        self._give(parts, held)
+        if self._may_begin:
+            self._held += text
+            begun = self._held.lstrip()
+            if not is_last and THINK[0].startswith(begun) and begun != THINK[0]:
+                return []
+            self._may_begin = False
+            text, self._held = self._held, ""
+            if begun.startswith(THINK[0]):
+                self._is_inside, text = True, begun.removeprefix(THINK[0])
+            else:
+                self._calls = _Calls(self._context, _Before.NOTHING)
+        if self._is_inside:
+            text = self._reasoned(parts, text, is_last)
+        if not self._is_inside and self._calls is not None:
+            parts += self._calls.feed(text, is_last)
         return parts
 
-    def _step(self, parts: list[AnswerPart]) -> bool:
-        """Take one marker, and what is before it, from the held text; False if there is none."""
-        if self._may_reason:
-            return self._begin()
-        markers = self._markers()
-        found = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
-        if not found:
-            if self._kind is not PartKind.CALL:
-                self._give(parts, self._take_safe(markers))
-            return False
-        at, marker = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-        before, self._held = self._held[:at], self._held[at + len(marker) :]
-        form = self._form
-        if self._kind is PartKind.CALL and form is not None:
-            self._kind, self._is_first = PartKind.CONTENT, True
-            try:
-                parts.append(AnswerPart(PartKind.CALL, call=form.read(before)))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                self._give(parts, form.begin + before + form.end)
-            return True
-        self._give(parts, before.rstrip())
-        self._is_first = True
-        if marker == THINK[1]:
-            self._kind = PartKind.CONTENT
-        elif form is not None and marker == form.begin:
-            self._kind = PartKind.CALL
-        return True
+    def _reasoned(self, parts: list[AnswerPart], text: str, is_last: bool) -> str:
+        """Give reasoning; returns what is behind it.
 
-    def _begin(self) -> bool:
-        """Decide whether the answer starts with reasoning; False if its text is too short yet."""
-        text = self._held.lstrip()
-        if THINK[0].startswith(text) and text != THINK[0]:
-            return False
-        self._may_reason = False
-        if text.startswith(THINK[0]):
-            self._kind, self._is_first = PartKind.REASONING, True
-            self._held = text.removeprefix(THINK[0])
-        return True
+        A call ends it, unless it proves to be a draft: the marker of the end comes later.
+        """
+        while True:
+            self._held += text
+            end = self._held.find(THINK[1])
+            if end >= 0:
+                self._reason(parts, self._held[:end].rstrip())
+                rest, self._held = self._held[end + len(THINK[1]) :], ""
+                self._is_inside, self._calls = False, _Calls(self._context, _Before.REASONING)
+                return rest
+            if self._calls is None:
+                at, marker = _first_of(self._held, self._call_markers)
+                begun = _num_begun(self._held, (THINK[1], *self._call_markers))
+                until = at if marker else len(self._held) - begun
+                # White space before a marker is none of the reasoning.
+                until = len(self._held[:until].rstrip())
+                if is_last and not marker:
+                    until = len(self._held)
+                self._reason(parts, self._held[:until])
+                self._held = self._held[until:]
+                if not marker:
+                    return ""
+                text = self._held.lstrip()
+                self._calls = _Calls(self._context, _Before.REASONING)
+            self._call_parts += self._calls.feed(text, is_last)
+            if self._call_parts and self._call_parts[0].kind is PartKind.CALL:
+                if is_last:
+                    self._is_inside = False
+                    parts += self._call_parts
+                return ""
+            if not self._call_parts:
+                return ""
+            # No call: what looked like one is reasoning.
+            marker = _first_of(self._held, self._call_markers)[1]
+            until = self._held.index(marker) + len(marker)
+            self._reason(parts, self._held[:until])
+            text, self._held = self._held[until:], ""
+            self._calls, self._call_parts = None, []
 
-    def _markers(self) -> tuple[str, ...]:
-        if self._kind is PartKind.REASONING:
-            return (THINK[1],)
-        if self._form is None:
-            return ()
-        if self._kind is PartKind.CALL:
-            return (self._form.end,)
-        return (self._form.begin, *self._form.section)
-
-    def _take_safe(self, markers: tuple[str, ...]) -> str:
-        """The held text but for an end that may be white space before a marker, or a part of it."""
-        end = len(self._held)
-        for size in range(min(max(map(len, markers), default=1) - 1, end), 0, -1):
-            if any(marker.startswith(self._held[-size:]) for marker in markers):
-                end -= size
-                break
-        end = len(self._held[:end].rstrip())
-        safe, self._held = self._held[:end], self._held[end:]
-        return safe
-
-    def _give(self, parts: list[AnswerPart], text: str) -> None:
+    def _reason(self, parts: list[AnswerPart], text: str) -> None:
         if self._is_first:
             text = text.lstrip()
         if text:
             self._is_first = False
-            parts.append(AnswerPart(self._kind, text))
+            parts.append(AnswerPart(PartKind.REASONING, text))
 
 
-class ForcedCallsParser:
-    """Parses an answer that a grammar held to tool calls: reasoning, JSON, and nothing else."""
+def _first_of(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Where the first of the markers begins, and which it is; (-1, "") if there is none."""
+    found = [(at, -len(one), one) for one in markers if (at := text.find(one)) >= 0]
+    at, _, marker = min(found, default=(-1, 0, ""))
+    return at, marker
 
-    def __init__(self, name: str | None, text: AnswerParser) -> None:
-        """name: the function whose arguments the answer is; None: the answer is a list of calls.
 
-        text: takes reasoning apart from the JSON.
-        """
-        self._name = name
-        self._parser = text
-        self._text = ""
-
-    @property
-    def is_reasoning(self) -> bool | None:
-        """See Parser."""
-        return self._parser.is_reasoning
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        """See Parser."""
-        return self._taken(self._parser.feed(text))
-
-    def finish(self) -> list[AnswerPart]:
-        """See Parser. What max_tokens cut is content."""
-        return self._taken(self._parser.finish()) + self._calls()
-
-    def _taken(self, parts: list[AnswerPart]) -> list[AnswerPart]:
-        """The reasoning among the parts; the content is kept."""
-        self._text += "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
-        return [part for part in parts if part.kind is PartKind.REASONING]
-
-    def _calls(self) -> list[AnswerPart]:
-        try:
-            value = json.loads(self._text)
-            calls = [{"name": self._name, "parameters": value}] if self._name else value
-            return [
-                AnswerPart(
-                    PartKind.CALL,
-                    call=ToolCall(
-                        new_call_id(),
-                        one["name"],
-                        json.dumps(one["parameters"], ensure_ascii=False),
-                    ),
-                )
-                for one in calls
-            ]
-        except ValueError:
-            return [AnswerPart(PartKind.CONTENT, self._text)] if self._text else []
+def _num_begun(text: str, markers: Sequence[str]) -> int:
+    """Characters at the end of the text that may begin a marker."""
+    longest = max(map(len, markers), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return size
+    return 0

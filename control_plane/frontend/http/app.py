@@ -22,7 +22,7 @@ from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
 from control_plane.frontend.http import errors
 from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.client_requests import (
@@ -38,8 +38,8 @@ from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import ApiError, ErrorResponse
 from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
-    PUBLIC_PATHS,
     REQUEST_ID_HEADER,
+    AnswerFailures,
     AnswerHead,
     BodyLimit,
     CountResponses,
@@ -66,10 +66,10 @@ from control_plane.frontend.http.response_bodies import (
 )
 from control_plane.frontend.http.responses import respond
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.long_texts import in_thread
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.observe.status_server import (
-    DATA_PATHS,
     METRICS_CONTENT_TYPE,
     SnapshotJson,
     cluster_page,
@@ -98,8 +98,8 @@ class ApiParts:
     has_served: Callable[[], bool]
     """Whether the cluster has been ready at some time."""
     on_response: OnResponse
-    has_public_status: bool
-    """Metrics and the cluster's data need no API key."""
+    operators: OperatorKeys
+    """Who may read metrics and the cluster's data."""
 
 
 def build_app(
@@ -119,9 +119,9 @@ def build_app(
         dependencies=[Depends(HTTPBearer(auto_error=False))],  # asks for it; RequireKey checks it
     )
     # The last one meets a request first.
+    app.add_middleware(AnswerFailures)
     app.add_middleware(BodyLimit, max_body_bytes)
-    public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
-    app.add_middleware(RequireKey, keys, public_paths)
+    app.add_middleware(RequireKey, keys, parts.operators)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -152,6 +152,12 @@ async def _well_formed(request: Request) -> None:
     if kind != "application/json":
         raise ApiError(
             f"the Content-Type is {kind or 'absent'}; it must be application/json",
+            status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(
+            f"the Content-Encoding is {encoding:.60}; the body must not be compressed",
             status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         )
     try:
@@ -205,8 +211,8 @@ def _add_tokenizer(app: FastAPI, parts: ApiParts) -> None:
             raise ApiError("the checkpoint has no tokenizer.json: only token ids can be used")
         return parts.open_requests.tokenizer
 
-    @app.post("/tokenize", **_POST)
-    async def tokenize(request: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:
+    @app.post("/tokenize", response_model=TokenizeResponse, **_POST)
+    async def tokenize(request: TokenizeTextRequest | TokenizeChatRequest) -> Response:
         check_model(request.model, model)
         library = tokenizer()
         if isinstance(request, TokenizeChatRequest):
@@ -214,31 +220,34 @@ def _add_tokenizer(app: FastAPI, parts: ApiParts) -> None:
             text = await chat_prompt(request, model)
         else:
             text = request.prompt
-        ids = await asyncio.to_thread(
-            library.encode, text, add_special_tokens=request.add_special_tokens
-        )
-        names = (
-            [library.token_string(token_id) for token_id in ids]
-            if request.return_token_strs
-            else None
-        )
-        return TokenizeResponse(
+        return await in_thread(len(text), False, tokenized, library, text, request)
+
+    def tokenized(
+        library: Tokenizer, text: str, request: TokenizeTextRequest | TokenizeChatRequest
+    ) -> Response:
+        # Millions of ids are written here too: the framework would write them in the event loop.
+        ids = library.encode(text, add_special_tokens=request.add_special_tokens)
+        names = [*map(library.token_string, ids)] if request.return_token_strs else None
+        body = TokenizeResponse(
             count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=names
         )
+        return Response(body.model_dump_json(), media_type="application/json")
 
     @app.post("/detokenize", **_POST)
     async def detokenize(request: DetokenizeRequest) -> DetokenizeResponse:
         check_model(request.model, model)
-        for token_id in request.tokens:
+        text = await in_thread(len(request.tokens), False, detokenized, request.tokens)
+        return DetokenizeResponse(prompt=text)
+
+    def detokenized(token_ids: Sequence[int]) -> str:
+        for token_id in token_ids:
             if token_id >= limits.vocab_size:
                 raise ApiError(
                     f"tokens has {token_id}; ids must be below the vocabulary size "
                     f"({limits.vocab_size})",
                     "tokens",
                 )
-        return DetokenizeResponse(
-            prompt=await asyncio.to_thread(tokenizer().decode, request.tokens)
-        )
+        return tokenizer().decode(token_ids)
 
 
 def _add_model(app: FastAPI, parts: ApiParts) -> None:
@@ -250,6 +259,7 @@ def _add_model(app: FastAPI, parts: ApiParts) -> None:
         max_model_len=parts.open_requests.limits.max_model_len,
     )
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> ModelList:
         return ModelList(data=[card])

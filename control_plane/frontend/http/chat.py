@@ -157,8 +157,11 @@ class ChatWriter:
         return answer
 
     def _finish_reason(self, delta: Delta) -> str | None:
-        has_calls = self._answers[delta.index].num_calls > 0
-        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
+        # As OpenAI's: whoever names the function knows that it is called.
+        is_said = self._answers[delta.index].num_calls and isinstance(
+            self._request.tool_choice, str | None
+        )
+        return "tool_calls" if is_said and delta.finish_reason == "stop" else delta.finish_reason
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
         """Fields that a ChatChoice and a ChatChunkChoice have in common."""

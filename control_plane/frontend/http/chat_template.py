@@ -61,14 +61,9 @@ class ChatTemplate:
             raise ValueError(
                 "add_generation_prompt and continue_final_message are both true; one must be false"
             )
-        # As `transformers` does: most templates handle an absent field, and few one that is null.
-        present = [
-            {name: value for name, value in message.items() if value is not None}
-            for message in messages
-        ]
         try:
             rendered = self._render(
-                [present],
+                [list(messages)],
                 tools=tools,
                 chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,

@@ -24,13 +24,13 @@ from control_plane.frontend.client_request import (
 from control_plane.frontend.default_sampling import our_top_k
 from control_plane.frontend.http.answer_parser import Parser
 from control_plane.frontend.http.constraints import constraint_fields
+from control_plane.frontend.http.conversation import conversation
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
 from control_plane.frontend.http.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Message,
     ResumeBody,
     TokenizeChatRequest,
 )
@@ -40,8 +40,8 @@ from control_plane.frontend.http.tools import (
     constrained_fields,
     new_parser,
     reasoning_before,
-    template_message,
 )
+from control_plane.frontend.validation import check_request_id
 from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
@@ -61,10 +61,14 @@ def check_model(name: str | None, model: ServedModel) -> None:
 def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> str:
     """The id of the response, and of its requests in the cluster.
 
-    An id in the header goes before one in the body.
+    An id in the header goes before one in the body. Raises ApiError.
     """
     if request.request_id and not http_request.headers.get(REQUEST_ID_HEADER):
         http_request.state.request_id = request.request_id
+    try:
+        check_request_id(http_request.state.request_id)
+    except ValueError as error:
+        raise ApiError(str(error), "request_id") from error
     return f"{prefix}-{http_request.state.request_id}"
 
 
@@ -90,8 +94,11 @@ def completion_requests(
     if request.resume and (len(prompts) > 1 or request.echo):
         raise ApiError("resume is given; it needs one prompt, and echo to be false", "resume")
     shared = _shared(request, model)
-    if request.echo and shared["prompt_logprobs"] is None:
-        shared["prompt_logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        # Both come from one computation, which the larger number asks for.
+        asked = shared["prompt_logprobs"]
+        if asked is None or 0 <= asked < request.logprobs:
+            shared["prompt_logprobs"] = request.logprobs
     return [
         ClientRequest(
             prompt=one,
@@ -152,14 +159,10 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             "messages",
         )
     adds_prompt = request.add_generation_prompt
-    messages = [
-        template_message(_message(message, number), model.chat_template.source)
-        for number, message in enumerate(request.messages)
-    ]
     try:
         return await asyncio.to_thread(
             model.chat_template.render,
-            messages,
+            conversation(request.messages, model.chat_template),
             tools=request.tools,
             add_generation_prompt=not request.continue_final_message
             if adds_prompt is None
@@ -170,21 +173,6 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
     except ValueError as error:
         # It begins with the field.
         raise ApiError(str(error), str(error).partition(" ")[0]) from error
-
-
-def _message(message: Message, number: int) -> dict[str, Any]:
-    """A message whose content is one text. Parts stand on lines of their own, as in vLLM."""
-    fields = message.model_dump()
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type != "text" or part.text is None:
-                raise ApiError(
-                    f"messages.{number}.content has a part of type {part.type!r}; only text parts "
-                    "are supported",
-                    f"messages.{number}.content",
-                )
-        fields["content"] = "\n".join(part.text or "" for part in message.content)
-    return fields
 
 
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:

@@ -23,7 +23,47 @@ from control_plane.frontend.http.response_bodies import (
 )
 from control_plane.frontend.http.token_names import TokenNames, finite
 from control_plane.frontend.http.usage import UsageCount
-from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.tokenizer import Detokenizer, Tokenizer
+
+
+class TextOffsets:
+    """Where each token of one choice begins in its text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, skips_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = Detokenizer(tokenizer, skips_special_tokens) if tokenizer else None
+        self._offset = 0
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Characters of the text before each token.
+
+        Tokens that share a character begin where it does.
+        """
+        return [self._passed(token_id) for token_id in token_ids]
+
+    def of_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Characters before each token of a prompt, whose text goes before the output.
+
+        The tokenizer may have added special tokens that the text has not.
+        """
+        offsets = []
+        for token_id in token_ids:
+            if self._tokenizer and not self._tokenizer.token_bytes(token_id):
+                offsets.append(self._offset)
+                name = self._tokenizer.token_string(token_id)
+                self._offset += len(name) if text.startswith(name, self._offset) else 0
+            else:
+                offsets.append(self._passed(token_id))
+        if self._decoder:
+            self._decoder.flush()
+        self._offset = len(text)
+        return offsets
+
+    def _passed(self, token_id: int) -> int:
+        """The offset of the token, which is behind it then."""
+        offset = self._offset
+        self._offset += len(self._decoder.feed([token_id])) if self._decoder else 0
+        return offset
 
 
 class CompletionWriter:
@@ -39,8 +79,8 @@ class CompletionWriter:
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
         self._usage = UsageCount(request.stream_options)
-        self._offsets: dict[int, int] = {}
-        """Characters of each choice's tokens so far."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """By the choice's number."""
         self._choices: dict[int, CompletionChoice] = {}
         self._texts: dict[int, list[str]] = {}
 
@@ -96,7 +136,9 @@ class CompletionWriter:
             if is_first:
                 more["prompt_token_ids"] = list(delta.prompt_ids)
         if is_first and self._request.prompt_logprobs is not None:
-            more["prompt_logprobs"] = self._names.of_prompt(delta.prompt_ids, delta.prompt_logprobs)
+            more["prompt_logprobs"] = self._names.of_prompt(
+                delta.prompt_ids, delta.prompt_logprobs, self._request.prompt_logprobs
+            )
         if delta.finish and self._request.return_placement:
             more["placement"] = ChoicePlacement.of(delta.finish)
         has_prompt = is_first and bool(self._request.echo)
@@ -123,15 +165,17 @@ class CompletionWriter:
             [None, *delta.prompt_logprobs, *delta.logprobs] if has_prompt else delta.logprobs
         )
         tokens = [self._names.name(token_id) for token_id in token_ids]
-        offset = self._offsets.get(delta.index, 0)
+        if delta.index not in self._offsets:
+            skips = self._request.skip_special_tokens
+            self._offsets[delta.index] = TextOffsets(self._tokenizer, skips)
+        text_offsets = self._offsets[delta.index]
         offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[delta.index] = offset
+        if has_prompt:
+            offsets += text_offsets.of_prompt(delta.prompt_ids, self._prompt_text(delta.prompt_ids))
+        offsets += text_offsets.of(delta.token_ids)
         chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        for token, logprobs in zip(tokens, of_tokens, strict=True):
+        for token_id, logprobs in zip(token_ids, of_tokens, strict=True):
             if logprobs is None:
                 chosen.append(None)
                 tops.append(None)
@@ -140,12 +184,7 @@ class CompletionWriter:
             top = logprobs.top[: self._request.logprobs]
             chosen.append(logprob)
             # The token itself is always among them.
-            tops.append(
-                {
-                    token: logprob,
-                    **{self._names.name(top_id): finite(value) for top_id, value in top},
-                }
-            )
+            tops.append(self._names.by_name([(token_id, logprob), *top]))
         return CompletionLogprobs(
             text_offset=offsets,
             token_logprobs=chosen,

@@ -84,6 +84,13 @@ class ApiError(Exception):
         self.status = status
 
 
+FAILED = ApiError(
+    "the service failed to answer this request; its log says why",
+    status=HTTPStatus.INTERNAL_SERVER_ERROR,
+)
+TOO_LARGE = "the body is larger than any request that the model can serve"
+
+
 def error_body(error: ApiError | RequestError) -> tuple[HTTPStatus, ErrorResponse]:
     """The status and the body for an error."""
     if isinstance(error, ApiError):
@@ -135,7 +142,7 @@ def install(app: FastAPI) -> None:
         elif status is HTTPStatus.BAD_REQUEST:
             message = _UNREADABLE
         elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            message = "the body is larger than any request that the model can serve"
+            message = TOO_LARGE
         return _response(status, _body(status, message), error.headers)
 
     @app.exception_handler(RecursionError)
@@ -143,14 +150,6 @@ def install(app: FastAPI) -> None:
         # A schema goes on as JSON, and writing takes more of the stack than reading.
         status = HTTPStatus.BAD_REQUEST
         return _response(status, _body(status, _UNREADABLE))
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        # The server logs the exception itself.
-        status = HTTPStatus.INTERNAL_SERVER_ERROR
-        return _response(
-            status, _body(status, "the service failed to answer this request; its log says why")
-        )
 
 
 def _body(status: HTTPStatus, message: str, param: str | None = None) -> ErrorResponse:

@@ -19,6 +19,9 @@ from nanocp.sampling_fields import BOUNDS
 
 MAX_PROMPTS = 1024
 """Most prompts of one completion request."""
+MAX_MESSAGES = 8192
+"""Most messages of one chat: to read so many takes a quarter of a second, and nobody else is
+served meanwhile."""
 _CHAT_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields of chats with the sampling parameter that each is."""
 _INT32 = (1 << 31) - 1
@@ -48,14 +51,14 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     """Whether a last chunk, without choices, has the usage."""
     continuous_usage_stats: bool = False
-    """Whether every chunk has the usage so far."""
+    """Whether every chunk has the usage so far, beside include_usage."""
 
 
 class JsonSchemaFormat(BaseModel):
     """A schema with a name, as OpenAI has it; `strict` and the description change nothing."""
 
     name: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -235,6 +238,8 @@ class TextPart(BaseModel):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+    """The text of a part of type refusal, in a message of the assistant."""
 
 
 class Message(BaseModel):
@@ -253,7 +258,7 @@ class ChatRequest(GenerationRequest):
 
     unsupported = (*GenerationRequest.unsupported, "functions", "function_call", "echo")
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     """Goes before max_tokens. Without both: as many as the model's length leaves."""
     logprobs: bool | None = False
@@ -309,7 +314,7 @@ class TokenizeTextRequest(_Request):
 class TokenizeChatRequest(_Request):
     """POST /tokenize, of a chat."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     add_generation_prompt: bool | None = None
     """Absent: unless the final message is to be continued."""
     continue_final_message: bool = False

@@ -7,6 +7,7 @@ know: which endpoint was called.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -17,11 +18,22 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from control_plane.frontend.http.deltas import Delta
-from control_plane.frontend.http.errors import error_body
+from control_plane.frontend.http.errors import FAILED, error_body
 from control_plane.frontend.open_requests import RequestError
+
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has closed the connection."""
+
+
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Proxies must pass on each event as it comes."""
+_LINE_BREAKS = {
+    character.encode(): f"\\u{ord(character):04x}".encode()
+    for character in ("\x85", "\u2028", "\u2029")
+}
+"""What some clients take for the end of a line, as JSON escapes it."""
 
 
 class Writer(Protocol):
@@ -78,11 +90,17 @@ async def _events(
             yield _event(chunk)
     except RequestError as error:
         yield _event(error_body(error)[1])
+    except Exception:
+        logger.exception("a stream failed")
+        yield _event(error_body(FAILED)[1])
     yield b"data: [DONE]\n\n"
 
 
 def _event(chunk: BaseModel) -> bytes:
-    return b"data: %b\n\n" % chunk.model_dump_json(exclude_unset=True).encode()
+    data = chunk.model_dump_json(exclude_unset=True).encode()
+    for character, escape in _LINE_BREAKS.items():
+        data = data.replace(character, escape)
+    return b"data: %b\n\n" % data
 
 
 class _Events(StreamingResponse):
@@ -92,7 +110,8 @@ class _Events(StreamingResponse):
     """
 
     def __init__(self, first: Delta, deltas: AsyncGenerator[Delta, None], writer: Writer) -> None:
-        super().__init__(_events(first, deltas, writer), media_type="text/event-stream")
+        events = _events(first, deltas, writer)
+        super().__init__(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
         self._deltas = deltas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

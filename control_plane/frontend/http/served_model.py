@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from control_plane.frontend.default_sampling import default_sampling
-from control_plane.frontend.http.answer_parser import THINK, call_form_of
+from control_plane.frontend.http.answer_parser import THINK
 from control_plane.frontend.http.chat_template import ChatTemplate, load_chat_template
+from control_plane.frontend.http.template_habits import habits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class ServedModel:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Defaults of sampling fields from generation_config.json; the others are OpenAI's."""
     call_form: str = ""
-    """How the model writes tool calls: a name of answer_parser.CALL_FORMS; empty: unknown."""
+    """How the model writes tool calls: a name of call_forms.CALL_FORMS; empty: unknown."""
     has_reasoning: bool = False
     """Whether reasoning is marked in the text, and goes apart from the content."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -43,7 +44,8 @@ def open_model(
     """
     template = load_chat_template(checkpoint)
     source = template.source if template else ""
-    form = call_form_of(source) if tool_call_parser == "auto" else tool_call_parser
+    shown = habits_of(template).call_form if template else ""
+    form = shown if tool_call_parser == "auto" else tool_call_parser
     return ServedModel(
         name or str(checkpoint),
         str(checkpoint),

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from control_plane.frontend.http.answer_parser import CALL_FORMS
+from control_plane.frontend.http.call_forms import CALL_FORMS, ArgumentValue, Parts, is_plain_name
 from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.tool_schemas import (
+    ALL_TYPES,
+    FOR_PEOPLE,
+    Schema,
+    moved,
+    parameters_of,
+    resolved,
+    types_of,
+)
 
-_SPACED = {
-    "x-guidance": {
-        "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
-    }
-}
+_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+_SPACED = {"x-guidance": {"whitespace_flexible": False, **_SEPARATORS}}
 """JSON as templates print the calls of earlier messages."""
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-"""A function without parameters takes none."""
-_SPLIT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-"""What a schema may say whose properties are written one by one; beside words for people."""
-_FOR_PEOPLE = {"title", "description", "$schema", "$id", "$comment", "examples"}
+_STRING_KEYS = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default"}
+"""What the schema of a string may say that is written as it stands; beside words for people."""
+_ANY = "(?s:.*)"
+_MAX_WAYS = 1024
+"""Most ways to write one value, such as elements of an enum."""
 
 
 def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
@@ -34,64 +39,87 @@ def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
 
     Raises ApiError.
     """
-    markers = CALL_FORMS[form]
+    written = CALL_FORMS[form]
+    begin = written.begins[0]
     structures = []
     for number, function in enumerate(functions):
-        if not re.fullmatch(r"[\w.-]+", function["name"]):
+        name = function["name"]
+        if not is_plain_name(name):
             raise ApiError(
-                f"tools.{number}.function.name is {function['name']!r:.60}; it must have letters, "
+                f"tools.{number}.function.name is {name!r:.60}; it must have letters, "
                 "digits, and . _ - only",
                 "tools",
             )
-        schema = function.get("parameters") or _NOTHING
-        before, parts, after = _WRITTEN[form](function["name"], schema, number)
-        structures.append(
-            {"begin": markers.begin + before, "parts": parts, "end": after + markers.end}
-        )
-    return json.dumps(
-        {"structures": structures, "triggers": [markers.begin], "between": markers.section}
-    )
+        schema = parameters_of(function)
+        try:
+            parts = _placed(written.parts(name, schema), schema)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ApiError(
+                f"tools.{number}.function.parameters cannot be strict with this model, which "
+                f"writes arguments one by one: {error}",
+                "tools",
+            ) from error
+        structures.append({"begin": begin, "parts": parts, "end": written.end})
+    return json.dumps({"structures": structures, "triggers": [begin], "between": written.section})
 
 
-def _whole(before: str, after: str) -> Callable[[str, dict[str, Any], int], Any]:
-    """Arguments as one JSON object between two texts; %s is the function's name."""
-
-    def written(name: str, schema: dict[str, Any], number: int) -> Any:
-        return before.replace("%s", name), [_SPACED | schema], after
-
-    return written
-
-
-def _kimi(name: str, schema: dict[str, Any], number: int) -> Any:
-    index = {"type": "integer", "minimum": 0, "maximum": 9999}
-    parts = [index, "<|tool_call_argument_begin|>", _SPACED | schema]
-    return f"functions.{name}:", parts, ""
-
-
-def _glm(name: str, schema: dict[str, Any], number: int) -> Any:
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    unknown = set(schema) - _SPLIT_KEYS - _FOR_PEOPLE
-    if unknown or set(required) - set(properties) or schema.get("type", "object") != "object":
-        raise ApiError(
-            f"tools.{number}.function.parameters cannot be strict with this model, which writes "
-            "arguments one by one; it must be an object with properties, and require only them",
-            "tools",
-        )
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    parts: list[Any] = []
-    for key, of_key in properties.items():
-        value = _SPACED | definitions | (of_key if isinstance(of_key, dict) else {})
-        argument = [f"<arg_key>{key}</arg_key>\n<arg_value>", value, "</arg_value>\n"]
-        parts += argument if key in required else [argument]
-    return f"{name}\n", parts, ""
+def _placed(parts: Parts, schema: Schema) -> list[Any]:
+    """The parts as a structural tag has them, with schemas in the places of values."""
+    placed: list[Any] = []
+    for part in parts:
+        if isinstance(part, list):
+            placed.append(_placed(part, schema))
+        elif not isinstance(part, ArgumentValue):
+            placed.append(part)
+        elif part.name is None:
+            placed.append(_SPACED | moved(schema, "#"))
+        else:
+            try:
+                values = _values(schema["properties"][part.name], schema, part)
+                either = list(islice(values, _MAX_WAYS + 1))
+            except ValueError as error:
+                raise ValueError(f"{part.name!r:.60} {error}") from None
+            if len(either) > _MAX_WAYS:
+                raise ValueError(f"{part.name!r:.60} has more than {_MAX_WAYS} choices with texts")
+            placed.append({"either": either})
+    return placed
 
 
-_WRITTEN: dict[str, Callable[[str, dict[str, Any], int], Any]] = {
-    "hermes": _whole('\n{"name": "%s", "arguments": ', "}\n"),
-    "deepseek_v3": _whole("function<｜tool▁sep｜>%s\n```json\n", "\n```"),
-    "deepseek_v31": _whole("%s<｜tool▁sep｜>", ""),
-    "kimi_k2": _kimi,
-    "glm45": _glm,
-}
-"""By service.tool_call_parser: (function's name, schema, number) -> what begins a call behind its
-marker, parts, what ends it."""
+def _values(schema: Any, root: Schema, place: ArgumentValue) -> Iterator[list[Any]]:
+    """Ways to write a value and its end: strings as they stand, the rest as JSON.
+
+    Raises ValueError for a string that cannot be held to its schema.
+    """
+    schema = resolved(schema, root)
+    types = types_of(schema, root)
+    own = set(schema) - FOR_PEOPLE - {"default"} if isinstance(schema, dict) else set()
+    text = {"end": place.end, "never": place.never}
+    if types == ALL_TYPES and not own:
+        yield [{"text": _ANY, **text}]
+    elif "string" not in types:
+        defined = {"$defs": {"all": moved(root, "#/$defs/all")}} if "$ref" in str(schema) else {}
+        yield [_SPACED | moved(schema, "#/$defs/all") | defined, place.end]
+    elif len(own) == 1 and (word := next(iter(own))) in ("anyOf", "oneOf"):
+        for one in schema[word]:
+            yield from _values(one, root, place)
+    elif own & {"enum", "const"} and own <= _STRING_KEYS:
+        for value in schema.get("enum", [schema.get("const")]):
+            yield [value if isinstance(value, str) else _SPACED | {"const": value}, place.end]
+    elif types == {"string"} and own <= _STRING_KEYS:
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        also = {"also": _anchored(schema["pattern"])} if "pattern" in own else {}
+        yield [{"text": f"(?s:.{{{low},{high}}})", **also, **text}]
+    elif isinstance(schema.get("type"), list):
+        for name in schema["type"]:
+            words = own & _STRING_KEYS if name == "string" else own - _STRING_KEYS
+            yield from _values({key: schema[key] for key in words} | {"type": name}, root, place)
+    else:
+        raise ValueError("may be a string that is held to more than a text can be")
+
+
+def _anchored(pattern: str) -> str:
+    """What is between ^ and $ in a pattern of the whole text. Raises ValueError for another one."""
+    found = re.fullmatch(r"\^((?:[^\\^$|\[]|\\.|\[(?:[^\]\\]|\\.)*\])*)\$", pattern)
+    if found is None:
+        raise ValueError(f"has the pattern {pattern!r:.60}; it must be ^...$ without a choice")
+    return found[1]

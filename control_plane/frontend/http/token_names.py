@@ -35,14 +35,38 @@ class TokenNames:
             return b""
         return self.tokenizer.token_name(token_id)
 
+    def by_name(self, logprobs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log probabilities by the tokens' names, in order.
+
+        Of tokens with one name the first has it. Another one, a piece of a character as a rule, is
+        spelled in bytes, as OpenAI does.
+        """
+        named: dict[str, float] = {}
+        ids = set()
+        for token_id, logprob in logprobs:
+            if token_id in ids:
+                continue
+            ids.add(token_id)
+            name = self.name(token_id)
+            if name in named:
+                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.spelled(token_id))
+            named.setdefault(name, finite(logprob))
+        return named
+
     def of_prompt(
-        self, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self,
+        prompt_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        num_top: int | None = None,
     ) -> PromptLogprobs:
-        """Log probabilities of a prompt in vLLM's form: null for the first token."""
+        """Log probabilities of a prompt in vLLM's form: null for the first token.
+
+        num_top: most likely tokens of each place; None: all that are there.
+        """
         named: PromptLogprobs = [None]
         for token_id, told in zip(prompt_ids[1:], logprobs, strict=True):
             of_token = {token_id: self._of_prompt(token_id, told.logprob, None)}
-            for rank, (top_id, logprob) in enumerate(told.top, 1):
+            for rank, (top_id, logprob) in enumerate(told.top[:num_top], 1):
                 of_token[top_id] = self._of_prompt(top_id, logprob, rank)
             named.append(of_token)
         return named

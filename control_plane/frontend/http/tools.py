@@ -7,22 +7,19 @@ parsers, or an ApiError that names the field. Does not know: how a model writes 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 from control_plane.frontend.client_request import Reasoning
-from control_plane.frontend.http.answer_parser import (
-    CALL_FORMS,
-    THINK,
-    AnswerParser,
-    ForcedCallsParser,
-    Parser,
-)
+from control_plane.frontend.http.answer_parser import THINK, AnswerParser, CallContext, Parser
+from control_plane.frontend.http.call_forms import CALL_FORMS
+from control_plane.frontend.http.conversation import earlier_calls
 from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.forced_calls import ForcedCallsParser
 from control_plane.frontend.http.protocol import ChatRequest
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.strict_calls import strict_calls
+from control_plane.frontend.http.tool_schemas import moved, parameters_of
 
 _MAX_CALLS = 16
 """Most calls of one answer with tool_choice "required"."""
@@ -31,6 +28,13 @@ _MAX_CALLS = 16
 def check_tools(request: ChatRequest, model: ServedModel) -> None:
     """Raise ApiError for tools or a choice that cannot be."""
     names = [_name(tool, number) for number, tool in enumerate(request.tools or ())]
+    for number, name in enumerate(names):
+        if (first := names.index(name)) < number:
+            raise ApiError(
+                f"tools.{number} and tools.{first} have one name, {name!r:.60}; each must have its "
+                "own",
+                "tools",
+            )
     choice = _choice(request)
     if choice == "none":
         return
@@ -43,8 +47,9 @@ def check_tools(request: ChatRequest, model: ServedModel) -> None:
         )
     if choice == "auto" and not model.call_form:
         raise ApiError(
-            "tools are given, and the model's chat template shows no known form of tool calls "
-            '(service.tool_call_parser); tool_choice must be "none", "required" or a function',
+            "tools are given, and the model's chat template writes calls in no known form: "
+            'tool_choice must be "none", "required" or a function, or the service must be started '
+            f"with the form as --tool-call-parser ({', '.join(CALL_FORMS)})",
             "tool_choice",
         )
     if choice != "auto" and _has_format(request):
@@ -66,26 +71,27 @@ def constrained_fields(request: ChatRequest, model: ServedModel) -> dict[str, An
         return {"constraint_field": "tools", "structural_tag": tags}
     if choice in ("none", "auto"):
         return {}
-    definitions: dict[str, Any] = {}
     if isinstance(choice, dict):
-        (one,) = [one for one in functions if one["name"] == _chosen(choice)]
-        return {"constraint_field": "tools", "json_schema": json.dumps(_parameters(one))}
+        one = next(one for one in functions if one["name"] == _chosen(choice))
+        schema = moved(parameters_of(one), "#")
+        return {"constraint_field": "tools", "json_schema": json.dumps(schema)}
+    schemas = [moved(parameters_of(one), f"#/$defs/{n}") for n, one in enumerate(functions)]
     items = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": one["name"]},
-                "parameters": _hoisted(one, definitions),
+                "parameters": {"$ref": f"#/$defs/{number}"},
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for one in functions
+        for number, one in enumerate(functions)
     ]
     most = 1 if request.parallel_tool_calls is False else _MAX_CALLS
     schema = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": items}}
-    text = json.dumps({**schema, "$defs": definitions})
-    return {"constraint_field": "tools", "json_schema": text}
+    schema["$defs"] = {str(number): one for number, one in enumerate(schemas)}
+    return {"constraint_field": "tools", "json_schema": json.dumps(schema)}
 
 
 def reasoning_before(model: ServedModel, prompt: str) -> Reasoning | None:
@@ -109,32 +115,21 @@ def new_parser(
     if is_forced or _has_format(request) or _is_strict(request):
         has_reasoning = reasoning_before(model, prompt) is not None
     begins_inside = has_reasoning and prompt.rstrip().endswith(THINK[0])
+    form = CALL_FORMS.get(model.call_form)
+    num_earlier = sum(len(calls) for one in request.messages if (calls := earlier_calls(one)))
     if is_forced:
         name = _chosen(choice) if isinstance(choice, dict) else None
-        return lambda: ForcedCallsParser(name, AnswerParser(None, has_reasoning, begins_inside))
-    form = CALL_FORMS[model.call_form] if choice == "auto" else None
+        new_id = (form or CALL_FORMS["hermes"]).new_id
+        return lambda: ForcedCallsParser(
+            name, AnswerParser(CallContext(), has_reasoning, begins_inside), new_id, num_earlier
+        )
+    if choice != "auto":
+        form = None
     if form is None and not has_reasoning:
         return None
-    return lambda: AnswerParser(form, has_reasoning, begins_inside)
-
-
-def template_message(fields: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message as templates read it: arguments of calls parsed, reasoning by its older name."""
-    if isinstance(fields.get("reasoning"), str):
-        fields.setdefault("reasoning_content", fields["reasoning"])
-    calls = fields.get("tool_calls")
-    reads_objects = re.search(r"arguments[^}]{0,40}(\|\s*tojson|items\(\))|_args", template)
-    if not isinstance(calls, list) or not reads_objects:
-        return fields
-    return {**fields, "tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: Any) -> Any:
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except (TypeError, KeyError, ValueError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    tools = {one["function"]["name"]: parameters_of(one["function"]) for one in request.tools or ()}
+    context = CallContext(form, tools, num_earlier)
+    return lambda: AnswerParser(context, has_reasoning, begins_inside)
 
 
 def _choice(request: ChatRequest) -> str | dict[str, Any]:
@@ -167,19 +162,6 @@ def _name(tool: dict[str, Any], number: int) -> str:
     if parameters is not None and not isinstance(parameters, dict):
         raise ApiError(f"tools.{number}.function.parameters must be a JSON schema", "tools")
     return name
-
-
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}}
-
-
-def _hoisted(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The parameters' schema; its definitions go to the root, where references look for them."""
-    schema = dict(_parameters(function))
-    for name, definition in schema.pop("$defs", {}).items():
-        if definitions.setdefault(name, definition) != definition:
-            raise ApiError(f"tools define {name!r} in $defs in two ways; rename one", "tools")
-    return schema
 
 
 def _is_strict(request: ChatRequest) -> bool:

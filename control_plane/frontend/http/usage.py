@@ -66,10 +66,12 @@ class UsageCount:
     def in_chunk(self, delta: Delta) -> dict[str, Any]:
         """The field `usage` of a chunk for this delta: that of its choice.
 
-        Empty if the client does not ask for it.
+        Null, as OpenAI has it, if only the last chunk has the usage; empty if none has.
         """
-        if not self._options.continuous_usage_stats:
+        if not self._options.include_usage:
             return {}
+        if not self._options.continuous_usage_stats:
+            return {"usage": None}
         reasoning = self._reasoning.get(delta.index)
         usage = _usage(
             len(delta.prompt_ids),

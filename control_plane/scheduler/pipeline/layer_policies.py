@@ -342,7 +342,7 @@ def make_layer_policy(pipeline: PipelineConfig, speeds: StageSpeeds | None = Non
         case "level":
             return LevelLayout(pipeline, speeds)
         case "chaos_layers":
-            return LastingWish(ChaosLayers(pipeline), pipeline.layout_window)
+            return ChaosLayers(pipeline)  # Its wish is another in each pass: none lasts.
     nearest = difflib.get_close_matches(pipeline.layer_policy, LAYER_POLICY_NAMES, 1, 0.0)[0]
     raise ValueError(
         f"layer_policy is {pipeline.layer_policy!r}; it must be one of "

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from data_plane.model.attention_kinds.kind import WeightSource
 from data_plane.model.config_fields import Fields
-from data_plane.model.linear import LinearLayer
-from data_plane.model.norm import rms_norm
-from data_plane.model.rope import RopeTable
+
+if TYPE_CHECKING:  # imported where it is needed: what reads a configuration does without
+    from torch import Tensor
+
+    from data_plane.model.linear import LinearLayer
+    from data_plane.model.rope import RopeTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class GqaConfig:
 
     def load(self, source: WeightSource, prefix: str) -> GqaWeights:
         """See kind.AttentionKind."""
+        import torch
 
         def bias(*names: str) -> Tensor | None:
             if not self.has_bias:
@@ -162,6 +164,8 @@ class GqaConfig:
         self, x_BX: Tensor, position_B: Tensor, weights: GqaWeights, rope: RopeTable
     ) -> tuple[Tensor, Tensor]:
         """Project normed hidden rows [B, X] to (the same rows, new KV [B, W])."""
+        import torch
+
         kv_BW = _with_bias(weights.kv_proj(x_BX), weights.kv_bias)
         key, value = kv_BW.chunk(2, dim=1)
         key = self._turned(key, position_B, weights.k_norm, rope)
@@ -203,6 +207,10 @@ class GqaConfig:
         self, x: Tensor, position_B: Tensor, norm: Tensor | None, rope: RopeTable
     ) -> Tensor:
         """Norm and rotate every head: [B, heads * E] becomes [B, heads, E]."""
+        import torch
+
+        from data_plane.model.norm import rms_norm
+
         x = heads_of(x, self.head_dim)
         if norm is not None:
             x = rms_norm(x, norm, self.norm_eps)

@@ -9,12 +9,13 @@ of a partial, V value width, T tokens, U tokens so far, E width of a key.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # what only reads a configuration does without torch
+    from torch import Tensor
 
-from data_plane.model.linear import LinearLayer, Packing
-from data_plane.model.rope import RopeTable
+    from data_plane.model.linear import LinearLayer, Packing
+    from data_plane.model.rope import RopeTable
 
 
 class WeightSource(Protocol):

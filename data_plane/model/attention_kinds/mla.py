@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from data_plane.model.attention_kinds.kind import WeightSource
 from data_plane.model.config_fields import Fields
-from data_plane.model.linear import LinearLayer
-from data_plane.model.norm import rms_norm
-from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
+
+if TYPE_CHECKING:  # imported where it is needed: what reads a configuration does without
+    from torch import Tensor
+
+    from data_plane.model.linear import LinearLayer
+    from data_plane.model.rope import RopeTable
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of q latent and c_kv; the reference model ignores rms_norm_eps there."""
@@ -161,6 +162,10 @@ class MlaConfig:
 
         Latent KV is normed c_kv, then the rotated key.
         """
+        import torch
+
+        from data_plane.model.norm import rms_norm
+
         down = weights.down_proj(x_BX)
         kv_BD = down[:, -self.kv_width :]
         latent_BC = x_BX
@@ -175,19 +180,23 @@ class MlaConfig:
         self, wire_q_BC: Tensor, position_B: Tensor, weights: MlaWeights, rope: RopeTable
     ) -> Tensor:
         """Make absorbed queries of q latents, [B, H, D]: W_UK in the first R, then the rotated."""
+        import torch
+
         q_nope, q_rope = self._plain_queries(wire_q_BC, position_B, weights, rope)
-        absorbed_HBR = torch.bmm(q_nope.transpose(0, 1), weights.k_up)
+        absorbed_HBR = q_nope.transpose(0, 1).bmm(weights.k_up)
         return torch.cat((absorbed_HBR.transpose(0, 1), q_rope), dim=2)
 
     def finish(self, partial_BHO: Tensor, weights: MlaWeights) -> Tensor:
         """Apply W_UV to outputs in latent space [B, H, R]: [B, H, V]."""
-        o_HBV = torch.bmm(partial_BHO.to(weights.v_up.dtype).transpose(0, 1), weights.v_up)
+        o_HBV = partial_BHO.to(weights.v_up.dtype).transpose(0, 1).bmm(weights.v_up)
         return o_HBV.transpose(0, 1)
 
     def prefill_queries(
         self, wire_q_TC: Tensor, position_T: Tensor, weights: MlaWeights, rope: RopeTable
     ) -> Tensor:
         """Make queries [T, H, N + P] of q latents, nothing absorbed."""
+        import torch
+
         return torch.cat(self._plain_queries(wire_q_TC, position_T, weights, rope), dim=-1)
 
     @property
@@ -208,9 +217,9 @@ class MlaConfig:
         """
         latent_UR, rope_UP = kv_UW[:, : self.kv_lora_rank], kv_UW[:, self.kv_lora_rank :]
         key = kv_UW.new_empty(self.num_heads, len(kv_UW), self.nope_dim + self.rope_dim)
-        key[..., : self.nope_dim] = torch.matmul(latent_UR, weights.k_up.transpose(1, 2))
+        key[..., : self.nope_dim] = latent_UR.matmul(weights.k_up.transpose(1, 2))
         key[..., self.nope_dim :] = rope_UP
-        return key, torch.matmul(latent_UR, weights.v_up)
+        return key, latent_UR.matmul(weights.v_up)
 
     def _plain_queries(
         self, latent_BC: Tensor, position_B: Tensor, weights: MlaWeights, rope: RopeTable

@@ -8,7 +8,9 @@ from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.stage_metrics import StageMetrics
 from nanocp.cli.top import _stages
 from nanocp.config import ClusterConfig, Config
+from nanocp.passes import LayersMoved, PassesConfig
 from nanocp.plan import WindowDone
+from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class Sent:
@@ -52,3 +54,32 @@ def test_a_wait_for_a_pass_is_a_bubble_only_while_one_is_in_flight():
         ) == pytest.approx(seconds)
     shown = str(_stages(flights.stages())[2])
     assert "it waits 30% for rows, 0% for tokens, 10% for moved layers, 0% for a pass" in shown
+
+
+def test_a_stage_that_reports_layers_which_nobody_moves_is_refused():
+    config = Config(
+        cluster=ClusterConfig(num_instances=2, layout="pipeline"),
+        pipeline=PassesConfig(layer_policy="chaos_layers"),
+    )
+    flights = PipelineFlights(config, Sent(), 4, StageMetrics(CollectorRegistry(), 2))
+    submission, moves = Submission(1, [5] * 10, 10, 90, b""), None
+    events = [submission.arrival(0)]
+    with pytest.raises(ValueError, match="stage 1 reported layers 1, which nobody moves"):
+        flights.reported(1, pb.FromInstance(layers_moved=1))
+    for number in range(40):
+        plan, events = flights.plan(events, 0), []
+        list(flights.prepare(plan, {1: submission}))
+        flights.send(plan)
+        for stage in range(2):
+            done = WindowDone(stage, number)
+            flights.window_done(done)
+            events.append(done)
+        if plan.layer_moves is not None:
+            moves = plan.layer_moves.number
+            break
+    assert moves == 1, "the policy moves no layer"
+    moved = pb.FromInstance(layers_moved=moves)
+    assert flights.reported(0, moved) == LayersMoved(0, moves)
+    for stage, number in ((0, moves), (1, moves + 1)):
+        with pytest.raises(ValueError, match=f"stage {stage} reported layers {number}, which"):
+            flights.reported(stage, pb.FromInstance(layers_moved=number))

@@ -42,6 +42,15 @@ def test_a_report_of_a_window_that_does_not_run_is_refused(window):
         windows.reported(0, window)
 
 
+def test_a_report_out_of_order_is_refused():
+    windows = WindowsInFlight(2)
+    windows.sent(plans(0))
+    windows.sent(plans(1))
+    with pytest.raises(ValueError, match="instance 0 reported window 1, which it was not running"):
+        windows.reported(0, 1)
+    assert windows.missing() == [0, 1], "nothing was taken"
+
+
 def test_a_full_table_of_a_window_that_is_over_is_refused():
     with pytest.raises(ValueError, match="instance 1 asked for window 7"):
         WindowsInFlight(2).full_plan(1, 7)

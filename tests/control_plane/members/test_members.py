@@ -360,6 +360,14 @@ async def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits():
 
 
 @in_a_loop
+async def test_without_recovery_the_culprit_is_named_too():
+    cluster = running(NO_RECOVERY, synthetic_kv=True)
+    cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
+    cluster.say(SECOND, 1, suspect=pb.Suspect(instance=0, message="ExchangeTimeout"))
+    assert cluster.events.calls == [("cluster lost", "instance 1 was lost")]
+
+
+@in_a_loop
 async def test_instances_that_report_no_window_are_blamed_by_their_waits():
     cluster = running(synthetic_kv=True)
     cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))

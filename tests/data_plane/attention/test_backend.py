@@ -7,10 +7,11 @@ from data_plane.attention import backend
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.attention.flash_attention import FlashAttentionHeads
 from data_plane.attention.flashmla import FlashMla
-from data_plane.attention.fp8_latent import dequantise, quantise, token_bytes
+from data_plane.attention.fp8_latent import dequantise, quantise
 from data_plane.attention.torch_paged import KvHeads, LatentKv, TorchPaged
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import MlaConfig
+from data_plane.model.page_bytes import token_bytes
 from harness.kernel_cases import LENGTHS, AttentionCase
 from harness.published_packages import flash_attn_interface, flash_mla
 

@@ -10,11 +10,12 @@ import tokenizers
 import torch
 
 from data_plane.instance.grammar import MaskedRow, load_grammar_masks
-from data_plane.instance.row_sampling import begin_masks
+from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, controlled_logits, sample_rows
 from data_plane.model.config import ModelConfig
 from harness.constraints import EOS, KINDS, grammar_of, sampled_params
+from nanocp.plan import FinishReason
 from nanocp.sampling import SamplingParams
 
 NUM_SAMPLES = 200
@@ -144,7 +145,7 @@ def test_no_control_lifts_a_mask_and_the_grammar_wins_over_all_of_them(vocab_siz
 
 
 def test_a_grammar_that_is_too_costly_ends_its_row_alone(masks, vocab_size, tokenizer, caplog):
-    """The library bounds the work of one mask; what is over it ends with the end of sequence."""
+    """The library bounds the work of one mask; what is over it leaves nothing."""
     costly = "(" + "|".join(f"(a|b|[a-z]{{{n}}})*x{n}" for n in range(20, 60)) + ")"
     grammar = json.dumps({"grammars": [{"lark_grammar": f"start: /{costly}/"}]})
     ids = tokenizer.encode("abcd", add_special_tokens=False).ids
@@ -153,8 +154,28 @@ def test_a_grammar_that_is_too_costly_ends_its_row_alone(masks, vocab_size, toke
         assert mask.any()
         # Ids that the grammar never allowed: as if the row came from another version.
         other = mask_of(masks, 2, grammar_of("choice"), tokenizer.encode("zz").ids)
-    assert other.nonzero().flatten().tolist() == [EOS]
-    assert any("the grammar of request 2 ends its output" in one.message for one in caplog.records)
+    assert not other.any()
+    told = [one.message for one in caplog.records]
+    assert any("the grammar of request 2 breaks off its output" in one for one in told)
+
+
+def test_a_row_whose_grammar_has_failed_ends_and_is_not_complete(masks, vocab_size, tokenizer):
+    """A dead end within a grammar, beside a row that goes on and one that is complete."""
+    dead_end = json.dumps({"grammars": [{"lark_grammar": 'start: "b" a\na: a "x"'}]})
+    ids = {text: tokenizer.encode(text, add_special_tokens=False).ids for text in ("b", "yes", "y")}
+    rows = [
+        Row(number, 0, 5, SamplingParams(constraint=grammar, max_tokens=9), frozenset([EOS]), "h:1")
+        for number, grammar in enumerate([dead_end, grammar_of("choice"), grammar_of("choice")])
+    ]
+    for row, text in zip(rows, ("b", "yes", "y"), strict=True):
+        row.output_ids = ids[text]
+    allowed = begin_masks(masks, rows).result(60)
+    assert allowed.any(dim=1).tolist() == [False, True, True]
+    sampled = sample(rows, torch.zeros((3, vocab_size)), allowed)
+    reasons = [
+        row.commit(token_id).finish_reason for row, (token_id, _) in zip(rows, sampled, strict=True)
+    ]
+    assert reasons == [FinishReason.INVALID, FinishReason.STOP, None]
 
 
 def test_matchers_that_are_not_used_are_forgotten(masks, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.native.receiver import receive_puts
 from data_plane.transport import nixl
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -88,6 +90,44 @@ def test_a_receiver_that_dies_is_noticed_by_a_writer_in_time(cluster_id):
     unlink_cluster(cluster_id)
 
 
+class StuckAgent:
+    """NIXL's, whose transfers go on for ever, or end in another state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def get_xfer_descs(self, places, kind):
+        return places
+
+    def initialize_xfer(self, *arguments):
+        return arguments
+
+    def transfer(self, handle):
+        return self.state
+
+    def check_xfer_state(self, handle):
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("state", "is_alive", "kind"),
+    [("PROC", False, PeerLost), ("PROC", True, ExchangeTimeout), ("ERR", True, PeerLost)],
+)
+def test_a_write_that_fails_has_the_number_of_the_peer(state, is_alive, kind):
+    agent, segment = object.__new__(nixl.NixlAgent), object.__new__(nixl.NixlSegment)
+    agent._agent = StuckAgent(state)
+    agent._bindings = SimpleNamespace(nixlRemoteDisconnectError=OSError, nixlBackendError=OSError)
+    place = nixl.Place(0, 100, device=0, is_gpu=False)
+    segment._agent, segment._local, segment._remote, segment._peer = agent, place, place, "a peer"
+    segment._instance, segment._limits = 5, SimpleNamespace(exchange_timeout_ms=50)
+    answers = iter([True])  # it lives as the write begins
+    segment.owner_is_alive = lambda: next(answers, is_alive)
+    segment.announce = lambda: None
+    with pytest.raises(kind, match="10 bytes for a peer by NIXL") as raised:
+        segment.publish(None, 1, bulk=(0, 10))
+    assert raised.value.peer == 5
+
+
 def test_an_idle_receiver_does_not_work(cluster_id):
     """NIXL's own progress thread would take a core."""
     with processes((rest_with_a_nixl_ring, (cluster_id,))) as [(_, pipe)]:
@@ -133,5 +173,5 @@ def test_what_cannot_be_is_refused_by_name(cluster_id, monkeypatch):
         ):
             PageRingWriter(segments, 0, LIMITS)
     monkeypatch.setattr(nixl, "nixl_package", lambda: None)
-    with pytest.raises(ValueError, match=r"NIXL is not installed \(pip install 'nanocp\[nixl\]'\)"):
+    with pytest.raises(ValueError, match=r"NIXL is not installed \(pip install '.\[nixl\]'\)"):
         nixl.NixlAgent("nobody")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -35,6 +36,8 @@ MEMORY_BYTES = 1 << 20
 DATA_OFFSET = 128
 WORD = DATA_OFFSET
 LIMIT_S = 30
+LOCK_S = 40
+"""More than the imports of a process and LIMIT_S."""
 U64 = 1 << 64
 
 
@@ -278,7 +281,8 @@ def test_a_receiver_sleeps_until_something_comes(start):
     assert time.clock_gettime(clock) - before < 0.1
 
 
-def test_the_compiled_receiver_needs_no_interpreter_lock(memory):
+def receive_without_the_lock():
+    memory = mmap.mmap(-1, MEMORY_BYTES)
     receiving = Receiving(compiled(), memory)
     receiving.writer.sendall(put_header(WORD, 1, ()))
     receiving.until(1)
@@ -297,6 +301,15 @@ def test_the_compiled_receiver_needs_no_interpreter_lock(memory):
         sys.setswitchinterval(interval)
         receiving.close()
     assert memory[4096:4100] == b"rows"
+
+
+def test_the_compiled_receiver_needs_no_interpreter_lock():
+    """In a process of its own: a receiver that kept the lock would hang this one."""
+    compiled()
+    program = f"import {__name__.rpartition('.')[2]} as this; this.receive_without_the_lock()"
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=LOCK_S)
 
 
 def test_a_server_that_closes_leaves_no_thread_and_no_socket(receiver):

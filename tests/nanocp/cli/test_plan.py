@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.page_bytes import page_bytes
 from data_plane.model.presets import PRESETS
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.startup.memory_need import memory_need, page_bytes, stage_needs
+from data_plane.startup.memory_need import memory_need, stage_needs
 from nanocp.cli.main import app
 from nanocp.config import ClusterConfig, Config, SchedulerConfig
 
@@ -37,8 +38,11 @@ def published(tmp_path):
 
 
 def test_a_model_that_fits_says_how_many_tokens_do(published):
-    result = plan(published("qwen3-235b-a22b"), "--instances", 32, "--device", "h200")
-    assert result.exit_code == 0, result.output
+    folder = published("qwen3-235b-a22b")
+    result = plan(folder, "--instances", 8, "--device", "h200")
+    assert result.exit_code == 0 and "It fits. KV: " in result.output, result.output
+    result = plan(folder, "--instances", 32, "--device", "h200")
+    assert result.exit_code == 1 and "It cannot run yet: GPUs exchange only" in result.output
     assert "128 experts, 8 a token, 64 heads, KV of 1024 elements" in result.output
     assert "experts          14.19 GB   4 of 128 in each layer" in result.output
     assert "pages of 12.32 MB" in result.output  # 64 tokens of 188 KiB
@@ -103,6 +107,17 @@ def test_mistakes_are_sentences(published, tmp_path):
     assert fp8.exit_code == 2 and "kv_dtype is fp8, but the model has K/V heads" in fp8.stderr
     nothing = plan(tmp_path / "nothing")
     assert nothing.exit_code == 2 and "config.json is missing" in nothing.stderr
+
+
+def test_the_tokenizer_is_judged_as_serve_does(published, tmp_path):
+    folder = published("llama-3.1-8b")
+    said = "No tokenizer here: prompts are token ids, and chats are refused."
+    assert said in plan(folder, "--device", "h100").output
+    (folder / "tokenizer.json").write_text('{"decoder": {"type": "WordPiece"}}')
+    wrong = plan(folder, "--device", "h100")
+    assert wrong.exit_code == 2 and "tokenizer.json cannot be used" in wrong.stderr
+    make_checkpoint(tmp_path, "tiny-llama")
+    assert said not in plan(tmp_path).output
 
 
 def test_missing_tensors_are_named_before_anything_is_loaded(tmp_path):

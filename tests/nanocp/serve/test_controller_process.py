@@ -20,7 +20,7 @@ from control_plane.scheduler.scheduler import Scheduler
 from data_plane.fake.model import NUM_EXPERTS
 from data_plane.member.ray_actor import MemberActor
 from harness.engines import EngineProcess
-from harness.hash_service import CONFIG, ENVIRONMENT, expected, prompt, served
+from harness.hash_service import DEFAULT, ENVIRONMENT, expected, prompt, served
 from harness.paths import TESTS
 from harness.serve_process import NANOCP, descendants, is_running, seats, segments_of
 from harness.service_recovery import LENGTHS, SLOW, WAIT_S, until
@@ -37,7 +37,7 @@ FRONT_END = Member("front end", 0)
 @contextlib.contextmanager
 def supervised(launcher=None, event_log="", **sections):
     service = replace(
-        CONFIG.service,
+        DEFAULT.service,
         front_ends=2,
         front_end_processes=True,
         controller_process=True,
@@ -46,7 +46,7 @@ def supervised(launcher=None, event_log="", **sections):
         event_log=event_log,
     )
     environment = ENVIRONMENT | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-    config = replace(CONFIG, service=service, **sections)
+    config = replace(DEFAULT, service=service, **sections)
     with_experts = replace(served(SLOW), num_experts=NUM_EXPERTS)
     supervisor = Supervisor(config, with_experts, environment, launcher)
     status = []
@@ -194,7 +194,7 @@ def instance_is_replaced(supervisor, member):
 
 
 def test_the_controller_is_lost_while_a_spare_takes_a_seat():
-    cluster = replace(CONFIG.cluster, spares=1)
+    cluster = replace(DEFAULT.cluster, spares=1)
     with (
         supervised(cluster=cluster) as (supervisor, targets),
         ThreadPoolExecutor(8) as pool,
@@ -243,7 +243,7 @@ def test_actors_of_ray_outlive_the_controller():
 
 
 def test_a_seat_that_was_drained_is_drained_again_by_the_next_controller():
-    cluster = replace(CONFIG.cluster, redundant_experts=NUM_EXPERTS)
+    cluster = replace(DEFAULT.cluster, redundant_experts=NUM_EXPERTS)
     with supervised(cluster=cluster) as (supervisor, targets), ThreadPoolExecutor(8) as pool:
         status = f"127.0.0.1:{supervisor.config.service.metrics_port}"
         subprocess.run([*NANOCP, "drain", "3", "--target", status], check=True, timeout=WAIT_S)

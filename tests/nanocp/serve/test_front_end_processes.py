@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from control_plane.member_streams import Member
-from harness.hash_service import CONFIG, expected, generate, hash_service, prompt, shared_memory_of
+from harness.hash_service import DEFAULT, expected, generate, hash_service, prompt, shared_memory_of
 from harness.service_recovery import (
     LENGTHS,
     SLOW,
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.system
 
 HELD_S = 3
 PROCESSES = replace(
-    CONFIG,
-    service=replace(CONFIG.service, front_ends=2, front_end_processes=True),
-    scheduler=replace(CONFIG.scheduler, held_timeout_us=HELD_S * 1_000_000),
+    DEFAULT,
+    service=replace(DEFAULT.service, front_ends=2, front_end_processes=True),
+    scheduler=replace(DEFAULT.scheduler, held_timeout_us=HELD_S * 1_000_000),
 )
 
 
@@ -44,7 +44,7 @@ def num_generated(service):
 
 
 def until_nothing_is_left(service):
-    until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
+    until(lambda: num_free_frames(service) == 4 * DEFAULT.cluster.num_frames)
     assert not service._front_ends._port._attendance.unattended
     until(lambda: service.num_open == 0)
 

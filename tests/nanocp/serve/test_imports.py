@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from harness.paths import ROOT
+
 MODULES = (
     "nanocp.serve.service",
     "nanocp.serve.front_end_process",
@@ -10,6 +12,17 @@ MODULES = (
     "nanocp.cli.controller_process",
     "data_plane.member.process",
 )
+
+
+def test_a_checkpoint_is_opened_without_torch():
+    program = """import sys
+from pathlib import Path
+from nanocp.config import Config
+from nanocp.serve.service import open_checkpoint
+served = open_checkpoint(Config(), Path("models/tale"))
+assert served.limits.vocab_size == 2048 and served.page_bytes
+assert "torch" not in sys.modules"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=ROOT)
 
 
 def test_the_service_and_its_processes_start_without_torch():

@@ -280,16 +280,17 @@ def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(
 def test_continuous_usage_is_each_choices_own(
     service: Service, client: OpenAI, pool: ThreadPoolExecutor
 ) -> None:
-    options: Any = {"stream_options": {"include_usage": False, "continuous_usage_stats": True}}
-
-    def complete() -> list[Any]:
-        return list(client.completions.create(model="tiny", prompt=[5, 6], stream=True, **options))
-
-    answer = pool.submit(complete)
-    deliver(service, HELLO)
-    chunks = answer.result(WAIT_S)
-    assert chunks[-1].choices and chunks[-1].usage.completion_tokens == len(HELLO)
-    assert chunks[-1].usage.total_tokens == 2 + len(HELLO)
+    for is_asked in (True, False):
+        # As in vLLM, one option without the other says nothing.
+        options: Any = {"include_usage": is_asked, "continuous_usage_stats": True}
+        fields: Any = {"prompt": [5, 6], "stream": True, "stream_options": options}
+        answer = pool.submit(client.completions.create, model="tiny", **fields)
+        deliver(service, HELLO)
+        (*_, chunk) = [one for one in answer.result(WAIT_S) if one.choices]
+        assert (chunk.usage is not None) == is_asked
+        if is_asked:
+            assert chunk.usage.completion_tokens == len(HELLO)
+            assert chunk.usage.total_tokens == 2 + len(HELLO)
 
 
 def test_special_tokens_are_in_the_text_of_who_asks(

@@ -231,12 +231,12 @@ def test_connections_are_bounded() -> None:
         running(make_config(max_http_connections=2), model=MODEL) as service,
         connection(service) as idle,
     ):
-        assert httpx.get(f"{service.url}/health").status_code == 200
+        assert httpx.get(f"{service.url}/version").status_code == 200
         with connection(service):
-            assert httpx.get(f"{service.url}/health").status_code == 503
+            assert httpx.get(f"{service.url}/version").status_code == 503
         idle.close()
         deadline = time.monotonic() + WAIT_S
-        while httpx.get(f"{service.url}/health").status_code != 200:
+        while httpx.get(f"{service.url}/version").status_code != 200:
             assert time.monotonic() < deadline, "closed connections still count"
 
 

@@ -33,8 +33,9 @@ def test_logprobs_of_a_completion(
     assert logprobs.text_offset == [
         len("".join(logprobs.tokens[:index])) for index in range(len(ids))
     ]
-    tops = [TOKENIZER.token_bytes(257 - rank).decode(errors="replace") for rank in range(3)]
-    expected = {logprobs.tokens[0]: -0.5} | dict(zip(tops, (0.0, -1.0, -9999.0), strict=True))
+    # Three pieces of characters, whose text is the same.
+    pieces = ("\N{REPLACEMENT CHARACTER}", r"bytes:\xa0", r"bytes:\x9f")
+    expected = {logprobs.tokens[0]: -0.5} | dict(zip(pieces, (0.0, -1.0, -9999.0), strict=True))
     assert logprobs.top_logprobs[0] == expected
 
 

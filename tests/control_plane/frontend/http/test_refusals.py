@@ -124,7 +124,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         {"prompt": [5], "request_id": "x" * 200},
         400,
         "request_id",
-        "request_id has 205 characters",
+        "request_id has 200 characters",
     ),
     ("completions", {"prompt": [5], "priority": 101}, 400, "priority", "priority is 101"),
     ("completions", {"prompt": [5], "seed": 1 << 64}, 400, "seed", "seed is 18446744073709551616"),

@@ -9,11 +9,12 @@ import jsonschema
 import pytest
 import tokenizers
 import torch
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
 from control_plane.frontend.constraint import constraint_of
-from control_plane.frontend.http.answer_parser import CALL_FORMS, THINK, AnswerParser, PartKind
+from control_plane.frontend.http.answer_parser import THINK, AnswerParser, CallContext, PartKind
+from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.served_model import ServedModel
@@ -26,7 +27,8 @@ from nanocp.sampling import SamplingParams
 from nanocp.wire.convert import decode_row_input
 
 EOS = 1
-INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_value>")
+INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>",
+         "<arg_value>", "</arg_value>", "</parameter>")  # fmt: skip
 """Markers inside calls."""
 FUNCTIONS = [
     {
@@ -45,13 +47,30 @@ FUNCTIONS = [
         },
     },
     {"name": "stop"},
+    {
+        "name": "tree",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "v": {"type": "integer", "minimum": 0, "maximum": 9},
+                "next": {"anyOf": [{"enum": [None, *range(1, 9)]}, {"$ref": "#"}]},
+                "same": {"$ref": "#/properties/v"},
+                "name": {"type": "string", "pattern": "^[a-c/]{1,3}$", "format": "path"},
+                "unit": {"type": ["string", "null", "boolean"], "maxLength": 3},
+                "mode": {"anyOf": [{"enum": ["a b", "c"]}, {"enum": [5, "x", None]}]},
+            },
+            "required": ["v", "next", "name", "mode"],
+            "additionalProperties": False,
+        },
+    },
 ]
-SCHEMAS = {one["name"]: one.get("parameters", {"type": "object"}) for one in FUNCTIONS}
+SCHEMAS = {one["name"]: one.get("parameters", {"maxProperties": 0}) for one in FUNCTIONS}
+"""What each call's arguments must follow."""
 
 
 def markers_of(form):
     """Every marker of a form, and those of reasoning."""
-    return {form.begin, form.end, *form.section, *INNER, *THINK}
+    return {*form.begins, form.end, *form.section, *INNER, *THINK}
 
 
 def tokenizer_with(markers):
@@ -84,7 +103,7 @@ def sampled(masks, tokenizer, grammar, begin, number):
 
 def parsed(form, text, has_reasoning, random):
     """The parts of a text that comes in pieces."""
-    parser, parts = AnswerParser(form, has_reasoning, False), []
+    parser, parts = AnswerParser(CallContext(form, SCHEMAS), has_reasoning, False), []
     while text:
         size = random.randrange(1, 9)
         parts += parser.feed(text[:size])
@@ -94,7 +113,7 @@ def parsed(form, text, has_reasoning, random):
 
 @pytest.mark.parametrize("num_samples", [6, pytest.param(200, marks=pytest.mark.system)])
 @pytest.mark.parametrize("are_tokens", [False, True])
-@pytest.mark.parametrize("name", CALL_FORMS)
+@pytest.mark.parametrize("name", [name for name in CALL_FORMS if name != "glm47"])
 def test_each_call_of_a_sample_follows_its_schema(name, are_tokens, num_samples):
     """Random logits are the hardest model; markers are tokens of their own, or texts."""
     form = CALL_FORMS[name]
@@ -112,7 +131,7 @@ def test_each_call_of_a_sample_follows_its_schema(name, are_tokens, num_samples)
     called, random = set(), Random(name)
     for number in range(num_samples):
         section = form.section[0] if form.section and number % 2 else ""
-        begin = f"Well.\n{section}{form.begin}"
+        begin = f"Well.\n{section}{form.begins[0]}"
         if are_tokens and number % 3 == 0:
             begin = f"<think>a <b> {{</think>\n{begin}"
         text = sampled(masks, tokenizer, grammar, begin, number)
@@ -123,8 +142,8 @@ def test_each_call_of_a_sample_follows_its_schema(name, are_tokens, num_samples)
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
             called.add(call.name)
         content = "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
-        assert form.begin not in content, text
-    assert called == set(SCHEMAS)
+        assert form.begins[0] not in content, text
+    assert called == set(SCHEMAS) or num_samples < len(SCHEMAS) ** 3
 
 
 def asked(function, **fields):
@@ -154,14 +173,57 @@ def test_only_auto_with_a_strict_tool_holds_text_to_tags():
             assert ("arguments" in constraint) == bool(constraint) == is_held, constraint
 
 
+SELF = {"$ref": "#/properties/a"}
+
+
+def with_property(schema, name="a"):
+    return {"type": "object", "properties": {name: schema}}
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
         ("glm45", {"parameters": {"type": "object", "anyOf": [{}]}}),
         ("glm45", {"parameters": {"type": "object", "required": ["gone"]}}),
         ("kimi_k2", {"name": "a b"}),
+        ("qwen3_coder", {"parameters": with_property({"type": "string", "pattern": "a|^b"})}),
+        ("qwen3_coder", {"parameters": with_property({"type": "string", "not": {"const": "a"}})}),
+        ("qwen3_coder", {"parameters": with_property({"not": {"const": "a"}})}),
+        ("qwen3_coder", {"parameters": with_property({"type": "integer"}, "a>b")}),
+        ("qwen3_coder", {"parameters": with_property({"anyOf": [SELF, {"type": "string"}]})}),
+        ("qwen3_coder", {"parameters": with_property({"enum": [str(n) for n in range(2000)]})}),
+        ("qwen3_coder", {"parameters": {"type": "object", "properties": 5}}),
     ],
 )
 def test_what_cannot_be_strict_is_refused_by_its_place(name, change):
     with pytest.raises(ApiError, match=r"tools\.1\.function\."):
         strict_calls(name, [FUNCTIONS[0], FUNCTIONS[0] | change])
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "tail", "never"),
+    [
+        ("glm45", "f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>", "<arg_key>"),
+        (
+            "qwen3_coder",
+            "\n<function=f>\n<parameter=a>\n",
+            "\n</parameter>\n</function>\n</tool_call>",
+            "<parameter=b>",
+        ),
+    ],
+)
+def test_a_text_that_could_not_be_read_is_never_written(form, head, tail, never):
+    """Markers of the form, spelled in letters, are in no value."""
+    functions = [{"name": "f", "parameters": with_property({"type": "string"})}]
+    tag = strict_calls(form, functions)
+    grammar = constraint_of(ClientRequest("x", "prompt", structural_tag=tag), 32_768, True)
+    for value in ("12 <b>", never, "", tail[:8], "a\n\n b", "</tool_call>", tail):
+        text = f"<tool_call>{head}{value}{tail}"
+        matcher = LLMatcher(LLTokenizer(TOKENIZER._tokenizer.to_str(), eos_token=[EOS]), grammar)
+        ids = TOKENIZER.encode(text, add_special_tokens=False)
+        is_allowed = matcher.try_consume_tokens(ids) == len(ids)
+        parts = parsed(CALL_FORMS[form], text, False, Random(value))
+        arguments = [json.loads(part.call.arguments) for part in parts if part.call]
+        assert is_allowed == (never != value), value
+        if is_allowed:
+            assert arguments == [{"a": value if value != tail else ""}]

@@ -244,9 +244,7 @@ def test_level_does_not_follow_passes_that_take_turns_for_less_than_a_move_costs
 
 @pytest.mark.parametrize("seed", range(50))
 def test_chaos_draws_layouts_that_fit_and_replay(seed):
-    pipeline = config(
-        3, 9, max_layers=5, layer_policy="chaos_layers", chaos_seed=seed, layout_window=1
-    )
+    pipeline = config(3, 9, max_layers=5, layer_policy="chaos_layers", chaos_seed=seed)
     drawn = [
         [
             make_layer_policy(pipeline).wish((3, 3, 3), PassTimes(1, 1), number, 0)

@@ -1,0 +1,82 @@
+"""How many connections clients may have, so that descriptors are left for all else.
+
+Enters: the process's limit of open files, a configuration. Leaves: numbers, a listener that keeps
+to them. Does not know: requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import time
+from typing import Any
+
+from nanocp.choices import require
+from nanocp.config import Config
+
+_WANTED = 65_536
+"""Descriptors that are asked of the system."""
+_RESERVED, _OF_MEMBER = 128, 8
+"""Descriptors that no client gets: for the status port, files and logs, and for each instance."""
+_SAY_S = 1.0
+"""Shortest time between two warnings."""
+
+logger = logging.getLogger(__name__)
+
+
+def raise_limit() -> None:
+    """Let this process and those it starts open as many files as the system allows them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (wanted := min(hard, _WANTED)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def max_connections(config: Config) -> int:
+    """Most connections at each API of one front end, by the limit of open files.
+
+    Raises ValueError if the limit of open files leaves none.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    service = config.service
+    num_apis = 2 * (1 if service.front_end_processes else service.front_ends)
+    reserved = _reserved(config)
+    require(
+        limit >= reserved + num_apis,
+        f"{limit} files may be open (ulimit -n); the service needs {reserved + num_apis}",
+    )
+    return (limit - reserved) // num_apis
+
+
+def _reserved(config: Config) -> int:
+    return _RESERVED + _OF_MEMBER * config.cluster.num_instances
+
+
+class Listener(socket.socket):
+    """Closes at once what would take a descriptor of the last that are reserved.
+
+    The event loop would not stop to report that no descriptor is left.
+    """
+
+    most = 0
+    """A connection's descriptor must be below this: the lowest free number is taken."""
+    _said_s = float("-inf")
+
+    def keep_for(self, config: Config) -> None:
+        """Keep half of what is reserved; connections that wait for TLS are in no other count."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most = limit - _reserved(config) // 2
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See socket.accept. Raises ConnectionAbortedError, which event loops pass over."""
+        connection, address = super().accept()
+        if connection.fileno() < self.most:
+            return connection, address
+        connection.close()
+        if (now_s := time.monotonic()) - self._said_s >= _SAY_S:
+            self._said_s = now_s
+            logger.warning(
+                "connections are closed: %d files are open; raise ulimit -n, or lower "
+                "limits.max_http_connections", self.most,
+            )  # fmt: skip
+        raise ConnectionAbortedError("no descriptor is left for it")

@@ -1,0 +1,157 @@
+"""JSON schemas of functions: their parameters, moved into another schema, and the types they allow.
+
+Enters: a function of the request. Leaves: schemas, and names of JSON types. Does not know: forms of
+calls, requests, grammars.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+Schema = dict[str, Any]
+NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+"""A function without parameters takes none."""
+ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+FOR_PEOPLE = frozenset({"title", "description", "$schema", "$id", "$comment", "examples"})
+"""Words of a schema that hold nothing to a form."""
+_MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+"""Words whose value has schemas by name."""
+_DATA = ("const", "enum", "default", "examples")
+"""Words whose value is no schema."""
+_DEEPEST_REFERENCE = 32
+
+
+def parameters_of(function: Mapping[str, Any]) -> Schema:
+    """The schema of the function's arguments. A function that names no parameter takes none."""
+    schema: Schema = function.get("parameters") or NOTHING
+    words = set(schema) - FOR_PEOPLE - {"type", "properties", "required"}
+    return NOTHING if schema.get("properties") == {} and not words else schema
+
+
+def moved(schema: Schema, place: str) -> Schema:
+    """The schema with references to itself as they are if it stands at `place` of another one.
+
+    place: a JSON pointer, such as "#/$defs/f"; "#": nothing moves. Formats that no grammar knows
+    are left out: they only describe a value.
+    """
+    own = str(schema.get("$id", "")).removesuffix("#")
+
+    def reference(value: Any) -> Any:
+        local = str(value).removeprefix(own)
+        return place + local[1:] if local == "#" or local.startswith("#/") else value
+
+    return _copied({key: each for key, each in schema.items() if key != "$id"}, reference)
+
+
+def _copied(schema: Schema, reference: Callable[[Any], Any]) -> Schema:
+    copy: Schema = {}
+    for key, value in schema.items():
+        if key == "$ref":
+            copy[key] = reference(value)
+        elif key == "format" and isinstance(value, str) and not _is_known_format(value):
+            continue
+        elif key in _DATA:
+            copy[key] = value
+        elif key in _MAPS and isinstance(value, dict):
+            copy[key] = {name: _each(one, reference) for name, one in value.items()}
+        else:
+            copy[key] = _each(value, reference)
+    return copy
+
+
+def _each(value: Any, reference: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list):
+        return [_each(one, reference) for one in value]
+    if not isinstance(value, dict):
+        return value
+    # References within a schema that has a name of its own are to that schema.
+    return _copied(value, (lambda own: own) if "$id" in value else reference)
+
+
+@lru_cache(maxsize=256)
+def _is_known_format(name: str) -> bool:
+    from llguidance import LLMatcher
+
+    schema = {"type": "string", "format": name}
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return not LLMatcher.validate_grammar(grammar)
+
+
+def resolved(schema: Any, root: Schema) -> Any:
+    """The schema, or what it refers to within root if it is a reference alone."""
+    for _ in range(_DEEPEST_REFERENCE):
+        match schema:
+            case {"$ref": str(reference)} if reference.startswith("#"):
+                schema = _at(reference, root)
+            case {"allOf": [one]} if set(schema) <= {"allOf", "default", *FOR_PEOPLE}:
+                schema = one
+            case _:
+                break
+    return schema
+
+
+def _at(reference: str, root: Schema) -> Any:
+    place: Any = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        else:
+            place = place.get(name) if isinstance(place, dict) else None
+    return place
+
+
+def property_of(parameters: Schema, name: str) -> Any:
+    """The schema of one argument; None if the parameters say nothing of it."""
+    whole = resolved(parameters, parameters)
+    properties = whole.get("properties") if isinstance(whole, dict) else None
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    return whole.get("additionalProperties") if isinstance(whole, dict) else None
+
+
+def types_of(
+    schema: Any, root: Schema, known: dict[int, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """The JSON types that the schema allows, as far as it says; numbers are integers too.
+
+    known: those of schemas within it, so that each is visited once.
+    """
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict):
+        return ALL_TYPES
+    known = {} if known is None else known
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = frozenset()  # A schema that is one of its own choices adds none.
+    types = ALL_TYPES
+    if "type" in schema:
+        said = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        named = {name for name in said if isinstance(name, str)}
+        types = frozenset(named | ({"integer"} if "number" in named else set()))
+        if not types <= ALL_TYPES:
+            types = ALL_TYPES
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        types &= {type_of(value) for value in values}
+    for word in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(word), list):
+            branches = [types_of(one, root, known) for one in schema[word]]
+            is_all = word == "allOf"
+            types &= ALL_TYPES.intersection(*branches) if is_all else frozenset().union(*branches)
+    known[id(schema)] = types
+    return types
+
+
+_TYPES = {type(None): "null", bool: "boolean", int: "integer", str: "string", list: "array"}
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a value; a number without a fraction is an integer."""
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    return _TYPES.get(type(value), "object")

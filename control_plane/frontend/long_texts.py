@@ -1,0 +1,94 @@
+"""Long texts: how many tokens they have at least, and whose turn it is to be tokenized.
+
+Enters: a tokenizer's own description, texts, work that takes long. Leaves: lower bounds, found in a
+fraction of the time that tokenizing takes; what the work returns. Does not know: requests, models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+Result = TypeVar("Result")
+
+_LONG_TEXT_CHARACTERS = 1 << 16
+"""A longer text is long: it takes tens of milliseconds to tokenize, and many times its size."""
+_LONG_TEXTS = ThreadPoolExecutor(1, "long texts")
+_GRAMMARS = ThreadPoolExecutor(1, "grammars")
+_COUNTED_BYTES = 1 << 18
+"""Bytes of a text that are counted at a time, so that the memory for it is small."""
+
+
+async def in_thread(
+    num_characters: int, has_grammar: bool, work: Callable[..., Result], *args: object
+) -> Result:
+    """Call `work` in a thread, and return what it returns.
+
+    Long texts are worked on one after the other, because they need memory, and so are grammars;
+    short texts wait for neither.
+    """
+    lane = _GRAMMARS if has_grammar else None
+    if num_characters > _LONG_TEXT_CHARACTERS:
+        lane = _LONG_TEXTS
+    return await asyncio.get_running_loop().run_in_executor(lane, partial(work, *args))
+
+
+class LeastTokens:
+    """A lower bound of the number of tokens of any text.
+
+    A byte weighs 1 through the length of the longest token that has it. So no token weighs more
+    than 1, and a text has at least as many tokens as it weighs.
+    """
+
+    def __init__(self, description: Mapping[str, Any], tokens: Iterable[bytes]) -> None:
+        """description: what tokenizer.json says. tokens: the bytes of each token."""
+        normalizers = _steps(description["normalizer"], "normalizers")
+        self._is_composed = any(step["type"] == "NFC" for step in normalizers)
+        self._weights: np.ndarray | None = None
+        # A token may stand for more than its bytes where text is dropped or made shorter.
+        if (
+            all(step["type"] == "NFC" for step in normalizers)
+            and all(map(_keeps_text, _steps(description["pre_tokenizer"], "pretokenizers")))
+            and not any(token["lstrip"] or token["rstrip"] for token in description["added_tokens"])
+            and not description["truncation"]
+        ):
+            self._weights = _byte_weights(tokens)
+
+    def of(self, text: str) -> int:
+        """Tokens that the text has at least; 0 if nothing is known of this tokenizer."""
+        if self._weights is None:
+            return 0
+        if self._is_composed:
+            text = unicodedata.normalize("NFC", text)
+        weight, spelled = 0.0, text.encode(errors="replace")
+        for first in range(0, len(spelled), _COUNTED_BYTES):
+            piece = np.frombuffer(spelled[first : first + _COUNTED_BYTES], np.uint8)
+            weight += float(np.bincount(piece, minlength=256) @ self._weights)
+        return int(weight * (1 - 1e-9))  # The sum is rounded.
+
+
+def _steps(part: Any, name: str) -> list[Any]:
+    """The steps of a part of a tokenizer, which is one, a sequence of them, or nothing."""
+    if part is None:
+        return []
+    return part[name] if part["type"] == "Sequence" else [part]
+
+
+def _keeps_text(step: Mapping[str, Any]) -> bool:
+    return step["type"] in ("ByteLevel", "Digits", "Split") and step.get("behavior") != "Removed"
+
+
+def _byte_weights(tokens: Iterable[bytes]) -> np.ndarray:
+    longest, alone = np.zeros(256), np.zeros(256, np.bool_)
+    for token in tokens:
+        used = list(set(token))
+        longest[used] = np.maximum(longest[used], len(token))
+        alone[used] |= len(token) == 1
+    # A byte that is no token may be dropped.
+    return np.divide(1.0, longest, out=np.zeros(256), where=alone)

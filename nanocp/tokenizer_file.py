@@ -1,0 +1,103 @@
+"""A checkpoint's tokenizer as the text of a tokenizer.json, whichever file its makers publish.
+
+Enters: a checkpoint folder. Leaves: JSON, or a ValueError that names the file. Does not know: token
+ids, texts. Standard library only.
+
+Kimi's folders have tiktoken.model: byte strings by rank. Both ways to write such a tokenizer make
+the same tokens, since a pair is merged in the order of what it becomes.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_KIMI_CLASS = "TikTokenTokenizer"
+# As in the code that Kimi's folders bring, and in vLLM's tiktoken.rs.
+_UPPER, _LOWER = (
+    rf"[{cases}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for cases in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
+)
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_KIMI_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+@cache
+def character_of_byte() -> dict[int, str]:
+    """The byte-level alphabet: which character stands for each byte in a vocabulary.
+
+    Printable bytes stand for themselves, the others for the characters from U+0100 on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
+
+
+def tokenizer_json(checkpoint: Path) -> str | None:
+    """The text; None if the folder has no tokenizer. Raises ValueError.
+
+    Takes seconds for a tiktoken.model.
+    """
+    path = checkpoint / "tokenizer.json"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    path = checkpoint / "tiktoken.model"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if config.get("tokenizer_class") != _KIMI_CLASS:
+            raise ValueError(f"tokenizer_class must be {_KIMI_CLASS}, which is Kimi's")
+        lines = (line.split() for line in path.read_bytes().splitlines() if line)
+        ranks = {b64decode(piece): int(rank) for piece, rank in lines}
+        return json.dumps(_byte_pairs(ranks, config.get("added_tokens_decoder", {})))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read with tokenizer_config.json: {error}") from error
+
+
+def _byte_pairs(ranks: dict[bytes, int], added: dict[str, Any]) -> dict[str, Any]:
+    """The content of a tokenizer.json that makes the same tokens."""
+    spelled = {piece: "".join(map(character_of_byte().__getitem__, piece)) for piece in ranks}
+    pairs = sorted(
+        (rank, ranks[left], ranks[right], spelled[left], spelled[right])
+        for piece, rank in ranks.items()
+        for at in range(1, len(piece))
+        if (left := piece[:at]) in ranks and (right := piece[at:]) in ranks
+    )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    split = {"type": "Split", "pattern": {"Regex": _KIMI_PATTERN}, "behavior": "Isolated"}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": int(token_id), **plain, "content": one["content"],
+             "special": one.get("special", True)}
+            for token_id, one in sorted(added.items(), key=lambda item: int(item[0]))
+        ],
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split | {"invert": False}, byte_level | {"use_regex": False}],
+        },
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,
+            "vocab": {spelled[piece]: rank for piece, rank in ranks.items()},
+            "merges": [[left, right] for *_, left, right in pairs],
+        },
+    }  # fmt: skip
