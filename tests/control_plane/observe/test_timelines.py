@@ -108,7 +108,7 @@ def test_what_is_kept_of_ended_requests_is_bounded_and_no_prompt():
 
     def kept(num_requests, prompt_len):
         story = Story(num_frames=2_000, max_model_len=100_000)
-        story.timelines = Timelines(most=50)
+        story.timelines = Timelines(2_000, most=50)
         for number in range(1, num_requests + 1):
             hashes = tuple(bytes([page % 256]) * 16 for page in range((prompt_len - 1) // 64))
             arrival = Arrival(number, prompt_len, 5, b"x" * 4 * prompt_len, page_hashes=hashes)

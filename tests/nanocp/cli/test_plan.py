@@ -52,7 +52,7 @@ def test_a_model_that_fits_says_how_many_tokens_do(published):
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_two_lanes_need_twice_the_regions_and_leave_less_for_pages(published, device):
-    words = (published("qwen3-235b-a22b"), "--instances", 32, "--device", device)
+    words = (published("qwen3-235b-a22b"), "--instances", 8, "--device", device)
     words += ("--memory-gb", 141)
     one, two = plan(*words), plan(*words, "--lanes")
     assert (one.exit_code, two.exit_code) == (0, 0), two.output
@@ -60,10 +60,10 @@ def test_two_lanes_need_twice_the_regions_and_leave_less_for_pages(published, de
     def number(result, pattern):
         return float(re.search(pattern, result.output)[1].replace(",", ""))
 
-    regions = r"exchange +(\S+) GB   regions for 31 peers"
+    regions = r"exchange +(\S+) GB   regions for 7 peers"
     assert number(two, regions) == pytest.approx(2 * number(one, regions), abs=0.02)
     assert number(two, r"KV: (\S+) tokens") < number(one, r"KV: (\S+) tokens")
-    assert "31 peers, of two lanes" in two.output and "two lanes" not in one.output
+    assert "7 peers, of two lanes" in two.output and "two lanes" not in one.output
     refused = plan(words[0], "--lanes", "--layout", "pipeline")
     assert refused.exit_code == 2 and "lanes" in refused.output
 
