@@ -21,6 +21,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.http import errors
@@ -35,12 +36,11 @@ from control_plane.frontend.http.client_requests import (
 )
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
-from control_plane.frontend.http.errors import ApiError, ErrorResponse
+from control_plane.frontend.http.errors import FAILED, ApiError, ErrorResponse, error_response
 from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
     PUBLIC_PATHS,
     REQUEST_ID_HEADER,
-    AnswerFailures,
     AnswerHead,
     BodyLimit,
     CountResponses,
@@ -121,7 +121,8 @@ def build_app(
         dependencies=[Depends(HTTPBearer(auto_error=False))],  # asks for it; RequireKey checks it
     )
     # The last one meets a request first.
-    app.add_middleware(AnswerFailures)
+    # Inside the others, so that this response too has its id and its origin.
+    app.add_middleware(ServerErrorMiddleware, handler=lambda request, error: error_response(FAILED))
     app.add_middleware(BodyLimit, max_body_bytes)
     public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
     app.add_middleware(RequireKey, keys, public_paths)
