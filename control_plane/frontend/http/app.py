@@ -21,6 +21,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
 from control_plane.frontend.http import errors
@@ -35,11 +36,10 @@ from control_plane.frontend.http.client_requests import (
 )
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
-from control_plane.frontend.http.errors import ApiError, ErrorResponse
+from control_plane.frontend.http.errors import FAILED, ApiError, ErrorResponse, error_response
 from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
     REQUEST_ID_HEADER,
-    AnswerFailures,
     AnswerHead,
     BodyLimit,
     CountResponses,
@@ -119,7 +119,8 @@ def build_app(
         dependencies=[Depends(HTTPBearer(auto_error=False))],  # asks for it; RequireKey checks it
     )
     # The last one meets a request first.
-    app.add_middleware(AnswerFailures)
+    # Inside the others, so that this response too has its id and its origin.
+    app.add_middleware(ServerErrorMiddleware, handler=lambda request, error: error_response(FAILED))
     app.add_middleware(BodyLimit, max_body_bytes)
     app.add_middleware(RequireKey, keys, parts.operators)
     if cors_origins:

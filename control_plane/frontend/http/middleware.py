@@ -6,7 +6,6 @@ that need no key.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable
 from http import HTTPStatus
@@ -17,10 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.frontend.api_keys import REFUSED, ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import header_of
-from control_plane.frontend.http.errors import FAILED, TOO_LARGE, ApiError, error_response
+from control_plane.frontend.http.errors import TOO_LARGE, ApiError, error_response
 from control_plane.observe.status_server import DATA_PATHS, OPERATOR_REQUIRED
-
-logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ASSETS_PATH = "/docs/assets"
@@ -94,30 +91,6 @@ class RequestNames:
             await send(message)
 
         await self._app(scope, receive, named)
-
-
-class AnswerFailures:
-    """Answers 500 where an endpoint fails, so that this response too has its id and its origin."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what the endpoint raises once the response has begun."""
-        has_begun = False
-
-        async def noted(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        except Exception:
-            if has_begun:
-                raise
-            logger.exception("a request failed")
-            await error_response(FAILED)(scope, receive, send)
 
 
 class RequireKey:
