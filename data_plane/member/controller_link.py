@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import grpc
 
 from data_plane.transport.exchange import Term
 from nanocp.config import LimitsConfig
-from nanocp.parent import GONE, Parent
+from nanocp.parent import GONE, starter
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
@@ -62,7 +63,7 @@ class ControllerLink:
         self._limits = limits
         self._metadata = metadata
         self._is_prefill = is_prefill
-        self._parent = Parent()
+        self._parent = starter()
         self._is_orphan = False
         """Whether the controller is lost, and no other one has said anything."""
         self._left_s = limits.start_timeout_ms / 1000
@@ -78,7 +79,7 @@ class ControllerLink:
         ready = grpc.channel_ready_future(self._channel)
         while not _is_done(ready, min(SLICE_S, self._left_s)):
             self._left_s -= SLICE_S
-            if self._parent.is_gone:
+            if os.getppid() != self._parent:
                 reason = GONE
             elif self._left_s <= 0:
                 limit_ms = getattr(self._limits, limit)
@@ -105,7 +106,7 @@ class ControllerLink:
         if not self._outbox.full():
             self._outbox.put_nowait(None)
         self._channel.close()
-        if self._parent.is_gone:
+        if os.getppid() != self._parent:
             raise ControllerLost(GONE)
         if not self._is_orphan:
             self._is_orphan, self._left_s = True, self._limits.orphan_ms / 1000

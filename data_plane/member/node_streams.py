@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ import grpc
 
 from data_plane.member.controller_link import SLICE_S, ControllerLost, channel_options
 from data_plane.member.lifetime import MemberSpec
-from nanocp.parent import GONE, Parent
+from nanocp.parent import GONE, starter
 from nanocp.wire.member_metadata import NAME, SECRET
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -146,13 +147,13 @@ async def _carry(spec: MemberSpec) -> None:
 
 async def _await_controller(channel: grpc.aio.Channel, spec: MemberSpec) -> None:
     limit_ms = spec.config.limits.start_timeout_ms
-    parent, left_s = Parent(), limit_ms / 1000
+    parent, left_s = starter(), limit_ms / 1000
     while True:
         try:
             return await asyncio.wait_for(channel.channel_ready(), min(SLICE_S, left_s))
         except TimeoutError:
             left_s -= SLICE_S
-        if parent.is_gone:
+        if os.getppid() != parent:
             raise ControllerLost(GONE)
         if left_s <= 0:
             raise ControllerLost(

@@ -21,7 +21,7 @@ from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.remote.observations import Observations
 from control_plane.frontend.remote.submissions import submission_to_wire
 from control_plane.members_port import SERVER_OPTIONS, MemberSecrets
-from nanocp.parent import Parent
+from nanocp.parent import starter
 from nanocp.plan import ClusterLoad
 from nanocp.wire import front_ends as convert
 from nanocp.wire.v1 import frontend_pb2 as pb
@@ -121,7 +121,7 @@ class RemoteController:
         threading.Thread(
             target=self._observe_for_ever, args=(front_end,), name="observations", daemon=True
         ).start()
-        left_s, parent = 0.0, Parent()
+        left_s, parent = 0.0, starter()
         while True:
             reason = self._converse(front_end, secrets)
             if reason is not None:
@@ -133,7 +133,7 @@ class RemoteController:
                         "the controller is lost; another one is waited for, %.0f s at most",
                         self._orphan_s,
                     )
-            if left_s <= 0 or parent.is_gone:
+            if left_s <= 0 or os.getppid() != parent:
                 return "the controller is lost"
             self._channel.close()
             # A process that was stopped has not waited meanwhile.
