@@ -20,6 +20,7 @@ from functools import partial
 
 from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
 from control_plane.member_streams import Member
+from nanocp.parent import PARENT_VARIABLE
 
 _FROM_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
 """Signals that somebody sends: what the process wrote last has nothing to do with its end."""
@@ -55,7 +56,7 @@ class ProcessLauncher:
         it is ready. The name is the last argument: the list of processes shows who is who.
         """
         self._command = command
-        self._environment = {**os.environ, **environment}
+        self._environment = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())}
         self._processes: dict[Member, _Process] = {}
         """The latest of each member. Earlier ones were killed."""
         self._spares: list[_Process] = []

@@ -324,6 +324,7 @@ class Members:
     def term_began(self) -> None:
         """See terms.TermSteps."""
         self._short_terms.began()
+        self._replacements.begin_term()
         if self._deadlines.met("instance"):
             cause = "loss" if self._is_after_loss else "request"
             self._metrics.term_began(self.terms.number, cause)

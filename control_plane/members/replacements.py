@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Protocol
@@ -28,6 +29,9 @@ recovery_timeout_ms, so that another one can be tried, but within these. Imports
 reads first take less, also on a busy machine: an actor of Ray on a machine that has had none took
 54 s at a load of 16 on two cores, and once more than 60."""
 
+_PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Before each further process of a member while no term begins; the last one again and again."""
+
 
 class Processes(Protocol):
     """The members' processes. Calls block, and come from worker threads."""
@@ -40,6 +44,9 @@ class Processes(Protocol):
 
         term: the one that it will probably join. Raises OSError or RuntimeError.
         """
+
+    def obstacle_to_more(self, num_instances: int) -> str:
+        """Why there is no room for so many more instances, for an operator; empty if there is."""
 
 
 class Replacements:
@@ -57,7 +64,7 @@ class Replacements:
 
         Signs of life are that it loads weights and that it dials.
         """
-        self._processes = processes
+        self.processes = processes
         self._deadlines = deadlines
         self._silent = silent
         self._dial_s = min(_DIAL_S, max(_LEAST_DIAL_S, recovery_timeout_ms / 2000))
@@ -65,9 +72,15 @@ class Replacements:
         """The number of each member's process, counted from 0; a lost one is counted already."""
         self._exits: dict[tuple[Member, int], asyncio.Future[str]] = {}
         """By member and number of a lost process: done once it was seen dead, with how it ended."""
+        self._num_tries: Counter[Member] = Counter()
+        """Processes that each member has had since a term last began."""
         self._coming: set[Member] = set()
         """Members whose next process is to be started, or has yet to dial."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin_term(self) -> None:
+        """A term begins: what was tried has served its purpose."""
+        self._num_tries.clear()
 
     def is_coming(self, member: Member) -> bool:
         """Whether a process of the member is on its way."""
@@ -86,7 +99,7 @@ class Replacements:
     def kill(self, member: Member) -> None:
         """End the process of a lost member, which no other follows."""
         self.retire(member)
-        self._run(asyncio.to_thread(self._processes.kill, member))
+        self._run(asyncio.to_thread(self.processes.kill, member))
 
     def expect(self, member: Member) -> None:
         """The member has a process, which is to dial."""
@@ -131,15 +144,18 @@ class Replacements:
                 await asyncio.wait({gone}, timeout=_LAST_WORD_S)
                 if gone.done() and gone.result():
                     logger.warning("%s: %s", member, gone.result())
-                await asyncio.to_thread(self._processes.kill, member)
+                await asyncio.to_thread(self.processes.kill, member)
                 await asyncio.wait({gone}, timeout=_FENCE_S)
                 del self._exits[member, number]
                 if not gone.done():
                     lives_on()
+                num_tries = self._num_tries[member]
+                self._num_tries[member] += 1
+                await asyncio.sleep(_PAUSES_S[min(num_tries, len(_PAUSES_S) - 1)])
                 if not self.is_latest(member, number + 1):
                     return  # It is not wanted any more, or another one comes.
                 self.expect(member)
-                await asyncio.to_thread(self._processes.start, member, number + 1, term())
+                await asyncio.to_thread(self.processes.start, member, number + 1, term())
             except (OSError, RuntimeError) as error:
                 self.dialled(member)
                 failed(str(error))

@@ -48,9 +48,13 @@ class SeatChanges:
     def want(self, seats: Sequence[int], by: str) -> Future[None]:
         """Let the cluster have other seats; returns what is done when they serve.
 
-        See Seats.ask.
+        See Seats.ask. It fails, and nothing changes, if processes to come have no room.
         """
         asked = self.seats.ask(seats, by)
+        absent = {*self._terms.those(Standing.ABSENT)} & {self._instances[seat] for seat in seats}
+        num_new = len(absent) - sum(map(self._replacements.is_coming, absent))
+        if obstacle := self._replacements.processes.obstacle_to_more(num_new):
+            self.seats.undo(obstacle)
         self.go_on()
         return asked
 

@@ -22,6 +22,8 @@ class LocalPageRing:
 
     def __init__(self) -> None:
         self._pages: deque[ArrivedPage] = deque()
+        self.is_cut = False
+        """Whether its connection has ended, which the receiver can see; pages get lost then."""
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -68,8 +70,8 @@ class LocalPeerRings:
         )
 
     def has_lost(self, peer: int) -> bool:
-        """See PageMover: there is no connection."""
-        return False
+        """See PageMover."""
+        return self._rings[peer, self._instance].is_cut
 
     def has_place(self, peer: int) -> bool:
         """See PageMover."""
@@ -79,7 +81,8 @@ class LocalPeerRings:
         self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: np.ndarray
     ) -> None:
         """See PageMover."""
-        self._rings[self._instance, peer].put(ticket, page, payload, num_tokens)
+        if not (ring := self._rings[self._instance, peer]).is_cut:
+            ring.put(ticket, page, payload, num_tokens)
 
     def close(self) -> None:
         """See PageMover."""

@@ -179,8 +179,7 @@ class PageTransfers(ABC):
         that was taken already is dropped: two writers may have been asked for it. The same holds
         for a part of a page, and a page is there with its last part.
         """
-        sources = {expected.transfer.source for expected in self._expected.values()}
-        lost = [s for s in sources if s is not None and self._moves.has_lost(s)]
+        lost = {peer for peer in self._senders() if self._moves.has_lost(peer)}
         for ring in self.rings:
             self._copy(ring.arrived())
         for arrived in self._moves.arrived():
@@ -191,19 +190,19 @@ class PageTransfers(ABC):
             for ticket, page in filled:
                 if ticket in self._expected:
                     self._is_there(ticket, page)
-        if lost:
-            self._require_complete(lost)
+        for peer in lost & self._senders():
+            raise PeerLost(
+                f"instance {self._instance} waits for pages: its connection from instance {peer} "
+                "has ended",
+                peer,
+            )
 
-    def _require_complete(self, lost: Sequence[int]) -> None:
-        """Raise PeerLost if pages are to come from one of these instances."""
-        for ticket, expected in self._expected.items():
-            source = expected.transfer.source
-            if source in lost:
-                raise PeerLost(
-                    f"instance {self._instance} waits for pages of ticket {ticket}: its connection "
-                    f"from instance {source} has ended",
-                    source,
-                )
+    def _senders(self) -> set[int]:
+        """Peers from which pages of open tickets may come: of a prompt, from any that has slots."""
+        sources = {expected.transfer.source for expected in self._expected.values()}
+        if None in sources and self.copier is not None:
+            return {*range(self._num_instances)} - {self._instance}
+        return {source for source in sources if source is not None}
 
     def _send_loaded(self) -> None:
         while self.copier is not None and (loaded := self.copier.loaded()) is not None:

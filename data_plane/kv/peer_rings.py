@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
+from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Segments
 from nanocp.config import LimitsConfig
 
@@ -60,8 +61,12 @@ class PeerRings:
         return self._rings[peer].has_lost_writer
 
     def has_place(self, peer: int) -> bool:
-        """Whether the peer's ring has a place now."""
-        return self._writers[peer].has_place
+        """Whether the peer's ring has a place now. Raises PeerLost if it never will have one."""
+        writer = self._writers[peer]
+        if not writer.has_place and not writer.receiver_is_alive():
+            # Pages for others would wait behind this one, and their tickets stay open.
+            raise PeerLost(f"a page for instance {peer} finds no place: its ring is gone", peer)
+        return writer.has_place
 
     def send(self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
         """Write a page into the peer's ring, which must have a place."""

@@ -19,6 +19,7 @@ import grpc
 
 from data_plane.transport.exchange import Term
 from nanocp.config import LimitsConfig
+from nanocp.parent import GONE, starter
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
@@ -29,10 +30,9 @@ _MAX_MESSAGES = 16_384
 _MAX_MESSAGE_BYTES = 256 << 20
 _REDIAL_S = 0.2
 """Pause before another controller is dialled again, which has refused this member."""
-_SLICE_S = 1.0
+SLICE_S = 1.0
 """Longest single wait for a controller. Only what this process lives through counts: one that was
 stopped, or had no processor for minutes, has hardly waited."""
-_NOBODY = "the process that started this member is gone"
 _LAST_WORD_S = 2.0
 """Longest wait for the controller to take the last message."""
 
@@ -63,7 +63,7 @@ class ControllerLink:
         self._limits = limits
         self._metadata = metadata
         self._is_prefill = is_prefill
-        self._parent = os.getppid()
+        self._parent = starter()
         self._is_orphan = False
         """Whether the controller is lost, and no other one has said anything."""
         self._left_s = limits.start_timeout_ms / 1000
@@ -77,10 +77,10 @@ class ControllerLink:
             self._controller, options=channel_options(self._limits)
         )
         ready = grpc.channel_ready_future(self._channel)
-        while not _is_done(ready, min(_SLICE_S, self._left_s)):
-            self._left_s -= _SLICE_S
+        while not _is_done(ready, min(SLICE_S, self._left_s)):
+            self._left_s -= SLICE_S
             if os.getppid() != self._parent:
-                reason = _NOBODY
+                reason = GONE
             elif self._left_s <= 0:
                 limit_ms = getattr(self._limits, limit)
                 reason = (
@@ -107,7 +107,7 @@ class ControllerLink:
             self._outbox.put_nowait(None)
         self._channel.close()
         if os.getppid() != self._parent:
-            raise ControllerLost(_NOBODY)
+            raise ControllerLost(GONE)
         if not self._is_orphan:
             self._is_orphan, self._left_s = True, self._limits.orphan_ms / 1000
         elif self._left_s <= 0:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 
 import grpc
 
-from data_plane.member.controller_link import ControllerLost, channel_options
+from data_plane.member.controller_link import SLICE_S, ControllerLost, channel_options
 from data_plane.member.lifetime import MemberSpec
+from nanocp.parent import GONE, starter
 from nanocp.wire.member_metadata import NAME, SECRET
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -127,13 +129,7 @@ async def _carry(spec: MemberSpec) -> None:
     options = channel_options(limits)
     streams = NodeStreams()
     async with grpc.aio.insecure_channel(spec.controller, options=options) as channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), limits.start_timeout_ms / 1000)
-        except TimeoutError:
-            raise ControllerLost(
-                f"no controller answered at {spec.controller} within start_timeout_ms "
-                f"({limits.start_timeout_ms} ms)"
-            ) from None
+        await _await_controller(channel, spec)
         call = rpc.ControllerStub(channel).AttachNode(metadata=spec.metadata)
         server = await _serve(spec, streams)
         sender = asyncio.create_task(_send_up(call, streams, limits.suspect_ms / _BEATS / 1000))
@@ -147,6 +143,23 @@ async def _carry(spec: MemberSpec) -> None:
             sender.cancel()
             await server.stop(0)
             Path(spec.carrier.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+async def _await_controller(channel: grpc.aio.Channel, spec: MemberSpec) -> None:
+    limit_ms = spec.config.limits.start_timeout_ms
+    parent, left_s = starter(), limit_ms / 1000
+    while True:
+        try:
+            return await asyncio.wait_for(channel.channel_ready(), min(SLICE_S, left_s))
+        except TimeoutError:
+            left_s -= SLICE_S
+        if os.getppid() != parent:
+            raise ControllerLost(GONE)
+        if left_s <= 0:
+            raise ControllerLost(
+                f"no controller answered at {spec.controller} within start_timeout_ms "
+                f"({limit_ms} ms)"
+            )
 
 
 async def _serve(spec: MemberSpec, streams: NodeStreams) -> grpc.aio.Server:

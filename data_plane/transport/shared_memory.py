@@ -22,6 +22,7 @@ import re
 import struct
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -39,8 +40,8 @@ DIRECTORY = Path("/dev/shm")
 
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(
-    r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-t[0-9]+"
-    r"-(exchange|gpu_memory[0-9]+|prefill[0-9]+|moves_from_[0-9]+|hidden_rows|pass_tokens)-[0-9]+"
+    r"nanocp-(?P<cluster_id>[A-Za-z0-9_.-]+)-t(?P<term>[0-9]+)"
+    r"-(exchange|gpu_memory[0-9]+|prefill[0-9]+|moves_from_[0-9]+|hidden_rows|pass_tokens)-(?P<instance>[0-9]+)"
 )
 _PREAMBLE = struct.Struct("<8sQ")  # magic, bytes of description
 _MAGIC = b"nanocp\x00\x01"
@@ -191,13 +192,35 @@ def _allocate(fd: int, name: str, num_bytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EFBIG):
             raise
-        status = os.statvfs(DIRECTORY)
-        free_bytes = status.f_bavail * status.f_frsize
-        raise NoRoom(
-            f"{name} needs {num_bytes / 2**20:.1f} MiB of {DIRECTORY}, which has "
-            f"{free_bytes / 2**20:.1f} MiB free: enlarge it (docker: --shm-size) or lower the "
-            "cluster's bounds"
-        ) from error
+        raise NoRoom(f"{name} needs {_room(num_bytes)}") from error
+
+
+def obstacle_to_more(cluster_id: str, num_instances: int) -> str:
+    """Why this machine has no room for so many more instances of the cluster; empty if it has.
+
+    Each needs as much as one that is here. Where none is, nothing is known.
+    """
+    sizes: Counter[tuple[str, str]] = Counter()
+    for match in filter(None, map(_NAME.fullmatch, os.listdir(DIRECTORY))):
+        if match["cluster_id"] == cluster_id:
+            with suppress(FileNotFoundError):
+                size = (DIRECTORY / match[0]).stat().st_size
+                sizes[match["term"], match["instance"]] += size
+    num_bytes = num_instances * max(sizes.values(), default=0)
+    is_short = num_bytes > _free_bytes()
+    return f"room for {num_instances} more: needed are {_room(num_bytes)}" if is_short else ""
+
+
+def _free_bytes() -> int:
+    status = os.statvfs(DIRECTORY)
+    return status.f_bavail * status.f_frsize
+
+
+def _room(num_bytes: int) -> str:
+    return (
+        f"{num_bytes / 2**20:.1f} MiB of {DIRECTORY}, which has {_free_bytes() / 2**20:.1f} MiB "
+        "free: enlarge it (docker: --shm-size) or lower the cluster's bounds"
+    )
 
 
 def _link(fd: int, name: str) -> None:

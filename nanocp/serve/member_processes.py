@@ -6,19 +6,24 @@ Enters: a launcher, a spec for each member. Leaves: calls of the launcher. Does 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from control_plane.launchers.launcher import Launcher
 from control_plane.member_streams import Member
 from data_plane.member.lifetime import MemberSpec
+from data_plane.transport.shared_memory import obstacle_to_more
 
 
 class MemberProcesses:
     """Processes of members for the controller, which replaces those that were lost."""
 
-    def __init__(self, launcher: Launcher, spec: Callable[[Member, int], MemberSpec]) -> None:
+    def __init__(
+        self, launcher: Launcher, spec: Callable[[Member, int], MemberSpec], cluster_id: str
+    ) -> None:
         """spec: of a member that will probably join this term; an earlier one's secret is void."""
         self._launcher = launcher
         self._spec = spec
+        self.obstacle_to_more = partial(obstacle_to_more, cluster_id)
 
     def kill(self, member: Member) -> None:
         """See replacements.Processes."""

@@ -148,7 +148,7 @@ class Service:
         self._controller_address = ""
         self._controller = Controller(
             config,
-            MemberProcesses(launcher, self._spec),
+            MemberProcesses(launcher, self._spec, self.cluster_id),
             self._member_secrets,
             self._front_ends,
             self.metrics,

@@ -1,7 +1,7 @@
 """Hash clusters whose pages go to slots and come back: conversations, failing files, losses.
 
-    PYTHONPATH=tests python -m harness.hash_offload --seeds 1000 [--losses | --crowd]
-    PYTHONPATH=tests python -m harness.hash_offload --seed N [--losses | --crowd]   replays one
+    PYTHONPATH=tests python -m harness.hash_offload --seeds 1000 [--losses | --crowd | --cuts]
+    PYTHONPATH=tests python -m harness.hash_offload --seed N [as above]   replays one
 
 The judge compares every page in a slot with the KV of the tokens that its hash stands for, as soon
 as the scheduler can find it there.
@@ -10,18 +10,20 @@ as the scheduler can find it there.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.page_hashes import page_hashes
+from data_plane.fake.local_pages import LocalPageRing
+from data_plane.transport.exchange import PeerLost
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import Process, offloading_config
 from harness.hash_recovery import RecoveringCluster
 from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE, Event, TransferDone, TransferMissed
+from nanocp.plan import PAGE_SIZE, Event, TermEnded, TransferDone, TransferMissed
 from nanocp.sampling import SamplingParams
 
 
@@ -137,6 +139,44 @@ class LosingCluster(OffloadingCluster, RecoveringCluster):
         return [[*stream.prompt_ids, *stream.output_ids] for stream in self.streams.values()]
 
 
+class CutCluster(LosingCluster):
+    """Connections between instances are cut while pages are under way; no instance is lost."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.losses_left = 0
+        self.cuts_left = 4
+        self.num_cuts_of_slots = 0
+        """Cuts that lost a page from a slot, whose ticket names no instance that sends it."""
+
+    def _turn(self) -> None:
+        if self.is_serving and self.cuts_left:
+            rings = self.processes[self.serving[0]].instance._moves._rings.values()
+            busy = [ring for ring in rings if len(ring)]
+            if busy and self.random.random() < 0.2:
+                self._cut(self.random.choice(busy))
+        super()._turn()
+
+    def _cut(self, ring: LocalPageRing) -> None:
+        self.cuts_left -= 1
+        expected = {ticket for p in self.processes for ticket in self._of_slots(p)}
+        self.num_cuts_of_slots += any(page.ticket in expected for page in ring._pages)
+        ring.close()
+        ring.is_cut = True
+
+    def _of_slots(self, process: Process) -> Iterator[int]:
+        for ticket, each in process.instance._expected.items():
+            if each.transfer.source is None:
+                yield ticket
+
+    def _between_steps(self, process: Process) -> None:
+        try:
+            super()._between_steps(process)
+        except PeerLost:
+            if self.is_serving and self.terms[process] == self.term:
+                self._end_term([TermEnded()])
+
+
 def play_offloading(seed: int, num_requests: int = 20) -> OffloadingCluster:
     """Play one seed to its end; a failure names the seed."""
     return _play(OffloadingCluster(seed, num_requests), f"--seed {seed}")
@@ -167,6 +207,11 @@ def play_losing(seed: int) -> LosingCluster:
     return _play(LosingCluster(seed), f"--losses --seed {seed}")
 
 
+def play_cut(seed: int) -> CutCluster:
+    """Play one seed whose connections are cut."""
+    return _play(CutCluster(seed), f"--cuts --seed {seed}")
+
+
 def _play(cluster, how: str):
     try:
         cluster.play()
@@ -183,11 +228,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--crowd", action="store_true")
+    parser.add_argument("--cuts", action="store_true")
     parser.add_argument("--seed", type=int)
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     play = play_losing if arguments.losses else play_offloading
-    play = play_crowded if arguments.crowd else play
+    play = play_crowded if arguments.crowd else play_cut if arguments.cuts else play
     totals = dict.fromkeys(("stowed", "in file", "fetched", "tokens", "missed", "preempted"), 0)
     for seed in seeds if arguments.seed is None else [arguments.seed]:
         cluster = play(seed)

@@ -222,6 +222,7 @@ class OperatedCluster(FailoverCluster):
         raise AssertionError(message)
 
     # --- replacements.Processes
+    obstacle_to_more = staticmethod(lambda num_instances: "")  # See Processes.
 
     def kill(self, member: Member) -> None:
         """See Processes."""

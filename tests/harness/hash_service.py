@@ -19,6 +19,7 @@ from harness.hash_parts import FREE_LINKS
 from harness.paths import TESTS
 from nanocp.client import Client
 from nanocp.config import ClusterConfig, Config, LimitsConfig, SchedulerConfig, ServiceConfig
+from nanocp.parent import PARENT_VARIABLE
 from nanocp.sampling import SamplingParams
 from nanocp.serve.service import Served, Service
 
@@ -44,6 +45,7 @@ class ForkLauncher(ProcessLauncher):
     def __init__(self, config: Config, served: Served) -> None:
         """Launch members of this service."""
         super().__init__((), ENVIRONMENT)
+        del self._environment[PARENT_VARIABLE]  # Forks are another process's children.
         factories = [served.instance_factory]
         if config.prefill.engines:
             factories += "data_plane.member.external_prefill", served.probe_factory

@@ -69,6 +69,10 @@ class Processes:
     def __init__(self):
         self.calls = []
         self.error = None
+        self.obstacle = ""
+
+    def obstacle_to_more(self, num_instances):
+        return self.obstacle if num_instances else ""
 
     def kill(self, member):
         self.calls.append(("kill", str(member)))

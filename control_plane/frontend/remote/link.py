@@ -21,6 +21,7 @@ from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.remote.observations import Observations
 from control_plane.frontend.remote.submissions import submission_to_wire
 from control_plane.members_port import SERVER_OPTIONS, MemberSecrets
+from nanocp.parent import starter
 from nanocp.plan import ClusterLoad
 from nanocp.wire import front_ends as convert
 from nanocp.wire.v1 import frontend_pb2 as pb
@@ -120,7 +121,7 @@ class RemoteController:
         threading.Thread(
             target=self._observe_for_ever, args=(front_end,), name="observations", daemon=True
         ).start()
-        left_s, parent = 0.0, os.getppid()
+        left_s, parent = 0.0, starter()
         while True:
             reason = self._converse(front_end, secrets)
             if reason is not None:

@@ -1,16 +1,37 @@
 """Plain processes of members, and spares that become one."""
 
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import PREFILL, Member
+from data_plane.member.lifetime import MemberSpec
+from harness.paths import ROOT
+from nanocp.config import Config
 
+MAIN = """
+import pickle, sys, time
+from pathlib import Path
+from control_plane.launchers.processes import ProcessLauncher
+from control_plane.member_streams import Member
+member, pid_file, spec = pickle.load(sys.stdin.buffer)
+program = (
+    "import os, signal, sys; os.kill(os.getpid(), signal.SIGSTOP);"
+    "from data_plane.member.process import main; sys.exit(main())"
+)
+launcher = ProcessLauncher([sys.executable, "-c", program], {})
+launcher.start({member: spec}, print)
+Path(pid_file).write_text(str(launcher.pid(member)))
+time.sleep(600)
+"""
 FIRST, SECOND = Member("instance", 0), Member("instance", 1)
 PROGRAM = """
 import pickle, sys, time
@@ -116,3 +137,37 @@ def test_spares_end_with_the_service_and_when_the_program_is_another(launcher):
     assert not launcher.spare_ends, "they were ended on purpose"
     with pytest.raises(RuntimeError, match="the service is stopping"):
         launcher.start_spare("spare 2", "spare", lambda *end: None)
+
+
+@pytest.mark.parametrize("member", [FIRST, Member("node", 0)], ids=str)
+def test_a_member_that_was_stopped_at_its_start_ends_though_its_service_was_killed(
+    member, tmp_path
+):
+    pid_file = tmp_path / "pid"
+    seat = {member.kind: 0}
+    address = "127.0.0.1:1"
+    checkpoint = Path("no-checkpoint")
+    spec = MemberSpec("no:factory", Config(), "cluster", address, "secret", checkpoint, **seat)
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN], stdin=subprocess.PIPE, cwd=ROOT, stderr=subprocess.DEVNULL
+    ) as main:
+        pickle.dump((member, str(pid_file), spec), main.stdin)
+        main.stdin.close()
+        until(lambda: pid_file.exists() and pid_file.read_text())
+        pid = int(pid_file.read_text())
+        until(lambda: state(pid) == "T")
+        main.kill()
+    os.kill(pid, signal.SIGCONT)
+    try:
+        until(lambda: state(pid) in "Z-")
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def state(pid):
+    """The letter of the process's state; - if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "-"

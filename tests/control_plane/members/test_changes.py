@@ -98,3 +98,26 @@ async def test_a_seat_that_is_asked_for_while_its_process_comes_gets_no_second_o
     cluster.ready(FIRST, SECOND, term=3)
     assert (await asyncio.wait_for(change, 10)).serving == (0, 1)
     assert [call[0] for call in cluster.processes.calls].count("start") == 1
+
+
+@in_a_loop
+async def test_more_seats_than_there_is_room_for_are_refused_by_name_and_nothing_changes():
+    cluster = running(synthetic_kv=True)
+    cluster.members._seats.fewest = 1
+    change = await asked_of(cluster, [0])
+    cluster.members.changes.settled()
+    for member in (FIRST, SECOND):
+        cluster.say(member, 1, left=pb.Left())
+    cluster.ready(FIRST, term=2)
+    await asyncio.wait_for(change, 10)
+    cluster.processes.obstacle = "needed are 9.0 MiB of /dev/shm, which has 1.0 MiB free"
+    with pytest.raises(RuntimeError, match=r"9\.0 MiB of /dev/shm.*; the cluster is as it was"):
+        await asyncio.wait_for(cluster.members.want([0, 1], "a test"), 10)
+    now = await cluster.members.want(None)
+    assert (now.serving, now.wanted, now.asked_by) == ((0,), (0,), "")
+    assert not cluster.members._replacements.is_coming(SECOND)
+    assert (await cluster.members.want([0], "a test")).serving == (0,), "no process is to come"
+    cluster.processes.obstacle = ""
+    change = await asked_of(cluster, [0, 1])
+    assert cluster.members._replacements.is_coming(SECOND)
+    change.cancel()

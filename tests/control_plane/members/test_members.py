@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from control_plane.member_streams import PREFILL, Member, MemberStream
+from control_plane.members import replacements
 from control_plane.members.heartbeats import TICKS
 from control_plane.members.start import StartError
 from harness.member_cluster import (
@@ -420,3 +421,30 @@ def test_who_attaches_late_is_asked_to_leave_too():
     cluster.attach(FIRST)
     shutdown, end = sent_to(cluster.streams[FIRST])
     assert (shutdown.shutdown.reason, end) == ("the service is stopping", None)
+
+
+@in_a_loop
+async def test_each_further_process_comes_later_until_a_term_begins(monkeypatch):
+    assert list(replacements._PAUSES_S) == sorted(replacements._PAUSES_S)
+    monkeypatch.setattr(replacements, "_PAUSES_S", (0.0, 0.0, 600.0))
+    cluster = running(synthetic_kv=True)
+    for number in range(2):
+        cluster.members.exited(SECOND, number, "it has no room")
+        await cluster.until_replaced(SECOND, number + 1, term=2)
+    cluster.members.exited(SECOND, 2, "it has no room")
+    await cluster.until(lambda: cluster.processes.calls.count(("kill", "instance 1")) == 3)
+    await asyncio.sleep(0.1)
+    assert cluster.processes.calls[-1] == ("kill", "instance 1"), "the next one waits"
+
+
+@in_a_loop
+async def test_losses_with_terms_between_them_are_replaced_at_once(monkeypatch):
+    monkeypatch.setattr(replacements, "_PAUSES_S", (0.0, 600.0))
+    cluster = running(synthetic_kv=True)
+    for term in range(2, 5):
+        cluster.members.exited(SECOND, term - 2, "it was killed")
+        cluster.say(FIRST, term - 1, left=pb.Left())
+        await cluster.until_replaced(SECOND, term - 1, term=term)
+        cluster.attach(SECOND)
+        cluster.ready(FIRST, SECOND, term=term)
+        assert cluster.members.terms.is_serving

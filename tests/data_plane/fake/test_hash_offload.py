@@ -5,7 +5,7 @@ OFFLOAD_SEEDS=100 plays more; harness/hash_offload.py replays one.
 
 import os
 
-from harness.hash_offload import play_crowded, play_losing, play_offloading
+from harness.hash_offload import play_crowded, play_cut, play_losing, play_offloading
 
 NUM_SEEDS = int(os.environ.get("OFFLOAD_SEEDS", "4"))
 
@@ -26,3 +26,10 @@ def test_preempted_requests_come_back_from_there_with_the_same_tokens():
 def test_a_lost_instance_loses_its_slots_and_no_token():
     clusters = [play_losing(seed) for seed in range(NUM_SEEDS // 2)]
     assert sum(cluster.num_losses for cluster in clusters) > 0
+
+
+def test_a_connection_that_is_cut_leaves_no_ticket_open():
+    """Also where the page under way came from a peer's slot, which its ticket does not name."""
+    clusters = [play_cut(seed) for seed in (2, 5, 9, 13)]
+    assert all(cluster.num_cuts_of_slots for cluster in clusters)
+    assert sum(cluster.num_moves for cluster in clusters)

@@ -162,7 +162,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_move_is_a_lost_peer(by_tcp)
     sender, instance = by_tcp
     cut(sender, instance._moves)
     with pytest.raises(
-        PeerLost, match=r"instance 1 waits for pages of ticket 1: .* instance 0 "
+        PeerLost, match=r"instance 1 waits for pages: its connection from instance 0 has ended"
     ) as lost:
         instance.copy_arrived_pages()
     assert lost.value.peer == 0
@@ -175,3 +175,36 @@ def test_a_connection_that_ends_after_a_move_costs_nothing(by_tcp):
     cut(sender, instance._moves)
     instance.copy_arrived_pages()
     assert instance.take_events() == [TransferDone(1, 1)]
+
+
+def test_a_connection_that_is_cut_loses_a_peer_whose_slots_have_pages_of_a_prompt(by_tcp):
+    """A prompt's ticket has no source, and any peer with slots may send some of its pages."""
+    sender, instance = by_tcp
+    move(sender, instance, 1)
+    instance.copier = NoCopies()
+    instance.expect(transfer(2))
+    instance.copy_arrived_pages()
+    cut(sender, instance._moves)
+    with pytest.raises(PeerLost) as lost:
+        instance.copy_arrived_pages()
+    assert lost.value.peer == 0
+
+
+class NoCopies:
+    """A copier with nothing to do."""
+
+    def take(self):
+        return (), ()
+
+    def cancel(self, ticket):
+        """Nothing is under way."""
+
+
+def test_pages_for_others_do_not_wait_for_ever_behind_one_whose_ring_is_gone(by_tcp):
+    sender, instance = by_tcp
+    cut(sender, instance._moves)
+    with pytest.raises(PeerLost, match="a page for instance 1 finds no place") as lost:
+        for number in range(9):
+            assert sender.has_place(1)
+            sender.send(1, ticket=9, page=number, num_tokens=1, payload=np.zeros(8, np.uint8))
+    assert lost.value.peer == 1

@@ -1,8 +1,10 @@
 """/dev/shm has room for one term: what is given up is free at once, and who lacks room waits."""
 
 import os
+import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,3 +81,18 @@ def test_a_term_that_ends_ends_the_wait_for_room(segments, monkeypatch):
     with pytest.raises(TermOver):
         segments.own("exchange", 0, "", 64)
     assert time.monotonic() - began_s < sum(module._PAUSES_S) / 2
+
+
+def test_more_instances_need_as_much_as_one_that_is_here(segments, monkeypatch):
+    assert shared_memory.obstacle_to_more(segments.cluster_id, 100) == "", "nothing is known"
+    for instance, kinds in enumerate((["exchange"], ["exchange", "prefill0", "moves_from_1"])):
+        for kind in kinds:
+            segments.own(kind, instance, "", 1 << 20)
+    free = SimpleNamespace(f_bavail=7, f_frsize=1 << 20)
+    monkeypatch.setattr(shared_memory.os, "statvfs", lambda path: free)
+    assert shared_memory.obstacle_to_more(segments.cluster_id, 2) == ""
+    said = shared_memory.obstacle_to_more(segments.cluster_id, 3)
+    assert re.match(
+        r"room for 3 more: needed are 9\.\d MiB of /dev/shm, which has 7\.0 MiB free: enlarge", said
+    )
+    assert shared_memory.obstacle_to_more("another", 3) == ""
