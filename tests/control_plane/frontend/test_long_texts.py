@@ -80,6 +80,7 @@ def sentencepiece(byte_fallback: bool = True, **parts: object) -> Tokenizer:
 
 
 METASPACE = sentencepiece(
+    added_tokens=[],
     normalizer=None,
     pre_tokenizer={"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first",
                    "split": False},
