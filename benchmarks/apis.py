@@ -49,7 +49,7 @@ def main(
     """Measure both APIs in turn, and compare."""
     load_before = os.getloadavg()[0]
     console = Console() if sys.stdout.isatty() else Console(width=110)
-    rounds, num_prompts = (2, 64) if quick else (5, 256)
+    rounds, num_prompts = (2, 32) if quick else (5, 256)
     requests = sample_requests(
         DatasetOptions(num_prompts=num_prompts, input_len=64, output_len=64), None
     )

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.choices import check_at_least, check_one_of, require
+from nanocp.cost_config import CPU_COSTS as CPU_COSTS
 from nanocp.cost_config import CostConfig as CostConfig
 from nanocp.cost_config import check_ttft_targets as check_ttft_targets
 from nanocp.offload import KvOffloadConfig as KvOffloadConfig
@@ -41,7 +42,10 @@ LANES = ("off", "measured", "always", "random")
 
 @dataclass(frozen=True, slots=True)
 class BoundsConfig:
-    """Ahead-of-time bounds of one instance (5.2): they size its pools, and no plan exceeds them."""
+    """Ahead-of-time bounds of one instance (arXiv 2605.21100, 5.2).
+
+    They size its pools, and no plan exceeds them.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -126,7 +130,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How the scheduler admits, places and moves requests (4.2)."""
+    """How the scheduler admits, places and moves requests (arXiv 2605.21100, 4.2)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -134,7 +138,7 @@ class SchedulerConfig:
     """How requests are placed: a name of control_plane.scheduler.policies, such as cost_aware,
     dual_balanced (the paper's rule) or fixed_degree:2."""
     steps_per_window: int = 1
-    """Steps k that one plan covers (multi-step, 6.1)."""
+    """Steps k that one plan covers (arXiv 2605.21100, 6.1)."""
     cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
     """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`.
     cost_aware takes from it and from cp_degree_max only which requests get degree 1, and chooses
@@ -373,6 +377,12 @@ class Config:
             not self.scheduler.has_lanes or on_cpu or dispatch == "exchange",
             f"scheduler.lanes is {self.scheduler.lanes} and dispatch_backend {dispatch}; on a GPU "
             "it must be exchange, the only one that both lanes can use at once",
+        )
+        num, per_node = self.cluster.num_instances, self.cluster.instances_per_node
+        require(
+            on_cpu or num <= per_node,
+            f"device is cuda, and {num} instances are on more than one node of {per_node} "
+            "(cluster.instances_per_node); GPUs exchange only within one node so far (docs/gpu.md)",
         )
         require(
             not self.cluster.spares or (self.recovers and on_cpu),

@@ -11,14 +11,14 @@ import difflib
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from nanocp.config import SECRETS, Config
+from nanocp.config import CPU_COSTS, SECRETS, Config
 
 ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is
@@ -52,6 +52,8 @@ def load_config(
     for source in sources:
         _check_keys(source, source.tree, Config, ())
         merged = _merge(merged, source.tree)
+    if not _sets(merged, ("data_plane", "device")) or merged["data_plane"]["device"] == "cpu":
+        merged = _merge({"scheduler": {"costs": asdict(CPU_COSTS)}}, merged)
     try:
         # Strict JSON: an array may become a tuple, but true is no integer and "2" is none either.
         return TypeAdapter(Config).validate_json(json.dumps(merged, default=str), strict=True)

@@ -15,7 +15,8 @@ from nanocp.choices import check_at_least, require
 class CostConfig:
     """Costs for policy cost_aware, in KV tokens that attention reads in the same time.
 
-    The defaults are those of DeepSeek-V3 on 32 H200, as the simulator knows them.
+    The defaults here are those of DeepSeek-V3 on 32 H200, as the simulator knows them; a
+    configuration that is loaded for CPUs has CPU_COSTS in their place.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -40,6 +41,16 @@ class CostConfig:
         check_at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
         check_at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
         check_at_least(0, ingest_ns_per_token=self.ingest_ns_per_token)
+
+
+CPU_COSTS = CostConfig(
+    exchange_tokens=4500,
+    link_tokens=1000,
+    dispatch_tokens_per_row=1200,
+    ingest_ns_per_token=6000,
+)
+"""Costs of two instances on a 2-core VM, for a model of 162M parameters
+(docs/decisions/0053-costs-of-the-device.md)."""
 
 
 def check_ttft_targets(targets: tuple[tuple[int, int], ...]) -> None:

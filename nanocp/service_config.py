@@ -109,8 +109,12 @@ class ServiceConfig:
     key is needed. A key on the command line is visible in `ps`, one in a file is not."""
     api_keys_file: str = ""
     """File with further API keys, one a line, that is read again when it changes. Empty: none."""
+    operator_keys_file: str = ""
+    """File with keys of operators, one a line, each with a name before it if you like: `alice KEY`.
+    It is read again when it changes. A service with keys of any kind needs one for /metrics, the
+    data of /cluster, and changes of seats and layers. Empty: nobody has one."""
     public_status: bool = False
-    """/metrics and the data of /cluster need no API key, although the APIs need one."""
+    """/metrics and the data of /cluster need no operator's key."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: auto (as its chat template does), none, hermes (Qwen too),
     deepseek_v3, deepseek_v31, kimi_k2, glm45, glm47 or qwen3_coder (Qwen3.5 too)."""
@@ -141,7 +145,7 @@ class ServiceConfig:
     ends, and the load every 10 s."""
     otlp_traces_endpoint: str = ""
     """OpenTelemetry collector that gets a trace of each request, by OTLP over gRPC, such as
-    http://localhost:4317. Empty: no traces. It needs `pip install 'nanocp[otel]'`."""
+    http://localhost:4317. Empty: no traces. It needs `pip install '.[otel]'`."""
     check_invariants: bool = False
     """Check the scheduler's whole state while no window is in flight, for tests: it visits every
     request, page and frame. What is broken is reported and ends the service."""
@@ -154,6 +158,11 @@ class ServiceConfig:
     node_streams: bool = False
     """One stream to the controller for each node instead of one for each instance, carried by a
     process of its own on the node. It pays for a hundred instances and more."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients or operators have keys, so that what is theirs alone asks for one."""
+        return bool(self.api_keys or self.api_keys_file or self.operator_keys_file)
 
     def __post_init__(self) -> None:
         check_at_least(0, event_log_part_mb=self.event_log_part_mb)

@@ -216,7 +216,7 @@ def test_a_missing_extra_is_one_sentence_that_names_it(name, base_install):
     assert status == 2, errors
     assert re.fullmatch(
         rf"nanocp {name}: the package \w+ is not installed; pip install "
-        rf"'nanocp\[{EXTRAS[name]}\]' brings it\n",
+        rf"'\.\[{EXTRAS[name]}\]' brings it\n",
         errors,
     )
 

@@ -1,9 +1,9 @@
-"""API keys: which clients a service with keys answers.
+"""Keys: which clients a service with keys answers, and which operators.
 
-Enters: keys, a call's header. Leaves: yes or no; for gRPC also the refusal. Does not know: HTTP,
-what is asked.
+Enters: keys, a call's header. Leaves: yes or no, or who it is; for gRPC also the refusal. Does not
+know: HTTP, what is asked.
 
-Clients send a key as `Authorization: Bearer KEY`, over HTTP and in gRPC's metadata.
+A key is sent as `Authorization: Bearer KEY`, over HTTP and in gRPC's metadata.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
+from nanocp.config import ServiceConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +36,19 @@ _GUARDED = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
 class ApiKeys:
     """The keys in service.api_keys and api_keys_file. Without any, every client is answered."""
 
+    field = "api_keys_file"
+    """The setting that names the file."""
+
     def __init__(self, keys: Sequence[str], file: str = "") -> None:
         """file: see ServiceConfig.api_keys_file. Raises ValueError if it has no keys to be used."""
         self._own = tuple(_digest(key) for key in keys)
         self._file = Path(file) if file else None
         self._stamp: tuple[int, int] | None = None
         self._looked_s = 0.0
-        self._all = self._own
+        self._of_file: dict[bytes, str] = {}
         if self._file is not None:
             self._stamp = _stamp(self._file)
-            self._all += _keys_in(self._file)
+            self._of_file = self._keys_in(self._file)
 
     @property
     def _digests(self) -> tuple[bytes, ...]:
@@ -55,16 +60,35 @@ class ApiKeys:
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._read_again(self._file)
-        return self._all
+        return (*self._own, *self._of_file)
 
     def _read_again(self, file: Path) -> None:
         """Take the keys of the changed file; the former ones stay if it has none to be used."""
         try:
-            self._all = self._own + _keys_in(file)
+            self._of_file = self._keys_in(file)
         except ValueError as error:
-            logger.warning("the former API keys stay: %s", error)
+            logger.warning("the former keys stay: %s", error)
         else:
-            logger.info("%s has changed; valid API keys: %d", file, len(self._all))
+            num_keys = len(self._own) + len(self._of_file)
+            logger.info("%s has changed; valid keys: %d (%s)", file, num_keys, self.field)
+
+    def _keys_in(self, file: Path) -> dict[bytes, str]:
+        """Digest -> name of the file's keys. Raises ValueError if it has none, or a wrong one."""
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.field} {file} cannot be read: {error}") from error
+        lines = [line for each in lines if (line := each.strip()) and not line.startswith("#")]
+        if not lines or not all(line.isascii() and line.isprintable() for line in lines):
+            raise ValueError(
+                f"{self.field} {file} must have a key in each line, of printable ASCII, and at "
+                "least one; lines that begin with # do not count"
+            )
+        return {_digest(key): name for name, key in map(self._parts_of, lines)}
+
+    def _parts_of(self, line: str) -> tuple[str, str]:
+        """Name and key in a line."""
+        return "", line
 
     def tenant(self, authorization: str | None, user: str = "") -> str:
         """Whose request it is: the digest of its key; without keys the user that it names."""
@@ -73,15 +97,53 @@ class ApiKeys:
         return _digest((authorization or "").partition(" ")[2]).hex()[:16]
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether a client that sends this header is answered.
+        """Whether a client that sends this header is answered."""
+        digests = self._digests
+        return not digests or self._found(authorization, digests) is not None
+
+    def _found(self, authorization: str | None, digests: Sequence[bytes]) -> bytes | None:
+        """Which of the digests the header's key has.
 
         Takes as long for a nearly right key as for a wrong one.
         """
-        if not self._digests:
-            return True
         scheme, _, key = (authorization or "").partition(" ")
-        found = [hmac.compare_digest(_digest(key), digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(found)
+        given = _digest(key) if scheme.lower() == "bearer" else b""
+        found = [digest for digest in digests if hmac.compare_digest(given, digest)]
+        return found[0] if found else None
+
+
+class OperatorKeys(ApiKeys):
+    """The keys in service.operator_keys_file: of those who see and change the whole cluster.
+
+    A service with keys of any kind asks for one; without the file nobody has one.
+    """
+
+    field = "operator_keys_file"
+
+    def __init__(self, service: ServiceConfig) -> None:
+        """Raises ValueError if the file has no keys to be used."""
+        super().__init__((), service.operator_keys_file)
+        self._has_keys = service.has_keys
+        self._is_public = service.public_status
+
+    def _parts_of(self, line: str) -> tuple[str, str]:
+        """The key is the last word, and what stands before it says whose it is."""
+        name, _, key = line.rpartition(" ")
+        return name.strip() or f"operator {_digest(key).hex()[:8]}", key
+
+    def who(self, authorization: str | None) -> str | None:
+        """Name the operator that sends this header; None if it is none's.
+
+        In a service without keys everyone is an operator, without a name.
+        """
+        if not self._has_keys:
+            return ""
+        found = self._found(authorization, self._digests)
+        return None if found is None else self._of_file[found]
+
+    def admit(self, authorization: str | None) -> bool:
+        """Whether who sends this header may read metrics and the cluster's data."""
+        return self._is_public or self.who(authorization) is not None
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
@@ -91,21 +153,6 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
-
-
-def _keys_in(file: Path) -> tuple[bytes, ...]:
-    """Digests of the file's keys. Raises ValueError if it has none, or one that cannot be."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"api_keys_file {file} cannot be read: {error}") from error
-    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
-    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
-        raise ValueError(
-            f"api_keys_file {file} must have an API key in each line, of printable ASCII, and at "
-            "least one; lines that begin with # do not count"
-        )
-    return tuple(map(_digest, keys))
 
 
 def _digest(key: str) -> bytes:

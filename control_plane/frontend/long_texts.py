@@ -50,15 +50,30 @@ class LeastTokens:
         """description: what tokenizer.json says. tokens: the bytes of each token."""
         normalizers = _steps(description["normalizer"], "normalizers")
         self._is_composed = any(step["type"] == "NFC" for step in normalizers)
+        decoders = [step["type"] for step in _steps(description["decoder"], "decoders")]
+        self._has_spaces = "ByteFallback" in decoders
+        """Whether U+2581 is a space, as SentencePiece has it."""
         self._weights: np.ndarray | None = None
         # A token may stand for more than its bytes where text is dropped or made shorter.
         if (
-            all(step["type"] == "NFC" for step in normalizers)
+            all(self._keeps_length(step) for step in normalizers)
             and all(map(_keeps_text, _steps(description["pre_tokenizer"], "pretokenizers")))
             and not any(token["lstrip"] or token["rstrip"] for token in description["added_tokens"])
             and not description["truncation"]
+            and description["model"]["type"] in ("BPE", "Unigram")
         ):
-            self._weights = _byte_weights(tokens)
+            weights = _byte_weights(map(self._spaced, tokens))
+            # Otherwise unknown characters in a row are one token.
+            if not self._has_spaces or (description["model"]["byte_fallback"] and weights.all()):
+                self._weights = weights
+
+    def _keeps_length(self, step: Mapping[str, Any]) -> bool:
+        """Whether a step of normalizing makes no text shorter, as its bytes are counted here."""
+        to_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+        return step["type"] in ("NFC", "Prepend") or (self._has_spaces and step == to_spaces)
+
+    def _spaced(self, spelled: bytes) -> bytes:
+        return spelled.replace("\u2581".encode(), b" ") if self._has_spaces else spelled
 
     def of(self, text: str) -> int:
         """Tokens that the text has at least; 0 if nothing is known of this tokenizer."""
@@ -66,7 +81,7 @@ class LeastTokens:
             return 0
         if self._is_composed:
             text = unicodedata.normalize("NFC", text)
-        weight, spelled = 0.0, text.encode(errors="replace")
+        weight, spelled = 0.0, self._spaced(text.encode(errors="replace"))
         for first in range(0, len(spelled), _COUNTED_BYTES):
             piece = np.frombuffer(spelled[first : first + _COUNTED_BYTES], np.uint8)
             weight += float(np.bincount(piece, minlength=256) @ self._weights)
@@ -81,7 +96,8 @@ def _steps(part: Any, name: str) -> list[Any]:
 
 
 def _keeps_text(step: Mapping[str, Any]) -> bool:
-    return step["type"] in ("ByteLevel", "Digits", "Split") and step.get("behavior") != "Removed"
+    is_known = step["type"] in ("ByteLevel", "Digits", "Metaspace", "Split")
+    return is_known and step.get("behavior") != "Removed"
 
 
 def _byte_weights(tokens: Iterable[bytes]) -> np.ndarray:

@@ -19,8 +19,8 @@ def tagged_text(text: str, added_tokens: frozenset[str], json_options: dict[str,
 
     text: JSON with lists of structures, each {begin, schema, end}, and of triggers. Instead of a
     schema a structure may have parts: texts, schemas, and lists of parts that may be left out;
-    {either: lists of parts}, one of which is there; {text, also, never, end}: text that two regular
-    expressions match, without the texts of `never` in it, up to the end. Markers in `between` mean
+    {either: lists of parts}, one of which is there; {texts, never, end}: text that all expressions
+    of `texts` match, without the texts of `never` in it, up to the end. Markers in `between` mean
     nothing. added_tokens: see Tokenizer. Raises ValueError.
     """
     form = json.loads(text)
@@ -85,13 +85,11 @@ class _Rules:
         else:
             yield f"%json {json.dumps(self._options | part)}"
 
-    def _text(self, text: str, never: list[str], end: str, also: str = "") -> Iterator[str]:
+    def _text(self, texts: list[str], never: list[str], end: str) -> Iterator[str]:
         name, marker = f"VALUE_{len(self._lines)}", end.strip()
-        terms = [one for one in (text, also) if one]
-        terms += [f"(?s:.*){re.escape(one)}(?s:.*)" for one in never]
-        count = len(terms) - len(never)
-        written = [one.replace("/", r"\/") for one in terms]
-        held = [f"/{one}/" for one in written[:count]] + [f"~/{one}/" for one in written[count:]]
+        slashed = [one.replace("/", r"\/") for one in (*texts, *map(re.escape, never))]
+        held = [f"/{one}/" for one in slashed[: len(texts)]]
+        held += [f"~/(?s:.*){one}(?s:.*)/" for one in slashed[len(texts) :]]
         self._lines.append(f"{name}: {' & '.join(held)}")
         if marker in self._tokens:
             yield from (name, marker)

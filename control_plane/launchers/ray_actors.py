@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -317,6 +318,8 @@ def _quantities(resources: Mapping[str, float]) -> str:
 
 
 def _describe_ray_error(error: Exception) -> str:
+    if dead := re.search(r"The actor is dead because (its [^.]+)", str(error)):
+        return f"{dead[1].replace('worker ', '')}: it was killed, or it crashed"
     cause = getattr(error, "cause", None) or error
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"

@@ -121,7 +121,7 @@ class Seats:
                 else "the service was not started to go on with fewer"
             )
             raise ValueError(
-                f"{len(seats)} of {num} instances cannot serve, but {self.fewest}: {why}"
+                f"{len(seats)} of {num} instances cannot serve alone, {self.fewest} can: {why}"
             )
         if self._change is not None and not self._change.done.done():
             raise ValueError(

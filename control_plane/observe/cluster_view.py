@@ -111,7 +111,7 @@ class ClusterView:
         self._recovery = recovery
         self._config = config
         self._inter_token_sums = inter_token_sums
-        self._timelines = Timelines()
+        self._timelines = Timelines(config.cluster.num_frames)
         self.timeline_of = self._timelines.of
         """The timeline of a request by its number; from any thread."""
         self._reports: list[WindowDone | None] = [None] * config.cluster.num_instances
@@ -307,7 +307,8 @@ def _promised_on(request: Request, step: int) -> tuple[tuple[int, int], ...]:
 
 
 def _request(shown: _Shown, now_us: int) -> dict[str, Any]:
-    arrival, moments = shown.timeline or (None, ())
+    timeline = shown.timeline
+    arrival, moments = (timeline.arrival, timeline.moments) if timeline else (None, ())
     first_us = moments[0].at_us if moments else now_us
     last = moments[-1].what if moments else None
     return {
@@ -326,6 +327,8 @@ def _request(shown: _Shown, now_us: int) -> dict[str, Any]:
         "age_s": round((now_us - first_us) / 1e6, 3),
         "timeline": [
             [round((moment.at_us - first_us) / 1e6, 3), *sentence]
-            for moment, sentence in zip(moments, sentences(moments), strict=True)
+            for moment, sentence in zip(
+                moments, sentences(timeline) if timeline else (), strict=True
+            )
         ],
     }

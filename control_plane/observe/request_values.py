@@ -15,7 +15,8 @@ from nanocp.plan import Ended, Finished
 
 def request_values(found: Found, wall_us: int) -> dict[str, Any]:
     """The request's values. wall_us: Unix time at the controller's time 0, us; 0: unknown."""
-    (arrival, moments), account, part, placement = found
+    timeline, account, part, placement = found
+    arrival, moments = timeline.arrival, timeline.moments
     first_us = moments[0].at_us
     at = datetime.fromtimestamp((wall_us + first_us) / 1e6, UTC) if wall_us else None
     last = moments[-1].what
@@ -44,6 +45,6 @@ def request_values(found: Found, wall_us: int) -> dict[str, Any]:
         "moe_binding": placement and placement.moe_binding,
         "timeline": [
             [round((moment.at_us - first_us) / 1e6, 6), *sentence]
-            for moment, sentence in zip(moments, sentences(moments), strict=True)
+            for moment, sentence in zip(moments, sentences(timeline), strict=True)
         ],
     }

@@ -1,7 +1,7 @@
 """The status port: /metrics for Prometheus and /cluster for people, in threads of its own.
 
-Enters: a registry, the cluster's view, which clients are admitted. Leaves: HTTP. Does not know:
-what metrics mean, what a snapshot holds, API keys.
+Enters: a registry, the cluster's view, who the operators are. Leaves: HTTP. Does not know: what
+metrics mean, what a snapshot holds, keys.
 
 The page and its data are functions of their own, so that the HTTP API can answer with them too. The
 page holds no data and needs no key: it asks for one and sends it with each request for data.
@@ -9,30 +9,44 @@ page holds no data and needs no key: it asks for one and sends it with each requ
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from socketserver import ThreadingMixIn
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+logger = logging.getLogger(__name__)
+
 SnapshotJson = Callable[[], bytes]
 """Makes a snapshot. Raises TimeoutError, with a sentence, if there is none."""
 RequestsJson = Callable[[str], bytes | None]
 """Why requests of a name took as long as they did; None if none is known."""
-Change = Callable[[bytes | None], bytes]
+Change = Callable[[bytes | None, str], bytes]
 """Answers for /cluster/seats or /cluster/layout: how it is now, or, for a body, once it is so.
 
-Raises ValueError, with a sentence, if it cannot be, RuntimeError if the change failed.
+The second argument says who asks, for the log. Raises ValueError, with a sentence, if it cannot be,
+RuntimeError if the change failed.
 """
-Admit = Callable[[str | None], bool]
-"""Whether the client that sends this Authorization header may see metrics and the cluster."""
+
+
+class Operators(Protocol):
+    """Who may see and change the cluster, by the Authorization header that they send."""
+
+    def admit(self, authorization: str | None) -> bool:
+        """Whether metrics and the cluster's data may be read."""
+
+    def who(self, authorization: str | None) -> str | None:
+        """Name the operator who may change the cluster; None if it is none."""
+
 
 DATA_PATHS = ("/metrics", "/cluster/snapshot.json")
 """Paths with data of the service. All else at the status port is the same for every service."""
@@ -46,8 +60,10 @@ LAYOUT_PATH = "/cluster/layout"
 _MAX_BODY_BYTES = 1 << 16
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_KEY_REQUIRED = (
-    "an API key is required, as `Authorization: Bearer KEY` (service.public_status does without)"
+OPERATOR_REQUIRED = (
+    "an operator's key is required, as `Authorization: Bearer KEY`: one in the file "
+    "service.operator_keys_file, without which nobody has one (service.public_status opens what is "
+    "only read)"
 )
 _MAX_ANSWERS = 16
 """Most requests answered at a time; others get 503."""
@@ -78,22 +94,16 @@ class StatusServer:
         self,
         registry: CollectorRegistry,
         snapshot_json: SnapshotJson,
-        admit: Admit,
+        operators: Operators,
         requests_json: RequestsJson = lambda name: None,
         changes: Mapping[str, Change] = MappingProxyType({}),
-        may_change: Admit | None = None,
     ) -> None:
-        """Set what is answered.
-
-        changes: what answers for SEATS_PATH and others. may_change: which clients may change what
-        these are; by default those that `admit` does.
-        """
+        """Set what is answered. changes: what answers for SEATS_PATH and others."""
         self._changes = changes
-        self._may_change = may_change or admit
         self._requests_json = requests_json
         self._registry = registry
         self._snapshot_json = snapshot_json
-        self._admit = admit
+        self._operators = operators
         self._answers = threading.BoundedSemaphore(_MAX_ANSWERS)
         self._server: WSGIServer | None = None
 
@@ -121,10 +131,10 @@ class StatusServer:
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "").rstrip("/") or "/"
-        if path in (*DATA_PATHS, REQUESTS_PATH) and not self._admit(
+        if path in (*DATA_PATHS, REQUESTS_PATH) and not self._operators.admit(
             environ.get("HTTP_AUTHORIZATION")
         ):
-            return _say(start_response, "401 Unauthorized", f"{_KEY_REQUIRED}\n")
+            return _say(start_response, "401 Unauthorized", f"{OPERATOR_REQUIRED}\n")
         if path in self._changes:
             return self._answer_change(environ, start_response, self._changes[path])
         if not self._answers.acquire(blocking=False):
@@ -160,18 +170,26 @@ class StatusServer:
         # It takes no place among the answers: a change takes minutes, and one is made at a time.
         body: bytes | None = None
         if environ.get("REQUEST_METHOD") == "POST":
-            body = environ["wsgi.input"].read(
-                min(int(environ.get("CONTENT_LENGTH") or 0), _MAX_BODY_BYTES)
-            )
-        admit = self._admit if body is None else self._may_change
-        if not admit(environ.get("HTTP_AUTHORIZATION")):
-            return _say(start_response, "401 Unauthorized", f"{_KEY_REQUIRED}\n")
+            try:
+                num_bytes = max(0, int(environ.get("CONTENT_LENGTH") or 0))
+                body = environ["wsgi.input"].read(min(num_bytes, _MAX_BODY_BYTES))
+            except (ValueError, OSError):
+                sentence = (
+                    "Content-Length must say how long the body is, and all of it must come within "
+                    f"{_SOCKET_TIMEOUT_S:.0f} s"
+                )
+                return _say(start_response, "400 Bad Request", sentence)
+        authorization = environ.get("HTTP_AUTHORIZATION")
+        who = self._operators.who(authorization)
+        if who is None and (body is not None or not self._operators.admit(authorization)):
+            return _say(start_response, "401 Unauthorized", f"{OPERATOR_REQUIRED}\n")
         if body is not None and environ.get("CONTENT_TYPE") != "application/json":
             # A page of another origin cannot send this type without being asked first.
             sentence = "Content-Type must be application/json"
             return _say(start_response, "415 Unsupported Media Type", sentence)
         try:
-            return _say(start_response, "200 OK", change(body), "application/json")
+            asker = f"{who or 'an operator'} at {environ.get('REMOTE_ADDR')}"
+            return _say(start_response, "200 OK", change(body, asker), "application/json")
         except ValueError as error:
             return _say(start_response, "400 Bad Request", str(error))
         except (RuntimeError, TimeoutError) as error:
@@ -228,6 +246,11 @@ class _Server(ThreadingMixIn, WSGIServer):
         """See socketserver."""
         self.silent.pop(request, None)
         super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a failure; a client that has gone away is none."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            logger.exception("a request to the status port failed")
 
 
 class _Server6(_Server):

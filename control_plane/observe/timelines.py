@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 from nanocp.passes import ServiceEvent
 from nanocp.plan import (
+    PAGE_SIZE,
     Arrival,
     Ended,
     Finished,
+    FinishReason,
     Placement,
     Plan,
     Preempted,
@@ -76,6 +78,10 @@ class Timeline(NamedTuple):
 
     arrival: Arrival
     moments: tuple[Moment, ...]
+    num_frames: int
+    """Frames that an instance has."""
+    obstacle: str
+    """See Account; empty unless it waits."""
 
 
 @dataclass(slots=True)
@@ -115,8 +121,9 @@ class Found(NamedTuple):
 class _Growing:
     """A timeline to which moments are added."""
 
-    def __init__(self, arrival: Arrival, now_us: int) -> None:
+    def __init__(self, arrival: Arrival, now_us: int, num_frames: int) -> None:
         self.arrival = arrival
+        self.num_frames = num_frames
         self.moments: list[Moment] = []
         self.account = Account()
         self.part: Part | None = QUEUE
@@ -132,6 +139,12 @@ class _Growing:
             del self.moments[_MAX_MOMENTS // 2]
         self.moments.append(Moment(now_us, what))
 
+    @property
+    def timeline(self) -> Timeline:
+        """The request so far."""
+        obstacle = self.account.obstacle if self.part is QUEUE else ""
+        return Timeline(self.arrival, tuple(self.moments), self.num_frames, obstacle)
+
     def found(self, now_us: int, steps: tuple[int, int]) -> Found:
         """The request as it is now. `steps`: see goes_on."""
         part = self.part
@@ -141,7 +154,7 @@ class _Growing:
         if part is DECODE:
             account.num_windows += steps[0] - self.decodes_from[0]
             account.step_us += steps[1] - self.decodes_from[1]
-        return Found(Timeline(self.arrival, tuple(self.moments)), account, part, self.placement)
+        return Found(self.timeline, account, part, self.placement)
 
     def goes_on(self, now_us: int, part: Part | None, steps: tuple[int, int]) -> None:
         """Another part begins. `steps`: the cluster's windows and their steps so far."""
@@ -155,8 +168,13 @@ class _Growing:
 class Timelines:
     """The timelines of the latest requests."""
 
-    def __init__(self, most: int = _MAX_TIMELINES) -> None:
-        """most: requests whose timeline is kept; the oldest is forgotten first."""
+    def __init__(self, num_frames: int, most: int = _MAX_TIMELINES) -> None:
+        """Keep nothing yet.
+
+        num_frames: of an instance. most: requests whose timeline is kept; the oldest is forgotten
+        first.
+        """
+        self._num_frames = num_frames
         self._most = most
         self._timelines: dict[int, _Growing] = {}
         self._by_name: dict[str, list[int]] = {}
@@ -171,7 +189,7 @@ class Timelines:
     def of(self, request_id: int) -> Timeline | None:
         """The request's timeline so far; None if it is forgotten."""
         growing = self._timelines.get(request_id)
-        return None if growing is None else Timeline(growing.arrival, tuple(growing.moments))
+        return None if growing is None else growing.timeline
 
     def parts_s(self, request_id: int) -> dict[str, float]:
         """Seconds of each part of an ended request, by its name; empty if it is forgotten."""
@@ -238,7 +256,9 @@ class Timelines:
         if not _is_again(arrival):
             if len(self._timelines) >= self._most:
                 self._forget(next(iter(self._timelines)))
-            growing = self._timelines[arrival.request_id] = _Growing(arrival, now_us)
+            growing = self._timelines[arrival.request_id] = _Growing(
+                arrival, now_us, self._num_frames
+            )
             growing.account.num_queued_before = self._num_in[QUEUE]
             self._num_in[QUEUE] += 1
             for name in arrival.names:
@@ -299,14 +319,16 @@ class Timelines:
         if growing is not None and growing.part is not None:
             growing.add(now_us, what)
             self._goes_on(now_us, growing, None)
-            self._ended.append(request_id)
+            # Of an overload's refusals the log and the metrics tell.
+            if not isinstance(what, Ended) or what.reason is not FinishReason.REFUSED:
+                self._ended.append(request_id)
 
 
-def sentences(moments: Sequence[Moment]) -> list[tuple[str, str]]:
+def sentences(timeline: Timeline) -> list[tuple[str, str]]:
     """(title, detail) of each moment."""
     shown: list[tuple[str, str]] = []
     before: Placement | None = None
-    for _, what in moments:
+    for _, what in timeline.moments:
         match what:
             case Arrival():
                 title = "back in the queue" if _is_again(what) else "arrived"
@@ -318,7 +340,8 @@ def sentences(moments: Sequence[Moment]) -> list[tuple[str, str]]:
             case Transfer():
                 shown.append(("pages have moved", f"from instance {what.source}"))
             case Placement():
-                shown.append((_placement_title(what, before), _where(what)))
+                why = "" if before else f"; {_why(what, timeline)}"
+                shown.append((_placement_title(what, before), _where(what) + why))
                 before = what
             case Started():
                 shown.append(("row starts", f"in every window from {what.window} on"))
@@ -331,6 +354,9 @@ def sentences(moments: Sequence[Moment]) -> list[tuple[str, str]]:
                 shown.append((f"ended: {what.reason.value}", detail))
             case Ended():
                 shown.append((f"ended: {what.reason.value}", what.message))
+    if timeline.obstacle:
+        title, detail = shown[-1]
+        shown[-1] = title, f"{detail}; kept in the queue by {timeline.obstacle}"
     return shown
 
 
@@ -342,6 +368,13 @@ def _placement_title(now: Placement, before: Placement | None) -> str:
     if before is None:
         return "placed"
     return "re-bound" if now.moe_binding != before.moe_binding else "KV binding changed"
+
+
+def _why(placement: Placement, timeline: Timeline) -> str:
+    pages, num_frames = -(-timeline.arrival.prompt_len // PAGE_SIZE), timeline.num_frames
+    if pages > num_frames:
+        return f"split because an instance has {num_frames} frames, and it needs {pages}"
+    return "the policy chose to split it" if placement.cp_degree > 1 else "an instance holds it"
 
 
 def _where(placement: Placement) -> str:

@@ -79,7 +79,9 @@ class Tracing:
             span.set_status(Status(StatusCode.ERROR, request.message))
         timeline = self._timeline_of(request.request_id)
         moments = timeline.moments if timeline else ()
-        for moment, (title, detail) in zip(moments, sentences(moments), strict=True):
+        for moment, (title, detail) in zip(
+            moments, sentences(timeline) if timeline else (), strict=True
+        ):
             span.add_event(title, {"detail": detail}, _unix_ns(moment.at_us / 1e6))
         self._add_parts(trace.set_span_in_context(span), arrived_s, end_s, request, moments)
         span.end(_unix_ns(end_s))

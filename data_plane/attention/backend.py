@@ -138,7 +138,7 @@ def _triton_obstacle(site: AttentionSite) -> str:
     if site.device.type != "cuda":
         return "it needs an NVIDIA GPU, and this instance runs on the CPU"
     if find_spec("triton") is None:
-        return "the package triton is not installed (pip install 'nanocp[gpu]')"
+        return "the package triton is not installed (pip install '.[gpu]')"
     for what, width in _tiled_widths(site.kind):
         if width < 16 or width & (width - 1):
             return f"{what} is {width}; its tiles need a power of two of at least 16"
@@ -165,7 +165,7 @@ def _flashmla_obstacle(site: AttentionSite) -> str:
     if find_spec("flash_mla") is None:
         return (
             "the package flash_mla is not installed "
-            "(pip install --no-build-isolation 'nanocp[flashmla]')"
+            "(pip install --no-build-isolation '.[flashmla]')"
         )
     if not isinstance(site.kind, MlaConfig):
         return "it reads latent KV, and the model has K/V heads"
@@ -188,7 +188,7 @@ def _flash_attention_obstacle(site: AttentionSite) -> str:
     if find_spec("flash_attn_interface") is None:
         return (
             "the package flash_attn_3 is not installed "
-            "(pip install --no-build-isolation 'nanocp[flash_attention]')"
+            "(pip install --no-build-isolation '.[flash_attention]')"
         )
     if not isinstance(site.kind, GqaConfig):
         return "it reads K/V heads, and the model has latent KV"

@@ -123,8 +123,7 @@ def deep_ep_obstacle(
         return "it needs NVIDIA GPUs, and this instance runs on the CPU"
     if find_spec("deep_ep") is None:
         return (
-            "the package deep_ep is not installed "
-            "(pip install --no-build-isolation 'nanocp[deep_ep]')"
+            "the package deep_ep is not installed (pip install --no-build-isolation '.[deep_ep]')"
         )
     if dtype != torch.bfloat16:
         return f"it carries bfloat16, not {dtype}"

@@ -154,7 +154,8 @@ def smallest_cluster(
     """
     most = max(model.num_experts, config.cluster.num_instances)
     for number in range(config.cluster.num_instances, most + 1):
-        sized = replace(config, cluster=replace(config.cluster, num_instances=number))
+        cluster = replace(config.cluster, num_instances=number, instances_per_node=number)
+        sized = replace(config, cluster=cluster)
         need = memory_need(model, sized, stores_bf16)
         if need.fixed + need.page <= usable - reserve:
             return number

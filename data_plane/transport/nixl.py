@@ -68,9 +68,7 @@ class NixlAgent:
         """
         package = nixl_package()
         if package is None:
-            raise ValueError(
-                "page_backend is nixl: NIXL is not installed (pip install 'nanocp[nixl]')"
-            )
+            raise ValueError("page_backend is nixl: NIXL is not installed (pip install '.[nixl]')")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         api: Any = import_module(f"{package}._api")
         # NIXL's own progress thread would spin: a core for every idle instance.

@@ -39,7 +39,7 @@ def cuda_ipc_obstacle(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return "it needs an NVIDIA GPU, and torch sees none here"
     if find_spec("triton") is None:
-        return "the package triton is not installed (pip install 'nanocp[gpu]')"
+        return "the package triton is not installed (pip install '.[gpu]')"
     if not loaded_cudart():
         return "torch has loaded no CUDA runtime (libcudart), whose calls map memory of peers"
     return ""

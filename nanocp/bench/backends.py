@@ -10,6 +10,8 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from ssl import SSLContext
 from typing import Any, Protocol
 
 import aiohttp
@@ -76,9 +78,11 @@ class Backend(Protocol):
 class GrpcBackend:
     """NanoCP's gRPC API."""
 
-    def __init__(self, target: str, sampling: Mapping[str, Any], api_key: str = "") -> None:
-        """target: host:port; sampling: options of nanocp.client.Sampling."""
-        self._client = AsyncClient(target, api_key)
+    def __init__(
+        self, target: str, sampling: Mapping[str, Any], api_key: str = "", ca: Path | None = None
+    ) -> None:
+        """target: host:port; sampling: options of nanocp.client.Sampling; ca: see AsyncClient."""
+        self._client = AsyncClient(target, api_key, ca=ca)
         self._sampling = dict(sampling)
 
     async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:
@@ -118,6 +122,7 @@ class OpenAIBackend:
         is_chat: bool,
         body: Mapping[str, Any],
         headers: Mapping[str, str],
+        ssl: SSLContext | None = None,
     ) -> None:
         """body: added to every request's; model: None takes the first that the server lists."""
         self._url = base_url.rstrip("/") + endpoint
@@ -126,7 +131,7 @@ class OpenAIBackend:
         self._is_chat = is_chat
         self._body = dict(body)
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=ssl or True)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=dict(headers)
         )

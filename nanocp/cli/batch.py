@@ -70,7 +70,7 @@ def batch(
             {"Authorization": f"Bearer {api_key}"} if api_key else {},
             max_concurrency,
             retry_s,
-            _context(ca),
+            tls_context(ca),
         )
         asyncio.run(sender.check())
         errors = error_file or output_file.with_suffix(f".errors{output_file.suffix}")
@@ -82,7 +82,8 @@ def batch(
     raise typer.Exit(_run(sender, left, output, num_requests, errors))
 
 
-def _context(ca: Path | None) -> ssl.SSLContext | None:
+def tls_context(ca: Path | None) -> ssl.SSLContext | None:
+    """What trusts the certificates of this file; None without one. Raises ValueError."""
     try:
         return None if ca is None else ssl.create_default_context(cafile=ca)
     except OSError as error:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 NUM_INSTANCES = 4
 NUM_STAGES = 2
 """Processes that compute the prompts together."""
+NUM_FRAMES = 40
+"""Frames of an instance: 2,560 tokens."""
 NUM_FRONT_ENDS = 2
 """With two of them, and the controller as a process, any process may be killed meanwhile."""
 NUM_SAMPLED_TOKENS = 100
@@ -136,8 +138,8 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
     port = free_ports(NUM_FRONT_ENDS)
     command = [*PROGRAM, "serve", str(checkpoint), "--check-invariants"]
     command += ["--instances", str(NUM_INSTANCES), "--prefill-stages", str(NUM_STAGES)]
-    # By length, so that long prompts are on several instances whatever that costs here.
-    command += ["--policy", "dual_balanced"]
+    # So few that a long prompt needs several instances, whatever that costs here.
+    command += ["--num-frames", str(NUM_FRAMES)]
     command += ["--front-ends", str(NUM_FRONT_ENDS), "--front-end-processes"]
     command += ["--controller-process", "--grpc-port", str(port)]
     command += ["--metrics-port", "0", "--http-port", "0"]
@@ -186,7 +188,7 @@ async def generate_all(
     from nanocp.client import AsyncClient
 
     total = len(requests) * max_tokens + NUM_SAMPLED_TOKENS
-    task = progress.add_task(f"decoding {len(requests) + 1} requests", total=total)
+    task = progress.add_task(f"decoding {len(requests)} requests and 1 sampled", total=total)
 
     def advance(count: int) -> None:
         progress.advance(task, count)

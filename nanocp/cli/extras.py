@@ -42,7 +42,7 @@ class Commands(TyperGroup):
                 raise
             print(
                 f"nanocp {command}: the package {package} is not installed; "
-                f"pip install 'nanocp[{EXTRAS[command]}]' brings it",
+                f"pip install '.[{EXTRAS[command]}]' brings it",
                 file=sys.stderr,
             )
             raise typer.Exit(2) from None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nanocp.config import Config
 
 _GB = 1e9
+_GPUS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,12 @@ def plan(
         config = _config(instances, device, dtype, kv_dtype, layout, lanes)
         report = _report_stages if layout == "pipeline" else _report
         fits = report(checkpoint, model, config, device, memory_gb)
+        if fits and device != _CPU and instances > _GPUS_OF_A_NODE:
+            typer.echo(
+                "It cannot run yet: GPUs exchange only within one node so far (docs/gpu.md), and "
+                f"that has {_GPUS_OF_A_NODE}."
+            )
+            fits = False
     except ValueError as error:
         print(f"nanocp plan: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -110,7 +117,9 @@ def _config(
     chosen = dtype or (ModelDtype.bfloat16 if is_gpu else ModelDtype.float32)
     return replace(
         config,
-        cluster=replace(config.cluster, num_instances=instances, layout=layout),
+        cluster=replace(
+            config.cluster, num_instances=instances, instances_per_node=instances, layout=layout
+        ),
         scheduler=replace(config.scheduler, lanes="always" if has_lanes else "off"),
         data_plane=replace(
             config.data_plane,
@@ -240,12 +249,13 @@ def _advice(
 
     ways = []
     fewest = smallest_cluster(model, config, stores_bf16, usable, reserve)
-    if fewest is not None:
+    is_gpu = config.data_plane.device == "cuda"
+    if fewest is not None and not (is_gpu and fewest > _GPUS_OF_A_NODE):
         ways.append(f"{fewest} instances of this device")
     need = memory_need(model, config, stores_bf16)
     for name, device in DEVICES.items():
         room = _GB * (device.usable_share * device.memory_gb - device.reserve_gb)
-        if has_device and config.data_plane.device == "cuda" and room >= need.fixed + need.page:
+        if has_device and is_gpu and room >= need.fixed + need.page:
             ways.append(f"{config.cluster.num_instances} x {name}")
     halved = replace(config, data_plane=replace(config.data_plane, dtype="bfloat16"))
     smaller = memory_need(model, halved, stores_bf16)

@@ -88,9 +88,7 @@ class Measurement:
 
 @with_options
 def profile(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 model.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder, as serve takes it.")],
     flags: Annotated[dict[str, Any], CONFIG_OPTIONS],
     measurement: Measurement,
     config: Annotated[

@@ -17,16 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
+from nanocp.cli.status_port import KEY_HINT, OperatorKey, Target
+
 _TIMEOUT_S = 600.0
 """Longest wait for a change: instances load their weights, and rows move away."""
 _GOES_ON = 'the service goes on with the change; "nanocp top" shows it'
 _UNDO = '"nanocp scale --undo" undoes it'
-
-Target = Annotated[str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")]
-Key = Annotated[
-    str,
-    typer.Option(help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"),
-]
 
 
 class Refused(Exception):
@@ -36,15 +32,15 @@ class Refused(Exception):
 def drain(
     seat: Annotated[int, typer.Argument(help="Number of the instance that is to leave.")],
     target: Target = "127.0.0.1:9464",
-    api_key: Key = "",
+    operator_key: OperatorKey = "",
 ) -> None:
     """Let one instance leave: its requests move to the others, and no stream ends."""
 
     def change() -> None:
-        serving = set(_seats(target, api_key)["serving"])
+        serving = set(_seats(target, operator_key)["serving"])
         if seat not in serving:
             raise Refused(f"instance {seat} does not serve; {_list(serving)} do")
-        _want(target, api_key, serving - {seat}, f"nanocp drain {seat}")
+        _want(target, operator_key, serving - {seat}, f"nanocp drain {seat}")
 
     _carry_out("drain", change)
 
@@ -57,7 +53,7 @@ def scale(
         bool, typer.Option("--undo", help="Undo the drain, scale or upgrade that is under way.")
     ] = False,
     target: Target = "127.0.0.1:9464",
-    api_key: Key = "",
+    operator_key: OperatorKey = "",
 ) -> None:
     """Let so many instances serve, at most as many as the service was started with."""
 
@@ -65,9 +61,9 @@ def scale(
         if undo == (number is not None):
             raise ValueError("give a number of instances, or --undo")
         if number is None:
-            _change(target, api_key, {"undo": True})
+            _change(target, operator_key, {"undo": True})
             return
-        seats = _seats(target, api_key)
+        seats = _seats(target, operator_key)
         serving = sorted(seats["serving"])
         free = [seat for seat in range(seats["num_seats"]) if seat not in serving]
         if number > len(serving) + len(free):
@@ -76,7 +72,7 @@ def scale(
                 f"have {number} instances"
             )
         wanted = {*serving[:number], *free[: max(0, number - len(serving))]}
-        _want(target, api_key, wanted, f"nanocp scale {number}")
+        _want(target, operator_key, wanted, f"nanocp scale {number}")
 
     _carry_out("scale", change)
 
@@ -86,18 +82,18 @@ def upgrade(
         bool, typer.Option("--rolling", help="One instance after the other, while all serve.")
     ] = False,
     target: Target = "127.0.0.1:9464",
-    api_key: Key = "",
+    operator_key: OperatorKey = "",
 ) -> None:
     """Let new processes, of the program as it is installed now, take all instances' seats."""
 
     def change() -> None:
         if not rolling:
             raise Refused("give --rolling; to replace all at once, stop the service and start it")
-        serving = set(_seats(target, api_key)["serving"])
+        serving = set(_seats(target, operator_key)["serving"])
         for number, seat in enumerate(sorted(serving)):
             by = "nanocp upgrade"
-            _want(target, api_key, serving - {seat}, by, new_program=number == 0)
-            _want(target, api_key, serving, by)
+            _want(target, operator_key, serving - {seat}, by, new_program=number == 0)
+            _want(target, operator_key, serving, by)
 
     _carry_out("upgrade", change)
 
@@ -108,7 +104,7 @@ def layout(
         typer.Argument(help="The layers of each stage, such as 7,5; without it, print them."),
     ] = None,
     target: Target = "127.0.0.1:9464",
-    api_key: Key = "",
+    operator_key: OperatorKey = "",
 ) -> None:
     """Let layers of a pipeline move to other stages: no stream ends, and policies are off then."""
 
@@ -118,7 +114,7 @@ def layout(
             if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", split):
                 raise ValueError(f"the layout is {split!r}; it must be numbers of layers, as 7,5")
             body = json.dumps({"split": [int(count) for count in split.split(",")]}).encode()
-        stages = _ask(target, api_key, body, "/cluster/layout")["stages"]
+        stages = _ask(target, operator_key, body, "/cluster/layout")["stages"]
         if not stages:
             raise Refused("this cluster has no stages: cluster.layout is not pipeline")
         layers = ", ".join(
@@ -146,32 +142,33 @@ def _carry_out(name: str, change: Callable[[], None]) -> None:
         raise typer.Exit(130) from None
 
 
-def _want(target: str, api_key: str, seats: set[int], by: str, new_program: bool = False) -> None:
-    _change(target, api_key, {"seats": sorted(seats), "by": by, "new_program": new_program})
+def _want(target: str, key: str, seats: set[int], by: str, new_program: bool = False) -> None:
+    _change(target, key, {"seats": sorted(seats), "by": by, "new_program": new_program})
 
 
-def _change(target: str, api_key: str, wanted: dict[str, Any]) -> None:
-    now = _ask(target, api_key, json.dumps(wanted).encode())
+def _change(target: str, key: str, wanted: dict[str, Any]) -> None:
+    now = _ask(target, key, json.dumps(wanted).encode())
     print(f"instances {_list(now['serving'])} serve", flush=True)
 
 
-def _seats(target: str, api_key: str) -> dict[str, Any]:
-    seats: dict[str, Any] = _ask(target, api_key)
+def _seats(target: str, key: str) -> dict[str, Any]:
+    seats: dict[str, Any] = _ask(target, key)
     return seats
 
 
-def _ask(target: str, api_key: str, body: bytes | None = None, path: str = "/cluster/seats") -> Any:
+def _ask(target: str, key: str, body: bytes | None = None, path: str = "/cluster/seats") -> Any:
     """What the status port answers. Raises Refused, also if a change takes long, or ValueError."""
     url = f"http://{target}{path}"
     headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     try:
         request = urllib.request.Request(url, body, headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace").strip()
+        said += f"; {KEY_HINT}" * (error.code == 401)
         raise Refused(said or f"the service answered {error.code}") from error
     except TimeoutError:
         sentence = f"no answer in {_TIMEOUT_S:.0f} s"

@@ -56,6 +56,7 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.served_model_name"),
         config_option("service.api_keys", name="api_key", metavar="KEY"),
         config_option("service.api_keys_file", metavar="FILE"),
+        config_option("service.operator_keys_file", metavar="FILE"),
         *(
             config_option(f"service.{name}")
             for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
@@ -79,7 +80,7 @@ CONFIG_OPTIONS = FieldOptions(
 @with_options
 def serve(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder of a DeepSeek-V3 or V2 model.")
+        Path, typer.Argument(help="A Hugging Face folder of a model that docs/models.md lists.")
     ],
     flags: Annotated[dict[str, Any], CONFIG_OPTIONS],
     config: Annotated[
@@ -146,7 +147,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     from rich.console import Console
 
     from control_plane.frontend.descriptors import max_connections, raise_limit
-    from nanocp.cost_config import CostConfig
+    from nanocp.cost_config import CPU_COSTS, CostConfig
     from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
 
@@ -157,6 +158,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     if (most := max_connections(config)) < config.limits.max_http_connections:
         output.say(f"at most {most} connections at each API of a front end, by ulimit -n")
     served = open_checkpoint(config, checkpoint)
+    _warn_of_open_ports(config.service)
     output.say(
         f"checkpoint {served.checkpoint}: accepted, at most {served.limits.max_model_len} tokens "
         "per request"
@@ -173,8 +175,10 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     what, policy = "instance", config.scheduler.policy
     if config.cluster.layout == "pipeline":
         what, policy = "stage", config.pipeline.layer_policy
-    if policy == "cost_aware" and num > 1 and config.scheduler.costs == CostConfig():
-        policy += " by estimated costs (nanocp profile measures them)"
+    estimates = {CostConfig(): "32 H200s", CPU_COSTS: "a CPU"}
+    if policy == "cost_aware" and num > 1 and config.scheduler.costs in estimates:
+        of = estimates[config.scheduler.costs]
+        policy += f" by the costs of {of} (nanocp profile measures yours)"
     output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
     if config.service.controller_process:
         return _supervise(config, served, launcher, output)
@@ -189,11 +193,33 @@ def serve_until_end(
     opened: called when it serves.
     """
     try:
-        return _serve(service, served, output, opened)
+        status = _serve(service, served, output, opened)
     finally:
         # A signal does not interrupt the cleaning up.
         _on_signals(signal.SIG_IGN)
         service.stop()
+    if status != 2:
+        output.say("stopped")
+    return status
+
+
+def _warn_of_open_ports(service: ServiceConfig) -> None:
+    from control_plane.addresses import is_loopback
+
+    if is_loopback(service.host):
+        return
+    if not service.has_keys:
+        logger.warning(
+            "host is %s and no keys are set: whoever reaches this machine may use the service, and "
+            "drain and scale it (--api-keys-file, --operator-keys-file)",
+            service.host,
+        )
+    elif not service.operator_keys_file:
+        logger.warning(
+            "no operators' keys are set: nobody may read the status port%s, or drain and scale "
+            "(--operator-keys-file)",
+            " but what public_status opens" if service.public_status else "",
+        )
 
 
 def _supervise(config: Config, served: Served, launcher: Launcher, output: Output) -> int:
@@ -258,10 +284,9 @@ def _serve(service: Service, served: Served, output: Output, opened: Callable[[]
         failure = service.failure.result()
         output.fail(failure)
     except KeyboardInterrupt:
-        output.say(
-            f"draining: finishing {_requests(service.num_open)}, refusing new ones; Ctrl-C again "
-            "to stop now"
-        )
+        num_open = service.num_open
+        finishing = f"finishing {_requests(num_open)}" if num_open else "no request is open"
+        output.say(f"draining: {finishing}, refusing new ones; Ctrl-C again to stop now")
     return _drained(service, output, failure)
 
 
@@ -363,6 +388,8 @@ def _launcher(
     environment = member_environment(config)
     if not ray:
         return ProcessLauncher([sys.executable, "-m", "data_plane.member.process"], environment)
+    # Ray writes what it says of a lost actor, and much more, beside the lines of our log.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if address is None:
         # A local Ray serves this process alone: no token in the home directory, no usage report.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")

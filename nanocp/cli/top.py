@@ -7,22 +7,20 @@ exit status 2 if nothing answers. Does not know: the service's insides; it reads
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.cli.status_port import OperatorKey, Target, fetch_json
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-_TIMEOUT_S = 5.0
 _PERIOD_S = 0.5
 _MAX_LONG = 20
 _WIDE = 80
@@ -55,23 +53,16 @@ Snapshot = dict[str, Any]
 
 
 def top(
-    target: Annotated[
-        str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")
-    ] = "127.0.0.1:9464",
+    target: Target = "127.0.0.1:9464",
     once: Annotated[bool, typer.Option(help="Print one picture and exit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the snapshot itself, as JSON, and exit.")
     ] = False,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
-        ),
-    ] = "",
+    operator_key: OperatorKey = "",
 ) -> None:
     """Show where every request's KV lives, live."""
     try:
-        snapshot = fetch(target, api_key)
+        snapshot = fetch(target, operator_key)
         if as_json:
             print(json.dumps(snapshot))
         elif once:
@@ -80,7 +71,7 @@ def top(
             console = Console()
             console.print(picture(snapshot, console.width))
         else:
-            _live(target, api_key, snapshot)
+            _live(target, operator_key, snapshot)
     except ValueError as error:
         print(f"nanocp top: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -88,45 +79,13 @@ def top(
         raise typer.Exit(0) from None
 
 
-def fetch(target: str, api_key: str = "") -> Snapshot:
+def fetch(target: str, key: str = "") -> Snapshot:
     """The service's snapshot. Raises ValueError with a sentence if there is none."""
-    snapshot: Snapshot = fetch_json(target, "/cluster/snapshot.json", api_key)
+    snapshot: Snapshot = fetch_json(target, "/cluster/snapshot.json", key)
     return snapshot
 
 
-def fetch_json(target: str, path: str, api_key: str = "") -> Any:
-    """What the status port answers. Raises ValueError with a sentence if it does not."""
-    url = f"http://{target}{path}"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            raise ValueError(
-                f"{url} asks for an API key, and the one given is not valid: give --api-key, or "
-                "set OPENAI_API_KEY"
-                if api_key
-                else f"{url} asks for an API key: give --api-key, or set OPENAI_API_KEY"
-            ) from error
-        said = (
-            error.read().decode(errors="replace")
-            if error.code in (404, 503)
-            else f"HTTP status {error.code}"
-        )
-        raise ValueError(f"{url}: {said}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = str(getattr(error, "reason", error)).strip()
-        if not reason.isprintable():  # gRPC's first frame, for one
-            reason = "what answers there is not HTTP"
-        raise ValueError(
-            f"no NanoCP answers at {url} ({reason}); --target is the metrics address that "
-            "`nanocp serve` prints"
-        ) from error
-
-
-def _live(target: str, api_key: str, snapshot: Snapshot) -> None:
+def _live(target: str, key: str, snapshot: Snapshot) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -136,7 +95,7 @@ def _live(target: str, api_key: str, snapshot: Snapshot) -> None:
     ) as live:
         while True:
             time.sleep(_PERIOD_S)
-            live.update(picture(fetch(target, api_key), console.width), refresh=True)
+            live.update(picture(fetch(target, key), console.width), refresh=True)
 
 
 def picture(snapshot: Snapshot, width: int) -> RenderableType:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import typer
 
-from nanocp.cli.top import fetch_json
+from nanocp.cli.status_port import OperatorKey, Target, fetch_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,20 +34,13 @@ def why(
     request: Annotated[
         str, typer.Argument(help="The request: the client's id, or the cluster's number.")
     ],
-    target: Annotated[
-        str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")
-    ] = "127.0.0.1:9464",
+    target: Target = "127.0.0.1:9464",
     event_log: Annotated[
         Path | None,
         typer.Option(help="Ask this log of `nanocp serve --event-log` instead of a service."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
-        ),
-    ] = "",
+    operator_key: OperatorKey = "",
 ) -> None:
     """Say where the time of a request went: queue, prefill, decode, preemptions, losses.
 
@@ -56,7 +49,7 @@ def why(
     try:
         if event_log is None:
             path = f"/cluster/requests.json?name={quote(request, safe='')}"
-            found: list[dict[str, Any]] = fetch_json(target, path, api_key)
+            found: list[dict[str, Any]] = fetch_json(target, path, operator_key)
         else:
             found = _replayed(event_log, request)
     except ValueError as error:
@@ -79,7 +72,7 @@ def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
     from control_plane.observe.timelines import Timelines
     from nanocp.simulator.replay import replay
 
-    timelines, last_us = Timelines(most=1 << 30), 0
+    last_us = 0
 
     def watch(now_us: int, events: Any, plan: Any, noted: Any) -> None:
         nonlocal last_us
@@ -88,6 +81,7 @@ def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
 
     try:
         reader = LogReader(log_lines(path), str(path))
+        timelines = Timelines(reader.header.cluster.num_frames, most=1 << 30)
         replay(reader, watch=watch)
     except OSError as error:
         raise ValueError(f"the event log {path} cannot be read: {error.strerror}") from error
@@ -147,7 +141,7 @@ def _about(part: str, one: dict[str, Any]) -> str:
             return f"{one['num_queued_before']:,} requests were in the queue when it arrived"
         case "prefill":
             return f"{one['num_prefilling_before']:,} others were prefilling when it was placed"
-        case "start":
+        case "start" if one["cp_degree"]:
             return "KV was there; waiting for a window"
         case "decode" if one["num_windows"]:
             where = f"CP degree {one['cp_degree']}, MoE binding {one['moe_binding']}"

@@ -74,7 +74,8 @@ def service_error(target: str, error: Any) -> ServiceError:
     code, details = error.code(), error.details() or ""
     absences = ("failed to connect", "DNS resolution failed", "errors resolving")
     if code is grpc.StatusCode.UNAVAILABLE and any(absence in details for absence in absences):
-        return Unavailable(f"no service answers at {target} ({details})")
+        hint = "; if it has TLS, give --tls or --ca" if "Socket closed" in details else ""
+        return Unavailable(f"no service answers at {target} ({details}){hint}")
     if "Deadline Exceeded" in details:  # gRPC's own, on this side or on the other.
         return DeadlineExceeded("timeout_s ran out before the end")
     return _ERRORS.get(code, ServiceError)(details or code.name)

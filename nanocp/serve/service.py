@@ -6,12 +6,11 @@ not know: the command line, terminals. It names factories of the data plane, and
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from control_plane.addresses import advertised_host, join
@@ -19,7 +18,7 @@ from control_plane.controller import Controller
 from control_plane.flights.decode import DecodeFlights
 from control_plane.flights.flights import Flights
 from control_plane.flights.pipeline import PipelineFlights
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpServer
@@ -44,6 +43,7 @@ from data_plane.member.lifetime import MemberSpec, SpareSpec
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config import Config
 from nanocp.offload import with_slots
+from nanocp.serve.changes import answer_layout, answer_seats
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
@@ -119,7 +119,6 @@ class Service:
             log = f"{config.service.event_log}.{controller_number}"
             config = replace(config, service=replace(config.service, event_log=log))
         check_tls(config.service)
-        keys = ApiKeys(config.service.api_keys, config.service.api_keys_file)
         self.cluster_id = cluster_id or secrets.token_hex(4)
         self.metrics = Metrics(config)
         self.launcher = launcher
@@ -164,14 +163,15 @@ class Service:
         self._controller.members.takes_over = controller_number > 1
         # A term of this controller is later than any of an earlier one.
         self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
-        status_keys = ApiKeys(()) if config.service.public_status else keys
         self._status = StatusServer(
             self.metrics.registry,
             view.snapshot_json,
-            status_keys.admit,
+            OperatorKeys(config.service),
             view.requests_json,
-            {SEATS_PATH: self._answer_seats, LAYOUT_PATH: self._answer_layout},
-            keys.admit,
+            {
+                SEATS_PATH: partial(answer_seats, self, config.cluster.num_instances),
+                LAYOUT_PATH: partial(answer_layout, self),
+            },
         )
         self.addresses: tuple[str, ...] = ()
         """host:port for gRPC clients, of each front end."""
@@ -296,38 +296,17 @@ class Service:
             return False
         return now.is_serving and not now.starting
 
-    def _answer_seats(self, body: bytes | None) -> bytes:
-        """See status_server.Change. The body names the seats, and who asks; or it undoes."""
-        seats, by, undoes = None, "somebody", False
-        if body is not None:
-            try:
-                asked = json.loads(body)
-                undoes = asked.get("undo") is True
-                seats = None if undoes else [int(seat) for seat in asked["seats"]]
-                by = str(asked.get("by", by))
-                has_new_program = bool(asked.get("new_program"))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError('the body must be JSON such as {"seats": [0, 1, 2]}') from None
-            if has_new_program:
-                # A spare would bring the old one.
-                self.launcher.end_spares()
-        now = asdict(self.undo_seats() if undoes else self.want_seats(seats, by))
-        now["num_seats"] = self._config.cluster.num_instances
-        now["ready_spares"] = self.num_ready_spares
-        return json.dumps(now).encode()
+    def want_layout(self, split: Sequence[int] | None) -> list[dict[str, int]]:
+        """Let the stages of a pipeline have so many layers each, None: as now; returns what is.
 
-    def _answer_layout(self, body: bytes | None) -> bytes:
-        """See status_server.Change. The body names the layers of each stage."""
-        if body is not None:
-            try:
-                split = [int(count) for count in json.loads(body)["split"]]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError('the body must be JSON such as {"split": [7, 5]}') from None
+        Raises as `want_seats` does.
+        """
+        if split is not None:
             if not self._has_served:
                 raise ValueError("the service is starting")
-            moved = self._controller.want_layout(split)
-            moved.result(self._config.limits.longest_change_s + _ANSWER_S)
-        return json.dumps({"stages": self._controller.stages()}).encode()
+            timeout_s = self._config.limits.longest_change_s + _ANSWER_S
+            self._controller.want_layout(list(split)).result(timeout_s)
+        return self._controller.stages()
 
     def regroup(self) -> None:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""

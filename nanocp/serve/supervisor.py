@@ -221,6 +221,8 @@ class Supervisor:
                 match message:
                     case ("serving",):
                         self._is_serving = True
+                        if self.has_served.is_set():
+                            logger.info("the controller serves again")
                         self.has_served.set()
                         self._deliver()
                     case ("seats", seats):

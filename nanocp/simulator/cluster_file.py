@@ -185,7 +185,9 @@ class Memory:
     rest_gb: float
     """Weights that every instance has: all but the routed experts."""
     reserve_gb: float
-    """Captured graphs and exchange buffers."""
+    """Captured graphs, and what the libraries take."""
+    exchange_mb_per_peer: float = 0.0
+    """Regions to receive from each other instance, in MB of 10^6 bytes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.usable_share <= 1 or not 0 < self.hbm_gb < inf:
@@ -193,10 +195,10 @@ class Memory:
                 f"hbm_gb is {self.hbm_gb} and usable_share {self.usable_share}; the first must be "
                 "positive, the second above 0 and at most 1"
             )
-        if not 0 <= min(self.rest_gb, self.reserve_gb) < inf:
+        if not 0 <= min(self.rest_gb, self.reserve_gb, self.exchange_mb_per_peer) < inf:
             raise ValueError(
-                f"rest_gb is {self.rest_gb} and reserve_gb {self.reserve_gb}; neither may be "
-                "negative"
+                f"rest_gb is {self.rest_gb}, reserve_gb {self.reserve_gb} and exchange_mb_per_peer "
+                f"{self.exchange_mb_per_peer}; none may be negative"
             )
 
     def num_frames(self, model: ModelShape, num_instances: int) -> int:
@@ -209,14 +211,15 @@ class Memory:
         num_local = model.most_experts(num_instances)
         experts_gb = num_local * model.num_moe_layers * model.expert_mb / 1e3
         usable_gb = self.usable_share * self.hbm_gb
-        left_gb = usable_gb - experts_gb - self.rest_gb - self.reserve_gb
+        reserve_gb = self.reserve_gb + self.exchange_mb_per_peer * (num_instances - 1) / 1e3
+        left_gb = usable_gb - experts_gb - self.rest_gb - reserve_gb
         num_frames = int(left_gb * 1e9 / (PAGE_SIZE * model.kv_bytes_per_token))
         if num_frames < 1:
             raise ValueError(
                 f"the model does not fit {num_instances} {self.gpu}: of {self.hbm_gb:g} GB each, "
                 f"{usable_gb:.1f} are usable; {num_local} experts of {model.num_moe_layers} layers "
                 f"take {experts_gb:.1f}, other weights {self.rest_gb:.1f}, graphs and buffers "
-                f"{self.reserve_gb:.1f}: {-left_gb:.1f} GB too many"
+                f"{reserve_gb:.1f}: {-left_gb:.1f} GB too many"
             )
         return num_frames
 

@@ -166,7 +166,13 @@ def test_a_rival_is_asked_whether_it_sustains_what_would_break_a_claim():
 def test_a_policy_is_searched_for_only_if_it_sustains_its_bound():
     workload = Workload("fixed:1000:50", 10.0, seed=1)
     times = {"warm_up_us": 1_000_000, "measure_us": 6_000_000}
-    trial = Trial(FILE.of_size(8), "fluid", workload, slo=Slo(tpot_us=25_000), **times)
+    trial = Trial(
+        replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8),
+        "fluid",
+        workload,
+        slo=Slo(tpot_us=25_000),
+        **times,
+    )
     assert search(SearchTask("fixed", trial, 1, 1.1, bounds=(40.0,))).found is None
     assert search(SearchTask("fixed", trial, 1, 1.1, bounds=(20.0,))).found.rate_per_s > 20 / 1.1
 

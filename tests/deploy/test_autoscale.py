@@ -17,13 +17,13 @@ class Service:
 
     def __init__(self, folder):
         self.waiting, self.usage, self.serving = 0, 0.9, [0, 1]
-        self.folder, self.calls = folder, folder / "calls"
+        self.folder, self.calls, self.key = folder, folder / "calls", "a key"
         service = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
                 body = service.seats() if self.path == "/cluster/seats" else service.metrics()
-                self.send_response(200)
+                self.send_response(200 if service.key in self.headers["Authorization"] else 401)
                 self.end_headers()
                 self.wfile.write(body.encode())
 
@@ -62,8 +62,10 @@ def service(tmp_path):
         (tmp_path / name).chmod(0o755)
     service = Service(tmp_path)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment["NANOCP_OPERATOR_KEY"] = "a key"
     words = ["sh", ROOT / "deploy" / "autoscale.sh", service.target, "1", "3"]
-    script = subprocess.Popen(words, env=environment)
+    with (tmp_path / "errors").open("wb") as errors:
+        script = subprocess.Popen(words, env=environment, stderr=errors)
     yield service
     script.kill()
     script.wait()
@@ -81,6 +83,19 @@ def test_it_adds_an_instance_while_requests_wait_and_takes_one_back_while_none_d
     calls = len(service.said())
     service.until(calls + 1)
     assert service.said()[-1] == f"scale 2 --target {service.target}"
+
+
+def test_a_key_that_is_not_valid_is_said(service):
+    service.key, service.waiting = "another", 4
+    said = f"autoscale.sh: {service.target} does not answer /metrics; a service with keys needs"
+    deadline = time.monotonic() + 60
+    while said not in (service.folder / "errors").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert service.said() == []
+    service.key = "a key"
+    service.until(1)
+    assert service.said()[0] == f"scale 3 --target {service.target}"
 
 
 def test_it_stays_within_its_bounds(service):

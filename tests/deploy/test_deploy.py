@@ -1,9 +1,14 @@
 """deploy/ against Ray's own validation and this repository; no network, docker or Kubernetes."""
 
+import fnmatch
+import http.server
 import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import threading
 
 import pytest
 import typer
@@ -15,6 +20,7 @@ from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config import Config
 from nanocp.config_file import load_config
+from nanocp.serve.process import free_port
 
 DEPLOY = ROOT / "deploy"
 ON_PREMISES = DEPLOY / "ray-cluster.yaml"
@@ -93,12 +99,115 @@ def test_the_commands_in_the_files_are_ours(path):
     assert options["instances"] and options["instances_per_node"] and options["address"] == "auto"
 
 
+MANIFESTS = sorted((DEPLOY / "k8s").glob("*.yaml"))
+
+
 @pytest.fixture
 def manifests():
+    """By kind; the last of a kind, so Service is the status port's."""
     return {
         entry["kind"]: entry
         for entry in yaml.safe_load_all((DEPLOY / "k8s" / "nanocp.yaml").read_text())
     }
+
+
+def pods_of(manifest):
+    """The templates of its pods, which a RayJob has two of."""
+    if manifest["kind"] != "RayJob":
+        return [template] if (template := manifest["spec"].get("template")) else []
+    cluster = manifest["spec"]["rayClusterSpec"]
+    return [each["template"] for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_kubernetes_schemas_accept_the_manifests(path):
+    """A RayJob is KubeRay's own: its pods are judged alone. A word of no schema is refused."""
+    import kubernetes_validate
+
+    entries = list(yaml.safe_load_all(path.read_text()))
+    for entry in entries:
+        for template in pods_of(entry):
+            pod = {"apiVersion": "v1", "kind": "Pod", **template}
+            kubernetes_validate.validate(pod, "1.34", strict=True)
+            wrong = {**pod, "spec": {**pod["spec"], "securityContexts": {}}}
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(wrong, "1.34", strict=True)
+        if entry["kind"] != "RayJob":
+            kubernetes_validate.validate(entry, "1.34", strict=True)
+    assert any(map(pods_of, entries))
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_pods_may_do_no_more_than_they_need(path):
+    for entry in yaml.safe_load_all(path.read_text()):
+        for template in pods_of(entry):
+            pod = template["spec"]
+            assert pod["automountServiceAccountToken"] is False
+            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert entry["kind"] != "RayJob" or pod["securityContext"]["runAsNonRoot"]
+            for container in pod["containers"]:
+                context = container["securityContext"]
+                assert context["allowPrivilegeEscalation"] is False
+                assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_keys_are_a_secret_s_and_of_the_head_alone(manifests):
+    head, worker = pods_of(manifests["RayJob"])
+    options = assert_serves(shlex.split(manifests["RayJob"]["spec"]["entrypoint"]))
+    (mount,) = [
+        each for each in head["spec"]["containers"][0]["volumeMounts"] if each["name"] == "keys"
+    ]
+    files = [options["api_keys_file"], options["operator_keys_file"]]
+    text = (DEPLOY / "k8s" / "nanocp.yaml").read_text()
+    for file in files:
+        assert os.path.dirname(file) == mount["mountPath"]
+        assert f"--from-file={os.path.basename(file)}" in text
+    (volume,) = [each for each in head["spec"]["volumes"] if each["name"] == "keys"]
+    assert volume["secret"]["secretName"] in text.partition("apiVersion")[0]
+    assert not [each for each in worker["spec"]["volumes"] if each["name"] == "keys"]
+
+
+def test_an_eviction_waits_for_the_service(manifests):
+    budget = manifests["PodDisruptionBudget"]["spec"]
+    (group,) = manifests["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert budget["minAvailable"] == 1 + group["replicas"]
+    (role,) = budget["selector"]["matchExpressions"]
+    labels = [template["metadata"]["labels"] for template in pods_of(manifests["RayJob"])]
+    for label in labels:
+        assert budget["selector"]["matchLabels"].items() <= label.items()
+    assert sorted(role["values"]) == sorted(label[role["key"]] for label in labels)
+
+
+class Probed(http.server.BaseHTTPRequestHandler):
+    """A service that is up and not ready."""
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 503)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_probes_ask_the_service_once_it_listens(manifests):
+    """Before, the pod is ready: KubeRay submits the job when all pods are."""
+    if shutil.which("wget") is None:
+        pytest.skip("no program `wget`, which the image has (deploy/docker/cpu.Dockerfile)")
+    container = pods_of(manifests["RayJob"])[0]["spec"]["containers"][0]
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Probed)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    for name, path, when_up in (("readinessProbe", "/ready", 1), ("livenessProbe", "/health", 0)):
+        command = container[name]["exec"]["command"]
+        assert str(SERVICE.http_port) in command[-1] and path in command[-1]
+        for port, is_well in ((listening.server_port, when_up == 0), (free_port(), True)):
+            words = [word.replace(str(SERVICE.http_port), str(port)) for word in command]
+            probed = subprocess.run(words, capture_output=True, timeout=30)
+            assert (probed.returncode == 0) == is_well, (name, probed)
+    listening.shutdown()
+    listening.server_close()
+    probe = container["livenessProbe"]
+    patience_s = probe["failureThreshold"] * probe["periodSeconds"]
+    assert patience_s * 1000 > 2 * Config().limits.start_timeout_ms
 
 
 def test_the_job_s_pods_have_room_for_the_instances_it_asks_for(manifests):
@@ -128,21 +237,33 @@ def test_the_job_s_pods_have_room_for_the_instances_it_asks_for(manifests):
         assert pod["terminationGracePeriodSeconds"] * 1000 > Config().limits.drain_timeout_ms
 
 
-def test_the_service_finds_the_head_at_ports_that_are_open(manifests):
+def test_clients_ports_are_open_and_the_operators_is_not(manifests):
     head = manifests["RayJob"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
-    service = manifests["Service"]["spec"]
-    assert service["selector"].items() <= head["metadata"]["labels"].items()
+    text = (DEPLOY / "k8s" / "nanocp.yaml").read_text()
+    clients, status = [
+        entry["spec"] for entry in yaml.safe_load_all(text) if entry["kind"] == "Service"
+    ]
     named = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
-    for port in service["ports"]:
-        assert named[port["targetPort"]] == port["port"]
+    for service in (clients, status):
+        assert service["selector"].items() <= head["metadata"]["labels"].items()
+        for port in service["ports"]:
+            assert named[port["targetPort"]] == port["port"]
+    assert [port["port"] for port in status["ports"]] == [SERVICE.metrics_port]
     ours = {"openai": SERVICE.http_port, "grpc": SERVICE.grpc_port, "metrics": SERVICE.metrics_port}
     assert ours.items() <= named.items()
     policy = manifests["NetworkPolicy"]["spec"]
     assert policy["podSelector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
     everybody = [rule for rule in policy["ingress"] if "from" not in rule]
     assert [port["port"] for rule in everybody for port in rule["ports"]] == [
-        port["port"] for port in service["ports"]
+        port["port"] for port in clients["ports"]
     ]
+    (operators,) = [
+        rule
+        for rule in policy["ingress"]
+        if {"port": SERVICE.metrics_port} in rule.get("ports", [])
+    ]
+    (peer,) = operators["from"]
+    assert peer["namespaceSelector"]["matchLabels"], "of one namespace, not of all"
 
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.prefill.yaml").read_text())["services"]
@@ -269,3 +390,24 @@ def test_the_systemd_unit_drains_and_starts_again():
     assert settings["Documentation"].endswith("docs/restart.md")
     sections = [line for line in lines if line.startswith("[")]
     assert sections == ["[Unit]", "[Service]", "[Install]"]
+    assert {settings[name] for name in ("NoNewPrivileges", "ProtectHome", "PrivateTmp")} == {"yes"}
+    assert settings["ProtectSystem"] == "strict" and settings["CapabilityBoundingSet"] == ""
+    # Compiled kernels: data_plane/native/build.py adds /nanocp.
+    assert settings["Environment"] == "XDG_CACHE_HOME=/var/cache"
+    assert settings["CacheDirectory"] == settings["LogsDirectory"] == "nanocp"
+    if shutil.which("systemd-analyze"):
+        command = ["systemd-analyze", "security", "--offline=true", "--threshold=25"]
+        judged = subprocess.run(
+            [*command, str(DEPLOY / "systemd/nanocp.service")], capture_output=True, text=True
+        )
+        assert judged.returncode == 0, judged.stdout[-200:]
+
+
+def test_event_logs_of_earlier_starts_go_and_the_one_that_is_written_stays():
+    unit = (DEPLOY / "systemd/nanocp.service").read_text()
+    log = re.search(r"--event-log (\S+)", unit)[1]
+    lines = (DEPLOY / "systemd/nanocp.tmpfiles").read_text().splitlines()
+    kinds = [tuple(line.split()[:2]) for line in lines if not line.startswith("#")]
+    assert kinds == [("d", os.path.dirname(log)), ("x", log), ("x", f"{log}.part*")]
+    kept = f"{log}.20261126T100000Z"
+    assert not any(fnmatch.fnmatch(kept, pattern) for kind, pattern in kinds if kind == "x")

@@ -199,11 +199,11 @@ MUTANTS = [
     ),
     Mutant(
         name="same-rows-record",
-        why="a batch whose rows are all the same is taken for a proof",
-        path="data_plane/graph/overlap/engine.py",
-        text="return made if is_distinct else None",
-        fault="return made",
-        tests=(PROOF, "-k", "prove_nothing"),
+        why="a graph is proved on rows that are all the same",
+        path="data_plane/graph/overlap/comparison.py",
+        text="max(int(value.max()), 1) + 1",
+        fault="int(value.max()) + 1",
+        tests=(PROOF, "-k", "hide_nothing"),
     ),
     Mutant(
         name="counts-compared",

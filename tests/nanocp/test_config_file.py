@@ -1,12 +1,15 @@
 """The configuration file, the environment and flags: their order, and a sentence per mistake."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from nanocp.config import Config
+from nanocp.config import CPU_COSTS, Config, CostConfig
 from nanocp.config_file import load_config
+
+DEFAULT = replace(Config(), scheduler=replace(Config().scheduler, costs=CPU_COSTS))
+"""What is loaded if nothing is given: the costs of the default device."""
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -16,12 +19,12 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_nothing_given_is_the_default() -> None:
-    assert load_config(None, {}, {}) == Config()
+    assert load_config(None, {}, {}) == DEFAULT
 
 
 def test_an_empty_file_and_an_empty_section_are_the_default(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, ""), {}, {}) == Config()
-    assert load_config(write(tmp_path, "cluster:\n#  num_instances: 3\n"), {}, {}) == Config()
+    assert load_config(write(tmp_path, ""), {}, {}) == DEFAULT
+    assert load_config(write(tmp_path, "cluster:\n#  num_instances: 3\n"), {}, {}) == DEFAULT
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -79,7 +82,7 @@ def test_every_type_of_value_comes_through_the_environment() -> None:
 
 @pytest.mark.parametrize("section", [field.name for field in fields(Config)])
 def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, f"{section}: {{}}"), {}, {}) == Config()
+    assert load_config(write(tmp_path, f"{section}: {{}}"), {}, {}) == DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -202,3 +205,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read"):
         load_config(binary, {}, {})
+
+
+def test_costs_are_those_of_the_device_unless_they_are_set() -> None:
+    def costs(**environment: str) -> CostConfig:
+        return load_config(None, {}, environment).scheduler.costs
+
+    assert costs() == costs(NANOCP_DATA_PLANE__DEVICE="cpu") == CPU_COSTS
+    assert costs(NANOCP_DATA_PLANE__DEVICE="cuda") == CostConfig() == Config().scheduler.costs
+    one = costs(NANOCP_SCHEDULER__COSTS__LINK_TOKENS="7")
+    assert one == replace(CPU_COSTS, link_tokens=7)
+    assert CPU_COSTS.exchange_tokens < CostConfig().exchange_tokens
+
+
+def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded() -> None:
+    on_gpus = {"data_plane.device": "cuda", "cluster.num_instances": 16}
+    with pytest.raises(ValueError, match=r"16 instances are on more than one node of 8 .* so far"):
+        load_config(None, on_gpus | {"cluster.instances_per_node": 8}, {})
+    load_config(None, on_gpus | {"cluster.instances_per_node": 16}, {})

@@ -1,6 +1,7 @@
 """The table of sampling parameters, and everything that spells one: each must know every row."""
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -9,11 +10,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 import typer
-from llguidance import LLMatcher
 
 from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import NOWHERE, ClientRequest
 from control_plane.frontend.grpc.servicers import _client_request
+from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.client_requests import chat_request, completion_requests
 from control_plane.frontend.http.protocol import ChatRequest, CompletionRequest
 from control_plane.frontend.http.served_model import ServedModel
@@ -127,7 +128,7 @@ def test_both_apis_take_the_checkpoints_defaults_where_a_request_is_silent():
 
 # --- HTTP
 
-MODEL = ServedModel("m", "m", SimpleNamespace(render=lambda messages, **options: "x", source=""))
+MODEL = ServedModel("m", "m", ChatTemplate("x", {}))
 HTTP_DEFAULTS = DEFAULTS | {"temperature": 1.0, "stop": [], "stop_token_ids": [], "bad_words": []}
 """OpenAI's API samples at temperature 1; an absent list is an empty one."""
 
@@ -208,7 +209,10 @@ def test_the_sampler_gets_it(name):
     """From a client's request to a row, and through the message between members."""
     limits = ModelLimits(vocab_size=100, max_model_len=1000, eos_token_ids=(3,))
     tokenizer = SimpleNamespace(
-        encode=lambda text, add_special_tokens: [11], added_tokens=frozenset()
+        encode=lambda text, add_special_tokens: [11],
+        least_tokens=lambda text: 1,
+        added_tokens=frozenset(),
+        grammar_check=None,
     )
     others = {name: value for name, value in OTHER.items() if name not in CONSTRAINTS}
     request = ClientRequest([1], "prompt", **(others | {"n": 1, "stop": [], "regex": "a+"}))
@@ -218,9 +222,13 @@ def test_the_sampler_gets_it(name):
         "bad_words": ((11,),),
         # The end of sequence stops a row with a constraint, also beside ignore_eos.
         "stop_token_ids": (3, 5),
-        "constraint": LLMatcher.grammar_from_regex("a+"),
     }
-    assert getattr(params, name) == as_rows_have_it.get(name, OTHER.get(name))
+    if name == "constraint":
+        header, answer = json.loads(params.constraint)["grammars"]
+        assert "start: @answer" in header["lark_grammar"]
+        assert answer["lark_grammar"] == "start: /a+/" and answer["name"] == "answer"
+    else:
+        assert getattr(params, name) == as_rows_have_it.get(name, OTHER.get(name))
     row = RowInput(1, params, "h:1")
     assert convert.decode_row_input(convert.encode_row_input(row)).params == params
 

@@ -148,11 +148,13 @@ async def after_typing(url, folder, key):
         return before, await page.evaluate(STATUS), await page.evaluate("location.href")
 
 
-@pytest.mark.parametrize(("key", "after"), [("a key", "live"), ("no key", "this key is not valid")])
+@pytest.mark.parametrize(("key", "after"), [("key", "live"), ("no key", "this key is not valid")])
 def test_the_page_of_a_service_with_keys_shows_the_cluster_to_who_has_one(
     chromium, tmp_path, key, after
 ):
-    config = replace(CONFIG, service=replace(CONFIG.service, api_keys=("a key",)))
+    (tmp_path / "operators").write_text("a key\n")
+    keys = replace(CONFIG.service, operator_keys_file=str(tmp_path / "operators"))
+    config = replace(CONFIG, service=keys)
     with hash_service(config) as service:
         url = f"http://{service.metrics_address}/cluster"
         seen = asyncio.run(after_typing(url, tmp_path, key))

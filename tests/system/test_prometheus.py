@@ -74,7 +74,8 @@ def watched(program, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     (folder / "api_key").write_text("a key\n")
-    keys = replace(CONFIG.service, api_keys=("a key",))
+    operators = str(folder / "api_key")
+    keys = replace(CONFIG.service, api_keys=("a key",), operator_keys_file=operators)
     with hash_service(replace(CONFIG, service=keys)) as service:
         config["scrape_configs"][0]["authorization"]["credentials_file"] = f"{folder}/api_key"
         config["global"] = {

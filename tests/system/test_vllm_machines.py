@@ -119,7 +119,7 @@ def test_pages_of_an_engine_on_another_machine_are_exact(
     engine_of_kubernetes, checkpoint, page_backend
 ):
     if page_backend == "nixl" and not nixl_package():
-        pytest.skip("NIXL is not installed: pip install 'nanocp[nixl]'")
+        pytest.skip("NIXL is not installed: pip install '.[nixl]'")
     config = replace(
         CONFIG,
         cluster=ClusterConfig(num_instances=2, num_frames=64, max_model_len=1200),

@@ -21,8 +21,9 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
+from starlette.middleware.errors import ServerErrorMiddleware
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
 from control_plane.frontend.http import errors
 from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.client_requests import (
@@ -35,12 +36,10 @@ from control_plane.frontend.http.client_requests import (
 )
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
-from control_plane.frontend.http.errors import ApiError, ErrorResponse
+from control_plane.frontend.http.errors import FAILED, ApiError, ErrorResponse, error_response
 from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
-    PUBLIC_PATHS,
     REQUEST_ID_HEADER,
-    AnswerFailures,
     AnswerHead,
     BodyLimit,
     CountResponses,
@@ -71,7 +70,6 @@ from control_plane.frontend.long_texts import in_thread
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.observe.status_server import (
-    DATA_PATHS,
     METRICS_CONTENT_TYPE,
     SnapshotJson,
     cluster_page,
@@ -100,8 +98,8 @@ class ApiParts:
     has_served: Callable[[], bool]
     """Whether the cluster has been ready at some time."""
     on_response: OnResponse
-    has_public_status: bool
-    """Metrics and the cluster's data need no API key."""
+    operators: OperatorKeys
+    """Who may read metrics and the cluster's data."""
 
 
 def build_app(
@@ -121,10 +119,10 @@ def build_app(
         dependencies=[Depends(HTTPBearer(auto_error=False))],  # asks for it; RequireKey checks it
     )
     # The last one meets a request first.
-    app.add_middleware(AnswerFailures)
+    # Inside the others, so that this response too has its id and its origin.
+    app.add_middleware(ServerErrorMiddleware, handler=lambda request, error: error_response(FAILED))
     app.add_middleware(BodyLimit, max_body_bytes)
-    public_paths = (*PUBLIC_PATHS, *(DATA_PATHS if parts.has_public_status else ()))
-    app.add_middleware(RequireKey, keys, public_paths)
+    app.add_middleware(RequireKey, keys, parts.operators)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -26,7 +26,10 @@ from control_plane.frontend.http.tool_schemas import (
 Tools = Mapping[str, Schema]
 """Schemas of arguments by the function's name."""
 Parts = list[Any]
-"""What stands between the markers of a call: texts, values by ArgumentValue, optional Parts."""
+"""What stands between the markers of a call, as a structural tag has it (see tagged_text)."""
+Value = Callable[..., Any]
+"""Makes the part with all arguments as an object; or, of a name, what ends its value, and texts
+that a string cannot have in it if it stands as it is, the part with this value and its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +41,6 @@ class ToolCall:
     name: str
     arguments: str
     """A JSON object, as the model wrote it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentValue:
-    """A place for arguments in Parts: all of them as an object, or one by its name."""
-
-    name: str | None = None
-    end: str = ""
-    """What ends a value that is written by itself, and is a part of it here."""
-    never: tuple[str, ...] = ()
-    """What a string that stands as it is cannot have in it."""
 
 
 class Unfinished(ValueError):
@@ -64,7 +56,7 @@ class CallForm:
     end: str
     read: Callable[[str, Tools], ToolCall]
     """Reads what is between the markers. Raises Unfinished, or another error if that is no call."""
-    parts: Callable[[str, Schema], Parts]
+    parts: Callable[[str, Schema, Value], Parts]
     """What stands between the markers of a call of the function with these parameters."""
     section: tuple[str, ...] = ()
     """Markers around all calls; they mean nothing more."""
@@ -99,27 +91,28 @@ def _loaded(text: str) -> Any:
     return value
 
 
+_GAP = re.compile(r"\s*:\s*|[\s{},]*")
+"""What is between the keys and values of a JSON object."""
+
+
 def members(text: str) -> dict[str, str]:
     """The members of a JSON object, each as it is written. Raises ValueError."""
     if not isinstance(_loaded(text), dict):
         raise ValueError("no object")
     found = {}
-    at = _behind_space(text, text.index("{") + 1)
-    while text[at] != "}":
-        at = _behind_space(text, at)
+    at = _behind_gap(text, 0)
+    while at < len(text):
         key, at = _JSON.raw_decode(text, at)
-        begin = _behind_space(text, _behind_space(text, at) + 1)
+        begin = _behind_gap(text, at)
         _, at = _JSON.raw_decode(text, begin)
         found[key] = text[begin:at]
-        at = _behind_space(text, at)
-        at += text[at] == ","
+        at = _behind_gap(text, at)
     return found
 
 
-def _behind_space(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
+def _behind_gap(text: str, at: int) -> int:
+    gap = _GAP.match(text, at)
+    return gap.end() if gap else at
 
 
 def _arguments(text: str) -> str:
@@ -258,13 +251,12 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_ALL = ArgumentValue()
 _SPLIT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 """What a schema may say whose properties are written one by one; beside words for people."""
 
 
 def _one_by_one(
-    schema: Schema, before: Callable[[str], Parts], value: ArgumentValue, after: Any
+    schema: Schema, before: Callable[[str], Parts], value: Callable[[str], Any], after: Any
 ) -> Parts:
     """Each argument between its parts, which may be left out if it is not required.
 
@@ -278,23 +270,28 @@ def _one_by_one(
     for key in properties:
         if re.search(r"[<>\n]", key):
             raise ValueError(f"{key!r:.60} must have no < > and line breaks in its name")
-        argument = [*before(key), replace(value, name=key), after]
+        argument = [*before(key), value(key), after]
         parts += argument if key in required else [argument]
     return parts
 
 
-def _glm_parts(name: str, schema: Schema) -> Parts:
+def _glm_parts(name: str, schema: Schema, value: Value) -> Parts:
     # GLM-4.5 has line breaks there, and GLM-4.7 none.
-    value = ArgumentValue(None, "</arg_value>", ("<arg_key>", "</arg_value>"))
     return [name, ["\n"], *_one_by_one(
-        schema, lambda key: [f"<arg_key>{key}</arg_key>", ["\n"], "<arg_value>"], value, ["\n"]
+        schema,
+        lambda key: [f"<arg_key>{key}</arg_key>", ["\n"], "<arg_value>"],
+        lambda key: value(key, "</arg_value>", ["<arg_key>", "</arg_value>"]),
+        ["\n"],
     )]  # fmt: skip
 
 
-def _qwen3_coder_parts(name: str, schema: Schema) -> Parts:
-    value = ArgumentValue(None, "\n</parameter>", ("<parameter=", "</parameter>"))
-    arguments = _one_by_one(schema, lambda key: [f"<parameter={key}>\n"], value, "\n")
-    return [f"\n<function={name}>\n", *arguments, "</function>\n"]
+def _qwen3_coder_parts(name: str, schema: Schema, value: Value) -> Parts:
+    return [f"\n<function={name}>\n", *_one_by_one(
+        schema,
+        lambda key: [f"<parameter={key}>\n"],
+        lambda key: value(key, "\n</parameter>", ["<parameter=", "</parameter>"]),
+        "\n",
+    ), "</function>\n"]  # fmt: skip
 
 
 _TOOL_CALL = ("<tool_call>",)
@@ -309,27 +306,27 @@ CALL_FORMS = {
         _TOOL_CALL,
         "</tool_call>",
         _hermes,
-        lambda name, _: [f'\n{{"name": "{name}", "arguments": ', _ALL, "}\n"],
+        lambda name, _, value: [f'\n{{"name": "{name}", "arguments": ', value(), "}\n"],
     ),
     "deepseek_v3": CallForm(
         read=_deepseek_v3,
-        parts=lambda name, _: [f"function<｜tool▁sep｜>{name}\n```json\n", _ALL, "\n```"],
+        parts=lambda name, _, value: [f"function<｜tool▁sep｜>{name}\n```json\n", value(), "\n```"],
         **_DEEPSEEK,
     ),
     "deepseek_v31": CallForm(
         read=_deepseek_v31,
-        parts=lambda name, _: [f"{name}<｜tool▁sep｜>", _ALL],
+        parts=lambda name, _, value: [f"{name}<｜tool▁sep｜>", value()],
         **_DEEPSEEK,
     ),
     "kimi_k2": CallForm(
         ("<|tool_call_begin|>",),
         "<|tool_call_end|>",
         _kimi_k2,
-        lambda name, _: [
+        lambda name, _, value: [
             f"functions.{name}:",
             {"type": "integer", "minimum": 0, "maximum": 9999},
             "<|tool_call_argument_begin|>",
-            _ALL,
+            value(),
         ],
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         new_id=lambda name, number: f"functions.{name}:{number}",

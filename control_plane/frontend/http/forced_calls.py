@@ -14,6 +14,8 @@ from control_plane.frontend.http.answer_parser import AnswerParser, AnswerPart, 
 from control_plane.frontend.http.call_forms import ToolCall
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:')
+_MARK = re.compile(r'\\.|["{}[\]]', re.DOTALL)
+"""What tells where objects and strings begin and end; a backslash with what it escapes."""
 
 
 class ForcedCallsParser:
@@ -40,7 +42,7 @@ class ForcedCallsParser:
         self._held = ""
         self._num_read = 0
         self._depth = 0
-        self._is_string = self._is_escaped = False
+        self._is_string = False
         self._begin = -1
         """Where the object in the held text begins that is a call, or a call's arguments."""
 
@@ -73,22 +75,23 @@ class ForcedCallsParser:
     def _end_of_object(self) -> int:
         """Read on to where a call is complete; -1 if it is not yet."""
         outer = 0 if self._name else 1
-        while self._num_read < len(self._held):
-            character = self._held[self._num_read]
-            self._num_read += 1
-            if self._is_string:
-                self._is_string = self._is_escaped or character != '"'
-                self._is_escaped = character == "\\" and not self._is_escaped
-            elif character == '"':
-                self._is_string = True
-            elif character in "{[":
-                if self._depth == outer and character == "{":
-                    self._begin = self._num_read - 1
+        for found in _MARK.finditer(self._held, self._num_read):
+            mark, self._num_read = found[0], found.end()
+            if mark == '"':
+                self._is_string = not self._is_string
+            elif self._is_string or len(mark) > 1:
+                continue
+            elif mark in "{[":
+                if self._depth == outer and mark == "{":
+                    self._begin = found.start()
                 self._depth += 1
-            elif character in "}]":
+            else:
                 self._depth -= 1
                 if self._depth == outer and self._begin >= 0:
                     return self._num_read
+        # What a backslash escapes may come later.
+        is_cut = self._num_read < len(self._held) and self._held.endswith("\\")
+        self._num_read = len(self._held) - is_cut
         return -1
 
     def _call(self, text: str) -> AnswerPart:

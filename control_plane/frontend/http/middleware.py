@@ -6,20 +6,18 @@ that need no key.
 
 from __future__ import annotations
 
-import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from control_plane.frontend.api_keys import REFUSED, ApiKeys
+from control_plane.frontend.api_keys import REFUSED, ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import header_of
-from control_plane.frontend.http.errors import FAILED, TOO_LARGE, ApiError, error_response
-
-logger = logging.getLogger(__name__)
+from control_plane.frontend.http.errors import TOO_LARGE, ApiError, error_response
+from control_plane.observe.status_server import DATA_PATHS, OPERATOR_REQUIRED
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ASSETS_PATH = "/docs/assets"
@@ -95,46 +93,23 @@ class RequestNames:
         await self._app(scope, receive, named)
 
 
-class AnswerFailures:
-    """Answers 500 where an endpoint fails, so that this response too has its id and its origin."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what the endpoint raises once the response has begun."""
-        has_begun = False
-
-        async def noted(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        except Exception:
-            if has_begun:
-                raise
-            logger.exception("a request failed")
-            await error_response(FAILED)(scope, receive, send)
-
-
 class RequireKey:
     """Refuses requests without a key with 401."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, public_paths: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, operators: OperatorKeys) -> None:
         self._app = app
         self._keys = keys
-        self._public_paths = public_paths
+        self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Paths that do not exist need a key too."""
-        if scope["path"] in self._public_paths or self._keys.admit(
-            Headers(scope=scope).get("Authorization")
-        ):
+        """Paths that do not exist need a key too; data of the cluster needs an operator's."""
+        is_data = scope["path"] in DATA_PATHS
+        keys = self._operators if is_data else self._keys
+        if scope["path"] in PUBLIC_PATHS or keys.admit(Headers(scope=scope).get("Authorization")):
             await self._app(scope, receive, send)
         else:
-            refusal = error_response(ApiError(REFUSED, status=HTTPStatus.UNAUTHORIZED))
+            sentence = OPERATOR_REQUIRED if is_data else REFUSED
+            refusal = error_response(ApiError(sentence, status=HTTPStatus.UNAUTHORIZED))
             await refusal(scope, receive, send)
 
 

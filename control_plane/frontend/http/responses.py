@@ -29,10 +29,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies must pass on each event as it comes."""
-_LINE_BREAKS = {
-    character.encode(): f"\\u{ord(character):04x}".encode()
-    for character in ("\x85", "\u2028", "\u2029")
-}
+_LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """What some clients take for the end of a line, as JSON escapes it."""
 
 
@@ -97,10 +94,8 @@ async def _events(
 
 
 def _event(chunk: BaseModel) -> bytes:
-    data = chunk.model_dump_json(exclude_unset=True).encode()
-    for character, escape in _LINE_BREAKS.items():
-        data = data.replace(character, escape)
-    return b"data: %b\n\n" % data
+    data = chunk.model_dump_json(exclude_unset=True).translate(_LINE_BREAKS)
+    return b"data: %b\n\n" % data.encode()
 
 
 class _Events(StreamingResponse):

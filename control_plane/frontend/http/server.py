@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from asyncio import TimerHandle
 from collections.abc import Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
-import httptools
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
 from control_plane.frontend.descriptors import Listener, max_connections
 from control_plane.frontend.http.app import ApiParts, build_app
-from control_plane.frontend.http.errors import ApiError, error_response
-from control_plane.frontend.http.middleware import PROBE_PATHS, OnResponse
+from control_plane.frontend.http.bounded_protocol import BoundedProtocol, Crowd
+from control_plane.frontend.http.middleware import OnResponse
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.tls import renew_for_ever, uvicorn_options
@@ -41,8 +36,6 @@ _KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection (the openai client 5 s), so that they never use a
 closed one."""
 _STOP_GRACE_S = 1
-_MAX_CROWDED = 32
-"""Most connections beyond the limit."""
 
 
 class HttpServer:
@@ -108,11 +101,16 @@ class HttpServer:
             self._snapshot_json,
             lambda: self._has_served,
             self._on_response,
-            self._config.service.public_status,
+            OperatorKeys(self._config.service),
+        )
+        protocol: Any = partial(
+            BoundedProtocol,
+            request_timeout_s=limits.http_request_timeout_ms / 1000,
+            crowd=Crowd(most),
         )
         config = uvicorn.Config(
             build_app(parts, max_body_bytes, keys, self._config.service.cors_origins),
-            http=_protocol(limits.http_request_timeout_ms / 1000, most),
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -141,94 +139,3 @@ class HttpServer:
             self._renewing.cancel()
         self._server.should_exit = True
         await self._serving
-
-
-def _protocol(request_timeout_s: float, most: int) -> type[asyncio.Protocol]:
-    crowded = ApiError(
-        f"{most} connections are open, which is the limit (limits.max_http_connections, ulimit -n)",
-        status=HTTPStatus.SERVICE_UNAVAILABLE,
-    )
-    refusal = error_response(crowded)
-    beyond: dict[BoundedProtocol, None] = {}
-    """Connections beyond the limit, the oldest first."""
-
-    async def answer_probes(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        async def closing(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
-        await (app if scope["path"] in PROBE_PATHS else refusal)(scope, receive, closing)
-
-    class BoundedProtocol(HttpToolsProtocol):
-        """Cuts a client that takes too long to send its request; uvicorn would wait for ever.
-
-        A connection beyond the limit gets an error with Retry-After (uvicorn's own is no JSON and
-        has none), unless it asks for the service's health. Of many of them the oldest is closed.
-        An offer of another protocol (Upgrade) is ignored, as RFC 9110, 7.8 allows.
-        """
-
-        _timer: TimerHandle | None = None
-        _has_offer = False
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                self.app = partial(answer_probes, self.app)
-                beyond[self] = None
-                if len(beyond) > _MAX_CROWDED:
-                    oldest = next(iter(beyond))
-                    del beyond[oldest]
-                    oldest.transport.close()
-            self._wait()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            self._unset_keepalive_if_required()
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as end_of_head:
-                if self._has_offer:
-                    self._read_again(data[end_of_head.args[0] :])
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
-
-        def _read_again(self, rest: bytes) -> None:
-            """Read the same head without the offer: this parser takes a body for the offered."""
-            version = self.parser.get_http_version().encode()
-            head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
-            for name, value in self.headers:
-                if name != b"upgrade":
-                    head += name, b": ", value, b"\r\n"
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
-            self.data_received(b"".join((*head, b"\r\n", rest)))
-
-        def on_headers_complete(self) -> None:
-            is_connect = self.parser.get_method() == b"CONNECT"
-            self._has_offer = self.parser.should_upgrade() and not is_connect
-            if not self._has_offer:
-                super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            if not self._has_offer:
-                self._stop_waiting()
-                super().on_message_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            beyond.pop(self, None)
-            super().connection_lost(exc)
-
-        def _wait(self) -> None:
-            self._stop_waiting()
-            self._timer = self.loop.call_later(request_timeout_s, self.transport.close)
-
-        def _stop_waiting(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-
-    return BoundedProtocol

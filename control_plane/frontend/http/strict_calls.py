@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from control_plane.frontend.http.call_forms import CALL_FORMS, ArgumentValue, Parts, is_plain_name
+from control_plane.frontend.http.call_forms import CALL_FORMS, is_plain_name
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.tool_schemas import (
     ALL_TYPES,
@@ -52,7 +53,7 @@ def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
             )
         schema = parameters_of(function)
         try:
-            parts = _placed(written.parts(name, schema), schema)
+            parts = written.parts(name, schema, partial(_part, schema))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ApiError(
                 f"tools.{number}.function.parameters cannot be strict with this model, which "
@@ -63,52 +64,43 @@ def strict_calls(form: str, functions: list[dict[str, Any]]) -> str:
     return json.dumps({"structures": structures, "triggers": [begin], "between": written.section})
 
 
-def _placed(parts: Parts, schema: Schema) -> list[Any]:
-    """The parts as a structural tag has them, with schemas in the places of values."""
-    placed: list[Any] = []
-    for part in parts:
-        if isinstance(part, list):
-            placed.append(_placed(part, schema))
-        elif not isinstance(part, ArgumentValue):
-            placed.append(part)
-        elif part.name is None:
-            placed.append(_SPACED | moved(schema, "#"))
-        else:
-            try:
-                values = _values(schema["properties"][part.name], schema, part)
-                either = list(islice(values, _MAX_WAYS + 1))
-            except ValueError as error:
-                raise ValueError(f"{part.name!r:.60} {error}") from None
-            if len(either) > _MAX_WAYS:
-                raise ValueError(f"{part.name!r:.60} has more than {_MAX_WAYS} choices with texts")
-            placed.append({"either": either})
-    return placed
+def _part(schema: Schema, name: str = "", end: str = "", never: Sequence[str] = ()) -> Any:
+    """The part of a structural tag for arguments of this schema; see call_forms.Value."""
+    if not name:
+        return _SPACED | moved(schema, "#")
+    try:
+        values = _values(schema["properties"][name], schema, {"never": never, "end": end})
+        either = list(islice(values, _MAX_WAYS + 1))
+    except ValueError as error:
+        raise ValueError(f"{name!r:.60} {error}") from None
+    if len(either) > _MAX_WAYS:
+        raise ValueError(f"{name!r:.60} has more than {_MAX_WAYS} choices with texts")
+    return {"either": either}
 
 
-def _values(schema: Any, root: Schema, place: ArgumentValue) -> Iterator[list[Any]]:
+def _values(schema: Any, root: Schema, place: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Ways to write a value and its end: strings as they stand, the rest as JSON.
 
     Raises ValueError for a string that cannot be held to its schema.
     """
     schema = resolved(schema, root)
-    types = types_of(schema, root)
+    types, end = types_of(schema, root), place["end"]
     own = set(schema) - FOR_PEOPLE - {"default"} if isinstance(schema, dict) else set()
-    text = {"end": place.end, "never": place.never}
     if types == ALL_TYPES and not own:
-        yield [{"text": _ANY, **text}]
+        yield [{"texts": [_ANY], **place}]
     elif "string" not in types:
         defined = {"$defs": {"all": moved(root, "#/$defs/all")}} if "$ref" in str(schema) else {}
-        yield [_SPACED | moved(schema, "#/$defs/all") | defined, place.end]
+        yield [_SPACED | moved(schema, "#/$defs/all") | defined, end]
     elif len(own) == 1 and (word := next(iter(own))) in ("anyOf", "oneOf"):
         for one in schema[word]:
             yield from _values(one, root, place)
     elif own & {"enum", "const"} and own <= _STRING_KEYS:
         for value in schema.get("enum", [schema.get("const")]):
-            yield [value if isinstance(value, str) else _SPACED | {"const": value}, place.end]
+            yield [value if isinstance(value, str) else _SPACED | {"const": value}, end]
     elif types == {"string"} and own <= _STRING_KEYS:
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-        also = {"also": _anchored(schema["pattern"])} if "pattern" in own else {}
-        yield [{"text": f"(?s:.{{{low},{high}}})", **also, **text}]
+        pattern = [_anchored(schema["pattern"])] if "pattern" in own else []
+        yield [{"texts": [f"(?s:.{{{low},{high}}})", *pattern], **place}]
     elif isinstance(schema.get("type"), list):
         for name in schema["type"]:
             words = own & _STRING_KEYS if name == "string" else own - _STRING_KEYS

@@ -7,7 +7,7 @@ calls, requests, grammars.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -39,37 +39,27 @@ def moved(schema: Schema, place: str) -> Schema:
     are left out: they only describe a value.
     """
     own = str(schema.get("$id", "")).removesuffix("#")
-
-    def reference(value: Any) -> Any:
-        local = str(value).removeprefix(own)
-        return place + local[1:] if local == "#" or local.startswith("#/") else value
-
-    return _copied({key: each for key, each in schema.items() if key != "$id"}, reference)
-
-
-def _copied(schema: Schema, reference: Callable[[Any], Any]) -> Schema:
-    copy: Schema = {}
-    for key, value in schema.items():
-        if key == "$ref":
-            copy[key] = reference(value)
-        elif key == "format" and isinstance(value, str) and not _is_known_format(value):
+    copy: Schema = json.loads(json.dumps({k: each for k, each in schema.items() if k != "$id"}))
+    parts: list[tuple[Any, bool]] = [(copy, True)]
+    while parts:
+        part, is_own = parts.pop()
+        if isinstance(part, list):
+            parts += [(one, is_own) for one in part]
+        if not isinstance(part, dict):
             continue
-        elif key in _DATA:
-            copy[key] = value
-        elif key in _MAPS and isinstance(value, dict):
-            copy[key] = {name: _each(one, reference) for name, one in value.items()}
-        else:
-            copy[key] = _each(value, reference)
+        # References within a schema that has a name of its own are to that schema.
+        is_own = is_own and "$id" not in part
+        local = str(part.get("$ref")).removeprefix(own)
+        if is_own and (local == "#" or local.startswith("#/")):
+            part["$ref"] = place + local[1:]
+        if isinstance(name := part.get("format"), str) and not _is_known_format(name):
+            del part["format"]
+        for word, value in part.items():
+            if word in _MAPS and isinstance(value, dict):
+                parts += [(one, is_own) for one in value.values()]
+            elif word not in _DATA:
+                parts.append((value, is_own))
     return copy
-
-
-def _each(value: Any, reference: Callable[[Any], Any]) -> Any:
-    if isinstance(value, list):
-        return [_each(one, reference) for one in value]
-    if not isinstance(value, dict):
-        return value
-    # References within a schema that has a name of its own are to that schema.
-    return _copied(value, (lambda own: own) if "$id" in value else reference)
 
 
 @lru_cache(maxsize=256)

@@ -177,6 +177,8 @@ class FrontEndPort(rpc.FrontEndPortServicer):
             self.hellos[index].set_result(first.hello)
         elif first.hello.failure:
             logger.error("%s cannot serve: %s", name_of(index), first.hello.failure)
+        else:
+            logger.info("%s serves again", name_of(index))
         if first.hello.failure or not first.HasField("hello"):
             return
         front_end = self._attach(index, first.hello)

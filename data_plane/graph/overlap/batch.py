@@ -9,7 +9,7 @@ that dimension; a size that has it is computed anew; everything else is shared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,9 @@ class BatchSymbol:
 
     symbol: sympy.Symbol
     same: Mapping[sympy.Symbol, sympy.Symbol]
-    """Symbols of other inputs that have as many rows, each with `symbol`."""
+    """Symbols of all inputs that have as many rows, each with `symbol`."""
+    inputs: frozenset[str]
+    """Names of inputs: one for each of these symbols."""
 
     def kind(self, node: Node) -> Kind:
         """The kind of what the node makes. Raises CannotSplit."""
@@ -80,41 +82,26 @@ class BatchSymbol:
 def batch_of(graph: GraphModule) -> BatchSymbol:
     """The first dimension of the inputs that have a symbolic one. Raises CannotSplit.
 
-    Inputs that are as long there have one batch, unless a value has both symbols.
+    Inputs that are as long there have one batch.
     """
-    found: dict[sympy.Symbol, tuple[str, Any]] = {}
+    found: dict[sympy.Symbol, str] = {}
+    lengths: set[int] = set()
     for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value.dim():
-            size = value.shape[0]
-            if isinstance(size, torch.SymInt):
-                hint, symbols = size.node.hint, size.node.expr.free_symbols
-                for symbol in symbols:
-                    found.setdefault(symbol, (node.name, hint))
+        size = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else None
+        if isinstance(size, torch.SymInt):
+            lengths.add(size.node.hint)
+            for symbol in size.node.expr.free_symbols:
+                found.setdefault(symbol, node.name)
     if not found:
         raise CannotSplit("no input has a dynamic first dimension; mark the batch as dynamic")
-    (first, (_, rows)), *others = found.items()
-    if any(hint != rows for _, (_, hint) in others):
+    if len(lengths) > 1:
         raise CannotSplit(
             "inputs have several dynamic first dimensions: "
-            + ", ".join(f"{symbol} of {name}" for symbol, (name, _) in found.items())
+            + ", ".join(f"{symbol} of {name}" for symbol, name in found.items())
         )
-    apart = [symbols for node in graph.graph.nodes if first in (symbols := _symbols(node))]
-    return BatchSymbol(
-        first, {one: first for one, _ in others if all(one not in each for each in apart)}
-    )
-
-
-def _symbols(node: Node) -> set[sympy.Symbol]:
-    """Symbols in the shape of what the node makes."""
-    value = node.meta.get("example_value")
-    sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
-    return {
-        symbol
-        for size in sizes
-        if isinstance(size, torch.SymInt)
-        for symbol in size.node.expr.free_symbols
-    }
+    first = next(iter(found))
+    return BatchSymbol(first, dict.fromkeys(found, first), frozenset(found.values()))
 
 
 def storage_of(node: Any) -> int | None:

@@ -1,6 +1,7 @@
-"""Whether two results are equal but for rounding, element by element.
+"""Inputs that tell rows apart, and whether two results are equal but for rounding.
 
-Enters: what two runs made. Leaves: a sentence about what differs. Does not know: what ran.
+Enters: an input, or what two runs made. Leaves: rows that differ, or a sentence about what differs.
+Does not know: what ran.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from data_plane.graph.overlap.batch import Cut
 
 _TOLERANCES = {
     torch.float64: 1e-9,
@@ -21,11 +25,28 @@ _TOLERANCES = {
 _MOST_SAMPLED = 2**20
 
 
+def altered(value: Tensor, cut: Cut, batch_size: int) -> Tensor:
+    """A batch of rows that differ, of values such as the tensor has.
+
+    Draws random numbers. Zeros become zeros and ones: all else may be more than a table has rows.
+    """
+    shape = list(value.shape)
+    shape[cut.dim] = batch_size * cut.rows_each
+    if value.is_floating_point() or value.is_complex():
+        rows = torch.arange(shape[cut.dim], device=value.device) % value.shape[cut.dim]
+        return value.index_select(cut.dim, rows) + torch.rand(shape).to(value)
+    if value.dtype == torch.bool:
+        return torch.rand(shape).to(value.device) < 0.5
+    if value.min() < 0:
+        return value.flatten()[torch.randint(value.numel(), shape).to(value.device)]
+    return torch.randint(max(int(value.max()), 1) + 1, shape).to(value)
+
+
 def difference(result: Any, expected: Any) -> str:
     """A sentence about the first output that differs by more than rounding; empty if none does."""
     pairs = zip(tree_leaves(result), tree_leaves(expected), strict=True)
     for place, (one, other) in enumerate(pairs):
-        if not isinstance(other, torch.Tensor):
+        if not isinstance(other, Tensor):
             if one != other:
                 return f"output {place} is {one}, not {other}"
             continue
@@ -44,12 +65,12 @@ def difference(result: Any, expected: Any) -> str:
     return ""
 
 
-def _scale(values: torch.Tensor) -> float:
+def _scale(values: Tensor) -> float:
     """A magnitude that one distinct value in ten exceeds: what is banned by a large one is one."""
     sampled = values.abs().flatten()[:: 1 + values.numel() // _MOST_SAMPLED]
     distinct = torch.unique(sampled[sampled.isfinite()])
     return float(distinct[len(distinct) * 9 // 10]) if len(distinct) else 0.0
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from data_plane.graph.overlap.batch import Cut, Size
-from data_plane.graph.overlap.comparison import difference
+from data_plane.graph.overlap.comparison import altered, difference
 from data_plane.graph.overlap.merge import Writers, joined
 from data_plane.graph.overlap.partition import Program, Value
 from data_plane.graph.overlap.recording import RecordedStep, Recording, describe, record
@@ -44,101 +43,69 @@ class OverlapEngine:
         whole: the model in program order, for batches that the policy does not split. streams_of:
         makes the streams of the device that the inputs are on.
         """
-        self.recordings: dict[tuple[Any, ...], Recording | None] = {}
-        """By batch size, and what else changes what the program means (`_key`).
-
-        None: program order on the whole batch, nothing is fused.
-        """
+        self.recordings: dict[int, Recording | None] = {}
+        """By batch size; None: program order on the whole batch, nothing is fused."""
         self.num_copied_bytes = 0
         self.program = program
+        self._batch, *self._others = program.batch
         self._policy = policy
         self._whole = whole
         self._writers = Writers(program)
         self._streams_of = streams_of
         self._streams: Streams | None = None
-        self._warned: set[str] = set()
+        self._has_warned = False
 
     def __call__(self, *inputs: Any) -> Any:
         """One forward."""
-        key = self._key(inputs)
-        if torch.is_grad_enabled() and any(
-            isinstance(each, torch.Tensor) and each.requires_grad for each in inputs
-        ):
-            return self._run_whole(inputs, "gradients are recorded, and an order repeats none")
-        if key not in self.recordings:
-            return self._record(inputs, key)
-        recording = self.recordings[key]
+        number, cut = self._batch
+        batch_size = inputs[number].shape[cut.dim] // cut.rows_each
+        for number, cut in self._others:
+            if inputs[number].shape[cut.dim] != batch_size * cut.rows_each:
+                return self._run_whole(inputs)
+        if batch_size not in self.recordings:
+            self.recordings[batch_size] = self._record(inputs, batch_size)
+            return self._whole(*inputs)
+        recording = self.recordings[batch_size]
         if recording is None:
             return self._whole(*inputs)
         return self._run(inputs, recording)
 
-    def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """What a recording holds for: the batch size first, other lengths by their powers of 2."""
-        number, cut = self.program.batch[0]
-        batch = inputs[number]
-        return (
-            batch.shape[cut.dim] // cut.rows_each,
-            *[
-                inputs[n] if isinstance(self.program.kinds[n], Size) else inputs[n].bit_length()
-                for n in self.program.lengths
-            ],
-            batch.dtype,
-            batch.device,
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch._C._is_any_autocast_enabled() and torch.get_autocast_dtype(batch.device.type),
-        )
-
-    def _run_whole(self, inputs: Sequence[Any], reason: str) -> Any:
-        if reason not in self._warned:
-            self._warned.add(reason)
-            logger.warning("a batch runs in program order: %s", reason)
+    def _run_whole(self, inputs: Sequence[Any]) -> Any:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a batch runs in program order: its inputs have different numbers of rows"
+            )
         return self._whole(*inputs)
 
-    def _record(self, inputs: Sequence[Any], key: tuple[Any, ...]) -> Any:
-        """The first forward of a key: let the policy decide, and check its result.
+    def _record(self, inputs: Sequence[Any], batch_size: int) -> Recording | None:
+        """Let the policy decide on a batch size; None if that makes something wrong.
 
-        What is split or fused also runs whole, on rows that differ; if the results do, the key
-        always runs whole.
+        What is split or fused also runs whole, on rows that differ, and the results are compared.
         """
-        size = key[0]
-        others = self.program.batch[1:]
-        if any(inputs[n].shape[cut.dim] != size * cut.rows_each for n, cut in others):
-            return self._run_whole(inputs, "its inputs have different numbers of rows")
-        recording = record(self.program, self._policy, size)
-        if recording is not None:
-            distinct = self._distinct(inputs, recording.sizes)
-            if distinct is None:
-                return self._run_whole(inputs, "its rows are all the same, which proves nothing")
-            if reason := self._reason(distinct, recording):
-                self._warned.add(reason)
-                logger.warning(
-                    "a batch of %d rows runs in program order: with the policy, %s", size, reason
-                )
-                recording = None
-        self.recordings[key] = recording
-        return self._whole(*inputs)
-
-    def _distinct(self, inputs: Sequence[Any], sizes: Sequence[int]) -> list[Any] | None:
-        """The inputs, with rows that differ between micro-batches; None if none can."""
-        made, is_distinct = list(inputs), len(sizes) == 1
-        begins = list(accumulate(sizes[:-1], initial=0))
-        for number, cut in self.program.batch:
-            value, num = inputs[number], cut.rows_each
-            firsts = [value.narrow(cut.dim, begin * num, num) for begin in begins]
-            if not any(torch.equal(one, other) for one, other in pairwise(firsts)):
-                is_distinct = True
-            elif value.is_floating_point():
-                made[number] = value + torch.rand(value.shape).to(value)
-                is_distinct = True
-        return made if is_distinct else None
+        recording = record(self.program, self._policy, batch_size)
+        if recording is None:
+            return None
+        if not (reason := self._reason(inputs, recording)):
+            return recording
+        logger.warning(
+            "a batch of %d rows runs in program order: with the policy, %s", batch_size, reason
+        )
+        return None
 
     def _reason(self, inputs: Sequence[Any], recording: Recording) -> str:
         """A sentence about what the recording makes wrong, or how it fails; empty if right."""
-        mine, whole = (
-            [each.clone() if n in self.program.written else each for n, each in enumerate(inputs)]
-            for _ in range(2)
-        )
+        program = self.program
+
+        def copied(number: int, value: Any) -> Any:
+            kind = program.kinds[number]
+            if isinstance(kind, Cut):
+                return altered(value, kind, sum(recording.sizes))
+            return value.clone() if number in program.written else value
+
+        with torch.random.fork_rng(devices=()):
+            mine = [copied(number, value) for number, value in enumerate(inputs)]
+        whole = [each.clone() if n in program.written else each for n, each in enumerate(mine)]
         try:
             result = self._run(mine, recording)
         except Exception as error:
@@ -146,7 +113,7 @@ class OverlapEngine:
                 raise
             return f"{' '.join(error.__notes__)}: {error}"
         expected = self._whole(*whole)
-        written = sorted(self.program.written)
+        written = sorted(program.written)
         return difference(
             (result, [mine[n] for n in written]), (expected, [whole[n] for n in written])
         )
@@ -303,10 +270,9 @@ class Forward:
         """Run an operator on one micro-batch; merged outputs go into their tensor."""
         operator, inputs = self._program.operators[op.number], self._read(op)
         merged = self._recording.merged
+        found, written = self._writers.of(op.number, merged), None
         # Operators with `out=` know no autocast.
-        is_plain = not torch._C._is_any_autocast_enabled()
-        found, written = self._writers.of(op.number, merged) if is_plain else None, None
-        if found is None:
+        if found is None or torch._C._is_any_autocast_enabled():
             outputs = list(self._call(op.number, inputs))
         else:
             written, module = found

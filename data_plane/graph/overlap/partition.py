@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -64,12 +64,8 @@ class Program:
     """Inputs that the model writes to in place."""
     mutated: frozenset[int]
     """Those of them that are shared: each micro-batch gets a copy."""
-    memory: Mapping[int, int]
-    """Values in memory that an operator writes to in place, with the first value in the same."""
     batch: tuple[tuple[int, Cut], ...]
     """Inputs that have the batch, and how its size is read from each."""
-    lengths: tuple[int, ...]
-    """Inputs that are sizes of tensors."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +77,21 @@ class Value:
 
 def partition(graph: GraphModule, rules: Sequence[Rule], given: Sequence[Any]) -> Program:
     """Cut the graph at the rules' matches. given: its inputs. Raises CannotSplit."""
+    is_learned = any(isinstance(each, torch.Tensor) and each.requires_grad for each in given)
+    if is_learned and torch.is_grad_enabled():
+        raise CannotSplit("gradients are recorded, and an order repeats none")
     batch = batch_of(graph)
     segment_of, tags = _segments(graph, rules)
     writes = prove(graph, batch, given, segment_of)
-    written_names, written_memory = _written(graph, writes)
-    after = _after(graph, writes, segment_of, written_memory)
+    after = _after(writes, segment_of)
     whole = split_module(graph, graph, segment_of.__getitem__, keep_original_order=True)
     numbers: dict[str, int] = {}
     kinds: list[Kind] = []
-    memory: dict[int, int] = {}
-    first_in: dict[int, int] = {}
 
     def number(node: Node, made_by: Node | None = None) -> int:
         """The value's number; a new one is of the kind of the node that makes it."""
         if node.name not in numbers:
             numbers[node.name] = len(kinds)
-            where = storage_of(made_by or node)
-            if where is not None and where in written_memory:
-                memory[len(kinds)] = first_in.setdefault(where, len(kinds))
             kinds.append(batch.kind(made_by or node))
         return numbers[node.name]
 
@@ -123,7 +116,7 @@ def partition(graph: GraphModule, rules: Sequence[Rule], given: Sequence[Any]) -
     (output,) = (node for node in whole.graph.nodes if node.op == "output")
     as_value: Any = lambda each: Value(number(each)) if isinstance(each, Node) else each  # noqa: E731
     outputs = map_aggregate(output.args[0], as_value)
-    written = frozenset(numbers[name] for name in written_names)
+    written = frozenset(numbers[name] for name in _written(graph, writes))
     return Program(
         tuple(operators),
         tuple(kinds),
@@ -131,45 +124,35 @@ def partition(graph: GraphModule, rules: Sequence[Rule], given: Sequence[Any]) -
         outputs,
         written,
         frozenset(number for number in written if kinds[number] is None),
-        memory,
-        tuple((n, kind) for n, kind in enumerate(kinds[: len(inputs)]) if isinstance(kind, Cut)),
-        tuple(n for n, each in enumerate(given) if isinstance(each, int | torch.SymInt)),
+        tuple(
+            (n, kind)
+            for n, (node, kind) in enumerate(zip(inputs, kinds, strict=False))
+            if node.name in batch.inputs and isinstance(kind, Cut)
+        ),
     )
 
 
-def _written(
-    graph: GraphModule, writes: Mapping[Node, Sequence[Node]]
-) -> tuple[set[str], set[int]]:
-    """Names of inputs that are written to in place, and all memory that is.
+def _written(graph: GraphModule, writes: Mapping[Node, Sequence[Node]]) -> set[str]:
+    """Names of inputs that are written to in place.
 
     Raises CannotSplit for a tensor of the model's own that the graph holds.
     """
-    owners: dict[int | None, Node] = {}
-    for node in graph.graph.nodes:
-        owners.setdefault(storage_of(node), node)
-    inputs, memory = set(), set()
-    for node, written in ((node, each) for node, several in writes.items() for each in several):
-        where = storage_of(written)
-        owner = written if where is None else owners[where]
-        if owner.op == "get_attr":
-            raise CannotSplit(f"{node.name} writes to {owner.target}, which every forward shares")
-        if owner.op == "placeholder":
-            inputs.add(owner.name)
-        memory.add(where)
-    return inputs, {where for where in memory if where is not None}
+    writer_of = {storage_of(each): node for node in writes for each in writes[node]}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if writer := writer_of.get(storage_of(node)):
+            raise CannotSplit(f"{writer.name} writes to {node.target}, which every forward shares")
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return {node.name for node in inputs if storage_of(node) in writer_of}
 
 
 def _after(
-    graph: GraphModule,
-    writes: Mapping[Node, Sequence[Node]],
-    segment_of: Mapping[Node, int],
-    written_memory: Set[int],
+    writes: Mapping[Node, Sequence[Node]], segment_of: Mapping[Node, int]
 ) -> list[tuple[int, ...]]:
     """For each operator, the earlier ones that it must follow because one of both writes."""
     touched: list[set[int | None]] = [set() for _ in {*segment_of.values()}]
     wrote = [set(each) for each in touched]
     for node, segment in segment_of.items():
-        touched[segment] |= written_memory & {*map(storage_of, (node, *node.all_input_nodes))}
+        touched[segment] |= {*map(storage_of, (node, *node.all_input_nodes))}
         wrote[segment] |= {storage_of(each) for each in writes.get(node, ())}
     return [
         tuple(

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from data_plane.graph.overlap.batch import BatchSymbol, CannotSplit, Cut, Size
-from data_plane.graph.overlap.comparison import difference
+from data_plane.graph.overlap.comparison import altered, difference
 
 _ROWS = ((0, 5), (0, 2), (2, 3))
 """(begin, count) of the whole, and of its two parts."""
@@ -159,7 +159,7 @@ class _Proof:
             self._kinds[node] = _Kind.SIZE
             self._values[node] = [kind.of(count) for _, count in _ROWS]
         elif isinstance(kind, Cut):
-            rows, num = _altered(value, kind), kind.rows_each
+            rows, num = altered(value, kind, _ROWS[0][1]), kind.rows_each
             self._kinds[node] = _Kind.ROWS
             self._values[node] = [
                 rows.narrow(kind.dim, begin * num, count * num).clone() for begin, count in _ROWS
@@ -290,20 +290,6 @@ def _sums_of_rows(tensor: Tensor, dim: int) -> Tensor:
     weights = torch.linspace(1, 2, rows.shape[1]).to(rows)
     sums = (rows @ weights).sort().values
     return sums.to(tensor.dtype) if tensor.is_floating_point() else sums
-
-
-def _altered(value: Tensor, cut: Cut) -> Tensor:
-    """Rows that differ, of values such as the tensor has."""
-    shape = list(value.shape)
-    shape[cut.dim] = _ROWS[0][1] * cut.rows_each
-    if value.is_floating_point() or value.is_complex():
-        rows = torch.arange(shape[cut.dim], device=value.device) % value.shape[cut.dim]
-        return value.index_select(cut.dim, rows) + torch.rand(shape).to(value)
-    if value.dtype == torch.bool:
-        return torch.rand(shape).to(value.device) < 0.5
-    if value.min() < 0:
-        return value.flatten()[torch.randint(value.numel(), shape).to(value.device)]
-    return torch.randint(int(value.max()) + 1, shape).to(value)
 
 
 def _state() -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ wrong call. Does not know: tensors.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -186,35 +185,17 @@ class RecordedOps:
             )
 
     def _after(self) -> list[tuple[int, ...]]:
-        """For each step, the last one of each other stream that it reads from.
-
-        What touches memory that an operator writes to waits for all that touched it before.
-        """
-        if not any(step.stream for step in self._steps):
-            return [()] * len(self._steps)
-        program, operators = self._program, self._program.operators
-        made: dict[tuple[int, int], int] = {}
-        touched: defaultdict[tuple[int, int], dict[str, int]] = defaultdict(dict)
+        """For each step, the last one of each other stream that it must follow."""
+        executed: dict[tuple[int, int], int] = {}
         after = []
         for place, step in enumerate(self._steps):
-            earlier: list[int] = []
-            for op in step.ops:
-                operator = operators[op.number]
-                for value in operator.inputs:
-                    if (op.micro_batch, value) in made:
-                        earlier.append(made[op.micro_batch, value])
-                for value in (*operator.inputs, *operator.outputs):
-                    if (memory := program.memory.get(value)) is not None:
-                        # Micro-batches share what enters; of what is made, each has its own.
-                        shared_by = 0 if memory < program.num_inputs else op.micro_batch
-                        earlier += touched[shared_by, memory].values()
-                        touched[shared_by, memory][step.stream] = place
-                made.update(dict.fromkeys(((op.micro_batch, v) for v in operator.outputs), place))
-            last: dict[str, int] = {}
-            for number in sorted(earlier):
-                last[self._steps[number].stream] = number
+            earlier = {
+                executed[op.micro_batch, n] for op in step.ops for n in self._before[op.number]
+            }
+            last = {self._steps[each].stream: each for each in sorted(earlier)}
             last.pop(step.stream, None)
             after.append(tuple(last.values()))
+            executed.update({(op.micro_batch, op.number): place for op in step.ops})
         return after
 
     def _merge_points(self) -> Iterator[int]:

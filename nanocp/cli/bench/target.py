@@ -9,12 +9,14 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanocp.bench.names import BACKENDS
 from nanocp.choices import one_of
+from nanocp.cli.batch import tls_context
 
 if TYPE_CHECKING:
     from nanocp.bench.backends import Backend
@@ -43,6 +45,9 @@ class Target:
     header: Annotated[
         list[str], typer.Option(help="KEY=VALUE, sent with each HTTP request; repeatable.")
     ] = field(default_factory=list)
+    ca: Annotated[
+        Path | None, typer.Option(help="Certificates by which the service's is judged.")
+    ] = None
     model: Annotated[
         str | None, typer.Option(help="The model's name; by default the first that is listed.")
     ] = None
@@ -58,16 +63,17 @@ class Target:
         # From the environment, as in vLLM: `ps` shows options.
         api_key = os.environ.get("OPENAI_API_KEY", "")
         if self.backend == "grpc":
-            return GrpcBackend(f"{host}:{self.port or 50051}", body, api_key)
-        is_chat = self.backend == "openai-chat"
+            return GrpcBackend(f"{host}:{self.port or 50051}", body, api_key, self.ca)
+        is_chat, scheme = self.backend == "openai-chat", "http" if self.ca is None else "https"
         return OpenAIBackend(
-            base_url=self.base_url or f"http://{host}:{self.port or 8000}",
+            base_url=self.base_url or f"{scheme}://{host}:{self.port or 8000}",
             endpoint=self.endpoint or ("/v1/chat/completions" if is_chat else "/v1/completions"),
             model=self.served_model_name or self.model,
             is_chat=is_chat,
             body=body,
             headers=({"Authorization": f"Bearer {api_key}"} if api_key else {})
             | pairs("--header", self.header),
+            ssl=tls_context(self.ca),
         )
 
 

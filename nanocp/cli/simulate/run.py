@@ -53,7 +53,9 @@ def run(
     scenario: Scenario,
     reports: Reports,
     pipeline: PipelineOptions,
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 30.0,
+    rate: Annotated[
+        float, typer.Option(help="Requests a second; a trace's times are stretched to it.")
+    ] = 30.0,
     prefix_sharing: Annotated[
         bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")
     ] = True,

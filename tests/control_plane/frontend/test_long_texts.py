@@ -41,13 +41,59 @@ SPLITTING = changed(
         ],
     }
 )  # fmt: skip
+
+
+def sentencepiece(byte_fallback: bool = True, **parts: object) -> Tokenizer:
+    """A tokenizer as Llama-2 and Mixtral have it, with some words and runs of spaces."""
+    characters = [chr(number) for number in range(0x20, 0x7F)] + [*"\u2581é\u3042"]
+    chosen = ["\u2581" * 2, "\u2581" * 4, "th", "the", "\u2581the", "\u2581o", "on", "ce"]
+    tokens = ["<unk>", "\u2581<PRE>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [*characters[1:], *chosen]
+    pairs = ["\u2581 \u2581", "\u2581\u2581 \u2581\u2581", "t h", "th e", "\u2581 the", "\u2581 o",
+             "o n", "c e"]  # fmt: skip
+    to_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    description: dict[str, object] = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 1, "content": "\u2581<PRE>", "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False, "special": True},
+        ],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, to_spaces],
+        },
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": byte_fallback,
+            "vocab": {token: number for number, token in enumerate(tokens)}, "merges": pairs,
+        },
+    }  # fmt: skip
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(description | parts)))
+
+
+METASPACE = sentencepiece(
+    normalizer=None,
+    pre_tokenizer={"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first",
+                   "split": False},
+)  # fmt: skip
 WORDS = st.sampled_from(
     ["a", " the", "once upon a time", "  ", "\n", "😀", "é", "e\u0301", "\u212b", "<eos>", "<bos>",
-     "\ud7ff", "ﬁ", "x" * 40, "0123456789", " little"]
+     "\ud7ff", "ﬁ", "x" * 40, "0123456789", " little",
+     "    ", "\u2581", "\u2581\u2581", "\u2581<PRE>", "\u3042"]
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("tokenizer", [TALE, TOKENIZER, COMPOSING, SPLITTING])
+@pytest.mark.parametrize(
+    "tokenizer", [TALE, TOKENIZER, COMPOSING, SPLITTING, sentencepiece(), METASPACE]
+)
 def test_no_text_has_fewer_tokens_than_the_bound(tokenizer: Tokenizer) -> None:
     @given(st.lists(WORDS | st.text(max_size=20), max_size=60).map("".join))
     def run(text: str) -> None:
@@ -76,9 +122,21 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(parts: dict[str, object]) -
     assert changed(**parts).least_tokens("once upon a time " * 1000) == 0
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"byte_fallback": False},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+    ],
+)
+def test_one_of_sentencepiece_that_may_drop_text_has_none(parts: dict[str, object]) -> None:
+    assert sentencepiece(**parts).least_tokens("once upon a time " * 1000) == 0  # type: ignore[arg-type]
+
+
 def test_a_byte_that_is_no_token_weighs_nothing() -> None:
     description = {"normalizer": None, "pre_tokenizer": None, "added_tokens": [],
-                   "truncation": None}  # fmt: skip
+                   "truncation": None, "decoder": None, "model": {"type": "BPE"}}  # fmt: skip
     assert LeastTokens(description, [b"a", b"ab", b"abc"]).of("abab" * 6 + "a") == 13 // 3
 
 

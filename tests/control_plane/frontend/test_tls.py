@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import ssl
@@ -9,13 +10,15 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.tls import check_tls
-from harness.frontend_fakes import LIMITS, make_config, running
+from harness.frontend_fakes import LIMITS, Service, make_config, running
+from nanocp.cli.bench.target import Target
 from nanocp.client import Client, Unavailable
 from nanocp.config import Config
 from nanocp.service_config import ServiceConfig
@@ -69,8 +72,42 @@ def test_both_apis_are_encrypted(server_pair: tuple[str, str]) -> None:
         with Client(service.address, ca=ca) as client:
             assert client.server_info().vocab_size == LIMITS.vocab_size
         for options in ({}, {"tls": True}):
-            with Client(service.address, **options) as client, pytest.raises(Unavailable):  # type: ignore[arg-type]
+            plain = Client(service.address, **options)  # type: ignore[arg-type]
+            with plain as client, pytest.raises(Unavailable):
                 client.server_info()
+        with (
+            Client(service.address) as client,
+            pytest.raises(Unavailable, match="; if it has TLS, give --tls or --ca"),
+        ):
+            client.server_info()
+
+
+def test_bench_trusts_the_certificates_that_it_is_given(server_pair: tuple[str, str]) -> None:
+    _, ca = server_pair
+
+    async def asked(service: Service, file: Path | None) -> str:
+        http = service.url.replace("http:", "https:")
+        backend: Any = Target(base_url=http, ca=file).connect({})
+        try:
+            return str(await backend.first_model())
+        finally:
+            await backend.close()
+
+    async def by_grpc(service: Service) -> int:
+        port = int(service.address.rpartition(":")[2])
+        backend: Any = Target(backend="grpc", port=port, ca=Path(ca)).connect({})
+        try:
+            return int((await backend._client.server_info()).vocab_size)
+        finally:
+            await backend.close()
+
+    with running(with_tls(server_pair), model=ServedModel("tiny", "c")) as service:
+        assert asyncio.run(asked(service, Path(ca))) == "tiny"
+        with pytest.raises(ValueError, match="no service answers"):
+            asyncio.run(asked(service, None))
+        assert asyncio.run(by_grpc(service)) == LIMITS.vocab_size
+    with pytest.raises(ValueError, match="--ca /absent cannot be read"):
+        asyncio.run(asked(service, Path("/absent")))
 
 
 def test_clients_must_show_a_certificate_if_the_service_asks(

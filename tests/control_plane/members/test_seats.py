@@ -22,7 +22,9 @@ def test_survivors_go_on_alone_if_they_have_slots_for_all_experts():
 
 def test_what_cannot_serve_is_refused_with_what_could():
     seats = seats_of(16)
-    with pytest.raises(ValueError, match="2 of 4 instances cannot serve, but 3: every expert must"):
+    with pytest.raises(
+        ValueError, match="2 of 4 instances cannot serve alone, 3 can: every expert must"
+    ):
         seats.ask([0, 1], "a test")
     with pytest.raises(ValueError, match="they must be different, from 0 to 3"):
         seats.ask([0, 1, 4], "a test")

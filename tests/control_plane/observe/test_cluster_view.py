@@ -79,7 +79,9 @@ def test_a_timeline_is_in_order():
         at_s for at_s, _, _ in request["timeline"]
     )
     assert (
-        request["timeline"][1][2] == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1"
+        request["timeline"][1][2]
+        == f"MoE binding {request['moe_binding']}; pages: 2 on 0, 2 on 1; "
+        "the policy chose to split it"
     )
     assert [instance["other_pages"] for instance in shown["instances"]] == [0, 0]
     assert sum(instance["rows"] for instance in shown["instances"]) == shown["num_running"] == 1
@@ -134,7 +136,7 @@ def test_a_snapshot_is_bounded(monkeypatch):
     monkeypatch.setattr(cluster_view, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(cluster_view, "_MAX_WAITING", 2)
     story = Story(replace(TWO, cluster=replace(TWO.cluster, num_frames=2)))
-    monkeypatch.setattr(story.view, "_timelines", timelines.Timelines(most=5))
+    monkeypatch.setattr(story.view, "_timelines", timelines.Timelines(64, most=5))
     story.plan(
         *(Arrival(number, 40, 20) for number in range(1, 4)),
         Arrival(4, 1, 10),

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import EndedRequest
 from control_plane.observe.status_server import StatusServer, metrics_page
@@ -16,7 +17,7 @@ from control_plane.scheduler.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
 from harness.drained_seat import drained_scheduler
 from harness.hash_service import generate, hash_service, prompt
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
+from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
 from nanocp.plan import Arrival, Ended, FinishReason, SeatsWanted, TransferDone, WindowDone
 
 PROMETHEUS_ACCEPTS = (
@@ -48,7 +49,7 @@ def metrics():
 @pytest.fixture
 def page(metrics):
     """A function that scrapes the page."""
-    server = StatusServer(metrics.registry, lambda: b"{}", lambda authorization: True)
+    server = StatusServer(metrics.registry, lambda: b"{}", OperatorKeys(ServiceConfig()))
     address = f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
     yield lambda: scrape(address)
     server.close()
@@ -240,7 +241,7 @@ def test_a_port_in_use_is_named(metrics):
         with pytest.raises(
             OSError, match=f"port {port} of 127.0.0.1: .* \\(service.metrics_port\\)"
         ):
-            StatusServer(metrics.registry, lambda: b"{}", lambda authorization: True).serve(
+            StatusServer(metrics.registry, lambda: b"{}", OperatorKeys(ServiceConfig())).serve(
                 "127.0.0.1", port
             )
 

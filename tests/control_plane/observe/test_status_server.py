@@ -1,7 +1,11 @@
-"""The status port with API keys: what it shows with a key, without one, and if it is public."""
+"""The status port and its keys: what operators, clients and strangers may see and change there."""
 
 from __future__ import annotations
 
+import logging
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,30 +15,39 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.observe.status_server import DATA_PATHS, SEATS_PATH, StatusServer
 from harness.hash_service import CONFIG, hash_service
+from nanocp.config import ServiceConfig
 
-KEY = {"Authorization": "Bearer a key"}
+CLIENT, OPERATOR = {"Authorization": "Bearer a key"}, {"Authorization": "Bearer another"}
 SNAPSHOT = b'{"num_running": 41}'
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    server = StatusServer(CollectorRegistry(), lambda: SNAPSHOT, ApiKeys(("a key",)).admit)
+@pytest.fixture
+def operators_file(tmp_path: Path) -> str:
+    file = tmp_path / "operators"
+    file.write_text("# on call\nalice another\nunnamed\n")
+    return str(file)
+
+
+@pytest.fixture
+def url(operators_file: str) -> Iterator[str]:
+    keys = OperatorKeys(ServiceConfig(operator_keys_file=operators_file))
+    server = StatusServer(CollectorRegistry(), lambda: SNAPSHOT, keys)
     yield f"http://127.0.0.1:{server.serve('127.0.0.1', 0)}"
     server.close()
 
 
-def test_data_needs_the_key(url: str) -> None:
+def test_data_needs_an_operators_key(url: str) -> None:
     for path in (*DATA_PATHS, "/metrics/", "/%6Detrics", "/cluster/snapshot.json/"):
-        for headers in ({}, {"Authorization": "Bearer another"}, {"Authorization": "a key"}):
-            answer = httpx.get(url + path, headers=headers)
+        for wrong in ("", "Bearer a key", "another", "Bearer alice"):
+            answer = httpx.get(url + path, headers={"Authorization": wrong})
             assert answer.status_code == 401, path
             assert answer.headers["WWW-Authenticate"] == "Bearer"
-            assert "an API key is required" in answer.text and "41" not in answer.text
-        assert httpx.get(url + path, headers=KEY).status_code == 200
-    assert httpx.get(f"{url}/cluster/snapshot.json", headers=KEY).content == SNAPSHOT
+            assert "an operator's key is required" in answer.text and "41" not in answer.text
+        assert httpx.get(url + path, headers=OPERATOR).status_code == 200
+    assert httpx.get(f"{url}/cluster/snapshot.json", headers=OPERATOR).content == SNAPSHOT
 
 
 def test_the_page_itself_holds_no_data_and_asks_for_the_key(url: str) -> None:
@@ -43,24 +56,101 @@ def test_the_page_itself_holds_no_data_and_asks_for_the_key(url: str) -> None:
     assert httpx.get(f"{url}/elsewhere").status_code == 404
 
 
-def test_a_service_asks_for_its_keys_at_the_status_port_unless_it_is_public(tmp_path: Path) -> None:
-    """Whether they are its own or a file's. Who changes seats needs one in any case."""
-    (tmp_path / "keys").write_text("a key\n")
-    of_file: dict[str, Any] = {"api_keys_file": str(tmp_path / "keys"), "public_status": True}
-    own: dict[str, Any] = {"api_keys": ("a key",)}
-    for options, code in ((own, 401), (of_file, 200)):
-        keys = replace(CONFIG.service, **options)
-        small = replace(CONFIG.cluster, num_instances=1)
-        with hash_service(replace(CONFIG, cluster=small, service=keys)) as service:
-            for address in (service.metrics_address, service.http_address):
-                for path in DATA_PATHS:
-                    url = f"http://{address}{path}"
-                    assert httpx.get(url).status_code == code
-                    assert httpx.get(url, headers=KEY).status_code == 200
-            url = f"http://{service.http_address}/v1/models"
-            assert httpx.get(url).status_code == 401
-            assert httpx.get(url, headers=KEY).status_code == 200
-            url = f"http://{service.metrics_address}{SEATS_PATH}"
-            assert httpx.get(url).status_code == code
-            assert httpx.post(url, json={"seats": [7]}).status_code == 401
-            assert httpx.post(url, json={"seats": [7]}, headers=KEY).status_code == 400
+def test_a_key_has_the_name_before_it(operators_file: str) -> None:
+    keys = OperatorKeys(ServiceConfig(operator_keys_file=operators_file, public_status=True))
+    assert keys.who("Bearer another") == "alice"
+    assert (keys.who("Bearer unnamed") or "").startswith("operator ")
+    for wrong in (None, "", "Bearer alice", "Bearer alice another", "Bearer # on call", "another"):
+        assert keys.who(wrong) is None and keys.admit(wrong), "what is public is only read"
+    with pytest.raises(ValueError, match=r"operator_keys_file .* must have a key in each line"):
+        Path(operators_file).write_text("# nobody\n")
+        OperatorKeys(ServiceConfig(operator_keys_file=operators_file))
+
+
+def test_clients_that_go_away_leave_no_traceback(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A `nanocp scale` that is killed while the change is made goes so."""
+    is_asked, is_gone = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def change(body: bytes | None, who: str) -> bytes:
+        threads.append(threading.current_thread())
+        is_asked.set()
+        assert is_gone.wait(30) and body == b"{}"
+        return b"x" * 10_000_000
+
+    everyone = OperatorKeys(ServiceConfig())
+    server = StatusServer(
+        CollectorRegistry(), lambda: SNAPSHOT, everyone, changes={SEATS_PATH: change}
+    )
+    port = server.serve("127.0.0.1", 0)
+
+    def post(length: str, *, resets: bool) -> bytes:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            head = f"POST {SEATS_PATH} HTTP/1.0\r\nContent-Type: application/json\r\n"
+            body = "{}" * resets
+            client.sendall(f"{head}Content-Length: {length}\r\n\r\n{body}".encode())
+            if not resets:
+                return client.makefile("rb").read()
+            assert is_asked.wait(30)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return b""
+
+    post("2", resets=True)
+    is_gone.set()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+    assert b"Content-Length must say how long the body is" in post("two", resets=False)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(b"GET /metr")
+    assert httpx.get(f"http://127.0.0.1:{port}/cluster/snapshot.json").content == SNAPSHOT
+    server.close()
+    assert "Traceback" not in capfd.readouterr().err + caplog.text
+
+
+KEYS_OF = [
+    # settings, status of: an operator's reading, a client's, a stranger's, and of their changes.
+    ({}, (200, 200, 200), (400, 400, 400)),
+    ({"api_keys": ("a key",)}, (401, 401, 401), (401, 401, 401)),
+    ({"api_keys": ("a key",), "public_status": True}, (200, 200, 200), (401, 401, 401)),
+    ({"api_keys": ("a key",), "operators": True}, (200, 401, 401), (400, 401, 401)),
+    ({"operators": True}, (200, 401, 401), (400, 401, 401)),
+    ({"operators": True, "public_status": True}, (200, 200, 200), (400, 401, 401)),
+]
+
+
+@pytest.mark.parametrize(("settings", "reads", "changes"), KEYS_OF, ids=lambda one: str(one)[:60])
+def test_who_may_read_and_who_may_change(
+    settings: dict[str, Any],
+    reads: tuple[int, ...],
+    changes: tuple[int, ...],
+    operators_file: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With keys of any kind, all of it is the operators', at both ports."""
+    caplog.set_level(logging.INFO)
+    settings = dict(settings)
+    if settings.pop("operators", False):
+        settings["operator_keys_file"] = operators_file
+    cluster = replace(CONFIG.cluster, num_instances=1)
+    config = replace(CONFIG, cluster=cluster, service=replace(CONFIG.service, **settings))
+    with hash_service(config) as service:
+        seats = f"http://{service.metrics_address}{SEATS_PATH}"
+        data = [f"http://{service.metrics_address}{path}" for path in DATA_PATHS]
+        data += [f"http://{service.http_address}{path}" for path in DATA_PATHS]
+        for headers, read, changed in zip((OPERATOR, CLIENT, {}), reads, changes, strict=True):
+            answered = {each: httpx.get(each, headers=headers).status_code for each in data}
+            assert set(answered.values()) == {read}, answered
+            assert httpx.get(seats, headers=headers).status_code == read
+            wrong = httpx.post(seats, json={"seats": [7]}, headers=headers)
+            assert wrong.status_code == changed
+        models = f"http://{service.http_address}/v1/models"
+        is_open = "api_keys" not in settings
+        for headers, is_client in ((OPERATOR, is_open), (CLIENT, True), ({}, is_open)):
+            assert httpx.get(models, headers=headers).status_code == (200 if is_client else 401)
+        who = {400: "alice" if "operator_keys_file" in settings else "an operator"}.get(changes[0])
+        asked = f"change asked for by {who} at 127.0.0.1: instances [7] are to serve"
+        assert (asked in caplog.text) == (who is not None)
+        assert ("change not made: instances [7] are to serve" in caplog.text) == (who is not None)

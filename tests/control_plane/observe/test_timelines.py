@@ -2,7 +2,7 @@
 
 import pickle
 
-from control_plane.observe.timelines import Timelines
+from control_plane.observe.timelines import Timelines, sentences
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_seeds
 from nanocp.config import ClusterConfig, SchedulerConfig
@@ -13,16 +13,18 @@ class Story:
     """A scheduler with one instance, its timelines, and a clock."""
 
     def __init__(self, **cluster):
-        self.scheduler = Scheduler(
-            ClusterConfig(**{"num_instances": 1, "num_frames": 8, "max_model_len": 512, **cluster}),
-            SchedulerConfig(),
-        )
-        self.timelines = Timelines()
+        sizes = {"num_instances": 1, "num_frames": 8, "max_model_len": 512, **cluster}
+        self.cluster = ClusterConfig(**sizes)
+        self.scheduler = Scheduler(self.cluster, SchedulerConfig())
+        self.timelines = Timelines(self.cluster.num_frames)
 
     def plan(self, now_us, *events):
         plan = self.scheduler.plan_window(events, now_us)
-        self.timelines.planned(now_us, events, plan)
+        self.timelines.planned(now_us, events, plan, self.scheduler.noted)
         return plan
+
+    def told(self, name, now_us):
+        return sentences(self.find(name, now_us).timeline)
 
     def find(self, name, now_us):
         (found,) = self.timelines.find(name, now_us)
@@ -56,6 +58,30 @@ def test_each_part_has_its_time():
     assert (one.account.num_windows, one.account.step_us) == (1, 7_000)
 
 
+def test_a_timeline_says_why_a_request_is_where_it_is_or_waits():
+    story = Story(num_instances=2)
+    story.plan(0, Arrival(1, 300, 20))
+    (_, (_, detail)) = story.told("1", 1)
+    assert detail == "MoE binding 0; pages: 5 on 0; an instance holds it"
+    story = Story(num_instances=2, max_model_len=1024)
+    story.plan(0, Arrival(1, 600, 20))
+    (_, (_, detail)) = story.told("1", 1)
+    assert detail.endswith("; split because an instance has 8 frames, and it needs 10")
+    story.plan(2, Arrival(2, 600, 20))
+    ((title, detail),) = story.told("2", 3)
+    assert title == "arrived" and "; kept in the queue by frames: " in detail
+
+
+def test_refusals_are_not_among_those_that_ended_last():
+    """An overload has hundreds a second."""
+    story = Story()
+    story.scheduler = Scheduler(story.cluster, SchedulerConfig(max_queued_requests=1))
+    story.plan(0, *(Arrival(number, 300, 200) for number in (1, 2, 3)))
+    assert [len(story.timelines.find(str(number), 1)) for number in (1, 2, 3)] == [1, 1, 1]
+    refused = [n for n in (1, 2, 3) if story.find(str(n), 1).part is None]
+    assert refused and not list(story.timelines.latest_ended())
+
+
 def test_a_name_that_is_used_again_finds_both():
     story = Story()
     story.plan(0, Arrival(1, 10, 10, client_id="cmpl-a"), Arrival(2, 10, 10, client_id="cmpl-a"))
@@ -66,7 +92,7 @@ def test_a_name_that_is_used_again_finds_both():
 
 
 def test_what_is_forgotten_is_not_found():
-    timelines = Timelines(most=3)
+    timelines = Timelines(64, most=3)
     scheduler = Scheduler(ClusterConfig(num_instances=1), SchedulerConfig())
     for number in range(1, 9):
         events = [Arrival(number, 10, 10, client_id=f"client {number % 4}")]
@@ -82,7 +108,7 @@ def test_what_is_kept_of_ended_requests_is_bounded_and_no_prompt():
 
     def kept(num_requests, prompt_len):
         story = Story(num_frames=2_000, max_model_len=100_000)
-        story.timelines = Timelines(most=50)
+        story.timelines = Timelines(2_000, most=50)
         for number in range(1, num_requests + 1):
             hashes = tuple(bytes([page % 256]) * 16 for page in range((prompt_len - 1) // 64))
             arrival = Arrival(number, prompt_len, 5, b"x" * 4 * prompt_len, page_hashes=hashes)
@@ -113,7 +139,7 @@ def test_the_parts_are_the_whole_time_whatever_happens(monkeypatch):
     for play, seed in [*crowds, *((hash_seeds.play, seed) for seed in range(8))]:
         calls.clear()
         play(seed)
-        timelines, arrived, ended = Timelines(), {}, {}
+        timelines, arrived, ended = Timelines(64), {}, {}
         for now_us, events, plan in calls:
             timelines.planned(now_us, events, plan)
             for event in events:

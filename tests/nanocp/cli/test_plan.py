@@ -38,8 +38,11 @@ def published(tmp_path):
 
 
 def test_a_model_that_fits_says_how_many_tokens_do(published):
-    result = plan(published("qwen3-235b-a22b"), "--instances", 32, "--device", "h200")
-    assert result.exit_code == 0, result.output
+    folder = published("qwen3-235b-a22b")
+    result = plan(folder, "--instances", 8, "--device", "h200")
+    assert result.exit_code == 0 and "It fits. KV: " in result.output, result.output
+    result = plan(folder, "--instances", 32, "--device", "h200")
+    assert result.exit_code == 1 and "It cannot run yet: GPUs exchange only" in result.output
     assert "128 experts, 8 a token, 64 heads, KV of 1024 elements" in result.output
     assert "experts          14.19 GB   4 of 128 in each layer" in result.output
     assert "pages of 12.32 MB" in result.output  # 64 tokens of 188 KiB
@@ -49,7 +52,7 @@ def test_a_model_that_fits_says_how_many_tokens_do(published):
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_two_lanes_need_twice_the_regions_and_leave_less_for_pages(published, device):
-    words = (published("qwen3-235b-a22b"), "--instances", 32, "--device", device)
+    words = (published("qwen3-235b-a22b"), "--instances", 8, "--device", device)
     words += ("--memory-gb", 141)
     one, two = plan(*words), plan(*words, "--lanes")
     assert (one.exit_code, two.exit_code) == (0, 0), two.output
@@ -57,10 +60,10 @@ def test_two_lanes_need_twice_the_regions_and_leave_less_for_pages(published, de
     def number(result, pattern):
         return float(re.search(pattern, result.output)[1].replace(",", ""))
 
-    regions = r"exchange +(\S+) GB   regions for 31 peers"
+    regions = r"exchange +(\S+) GB   regions for 7 peers"
     assert number(two, regions) == pytest.approx(2 * number(one, regions), abs=0.02)
     assert number(two, r"KV: (\S+) tokens") < number(one, r"KV: (\S+) tokens")
-    assert "31 peers, of two lanes" in two.output and "two lanes" not in one.output
+    assert "7 peers, of two lanes" in two.output and "two lanes" not in one.output
     refused = plan(words[0], "--lanes", "--layout", "pipeline")
     assert refused.exit_code == 2 and "lanes" in refused.output
 

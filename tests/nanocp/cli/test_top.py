@@ -9,9 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.observe.status_server import StatusServer
 from nanocp.cli.main import app
+from nanocp.config import ServiceConfig
 
 
 def instance(number, **others):
@@ -91,7 +92,7 @@ SNAPSHOT = {
 @pytest.fixture
 def address():
     server = StatusServer(
-        CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode(), lambda authorization: True
+        CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode(), OperatorKeys(ServiceConfig())
     )
     yield f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
     server.close()
@@ -198,18 +199,22 @@ def test_the_snapshot_itself_for_scripts(address):
     assert json.loads(result.stdout) == SNAPSHOT
 
 
-def test_a_service_with_keys_is_asked_with_one():
-    keys = ApiKeys(("first", "second"))
-    server = StatusServer(CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode(), keys.admit)
+def test_a_service_with_keys_is_asked_with_one(tmp_path):
+    (tmp_path / "keys").write_text("first\nann second\n")
+    keys = OperatorKeys(ServiceConfig(operator_keys_file=str(tmp_path / "keys")))
+    server = StatusServer(CollectorRegistry(), lambda: json.dumps(SNAPSHOT).encode(), keys)
     address = f"127.0.0.1:{server.serve('127.0.0.1', 0)}"
-    asks = f"nanocp top: http://{address}/cluster/snapshot.json asks for an API key"
+    asks = f"nanocp top: http://{address}/cluster/snapshot.json asks for an operator's key"
     for key, sentence in (
-        ("", f"{asks}: give --api-key, or set OPENAI_API_KEY"),
+        ("", f"{asks}: give --operator-key, or set NANOCP_OPERATOR_KEY"),
         ("third", f"{asks}, and the one given is not valid"),
     ):
-        result = run("--target", address, "--json", "--api-key", key)
+        result = run("--target", address, "--json", "--operator-key", key)
         assert result.exit_code == 2 and result.stderr.startswith(sentence)
-    assert json.loads(run("--target", address, "--json", "--api-key", "second").stdout) == SNAPSHOT
+    assert (
+        json.loads(run("--target", address, "--json", "--operator-key", "second").stdout)
+        == SNAPSHOT
+    )
     server.close()
 
 

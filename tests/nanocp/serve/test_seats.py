@@ -24,10 +24,17 @@ def command(*words, target):
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("options", [SMALL, BY_RAY], ids=["processes", "ray"])
-def test_instances_leave_and_come_back_while_a_stream_goes_on(options):
-    with Serve(*options, factory="build_slow", environment=REDUNDANT) as serve:
+@pytest.mark.parametrize(
+    "options",
+    [SMALL, pytest.param(BY_RAY, marks=pytest.mark.system)],
+    ids=["processes", "ray"],
+)
+def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path, monkeypatch):
+    """At the word of an operator, whom the log names."""
+    (tmp_path / "operators").write_text("alice her-key\n")
+    monkeypatch.setenv("NANOCP_OPERATOR_KEY", "her-key")
+    keys = ["--operator-keys-file", str(tmp_path / "operators"), "--public-status"]
+    with Serve(*options, *keys, factory="build_slow", environment=REDUNDANT) as serve:
         stream = Stream(serve.address, max_tokens=800)
         target = status_of(serve)
         status, said, _ = command("drain", "3", target=target)
@@ -40,10 +47,23 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options):
         assert (now["serving"], now["empty"], now["is_serving"]) == ([0, 1, 2], [3], True)
         status, said, _ = command("scale", "4", target=target)
         assert (status, said) == (0, ["instances 0, 1, 2, 3 serve"])
+        status, _, errors = command("drain", "3", "--operator-key", "his-key", target=target)
+        assert status == 1 and "an operator's key is required" in errors
+        assert "give --operator-key, or set NANOCP_OPERATOR_KEY" in errors
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 800), "")
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait(WAIT_S) == 0, serve.lines
+    made = [line.partition(" nanocp.serve.changes: ")[2] for line in serve.lines]
+    asked = "by alice at 127.0.0.1: instances"
+    assert list(filter(None, made)) == [
+        f"change asked for {asked} [0, 1, 2] are to serve",
+        "change made: instances [0, 1, 2] are to serve (alice at 127.0.0.1)",
+        f"change asked for {asked} [0, 1, 2, 3] are to serve",
+        "change made: instances [0, 1, 2, 3] are to serve (alice at 127.0.0.1)",
+    ]
+    idle = "draining: no request is open, refusing new ones; Ctrl-C again to stop now"
+    assert serve.lines[-2:] == [idle, "stopped"]
 
 
 @pytest.mark.system

@@ -14,7 +14,7 @@ import time
 import pytest
 from rich.console import Console
 
-from control_plane.launchers.ray_actors import RayLauncher
+from control_plane.launchers.ray_actors import RayLauncher, _describe_ray_error
 from control_plane.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.paths import ROOT
@@ -32,7 +32,8 @@ from harness.serve_process import (
     until,
     wakes_and_cpu_s,
 )
-from nanocp.cli.serve import _start
+from nanocp.cli.serve import _start, _warn_of_open_ports
+from nanocp.config import ServiceConfig
 
 TWO = [*SMALL, "--instances", "2"]
 
@@ -193,6 +194,21 @@ def test_an_instance_that_dies_at_start_is_quoted():
         )
 
 
+@pytest.mark.parametrize(
+    ("host", "settings", "warning"),
+    [
+        ("127.0.0.1", {}, ""),
+        ("0.0.0.0", {}, "whoever reaches this machine may use the service, and drain and scale it"),
+        ("::", {"api_keys": ("a key",)}, "nobody may read the status port, or drain and scale"),
+        ("0.0.0.0", {"api_keys": ("a",), "operator_keys_file": "/keys"}, ""),
+    ],
+)
+def test_open_ports_without_keys_are_warned_of(host, settings, warning, caplog):
+    _warn_of_open_ports(ServiceConfig(host=host, **settings))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(warning)
+    assert warning in caplog.text
+
+
 @pytest.mark.parametrize("name", ["grpc", "metrics"])
 def test_a_port_in_use_is_named(name):
     with socket.socket() as taken:
@@ -261,6 +277,33 @@ def test_an_instance_that_cannot_load_its_share_is_one_sentence(tmp_path, tiny_c
     errors = [line for line in result.stderr.splitlines() if "experts.15" in line]
     assert len(errors) == 1 and errors[0].startswith("nanocp serve: "), result.stderr
     assert "WARNING" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_an_actor_that_died_is_one_sentence():
+    """Ray's own text has a dozen lines."""
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext
+    from ray.exceptions import ActorDiedError
+
+    died = "its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: ..."
+    context = ActorDiedErrorContext(
+        error_message=f"The actor is dead because {died}", actor_id=b"1" * 16
+    )
+    said = _describe_ray_error(ActorDiedError(context))
+    assert said == "its process has died: it was killed, or it crashed"
+    assert _describe_ray_error(ValueError("no room\nat all")) == "ValueError: no room"
+
+
+@pytest.mark.system
+def test_every_line_is_json_also_when_ray_loses_an_actor():
+    options = [word for word in SMALL if word != "--no-ray"]
+    with Serve(*options, "--log-format", "json", factory="build_slow") as serve:
+        assert serve.address
+        os.kill(an_instance_of(descendants(serve.process.pid)), signal.SIGKILL)
+        until(lambda: any("term 2 serves" in line for line in serve.lines))
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait(150) == 0
+    said = [json.loads(line)["message"] for line in serve.lines]
+    assert any("its process has died: it was killed" in one for one in said), said
 
 
 def test_a_ray_that_does_not_start_is_a_sentence(monkeypatch):

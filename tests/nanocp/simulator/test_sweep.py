@@ -52,7 +52,7 @@ def test_a_search_that_never_succeeds_or_never_fails_ends():
 
 def test_a_run_that_ends_as_soon_as_it_cannot_pass_has_the_verdict_of_the_whole_run():
     trial = Trial(
-        FILE.of_size(8),
+        replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8),
         "fluid",
         Workload("fixed:1000:50", 10.0, seed=1),
         slo=Slo(tpot_us=25_000),

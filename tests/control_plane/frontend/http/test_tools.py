@@ -14,10 +14,12 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
 from harness.frontend_fakes import TOKENIZER, Service, running
 from nanocp.plan import FinishReason
+from nanocp.service_config import TOOL_CALL_PARSERS
 from nanocp.wire.convert import decode_row_input
 
 TEMPLATE = ChatTemplate(
@@ -324,3 +326,7 @@ def test_usage_has_no_reasoning_where_there_can_be_none(
 ) -> None:
     answer, _ = answered(service, lambda: create(client, tools=TOOLS, tool_choice="required"), "[]")
     assert answer.usage.completion_tokens_details is None
+
+
+def test_each_form_of_calls_can_be_chosen_and_nothing_else() -> None:
+    assert sorted(TOOL_CALL_PARSERS) == sorted(["auto", "none", *CALL_FORMS])

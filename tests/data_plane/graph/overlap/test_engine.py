@@ -78,6 +78,7 @@ def test_any_order_gives_the_same_and_executes_each_operator_once(seed, sizes):
     for _ in range(3):  # the first records, the others repeat
         for mine, whole in zip(run(rows), expected, strict=True):
             torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
+    assert recorded(engines[0], 16).sizes == sizes, "the order was not given up"
     assert len(policy.executed) == len(set(policy.executed))
     assert len(set(policy.executed)) == len(engines[0].program.operators) * len(sizes)
 
@@ -180,8 +181,7 @@ def test_values_are_freed_at_their_last_use(monkeypatch, policy):
     batch = torch.randn(8, 5, WIDTH)
     run(batch)
     recording = recorded(engines[0], 8)
-    (key,) = engines[0].recordings
-    engines[0].recordings[key] = recording._replace(steps=Watched(recording.steps))
+    engines[0].recordings[8] = recording._replace(steps=Watched(recording.steps))
     run(batch)
     assert len(alive) == len(recording.steps) and max(alive) <= 2, alive
 

@@ -5,6 +5,8 @@ With `-s` each prints its largest difference, as a share of the largest value.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -103,15 +105,21 @@ FAMILIES = {
     "granitemoe": ("GraniteMoeForCausalLM", GROUPED | {"num_local_experts": 4}, prompt),
     "llama, padded": ("LlamaForCausalLM", LLAMA, padded),
     "bert, padded": ("BertForMaskedLM", LLAMA, masked),
+    "clip, padded": (
+        "CLIPTextModelWithProjection",
+        LLAMA | {"projection_dim": 8, "eos_token_id": 2},
+        masked,
+    ),
 }
-QUICK = ("mixtral", "llama, padded", "bert, padded")
+QUICK = ("clip, padded",)
+"""Others are system tests; a padded Llama is the document's example."""
 
 
 def made(name):
     """A small model with random weights, the class of its attention, and its inputs by rows."""
     class_name, sizes, inputs = FAMILIES[name]
     cls = getattr(transformers, class_name)
-    family = class_name.partition("For")[0].partition("LMHead")[0]
+    family = re.split("For|LMHead|TextModel", class_name)[0]
     return cls(cls.config_class(**sizes)).eval(), f"{family}Attention", inputs
 
 
@@ -140,6 +148,22 @@ def test_mamba_is_refused_by_name_and_right(caplog):
     config = transformers.MambaConfig(**sizes, intermediate_size=64)
     model = transformers.MambaForCausalLM(config).eval()
     run, engines = compiled(model, NanoFlow((SplitModule("MambaMixer", "attention"),)))
-    given = prompt(8)
+    given = {"input_ids": ids(8, 2), "use_cache": False}
     torch.testing.assert_close(run(**given).logits, model(**given).logits)
     assert engines == [] and "runs under a transformation of torch.func" in caplog.text
+
+
+@pytest.mark.system
+def test_switch_transformers_are_right_in_pieces(caplog):
+    """It is traced in pieces; of an expert's rows there are as many as chance sends there."""
+    experts = {"num_heads": 4, "num_experts": 2, "expert_capacity": 3}
+    config = transformers.SwitchTransformersConfig(**T5, num_sparse_encoder_layers=1, **experts)
+    model = transformers.SwitchTransformersEncoderModel(config).eval()
+    run, engines = compiled(model, NanoFlow((SplitModule("SwitchTransformersMLP", "mlp"),)))
+    for rows in (8, 8, 5):
+        given = ids(rows)
+        mine, own = (form(given).last_hidden_state for form in (run, model))
+        torch.testing.assert_close(mine, own)
+    records = [each for engine in engines for each in engine.recordings.values()]
+    assert records and all(each.sizes for each in records), "an expert's rows are cut"
+    assert "no input has a dynamic first dimension" in caplog.text

@@ -1,0 +1,142 @@
+"""HTTP connections with bounds: how many are open, and how long a client may take for a request.
+
+Enters: bytes of clients. Leaves: requests for the app, refusals, closed connections. Does not know:
+endpoints, sockets.
+"""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from control_plane.frontend.http.errors import ApiError, error_response
+from control_plane.frontend.http.middleware import PROBE_PATHS
+
+_MAX_CROWDED = 32
+"""Most connections beyond the limit."""
+
+
+class Crowd:
+    """The connections of a server that are beyond its limit."""
+
+    def __init__(self, most: int) -> None:
+        """most: connections within the limit."""
+        self._most = most
+        self._beyond: dict[BoundedProtocol, None] = {}
+        """The oldest first."""
+        crowded = ApiError(
+            f"{most} connections are open, which is the limit (limits.max_http_connections, "
+            "ulimit -n)",
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+        self._refusal = error_response(crowded)
+
+    def enter(self, connection: BoundedProtocol) -> None:
+        """Refuse requests of the connection if it is beyond the limit.
+
+        Of many such connections the oldest is closed.
+        """
+        if len(connection.connections) > self._most:
+            connection.app = partial(self._answer_probes, connection.app)
+            self._beyond[connection] = None
+            if len(self._beyond) > _MAX_CROWDED:
+                oldest = next(iter(self._beyond))
+                self.leave(oldest)
+                oldest.transport.close()
+
+    def leave(self, connection: BoundedProtocol) -> None:
+        """Forget the connection, if it is here."""
+        self._beyond.pop(connection, None)
+
+    async def _answer_probes(
+        self, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await (app if scope["path"] in PROBE_PATHS else self._refusal)(scope, receive, closing)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Cuts a client that takes too long to send its request; uvicorn would wait for ever.
+
+    A connection beyond the limit gets an error with Retry-After (uvicorn's own is no JSON and has
+    none), unless it asks for the service's health. An offer of another protocol (Upgrade) is
+    ignored, as RFC 9110, 7.8 allows.
+    """
+
+    def __init__(self, *args: Any, request_timeout_s: float, crowd: Crowd, **more: Any) -> None:
+        """args, more: see HttpToolsProtocol."""
+        super().__init__(*args, **more)
+        self._request_timeout_s = request_timeout_s
+        self._crowd = crowd
+        self._timer: TimerHandle | None = None
+        self._has_offer = False
+
+    def connection_made(self, transport: Any) -> None:
+        """See HttpToolsProtocol."""
+        super().connection_made(transport)
+        self._crowd.enter(self)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """See HttpToolsProtocol."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as end_of_head:
+            if self._has_offer:
+                self._read_again(data[end_of_head.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _read_again(self, rest: bytes) -> None:
+        """Read the same head without the offer: this parser takes a body for the offered."""
+        version = self.parser.get_http_version().encode()
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name != b"upgrade":
+                head += name, b": ", value, b"\r\n"
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self.data_received(b"".join((*head, b"\r\n", rest)))
+
+    def on_message_begin(self) -> None:
+        """See HttpToolsProtocol."""
+        super().on_message_begin()
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        is_connect = self.parser.get_method() == b"CONNECT"
+        self._has_offer = self.parser.should_upgrade() and not is_connect
+        if not self._has_offer:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        if not self._has_offer:
+            self._stop_waiting()
+            super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See HttpToolsProtocol."""
+        self._stop_waiting()
+        self._crowd.leave(self)
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(self._request_timeout_s, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

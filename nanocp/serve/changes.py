@@ -1,0 +1,87 @@
+"""What operators change of a service that runs: its seats, and the layers of its stages.
+
+Enters: bodies of the status port, and who sends them. Leaves: how it is then, as JSON, and lines of
+the log that name the operator. Does not know: HTTP, keys, how a change is made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanocp.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+_SEATS, _SPLIT = '{"seats": [0, 1, 2]}', '{"split": [7, 5]}'
+
+
+def answer_seats(service: Service, num_seats: int, body: bytes | None, who: str) -> bytes:
+    """See status_server.Change. The body names the seats, and what asks for them; or it undoes."""
+    if body is None:
+        now = service.want_seats(None)
+    elif _read(body, _SEATS).get("undo") is True:
+        with _logged(who, "the change of seats that is under way is to be undone"):
+            now = service.undo_seats()
+    else:
+        asked = _read(body, _SEATS)
+        seats = _numbers(asked, "seats", _SEATS)
+        what = f"instances {seats} are to serve"
+        if asked.get("new_program"):
+            what += ", with the installed program"
+            # A spare would bring the old one.
+            service.launcher.end_spares()
+        with _logged(who, what):
+            command = asked.get("by")
+            now = service.want_seats(seats, f"{command!s:.60} by {who}" if command else who)
+    values = asdict(now) | {"num_seats": num_seats, "ready_spares": service.num_ready_spares}
+    return json.dumps(values).encode()
+
+
+def answer_layout(service: Service, body: bytes | None, who: str) -> bytes:
+    """See status_server.Change. The body names the layers of each stage."""
+    if body is None:
+        stages = service.want_layout(None)
+    else:
+        split = _numbers(_read(body, _SPLIT), "split", _SPLIT)
+        with _logged(who, f"stages are to have {split} layers"):
+            stages = service.want_layout(split)
+    return json.dumps({"stages": stages}).encode()
+
+
+def _read(body: bytes, example: str) -> dict[str, Any]:
+    """The body's object. Raises ValueError."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        raise ValueError(f"the body must be JSON such as {example}")
+    return asked
+
+
+def _numbers(asked: Mapping[str, Any], key: str, example: str) -> list[int]:
+    """The numbers below the key. Raises ValueError."""
+    try:
+        return [int(number) for number in asked[key]]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"the body must be JSON such as {example}") from None
+
+
+@contextmanager
+def _logged(who: str, what: str) -> Iterator[None]:
+    """Lines of the log around a change: who asked for it, and that it is made, or why not."""
+    logger.info("change asked for by %s: %s", who, what)
+    try:
+        yield
+    except BaseException as error:
+        logger.warning(
+            "change not made: %s (%s): %s", what, who, str(error) or type(error).__name__
+        )
+        raise
+    logger.info("change made: %s (%s)", what, who)
