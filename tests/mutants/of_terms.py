@@ -85,7 +85,7 @@ OF_TERMS = [
         name="no-fence",
         why="a lost process that is only stopped is not killed (terms)",
         path="control_plane/members/replacements.py",
-        text="""await asyncio.to_thread(self._processes.kill, member)
+        text="""await asyncio.to_thread(self.processes.kill, member)
                 await asyncio.wait({gone}, timeout=_FENCE_S)""",
         fault="await asyncio.wait({gone}, timeout=_FENCE_S)",
         tests=("tests/control_plane/members/test_members.py",),
