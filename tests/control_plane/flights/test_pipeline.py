@@ -8,7 +8,7 @@ from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.stage_metrics import StageMetrics
 from nanocp.cli.top import _stages
 from nanocp.config import ClusterConfig, Config
-from nanocp.passes import LayersMoved, PassesConfig
+from nanocp.passes import WAIT_CAUSES, LayersMoved, PassesConfig
 from nanocp.plan import WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -71,7 +71,7 @@ def test_a_stage_that_reports_layers_which_nobody_moves_is_refused():
         list(flights.prepare(plan, {1: submission}))
         flights.send(plan)
         for stage in range(2):
-            done = WindowDone(stage, number)
+            done = WindowDone(stage, number, waits_us=(0,) * len(WAIT_CAUSES))
             flights.window_done(done)
             events.append(done)
         if plan.layer_moves is not None:

@@ -13,10 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from control_plane.frontend import descriptors
+from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.frontend.descriptors import Listener, max_connections, raise_limit
 from control_plane.observe.status_server import StatusServer
 from harness.frontend_fakes import make_config, running
 from harness.openai_service import MODEL
+from nanocp.config import ServiceConfig
 
 CONFIG = make_config()
 NEEDED = 128 + 8 * CONFIG.cluster.num_instances
@@ -47,7 +49,7 @@ def test_health_is_answered_while_idle_clients_hold_every_connection() -> None:
 
 
 def test_metrics_are_answered_while_silent_clients_hold_threads() -> None:
-    server = StatusServer(CollectorRegistry(), bytes, lambda key: True)
+    server = StatusServer(CollectorRegistry(), bytes, OperatorKeys(ServiceConfig()))
     port = server.serve("127.0.0.1", 0)
     with ExitStack() as stack:
         held = [

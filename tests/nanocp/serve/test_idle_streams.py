@@ -12,7 +12,7 @@ from data_plane.member import controller_link, token_streams
 from nanocp.client import connection
 from nanocp.config import LimitsConfig
 
-FRONT_END = front_end._server_options(8192)
+FRONT_END = front_end._server_options(8192, 100)
 STREAMS = {
     "member and controller": (SERVER_OPTIONS, controller_link.channel_options(LimitsConfig())),
     "client and front end": (FRONT_END, connection.CHANNEL_OPTIONS),
