@@ -157,7 +157,9 @@ def python(block, service):
     return said.getvalue()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize(
+    "document", [pytest.param("README.md", marks=pytest.mark.system), *DOCUMENTS[1:]]
+)
 def test_what_asks_a_service_runs_as_printed(document, service, folder):
     """The examples first: the quick start asks for their requests afterwards."""
     said = [python(block, service) for block in blocks(document, "python")]
