@@ -73,9 +73,9 @@ def watched(program, tmp_path_factory):
     """(address of Prometheus, service), while requests long and short come and go."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
-    (folder / "api_key").write_text("a key\n")
+    (folder / "api_key").write_text("a-key\n")
     operators = str(folder / "api_key")
-    keys = replace(CONFIG.service, api_keys=("a key",), operator_keys_file=operators)
+    keys = replace(CONFIG.service, api_keys=("a-key",), operator_keys_file=operators)
     with hash_service(replace(CONFIG, service=keys)) as service:
         config["scrape_configs"][0]["authorization"]["credentials_file"] = f"{folder}/api_key"
         config["global"] = {
@@ -118,11 +118,11 @@ def watched(program, tmp_path_factory):
 
 def _ask_for_ever(service, stop, number):
     while not stop.is_set():
-        headers = {"Authorization": "Bearer a key"}
+        headers = {"Authorization": "Bearer a-key"}
         models = httpx.get(f"http://{service.http_address}/v1/models", headers=headers)
         models.raise_for_status()
         length = 30 if number % 2 else 300
-        generate(service.address, prompt(length, number), 40 + 10 * number, api_key="a key")
+        generate(service.address, prompt(length, number), 40 + 10 * number, api_key="a-key")
 
 
 def _wait_for_samples(address, service, log):
