@@ -136,7 +136,7 @@ STATUS = "document.getElementById('status').textContent"
 
 
 async def after_typing(url, folder, key):
-    """The page's status before and after a-key is typed into it and sent, and its address then."""
+    """The page's status before and after a key is typed into it and sent, and its address then."""
     async with opened(url, folder) as page:
         await page.until(f"![null, 'connecting'].includes({STATUS})")
         before = await page.evaluate(STATUS)
@@ -152,13 +152,13 @@ async def after_typing(url, folder, key):
 def test_the_page_of_a_service_with_keys_shows_the_cluster_to_who_has_one(
     chromium, tmp_path, key, after
 ):
-    (tmp_path / "operators").write_text("a-key\n")
+    (tmp_path / "operators").write_text("a key\n")
     keys = replace(CONFIG.service, operator_keys_file=str(tmp_path / "operators"))
     config = replace(CONFIG, service=keys)
     with hash_service(config) as service:
         url = f"http://{service.metrics_address}/cluster"
         seen = asyncio.run(after_typing(url, tmp_path, key))
-    assert seen == ("waiting for a-key", after, url), "and the key is not in the address"
+    assert seen == ("waiting for a key", after, url), "and the key is not in the address"
 
 
 OVERLAPS = """(() => {
