@@ -23,13 +23,13 @@ _SEATS, _SPLIT = '{"seats": [0, 1, 2]}', '{"split": [7, 5]}'
 
 def answer_seats(service: Service, num_seats: int, body: bytes | None, who: str) -> bytes:
     """See status_server.Change. The body names the seats, and what asks for them; or it undoes."""
-    if body is None:
+    asked = None if body is None else _read(body, _SEATS)
+    if asked is None:
         now = service.want_seats(None)
-    elif _read(body, _SEATS).get("undo") is True:
+    elif asked.get("undo") is True:
         with _logged(who, "the change of seats that is under way is to be undone"):
             now = service.undo_seats()
     else:
-        asked = _read(body, _SEATS)
         seats = _numbers(asked, "seats", _SEATS)
         what = f"instances {seats} are to serve"
         if asked.get("new_program"):
