@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from control_plane.event_log import LogReader, digest
 from control_plane.frontend.page_hashes import page_hashes
-from control_plane.scheduler.request import RUNNING, Request
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.state.request import RUNNING, Request
 from nanocp.plan import PAGE_SIZE, Arrival
 
 MIN_PROMPT_LEN = PAGE_SIZE + 1

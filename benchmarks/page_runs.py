@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.lowering import Lowering
-from control_plane.scheduler.page_moves import PageMoves
-from control_plane.scheduler.proposal import Layout, Proposal
-from control_plane.scheduler.request import Request
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Layout, Proposal
+from control_plane.scheduler.state.request import Request
+from control_plane.scheduler.windows.lowering import Lowering
+from control_plane.scheduler.windows.page_moves import PageMoves
 from data_plane.attention.backend import Attention
 from data_plane.attention.torch_paged import LatentKv, TorchPaged
 from data_plane.graph.pool_cpu import LocalPages

@@ -18,8 +18,8 @@ from control_plane.member_streams import Member
 from control_plane.members.members import Members
 from control_plane.observe.metrics import Metrics
 from control_plane.scheduler.invariants import check
-from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
 from nanocp.config import Config
 from nanocp.passes import ServiceEvent
 from nanocp.plan import (

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from control_plane.scheduler.waiting_queue import invalidity
+from control_plane.scheduler.queue.waiting_queue import invalidity
 from nanocp.choices import check_at_least
 from nanocp.config import ClusterConfig, check_ttft_targets
 from nanocp.plan import PAGE_SIZE, Arrival

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from control_plane.event_log import EventLog
 from control_plane.scheduler.explanation import Explainer
-from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
 from nanocp.config import BoundsConfig, SchedulerConfig
 from nanocp.overlap.schedule import Schedule
 from nanocp.plan import (

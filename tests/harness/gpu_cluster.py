@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from control_plane.scheduler.routing import build_routes
+from control_plane.scheduler.windows.routing import build_routes
 from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_mla import TritonMla

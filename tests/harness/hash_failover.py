@@ -23,8 +23,8 @@ from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.remote.attendance import Attendance
 from control_plane.member_streams import Member
 from control_plane.members.kept_pages import KeptPages
-from control_plane.scheduler.request import Request
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.state.request import Request
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
 from harness.hash_parts import Expected
 from harness.hash_recovery import RecoveringCluster, Seat

@@ -163,9 +163,9 @@ OF_RESUMING = [
     Mutant(
         name="pages-not-reserved",
         why="a request that comes back goes on over frames that another has",
-        path="control_plane/scheduler/adoption.py",
+        path="control_plane/scheduler/terms/adoption.py",
         text="or (page < len(hashes) and frames[place[0]].find(hashes[page]) == place[1])",
         fault="or True",
-        tests=("tests/control_plane/scheduler/test_adoption.py", "-k", "claim"),
+        tests=("tests/control_plane/scheduler/terms/test_adoption.py", "-k", "claim"),
     ),
 ]

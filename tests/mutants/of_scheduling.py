@@ -14,7 +14,7 @@ OF_SCHEDULING = [
     Mutant(
         name="under-way",
         why="KV of a request that has ended counts as under way for ever",
-        path="control_plane/scheduler/tickets.py",
+        path="control_plane/scheduler/pages/tickets.py",
         text="self._forget(request.ticket)\nself._count(request, -1)",
         fault="self._forget(request.ticket)",
         tests=("tests/control_plane/scheduler/policies/test_on_time.py",),
@@ -62,18 +62,22 @@ OF_SCHEDULING = [
     Mutant(
         name="idle-deferral",
         why="a deferred request waits for shorter steps while no window runs",
-        path="control_plane/scheduler/deferral.py",
+        path="control_plane/scheduler/queue/deferral.py",
         text="if not goes_on:",
         fault="if False:",
-        tests=("tests/control_plane/scheduler/test_deferral.py", "-k", "time_without_a_window"),
+        tests=(
+            "tests/control_plane/scheduler/queue/test_deferral.py",
+            "-k",
+            "time_without_a_window",
+        ),
     ),
     Mutant(
         name="endless-credit",
         why="after a long calm as many long prompts wait as were saved up for",
-        path="control_plane/scheduler/deferral.py",
+        path="control_plane/scheduler/queue/deferral.py",
         text="self._credit = min(self._credit + num_requests, _MOST * _ONE_IN)",
         fault="self._credit += num_requests",
-        tests=("tests/control_plane/scheduler/test_deferral.py", "-k", "long_calm"),
+        tests=("tests/control_plane/scheduler/queue/test_deferral.py", "-k", "long_calm"),
     ),
     Mutant(
         name="node-secret",

@@ -101,10 +101,10 @@ OF_TERMS = [
     Mutant(
         name="held-for-ever",
         why="a held request that loses a page in the next loss is waited for (kept KV)",
-        path="control_plane/scheduler/regroup.py",
+        path="control_plane/scheduler/terms/held_requests.py",
         text="self.drop(request)  # It may be held since an earlier term.",
         fault="",
-        tests=("tests/control_plane/scheduler/test_regroup.py",),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py",),
     ),
     Mutant(
         name="lost-prompts",
@@ -173,18 +173,18 @@ OF_TERMS = [
     Mutant(
         name="closed-seat",
         why="requests are placed on an instance that is to leave (planned terms)",
-        path="control_plane/scheduler/cluster_state.py",
+        path="control_plane/scheduler/state/cluster_state.py",
         text="self._weigh(instance, _CLOSED)",
         fault="self.frames[instance].reopen()",
-        tests=("tests/control_plane/scheduler/test_page_moves.py", "-k", "to_leave"),
+        tests=("tests/control_plane/scheduler/windows/test_page_moves.py", "-k", "to_leave"),
     ),
     Mutant(
         name="shrunken-pages",
         why="pages of a seat that is left out after a loss are trusted (kept KV)",
-        path="control_plane/scheduler/regroup.py",
+        path="control_plane/scheduler/terms/held_requests.py",
         text="isdisjoint(lost | absent)",
         fault="isdisjoint(absent - absent)",
-        tests=("tests/control_plane/scheduler/test_regroup.py",),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py",),
     ),
     Mutant(
         name="last-window",
@@ -197,7 +197,7 @@ OF_TERMS = [
     Mutant(
         name="moving-tail",
         why="a stopped row goes on before its last pages have moved (planned terms)",
-        path="control_plane/scheduler/seat_change.py",
+        path="control_plane/scheduler/terms/seat_change.py",
         text="if request.move is None and (is_empty or request_id in self._released):",
         fault="if True:",
         tests=("tests/data_plane/fake/test_hash_recovery.py", "-k", "come_and_go"),
@@ -230,17 +230,17 @@ OF_TERMS = [
     Mutant(
         name="poison",
         why="a request that ends an instance in its first window is run for ever",
-        path="control_plane/scheduler/regroup.py",
+        path="control_plane/scheduler/terms/held_requests.py",
         text="before.get(each, 0) + 1",
         fault="1",
-        tests=("tests/control_plane/scheduler/test_regroup.py", "-k", "first_window"),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py", "-k", "first_window"),
     ),
     Mutant(
         name="blamed-innocent",
         why="a request that has run whole windows is ended for what another does",
-        path="control_plane/scheduler/row_windows.py",
+        path="control_plane/scheduler/windows/row_windows.py",
         text="and request.since_step >= first_step",
         fault="",
-        tests=("tests/control_plane/scheduler/test_regroup.py", "-k", "first_window"),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py", "-k", "first_window"),
     ),
 ]

@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         name="lane-of-a-new-link",
         why="a link that a running row gets is in lane 0, whatever the row's lane is",
-        path="control_plane/scheduler/lowering.py",
+        path="control_plane/scheduler/windows/lowering.py",
         text="self.routes.add_links(request.request_id, request.moe_binding, (holder,), lane)",
         fault="self.routes.add_links(request.request_id, request.moe_binding, (holder,))",
         tests=("tests/data_plane/fake/test_hash_lanes.py", "-k", "chaos and always"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from control_plane.scheduler.request import Request
+from control_plane.scheduler.state.request import Request
 from nanocp.passes import Span, prompt_passes
 from nanocp.plan import PAGE_SIZE
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from heapq import nsmallest
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.request import num_pages
-from control_plane.scheduler.waterfill import waterfill
+from control_plane.scheduler.policies.waterfill import waterfill
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import num_pages
 from nanocp.config import SchedulerConfig
 from nanocp.plan import PAGE_SIZE, Arrival
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.request import Request
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import Request
 from nanocp.plan import PAGE_SIZE, TargetRun
 
 MIN_PAGES, MAX_PAGES = 8, 512

@@ -12,7 +12,7 @@ import pytest
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.validation import ModelLimits, validated
-from control_plane.scheduler.waiting_queue import invalidity
+from control_plane.scheduler.queue.waiting_queue import invalidity
 from harness.frontend_fakes import TOKENIZER, WAIT_S, Service, make_config, running
 from nanocp.config import BoundsConfig, ClusterConfig, Config
 from nanocp.plan import Arrival

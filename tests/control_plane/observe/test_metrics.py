@@ -13,7 +13,7 @@ from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import EndedRequest
 from control_plane.observe.status_server import StatusServer, metrics_page
-from control_plane.scheduler.offload import OffloadReading
+from control_plane.scheduler.pages.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
 from harness.drained_seat import drained_scheduler
 from harness.hash_service import generate, hash_service, prompt

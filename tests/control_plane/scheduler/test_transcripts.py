@@ -14,8 +14,8 @@ import pytest
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.explanation import Story as Explained
 from control_plane.scheduler.invariants import check
-from control_plane.scheduler.routing import build_routes
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.windows.routing import build_routes
 from harness.paths import TESTS
 from nanocp.config import BoundsConfig, ClusterConfig, CostConfig, SchedulerConfig
 from nanocp.plan import (

@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from control_plane.scheduler.invariants import check, follow
-from control_plane.scheduler.request import State
+from control_plane.scheduler.state.request import State
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.plan import Placement, Plan
 from nanocp.simulator.cluster_file import load_cluster_file

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pass_rows import PassRow, PromptRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
-from control_plane.scheduler.request import Request
+from control_plane.scheduler.state.request import Request
 from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
 from nanocp.passes import (
     PassCosts,

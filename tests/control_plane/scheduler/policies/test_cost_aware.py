@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies.cost_aware import CostAware
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.state.cluster_state import ClusterState
 from nanocp.config import ClusterConfig, CostConfig, SchedulerConfig
 from nanocp.plan import Arrival
 from nanocp.simulator.cluster_file import load_cluster_file
