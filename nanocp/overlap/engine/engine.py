@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from data_plane.graph.overlap.batch import Cut, Size
-from data_plane.graph.overlap.comparison import altered, difference
-from data_plane.graph.overlap.merge import Writers, joined
-from data_plane.graph.overlap.partition import Program, Value
-from data_plane.graph.overlap.recording import RecordedStep, Recording, describe, record
-from data_plane.graph.overlap.streams import Streams, streams_of
+from nanocp.overlap.engine.batch import Cut, Size
+from nanocp.overlap.engine.comparison import altered, difference
+from nanocp.overlap.engine.merge import Writers, joined
+from nanocp.overlap.engine.partition import Program, Value
+from nanocp.overlap.engine.recording import RecordedStep, Recording, describe, record
+from nanocp.overlap.engine.streams import Streams, streams_of
 from nanocp.overlap.ops import Op, OverlapPolicy
 
 logger = logging.getLogger(__name__)

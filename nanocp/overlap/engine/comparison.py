@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from data_plane.graph.overlap.batch import Cut
+from nanocp.overlap.engine.batch import Cut
 
 _TOLERANCES = {
     torch.float64: 1e-9,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_plane.graph.overlap import backend
 from harness.paths import ROOT
+from nanocp.overlap.engine import backend
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

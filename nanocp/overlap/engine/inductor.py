@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from data_plane.graph.overlap.partition import Program
+from nanocp.overlap.engine.partition import Program
 from nanocp.overlap.policies.orders import NETWORK
 
 

@@ -21,8 +21,8 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.split_module import split_module
 from torch.fx.traceback import annotate
 
-from data_plane.graph.overlap.batch import CannotSplit, Cut, Kind, batch_of, storage_of
-from data_plane.graph.overlap.proof import prove
+from nanocp.overlap.engine.batch import CannotSplit, Cut, Kind, batch_of, storage_of
+from nanocp.overlap.engine.proof import prove
 from nanocp.overlap.ops import Rule, SplitFunc, SplitModule
 
 _MARK = "nanocp_overlap"

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from data_plane.graph.overlap.batch import CannotSplit
-from data_plane.graph.overlap.engine import OverlapEngine
-from data_plane.graph.overlap.inductor import compiled, compiled_module
-from data_plane.graph.overlap.partition import partition
+from nanocp.overlap.engine.batch import CannotSplit
+from nanocp.overlap.engine.engine import OverlapEngine
+from nanocp.overlap.engine.inductor import compiled, compiled_module
+from nanocp.overlap.engine.partition import partition
 from nanocp.overlap.ops import OverlapPolicy
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from data_plane.graph.overlap.backend import overlap
-from data_plane.graph.overlap.comparison import difference
 from harness.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
+from nanocp.overlap.engine.backend import overlap
+from nanocp.overlap.engine.comparison import difference
 from nanocp.overlap.ops import SplitFunc
 from nanocp.overlap.policies.orders import DualBatchOverlap, NanoFlow, SingleBatchOverlap
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from data_plane.graph.overlap.backend import overlap_backend
-from data_plane.graph.overlap.engine import Forward
 from harness.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
+from nanocp.overlap.engine.backend import overlap_backend
+from nanocp.overlap.engine.engine import Forward
 from nanocp.overlap.ops import SplitFunc
 from nanocp.overlap.policies.orders import (
     DualBatchOverlap,

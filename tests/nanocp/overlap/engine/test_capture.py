@@ -17,7 +17,7 @@ from transformers import (
     StaticCache,
 )
 
-from data_plane.graph.overlap.backend import overlap
+from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.orders import DualBatchOverlap, NanoFlow
 

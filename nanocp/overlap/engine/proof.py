@@ -24,8 +24,8 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from data_plane.graph.overlap.batch import BatchSymbol, CannotSplit, Cut, Size
-from data_plane.graph.overlap.comparison import altered, difference
+from nanocp.overlap.engine.batch import BatchSymbol, CannotSplit, Cut, Size
+from nanocp.overlap.engine.comparison import altered, difference
 
 _ROWS = ((0, 5), (0, 2), (2, 3))
 """(begin, count) of the whole, and of its two parts."""

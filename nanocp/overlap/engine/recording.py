@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch.utils._pytree import tree_leaves
 
-from data_plane.graph.overlap.batch import Cut
-from data_plane.graph.overlap.partition import Operator, Program, Value
+from nanocp.overlap.engine.batch import Cut
+from nanocp.overlap.engine.partition import Operator, Program, Value
 from nanocp.overlap.ops import Fused, Op, OverlapPolicy
 
 _MAX_CALLS_EACH = 100

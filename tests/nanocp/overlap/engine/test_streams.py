@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from data_plane.graph.cuda_graphs import CudaGraphs
-from data_plane.graph.overlap import engine as engines
-from data_plane.graph.overlap.backend import overlap
-from data_plane.graph.overlap.streams import CudaStreams, green_context, streams_of
 from harness.cuda_stand_in import Cuda
 from harness.overlap_models import recorded
+from nanocp.overlap.engine import engine as engines
+from nanocp.overlap.engine.backend import overlap
+from nanocp.overlap.engine.streams import CudaStreams, green_context, streams_of
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow, SingleBatchOverlap
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from data_plane.graph.overlap.backend import overlap
 from harness.overlap_models import recorded
+from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow
 

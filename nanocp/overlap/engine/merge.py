@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from data_plane.graph.overlap.partition import Program
+from nanocp.overlap.engine.partition import Program
 
 Place = Callable[[Sequence[int], Tensor], Tensor]
 """Gives the memory for an output of a shape, of the type and on the device of a tensor like it."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from data_plane.graph.overlap.backend import overlap
 from nanocp.overlap import paper, schedule
+from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.interference import COMPUTE, MEMORY
 from nanocp.overlap.operations import NanoOperation, Operation
 from nanocp.overlap.ops import SplitModule
