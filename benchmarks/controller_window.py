@@ -39,19 +39,17 @@ from control_plane.member_streams import Member, MemberStream, _NodeStream
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from nanocp.config import (
-    Config,
-    LimitsConfig,
-    PrefillConfig,
-    ServiceConfig,
-)
-from nanocp.plan import Ended, Placement, Preempted
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
+from nanocp.values.plan import Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 WINDOW_MS = {45: 42.0, 256: 185.0}

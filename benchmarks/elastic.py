@@ -45,7 +45,9 @@ from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.run import ChaosRun
 from nanocp.cli.console import output, print_claims
-from nanocp.config import ClusterConfig, Config, ServiceConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment, open_checkpoint
 
 Kind = TypeVar("Kind", int, str)

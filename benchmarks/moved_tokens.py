@@ -22,7 +22,7 @@ from control_plane.event_log import LogReader, digest
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import RUNNING, Request
-from nanocp.plan import PAGE_SIZE, Arrival
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 MIN_PROMPT_LEN = PAGE_SIZE + 1
 """The log knows a request by the hash of its prompt's first page, which must be full."""

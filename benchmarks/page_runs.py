@@ -27,10 +27,10 @@ from data_plane.attention.torch_paged import LatentKv, TorchPaged
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.native.attention import NativeAttention
 from data_plane.native.kernels import NativeKernels
-from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageRun
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun
 
 NUM_PAGES = 512
 """Pages of the request on an instance: 32,768 tokens."""

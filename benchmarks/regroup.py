@@ -36,7 +36,10 @@ from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import ChaosRun, play
 from nanocp.cli.console import output, print_claims
-from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 
 NUM_INSTANCES = 4
 MAX_LEAVE_S = 0.5

@@ -18,11 +18,19 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
-from nanocp.plan import Arrival, Event, Finished, FinishReason, Plan, TransferDone, WindowDone
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
+from nanocp.values.plan import (
+    Arrival,
+    Event,
+    Finished,
+    FinishReason,
+    Plan,
+    TransferDone,
+    WindowDone,
+)
 
 STEPS_PER_LIFE = 600
 """Churn: of each kind one in this many active requests a step."""

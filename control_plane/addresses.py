@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}

@@ -29,9 +29,9 @@ from control_plane.members.seats import SeatsNow
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from nanocp.config import Config
-from nanocp.passes import LayoutWanted, ServiceEvent
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.passes import LayoutWanted, ServiceEvent
+from nanocp.values.plan import (
     AbortRequested,
     ClusterLost,
     Ended,

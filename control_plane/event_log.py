@@ -31,9 +31,12 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Union, get_
 from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.passes import PipelineConfig, ServiceEvent
-from nanocp.plan import InstanceLost, Plan
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import InstanceLost, Plan
 
 logger = logging.getLogger(__name__)
 

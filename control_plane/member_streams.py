@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from control_plane.members_port import MemberSecrets, bind, caller
-from nanocp.config import Config
+from nanocp.config.whole import Config
 from nanocp.wire.member_metadata import NAME, SECRET
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc

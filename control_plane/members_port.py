@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from control_plane.addresses import advertised_host, join
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 from nanocp.wire.member_metadata import NAME, SECRET
 
 REFUSED = "this port is for members of the service, and the call has no valid secret of one"

@@ -20,9 +20,9 @@ from control_plane.observe.metrics import Metrics
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
-from nanocp.config import Config
-from nanocp.passes import ServiceEvent
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import (
     Event,
     InstancePlan,
     Plan,

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.observed import ObservedScheduler
-from nanocp.passes import PipelineConfig, ServiceEvent
-from nanocp.plan import Event, Plan, WindowDone
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import Event, Plan, WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 

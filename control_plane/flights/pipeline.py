@@ -17,17 +17,11 @@ from control_plane.members.members import Members
 from control_plane.observe.stage_metrics import StageMetrics
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pass_planner import PassPlanner
-from nanocp.config import Config
-from nanocp.passes import (
-    LayersMoved,
-    PassesPlan,
-    PassPlan,
-    PipelineConfig,
-    ServiceEvent,
-    layers_of,
-)
-from nanocp.plan import ClusterLost, Event, Plan, Regrouped, WindowDone
-from nanocp.table import InstanceTable
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.whole import Config
+from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent, layers_of
+from nanocp.values.plan import ClusterLost, Event, Plan, Regrouped, WindowDone
+from nanocp.values.table import InstanceTable
 from nanocp.wire import passes
 from nanocp.wire.v1 import cluster_pb2 as pb
 

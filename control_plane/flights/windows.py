@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
-from nanocp.plan import InstancePlan
-from nanocp.table import InstanceTable
+from nanocp.values.plan import InstancePlan
+from nanocp.values.table import InstanceTable
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from control_plane.member_streams import FromMember, Member
-from nanocp.plan import TargetRun
+from nanocp.values.plan import TargetRun
 
 
 class MemberEvents(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from control_plane.member_streams import Member
-from nanocp.plan import TargetRun
+from nanocp.values.plan import TargetRun
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 

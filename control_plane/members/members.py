@@ -30,7 +30,7 @@ from control_plane.members.start import Start
 from control_plane.members.suspicion import Suspicion
 from control_plane.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
-from nanocp.config import Config
+from nanocp.config.whole import Config
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)

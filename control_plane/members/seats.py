@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from nanocp.config import ClusterConfig
-from nanocp.experts import ExpertTable, fewest_seats, place_experts
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.experts import ExpertTable, fewest_seats, place_experts
 
 MAX_FAILURES = 3
 """Processes for one seat that may fail one after the other before they join a term."""

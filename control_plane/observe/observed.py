@@ -12,7 +12,7 @@ from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
 from control_plane.scheduler.queue.fair_share import FairShare
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue
 from control_plane.scheduler.state.cluster_state import ClusterState
-from nanocp.plan import InstanceLoad
+from nanocp.values.plan import InstanceLoad
 
 
 class ObservedScheduler(Protocol):

@@ -16,8 +16,8 @@ from control_plane.scheduler.policies.policy import Explains, Explanation, Polic
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Layout, Proposal
 from control_plane.scheduler.state.request import Request, State
-from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 
 _MAX_REASONS = 16
 """Most reasons to wait in a row that a story keeps: the first ones and the last."""

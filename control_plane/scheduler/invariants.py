@@ -17,8 +17,8 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.request import Request, State, holders_of
 from control_plane.scheduler.windows.routing import build_routes
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
-from nanocp.plan import PAGE_SIZE, InstancePlan, TargetRun
-from nanocp.table import InstanceTable
+from nanocp.values.plan import PAGE_SIZE, InstancePlan, TargetRun
+from nanocp.values.table import InstanceTable
 
 
 def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:

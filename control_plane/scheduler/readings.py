@@ -12,7 +12,7 @@ from control_plane.scheduler.queue.admission import Admission
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.terms.held_requests import HeldRequests
-from nanocp.plan import InstanceLoad, Placement
+from nanocp.values.plan import InstanceLoad, Placement
 
 
 class Readings:

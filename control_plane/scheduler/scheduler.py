@@ -35,8 +35,9 @@ from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
 from control_plane.scheduler.windows.page_moves import PageMoves
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
     PAGE_SIZE,
     AbortRequested,
     Arrival,

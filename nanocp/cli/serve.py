@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from control_plane.launchers.launcher import Launcher
     from control_plane.member_streams import Member
-    from nanocp.config import Config, ServiceConfig
+    from nanocp.config.service import ServiceConfig
+    from nanocp.config.whole import Config
     from nanocp.serve.service import Served, Service
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,8 @@ def serve(
     # here and goes on with gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from nanocp.config_file import load_config, origins
-    from nanocp.config_yaml import config_yaml
+    from nanocp.config.file import load_config, origins
+    from nanocp.config.yaml import config_yaml
 
     try:
         if address is not None and not ray:
@@ -147,7 +148,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     from rich.console import Console
 
     from control_plane.frontend.descriptors import max_connections, raise_limit
-    from nanocp.cost_config import CPU_COSTS, CostConfig
+    from nanocp.config.cost import CPU_COSTS, CostConfig
     from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
 

@@ -23,10 +23,10 @@ from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import Member
 from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer
-from nanocp.config import Config
-from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+from nanocp.config.whole import Config
 from nanocp.serve.front_end_process import FrontEndSpec
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
+from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
 
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0

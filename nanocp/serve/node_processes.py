@@ -14,7 +14,7 @@ from tempfile import gettempdir
 
 from control_plane.launchers.launcher import Launcher
 from control_plane.member_streams import Member
-from nanocp.config import ClusterConfig
+from nanocp.config.cluster import ClusterConfig
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,7 @@ from control_plane.observe.status_server import (
 from control_plane.observe.tracing import TracedObserver, Tracing
 from data_plane.member.lifetime import MemberSpec, SpareSpec
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
-from nanocp.config import Config
-from nanocp.offload import with_slots
+from nanocp.config.whole import Config
 from nanocp.serve.changes import answer_layout, answer_seats
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
@@ -114,7 +113,7 @@ class Service:
         """
         config = _with_unfilled_bound(config)
         if served.page_bytes:
-            config = with_slots(config, served.page_bytes)
+            config = config.with_slots(served.page_bytes)
         if controller_number > 1 and config.service.event_log:
             log = f"{config.service.event_log}.{controller_number}"
             config = replace(config, service=replace(config.service, event_log=log))

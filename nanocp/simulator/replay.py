@@ -13,9 +13,9 @@ from control_plane.event_log import Call, LogReader, digest
 from control_plane.scheduler.explanation import Explainer, PlanWindow
 from control_plane.scheduler.pipeline.pass_planner import PassPlanner
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.choices import require
-from nanocp.passes import ServiceEvent
-from nanocp.plan import Arrival, Plan
+from nanocp.config.choices import require
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import Arrival, Plan
 
 Watch = Callable[[int, Sequence[ServiceEvent], Plan, Mapping[int, str]], None]
 """(now_us, events, plan) of a call."""

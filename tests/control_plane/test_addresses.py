@@ -6,7 +6,9 @@ import pytest
 
 from control_plane.addresses import advertised_host, is_loopback, join
 from nanocp.cli.serve import _groups, _place
-from nanocp.config import ClusterConfig, Config, ServiceConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 
 
 @pytest.mark.parametrize(

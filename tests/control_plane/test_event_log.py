@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from control_plane.event_log import EventLog, LogReader, digest
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_cluster
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.simulator.replay import replay
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     ClusterLost,
@@ -41,7 +44,6 @@ from nanocp.plan import (
     TransferMissed,
     WindowDone,
 )
-from nanocp.simulator.replay import replay
 
 
 def replayed(path):

@@ -13,9 +13,10 @@ import pytest
 from control_plane.event_log import EventLog, LogReader, LogThread, log_lines, parts
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import AbortRequested, Arrival, Plan
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.replay import replay
+from nanocp.values.plan import AbortRequested, Arrival, Plan
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from harness.hash_service import (
     served,
 )
 from nanocp.client import Client
-from nanocp.plan import FinishReason
 from nanocp.serve.service import Service
+from nanocp.values.plan import FinishReason
 from nanocp.wire.member_metadata import NAME, SECRET, member_metadata
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc

@@ -18,7 +18,7 @@ from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 POISON = 0xA5
 

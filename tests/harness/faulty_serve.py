@@ -13,8 +13,8 @@ from control_plane.flights.transfers import Transfers
 from control_plane.frontend.client_stream import ClientStream
 from control_plane.frontend.streams import ClientStreams
 from control_plane.scheduler.state.cluster_state import ClusterState
-from nanocp.sampling import RowInput
 from nanocp.serve import supervisor
+from nanocp.values.sampling import RowInput
 from nanocp.wire import convert
 
 

@@ -28,17 +28,17 @@ from control_plane.scheduler.state.request import Request
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
 from harness.hash_parts import Expected
 from harness.hash_recovery import RecoveringCluster, Seat
-from nanocp.config import Config
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.plan import (
     Event,
     FinishReason,
     Plan,
     Resubmitted,
     TookOver,
 )
-from nanocp.sampling import Token
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageRun
+from nanocp.values.sampling import Token
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun
 from nanocp.wire.convert import decode_row_input
 from nanocp.wire.v1 import cluster_pb2 as pb
 

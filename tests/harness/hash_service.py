@@ -18,10 +18,14 @@ from harness.hash_members import MODEL
 from harness.hash_parts import FREE_LINKS
 from harness.paths import TESTS
 from nanocp.client import Client
-from nanocp.config import ClusterConfig, Config, LimitsConfig, SchedulerConfig, ServiceConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.parent import PARENT_VARIABLE
-from nanocp.sampling import SamplingParams
 from nanocp.serve.service import Served, Service
+from nanocp.values.sampling import SamplingParams
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
 

@@ -230,7 +230,7 @@ OF_TERMS = [
     Mutant(
         name="poison",
         why="a request that ends an instance in its first window is run for ever",
-        path="control_plane/scheduler/terms/held_requests.py",
+        path="control_plane/scheduler/queue/first_windows.py",
         text="before.get(each, 0) + 1",
         fault="1",
         tests=("tests/control_plane/scheduler/terms/test_held_requests.py", "-k", "first_window"),

@@ -34,13 +34,10 @@ from harness.published_vllm import METHODS, VERSION
 from harness.serve_process import NANOCP
 from harness.vllm_server import VllmServer
 from nanocp.client import Client, ServiceError
-from nanocp.config import (
-    BoundsConfig,
-    ClusterConfig,
-    DataPlaneConfig,
-    PrefillConfig,
-    SchedulerConfig,
-)
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.service import Service, open_checkpoint
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]

@@ -23,9 +23,9 @@ from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.request import Request
-from nanocp.config import SchedulerConfig
-from nanocp.offload import Fetch, StoredPage, Stow, TransferMissed, WrittenPage
-from nanocp.plan import PAGE_SIZE, TransferDone, TransferFenced
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.offload import Fetch, StoredPage, Stow, TransferMissed, WrittenPage
+from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
 
 MAX_COPYING = 16
 """Pages of one instance that are on their way from frames into slots at a time."""

@@ -13,7 +13,7 @@ from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Layout, Proposal, SharedPrefix
 from control_plane.scheduler.state.request import Request, num_pages
-from nanocp.plan import PAGE_SIZE, Arrival, TargetRun
+from nanocp.values.plan import PAGE_SIZE, Arrival, TargetRun
 
 
 class PrefixSharing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.request import Request
-from nanocp.plan import PAGE_SIZE, Arrival, Fence, TargetRun, Transfer
+from nanocp.values.plan import PAGE_SIZE, Arrival, Fence, TargetRun, Transfer
 
 
 class Tickets:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.scheduler.state.request import Request
-from nanocp.passes import Span, prompt_passes
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.passes import Span, prompt_passes
+from nanocp.values.plan import PAGE_SIZE
 
 
 @dataclass(slots=True, eq=False)

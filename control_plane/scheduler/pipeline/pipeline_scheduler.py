@@ -27,18 +27,19 @@ from control_plane.scheduler.state.promise import Promise
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request, num_pages
 from control_plane.scheduler.windows.lowering import Lowering
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.passes import (
     LayersMoved,
     LayoutWanted,
     PassDone,
     PassPlan,
-    PipelineConfig,
     PipelinePlan,
     Span,
     StageWorked,
 )
-from nanocp.plan import (
+from nanocp.values.plan import (
     PAGE_SIZE,
     AbortRequested,
     Arrival,

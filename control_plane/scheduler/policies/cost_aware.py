@@ -30,8 +30,8 @@ from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request, num_pages
-from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE, Arrival
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 _POWER = 4
 _ROW_WEIGHT = 10

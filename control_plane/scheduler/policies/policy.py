@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request
-from nanocp.plan import Arrival
+from nanocp.values.plan import Arrival
 
 
 class Policy(Protocol):

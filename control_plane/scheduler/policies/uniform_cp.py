@@ -22,7 +22,7 @@ from control_plane.scheduler.policies.layout import can_hold_next, choose_holder
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request, num_pages
-from nanocp.plan import Arrival
+from nanocp.values.plan import Arrival
 
 
 class UniformCp:

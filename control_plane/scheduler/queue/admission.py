@@ -14,8 +14,9 @@ from control_plane.scheduler.queue.fair_share import FairShare
 from control_plane.scheduler.queue.first_windows import FATAL, FirstWindows
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest, invalidity
 from control_plane.scheduler.state.answer import Answer
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, FinishReason
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, FinishReason
 
 _MAX_PASSED = 32
 """Requests that one walk tries to place and leaves in the queue, at most."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from control_plane.scheduler.pages.tickets import Tickets
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue
 from control_plane.scheduler.state.cluster_state import ClusterState
-from nanocp.config import SchedulerConfig
-from nanocp.plan import Arrival
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival
 
 _ONE_IN = 110
 """Requests that are admitted for each that may be deferred: an SLO of 99% lets a few more miss it.

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from control_plane.scheduler.queue.fair_share import FairShare
 from control_plane.scheduler.state.request import num_pages
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import PAGE_SIZE, Arrival
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 
 def earliest(*deadlines_us: int | None) -> int | None:

@@ -7,7 +7,7 @@ reasons of a decision.
 from __future__ import annotations
 
 from control_plane.scheduler.state.request import Request
-from nanocp.plan import (
+from nanocp.values.plan import (
     Ended,
     Fence,
     Fetch,

@@ -26,8 +26,8 @@ from control_plane.scheduler.state.request import (
     holders_of,
     runs_in,
 )
-from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE, Arrival, InstanceLoad, TargetRun
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival, InstanceLoad, TargetRun
 
 _CLOSED = 1 << 40
 """Rows and tokens that a closed instance counts beside its own: every policy takes it last."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from nanocp.config import ClusterConfig
+from nanocp.config.cluster import ClusterConfig
 
 
 class Commitments:

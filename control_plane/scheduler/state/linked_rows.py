@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from control_plane.scheduler.state.request import Request
-from nanocp.plan import TargetRun
+from nanocp.values.plan import TargetRun
 
 
 class LinkedRows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 
-from nanocp.config import SchedulerConfig
+from nanocp.config.scheduler import SchedulerConfig
 
 _NUM_LATEST = 256
 """Requests that a percentile is taken of: the latest to end."""

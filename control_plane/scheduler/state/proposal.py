@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from nanocp.plan import TargetRun
+from nanocp.values.plan import TargetRun
 
 
 class Proposal(NamedTuple):

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from nanocp.plan import PAGE_SIZE, Arrival, Placement, TargetRun
+from nanocp.values.plan import PAGE_SIZE, Arrival, Placement, TargetRun
 
 
 class PageMove(NamedTuple):

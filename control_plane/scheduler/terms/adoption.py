@@ -15,7 +15,7 @@ from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.request import Request, num_pages
-from nanocp.plan import Arrival, TargetRun
+from nanocp.values.plan import Arrival, TargetRun
 
 
 class Adoption:

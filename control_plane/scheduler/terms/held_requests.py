@@ -17,7 +17,7 @@ from control_plane.scheduler.queue.waiting_queue import earliest
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.request import HELD, TRANSFERRING, Request
 from control_plane.scheduler.terms.adoption import Adoption
-from nanocp.plan import PAGE_SIZE, Arrival, TargetRun
+from nanocp.values.plan import PAGE_SIZE, Arrival, TargetRun
 
 
 class HeldRequests:

@@ -19,7 +19,7 @@ from control_plane.scheduler.state.request import PARKED, RUNNING, Request
 from control_plane.scheduler.windows.lowering import Lowering
 from control_plane.scheduler.windows.page_moves import PageMoves
 from control_plane.scheduler.windows.row_windows import RowWindows
-from nanocp.plan import TargetRun
+from nanocp.values.plan import TargetRun
 
 
 class SeatChange:

@@ -11,9 +11,9 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from control_plane.scheduler.state.request import Request
-from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE
-from nanocp.table import NUM_LANES
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.table import NUM_LANES
 
 _MAX_DRIFT = 4
 """A row changes its lane where the lanes differ by more than 1 / _MAX_DRIFT of both."""

@@ -14,9 +14,9 @@ from typing import Any
 from control_plane.scheduler.state.request import PageMove, Request
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.routing import Routes
-from nanocp.plan import PAGE_SIZE, HandOff, InstancePlan, RowStart, TargetRun
-from nanocp.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
-from nanocp.table_changes import HolderChange, PageClear, PageRun, TableChanges
+from nanocp.values.plan import PAGE_SIZE, HandOff, InstancePlan, RowStart, TargetRun
+from nanocp.values.table import DIGEST_MASK, HOLDER, PAGE, entry_digest, parts_outside
+from nanocp.values.table_changes import HolderChange, PageClear, PageRun, TableChanges
 
 # Every window makes some for each instance; this way they cost half.
 _instance_plan: Callable[[tuple[Any, ...]], InstancePlan] = partial(tuple.__new__, InstancePlan)

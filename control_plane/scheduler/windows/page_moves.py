@@ -17,7 +17,7 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.request import RUNNING, PageMove, Request
 from control_plane.scheduler.windows.lowering import Lowering
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 
 class PageMoves:

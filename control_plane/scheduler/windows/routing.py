@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from nanocp.table import LINK, NUM_LANES, ROW, entry_digest, kind_in_lane
-from nanocp.table_changes import RouteChange, RowChange
+from nanocp.values.table import LINK, NUM_LANES, ROW, entry_digest, kind_in_lane
+from nanocp.values.table_changes import RouteChange, RowChange
 
 # A window makes hundreds of these; this way they cost half.
 _row_change: Callable[[tuple[int, int | None, int]], RowChange] = partial(tuple.__new__, RowChange)

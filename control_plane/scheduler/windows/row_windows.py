@@ -22,7 +22,7 @@ from control_plane.scheduler.state.promise import Promise
 from control_plane.scheduler.state.request import PARKED, RUNNABLE, RUNNING, Request
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
-from nanocp.plan import PAGE_SIZE, InstancePlan
+from nanocp.values.plan import PAGE_SIZE, InstancePlan
 
 MAX_WINDOWS_IN_FLIGHT = 2
 

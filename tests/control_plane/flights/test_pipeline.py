@@ -7,9 +7,11 @@ from control_plane.flights.pipeline import PipelineFlights
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.stage_metrics import StageMetrics
 from nanocp.cli.top import _stages
-from nanocp.config import ClusterConfig, Config
-from nanocp.passes import WAIT_CAUSES, LayersMoved, PassesConfig
-from nanocp.plan import WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.passes import PassesConfig
+from nanocp.config.whole import Config
+from nanocp.values.passes import WAIT_CAUSES, LayersMoved
+from nanocp.values.plan import WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 

@@ -6,9 +6,10 @@ import pytest
 
 from control_plane.flights.windows import WindowsInFlight
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, InstancePlan, TransferDone, WindowDone
-from nanocp.table import InstanceTable
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, InstancePlan, TransferDone, WindowDone
+from nanocp.values.table import InstanceTable
 from nanocp.wire.convert import instance_plan_to_wire
 
 

@@ -26,8 +26,9 @@ from harness.frontend_fakes import (
 )
 from harness.hash_service import CONFIG, MODEL, expected, hash_service, prompt
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable
-from nanocp.config import Config, ServiceConfig
-from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement
 from nanocp.wire.convert import decode_row_input
 
 

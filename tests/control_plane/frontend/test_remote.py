@@ -33,7 +33,7 @@ from harness.frontend_fakes import (
 )
 from harness.service_recovery import until
 from nanocp.client import Client
-from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
+from nanocp.values.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
 from nanocp.wire import front_ends as convert
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1.frontend_pb2 import FrontEndHello

@@ -15,7 +15,7 @@ from control_plane.launchers.processes import ProcessLauncher
 from control_plane.member_streams import PREFILL, Member
 from data_plane.member.lifetime import MemberSpec
 from harness.paths import ROOT
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 MAIN = """
 import pickle, sys, time

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from harness.member_cluster import FIRST, SECOND, in_a_loop, running
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 

@@ -19,7 +19,7 @@ from harness.member_cluster import (
     running,
     sent_to,
 )
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.members.seats import MAX_FAILURES, Seats
-from nanocp.config import ClusterConfig
+from nanocp.config.cluster import ClusterConfig
 
 
 def seats_of(num_experts, num_instances=4, redundant=2):

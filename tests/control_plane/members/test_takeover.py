@@ -8,7 +8,7 @@ from control_plane.member_streams import PREFILL
 from control_plane.members import replacements
 from control_plane.members.start import StartError
 from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop, running
-from nanocp.plan import TargetRun
+from nanocp.values.plan import TargetRun
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 TERM = 1_000_001

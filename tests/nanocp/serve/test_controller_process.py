@@ -25,7 +25,7 @@ from harness.paths import TESTS
 from harness.serve_process import NANOCP, descendants, is_running, seats, segments_of
 from harness.service_recovery import LENGTHS, SLOW, WAIT_S, until
 from nanocp.client import Client
-from nanocp.config import PrefillConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.free_ports import free_ports
 from nanocp.serve.supervisor import FRONT_ENDS, MEMBERS, Supervisor
 

@@ -33,7 +33,7 @@ from harness.serve_process import (
     wakes_and_cpu_s,
 )
 from nanocp.cli.serve import _start, _warn_of_open_ports
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 TWO = [*SMALL, "--instances", "2"]
 

@@ -5,8 +5,9 @@ import pytest
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     InstanceLost,

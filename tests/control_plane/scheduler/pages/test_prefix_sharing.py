@@ -5,8 +5,9 @@ import pytest
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import _pages, check
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     FinishReason,
@@ -15,7 +16,7 @@ from nanocp.plan import (
     TransferFenced,
     WindowDone,
 )
-from nanocp.table_changes import PageRun
+from nanocp.values.table_changes import PageRun
 
 PROMPT = list(range(300))
 

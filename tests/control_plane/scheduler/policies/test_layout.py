@@ -1,8 +1,9 @@
 """Which instance takes a request's coming pages."""
 
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, WindowDone
 
 NUM_INSTANCES = 4
 

@@ -7,12 +7,14 @@ import pytest
 
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import Arrival, Finished, FinishReason, TargetRun, TermEnded, WindowDone
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import make_simulation
 from nanocp.simulator.workload import Workload
+from nanocp.values.plan import Arrival, Finished, FinishReason, TargetRun, TermEnded, WindowDone
 
 CLUSTER = ClusterConfig(
     num_instances=2,

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from control_plane.scheduler.queue.fair_share import OUTPUT_WEIGHT, FairShare
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, WindowDone
 
 steps = st.lists(
     st.one_of(

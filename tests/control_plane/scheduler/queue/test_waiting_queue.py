@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue
-from nanocp.config import SchedulerConfig
-from nanocp.plan import Arrival
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival
 
 arrivals = st.lists(
     st.tuples(st.integers(-2, 2), st.one_of(st.none(), st.integers(0, 50)), st.booleans()),

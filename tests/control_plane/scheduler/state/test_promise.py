@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.promise import Promise
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, Finished, FinishReason, WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, Finished, FinishReason, WindowDone
 
 
 @given(st.lists(st.integers(1, 5000), max_size=400), st.integers(1, 100), st.integers(1, 5000))

@@ -5,8 +5,9 @@ import pytest
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, InstanceLost, Regrouped, TargetRun, TookOver, TransferDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, InstanceLost, Regrouped, TargetRun, TookOver, TransferDone
 
 NUM_FRAMES = 12
 HELD_US = 1000

@@ -5,8 +5,9 @@ import pytest
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     SeatsWanted,
@@ -14,8 +15,8 @@ from nanocp.plan import (
     TransferFenced,
     WindowDone,
 )
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageClear, PageRun, RouteChange
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageClear, PageRun, RouteChange
 
 NUM_FRAMES = 20
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.scheduler.windows.routing import DenseList, Routes, build_routes
-from nanocp.table import DIGEST_MASK, ROW, InstanceTable
-from nanocp.table_changes import RowChange, TableChanges
+from nanocp.values.table import DIGEST_MASK, ROW, InstanceTable
+from nanocp.values.table_changes import RowChange, TableChanges
 
 actions = st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.booleans()), max_size=50)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from data_plane.profiling.batch import Batch, linked_batches, local_batches
-from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE
 
 if TYPE_CHECKING:
     from data_plane.profiling.cluster import LaneTimes

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocp.experts import fewest_seats, home_experts, home_table, num_slots, place_experts
+from nanocp.values.experts import fewest_seats, home_experts, home_table, num_slots, place_experts
 
 
 @given(st.integers(1, 80), st.integers(1, 9), st.integers(0, 12), st.data())

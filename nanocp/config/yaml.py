@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from nanocp.config import SECRETS, Config
-from nanocp.field_docs import field_docs
+from nanocp.config.field_docs import field_docs
+from nanocp.config.whole import SECRETS, Config
 
 _COLUMNS = 100
 _UNITS = {

@@ -19,18 +19,16 @@ from typing import NamedTuple
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.stages import MoveTime, PassTime, TimedStages
-from nanocp.config import (
-    BoundsConfig,
-    ClusterConfig,
-    Config,
-    DataPlaneConfig,
-    PassesConfig,
-    SchedulerConfig,
-)
-from nanocp.passes import PassDone, PipelineConfig
-from nanocp.plan import PAGE_SIZE, Arrival
-from nanocp.sampling import RowInput, SamplingParams, penalized_prompt_ids
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.passes import PassesConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 from nanocp.simulator.pipeline.fit import FORMS, FitError, MeasuredPass, fit_costs, fit_error
+from nanocp.values.passes import PassDone
+from nanocp.values.plan import PAGE_SIZE, Arrival
+from nanocp.values.sampling import RowInput, SamplingParams, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
 GREEDY = SamplingParams(temperature=0.0)

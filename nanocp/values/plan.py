@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from nanocp.offload import Fetch as Fetch
-from nanocp.offload import Stow as Stow
-from nanocp.offload import TransferMissed as TransferMissed
-from nanocp.offload import WrittenPage as WrittenPage
-from nanocp.table_changes import TableChanges
-from nanocp.terms import ClusterLost as ClusterLost
-from nanocp.terms import InstanceLost as InstanceLost
-from nanocp.terms import Regrouped as Regrouped
-from nanocp.terms import Resubmitted as Resubmitted
-from nanocp.terms import SeatsWanted as SeatsWanted
-from nanocp.terms import TermEnded as TermEnded
+from nanocp.values.offload import Fetch as Fetch
+from nanocp.values.offload import Stow as Stow
+from nanocp.values.offload import TransferMissed as TransferMissed
+from nanocp.values.offload import WrittenPage as WrittenPage
+from nanocp.values.table_changes import TableChanges
+from nanocp.values.terms import ClusterLost as ClusterLost
+from nanocp.values.terms import InstanceLost as InstanceLost
+from nanocp.values.terms import Regrouped as Regrouped
+from nanocp.values.terms import Resubmitted as Resubmitted
+from nanocp.values.terms import SeatsWanted as SeatsWanted
+from nanocp.values.terms import TermEnded as TermEnded
 
 PAGE_SIZE = 64
 """Tokens in a page, and in the frame that holds it (FlashMLA's page size)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from hashlib import blake2b
 
-from nanocp.table_changes import (
+from nanocp.values.table_changes import (
     HolderChange,
     PageClear,
     PageRun,
@@ -67,7 +67,7 @@ class LaneTable:
 class InstanceTable:
     """One instance's table.
 
-    nanocp.table_changes explains the entries. lanes: rows and links by lane. rows, q_route,
+    nanocp.values.table_changes explains the entries. lanes: rows and links by lane. rows, q_route,
     res_route: those of all lanes, lane 0 first, as a window of one lane runs them.
     pages: request id -> its runs on this instance, ascending. holders:
     request id -> (first page, instance), ascending, at the MoE binding. digest: sum mod 2^64 of an

@@ -1,6 +1,6 @@
 """Knobs of the prefill: who computes prompts.
 
-Enters: values from nanocp.config_file or from tests. Leaves: a PrefillConfig. Does not know: files,
+Enters: values from nanocp.config.file or from tests. Leaves: a PrefillConfig. Does not know: files,
 the environment, the command line, engines.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from nanocp.choices import check_at_least, require
-from nanocp.passes import even_split, layers_of
+from nanocp.config.choices import check_at_least, require
+from nanocp.values.passes import even_split, layers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Enters: a YAML file of sections and keys, variables NANOCP_SECTION__KEY, and flags. Leaves: a
 validated Config, or one ValueError that says which key is wrong, where it came from, what was given
-and what would be right. Does not know: any key by name; nanocp/config.py is the only list of them.
+and what would be right. Does not know: any key by name; the dataclasses are the only list of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from nanocp.config import CPU_COSTS, SECRETS, Config
+from nanocp.config.cost import CPU_COSTS
+from nanocp.config.whole import SECRETS, Config
 
 ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is

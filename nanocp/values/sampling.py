@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanocp.passes import SamplerWork
-from nanocp.plan import FinishReason
-from nanocp.sampling_fields import CONTROLS, SamplingControls, check_bounds
+from nanocp.values.passes import SamplerWork
+from nanocp.values.plan import FinishReason
+from nanocp.values.sampling_fields import CONTROLS, SamplingControls, check_bounds
 
 MAX_STOP_TOKEN_IDS = 64
 """Stop token ids of one request, the model's end-of-sequence tokens included: row state has a
@@ -29,7 +29,7 @@ tokens'."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(SamplingControls):
-    """Parameters of one row, validated; nanocp.sampling_fields explains what clients may ask.
+    """Parameters of one row, validated. nanocp.values.sampling_fields says what clients may ask.
 
     Raises ValueError naming the field, what was wrong and what would be right.
     """

@@ -5,17 +5,21 @@ from math import inf
 
 import pytest
 
-from nanocp.config import Config, DataPlaneConfig, KvOffloadConfig, PrefillConfig, SchedulerConfig
-from nanocp.offload import next_page_hash, with_slots
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.kv_offload import KvOffloadConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.offload import next_page_hash
 
 ON = KvOffloadConfig(host_gib=1.0)
 
 
 def test_slots_are_what_fits():
     config = Config(kv_offload=KvOffloadConfig(0.5, 2.0, "/tmp"))
-    scheduler = with_slots(config, 1 << 20).scheduler
+    scheduler = config.with_slots(1 << 20).scheduler
     assert (scheduler.offload_host_pages, scheduler.offload_file_pages) == (512, 2048)
-    assert with_slots(Config(), 1 << 20) == Config()
+    assert Config().with_slots(1 << 20) == Config()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_a_page_that_does_not_fit_is_refused():
     with pytest.raises(
         ValueError, match=r"host_gib is 1.0; a page of this model has 2,147,483,648"
     ):
-        with_slots(Config(kv_offload=ON), 2 << 30)
+        Config(kv_offload=ON).with_slots(2 << 30)
     with pytest.raises(ValueError, match="offload_file_pages is set without"):
         replace(Config(), scheduler=SchedulerConfig(offload_file_pages=1))
 

@@ -4,8 +4,8 @@ Enters: nothing. Leaves: what a client may ask, as typed values with defaults, a
 every endpoint checks. Does not know: prompts, tokens' text, the sampler's arithmetic.
 
 Flags of the command line, the endpoints' reading, validation and the messages between members come
-from here. tests/nanocp/test_sampling_fields.py names what must spell a new parameter by itself: the
-protos, the HTTP body, the client's TypedDict and docs/api.md.
+from here. tests/nanocp/values/test_sampling_fields.py names what must spell a new parameter by
+itself: the protos, the HTTP body, the client's TypedDict and docs/api.md.
 """
 
 from __future__ import annotations

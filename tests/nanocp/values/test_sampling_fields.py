@@ -22,8 +22,14 @@ from control_plane.frontend.validation import ModelLimits, validated
 from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.client.messages import Sampling, request_message
-from nanocp.sampling import RowInput, SamplingParams
-from nanocp.sampling_fields import BOUNDS, CONSTRAINTS, CONTROLS, SamplingControls, SamplingRequest
+from nanocp.values.sampling import RowInput, SamplingParams
+from nanocp.values.sampling_fields import (
+    BOUNDS,
+    CONSTRAINTS,
+    CONTROLS,
+    SamplingControls,
+    SamplingRequest,
+)
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2, inference_pb2
 

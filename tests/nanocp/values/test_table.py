@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocp.table import InstanceTable
-from nanocp.table_changes import HolderChange, PageClear, PageRun, TableChanges
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import HolderChange, PageClear, PageRun, TableChanges
 
 SPANS = st.tuples(st.integers(0, 30), st.integers(1, 8))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanocp.choices import check_at_least, require
+from nanocp.config.choices import check_at_least, require
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nanocp.config import CPU_COSTS, Config, CostConfig
-from nanocp.config_file import load_config
+from nanocp.config.cost import CPU_COSTS, CostConfig
+from nanocp.config.file import load_config
+from nanocp.config.whole import Config
 
 DEFAULT = replace(Config(), scheduler=replace(Config().scheduler, costs=CPU_COSTS))
 """What is loaded if nothing is given: the costs of the default device."""

@@ -19,7 +19,8 @@ from data_plane.graph.buckets import BucketTable, powers_of_two
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.batch import Batch
 from data_plane.profiling.phase_clock import PhaseTimes
-from nanocp.config import Config, CostConfig
+from nanocp.config.cost import CostConfig
+from nanocp.config.whole import Config
 from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape, WireForm
 from nanocp.simulator.cost import CostModel, Loads
 

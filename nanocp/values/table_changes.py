@@ -1,8 +1,8 @@
 """What changes in one instance's table from one window to the next.
 
-Enters: nothing. Leaves: frozen values of a plan, which nanocp.table applies. Does not know: why
-they change. `None` clears an entry. Rows and slots are dense: only the last entry of a list is ever
-cleared, after a move.
+Enters: nothing. Leaves: frozen values of a plan, which nanocp.values.table applies. Does not know:
+why they change. `None` clears an entry. Rows and slots are dense: only the last entry of a list is
+ever cleared, after a move.
 """
 
 from __future__ import annotations
