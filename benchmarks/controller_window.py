@@ -32,13 +32,13 @@ from pretended_instances import Pretended, pretend
 from rich.console import Console
 from rich.table import Table
 
-from control_plane.controller import Controller
-from control_plane.flights.decode import DecodeFlights
+from control_plane.coordinator.flights.decode import DecodeFlights
 from control_plane.frontend.controller_interface import Submission
-from control_plane.member_streams import Member, MemberStream, _NodeStream
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
+from control_plane.ports.member_streams import Member, MemberStream, _NodeStream
+from control_plane.ports.members_port import MemberSecrets
+from control_plane.shell.controller import Controller
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.service import ServiceConfig

@@ -34,7 +34,7 @@ from machine import describe, write_results
 from service import checkpoint_of
 
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from data_plane.member.lifetime import SpareSpec
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_experts

@@ -28,7 +28,7 @@ from machine import describe, write_results
 from rich.console import Console
 from service import checkpoint_of
 
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from nanocp.chaos.in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from control_plane.launchers.launcher import Launcher
-    from control_plane.member_streams import Member
+    from control_plane.ports.member_streams import Member
     from nanocp.config.service import ServiceConfig
     from nanocp.config.whole import Config
     from nanocp.serve.service import Served, Service
@@ -205,7 +205,7 @@ def serve_until_end(
 
 
 def _warn_of_open_ports(service: ServiceConfig) -> None:
-    from control_plane.addresses import is_loopback
+    from control_plane.ports.addresses import is_loopback
 
     if is_loopback(service.host):
         return
@@ -265,7 +265,7 @@ class Output:
 
 
 def _serve(service: Service, served: Served, output: Output, opened: Callable[[], None]) -> int:
-    from control_plane.members.start import StartError
+    from control_plane.coordinator.members.start import StartError
 
     _on_signals(_interrupt)
     try:
@@ -351,8 +351,8 @@ def _describe(
 
 def _groups(config: Config) -> Sequence[Sequence[Member]]:
     """The instances of each node; none at a loopback address, which only this machine reaches."""
-    from control_plane.addresses import advertised_host, is_loopback
-    from control_plane.member_streams import Member
+    from control_plane.ports.addresses import advertised_host, is_loopback
+    from control_plane.ports.member_streams import Member
 
     if is_loopback(advertised_host(config.service)):
         return ()

@@ -28,7 +28,7 @@ from typing import Any
 
 from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from nanocp.config.choices import require
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config

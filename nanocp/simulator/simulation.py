@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from control_plane.event_log import EventLog
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
+from control_plane.shell.event_log import EventLog
 from nanocp.config.cluster import BoundsConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.overlap.schedule import Schedule

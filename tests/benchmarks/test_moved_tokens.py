@@ -14,9 +14,9 @@ from moved_tokens import (
     waits_ms,
 )
 
-from control_plane.event_log import EventLog
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.shell.event_log import EventLog
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival, TransferDone, WindowDone

@@ -16,7 +16,7 @@ from random import Random
 
 import torch
 
-from control_plane.flights.transfers import fetched_pages
+from control_plane.coordinator.flights.transfers import fetched_pages
 from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from control_plane.flights.transfers import Transfers
+from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.frontend.client_stream import ClientStream
 from control_plane.frontend.streams import ClientStreams
 from control_plane.scheduler.state.cluster_state import ClusterState

@@ -16,9 +16,9 @@ from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import EndedRequest
+from control_plane.ports.member_streams import PREFILL, Member
+from control_plane.ports.members_port import MemberSecrets
 from nanocp.client import Client
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.service import ServiceConfig

@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from control_plane.flights.transfers import fetched_pages
+from control_plane.coordinator.flights.transfers import fetched_pages
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check, follow

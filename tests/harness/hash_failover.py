@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from control_plane.coordinator.members.kept_pages import KeptPages
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.remote.attendance import Attendance
-from control_plane.member_streams import Member
-from control_plane.members.kept_pages import KeptPages
+from control_plane.ports.member_streams import Member
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import Request
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll

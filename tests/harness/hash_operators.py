@@ -19,9 +19,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.member_streams import Member, MemberStream
-from control_plane.members.members import Members
+from control_plane.coordinator.members.members import Members
 from control_plane.observe.recovery_metrics import RecoveryMetrics
+from control_plane.ports.member_streams import Member, MemberStream
 from data_plane.fake.instance import region_layout
 from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import NUM_EXPERTS

@@ -5,9 +5,9 @@ import functools
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members.members import Members
+from control_plane.coordinator.members.members import Members
 from control_plane.observe.recovery_metrics import RecoveryMetrics
+from control_plane.ports.member_streams import PREFILL, Member
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig

@@ -287,10 +287,10 @@ MUTANTS = [
     Mutant(
         name="members-secret",
         why="a call at a members' port needs no secret: a client can write another's answer",
-        path="control_plane/members_port.py",
+        path="control_plane/ports/members_port.py",
         text="return secret is not None and hmac.compare_digest(secret.encode(), given)",
         fault="return secret is not None",
-        tests=("tests/control_plane/test_members_port.py",),
+        tests=("tests/control_plane/ports/test_members_port.py",),
     ),
     Mutant(
         name="token-owner",

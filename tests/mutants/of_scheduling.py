@@ -82,17 +82,17 @@ OF_SCHEDULING = [
     Mutant(
         name="node-secret",
         why="a node's process may bring instances without their secret",
-        path="control_plane/member_streams.py",
+        path="control_plane/ports/member_streams.py",
         text="if not self._secrets.admit({NAME: item.opened.name, SECRET: item.opened.secret}):",
         fault="if False:",
-        tests=("tests/control_plane/test_node_streams.py", "-k", "without_the_secret"),
+        tests=("tests/control_plane/ports/test_node_streams.py", "-k", "without_the_secret"),
     ),
     Mutant(
         name="node-silent",
         why="a node's process that is stopped is never noticed",
-        path="control_plane/member_streams.py",
+        path="control_plane/ports/member_streams.py",
         text="self._num_silent_ticks += 1",
         fault="pass",
-        tests=("tests/control_plane/test_node_streams.py", "-k", "is_silent"),
+        tests=("tests/control_plane/ports/test_node_streams.py", "-k", "is_silent"),
     ),
 ]

@@ -4,8 +4,8 @@ from mutant import Mutant
 
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
-SEATS = "tests/control_plane/members/test_seats.py"
-CHANGES = "tests/control_plane/members/test_changes.py"
+SEATS = "tests/control_plane/coordinator/members/test_seats.py"
+CHANGES = "tests/control_plane/coordinator/members/test_changes.py"
 OPERATORS = "tests/data_plane/fake/test_hash_operators.py"
 
 OF_TERMS = [
@@ -60,43 +60,43 @@ OF_TERMS = [
     Mutant(
         name="old-member-reports",
         why="the controller takes a report of the term before (terms)",
-        path="control_plane/members/members.py",
+        path="control_plane/coordinator/members/members.py",
         text="case kind if message.term != self.terms.number or not self.terms.is_serving:",
         fault="case kind if not self.terms.is_serving:",
-        tests=("tests/control_plane/members/test_members.py",),
+        tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="old-words",
         why="an instance that has left an earlier term counts as out of this one (terms)",
-        path="control_plane/members/terms.py",
+        path="control_plane/coordinator/members/terms.py",
         text="if self.standing[instance] is Standing.LEAVING and term == self.number:",
         fault="if self.standing[instance] is Standing.LEAVING:",
-        tests=("tests/control_plane/members/test_terms.py",),
+        tests=("tests/control_plane/coordinator/members/test_terms.py",),
     ),
     Mutant(
         name="two-prefills",
         why="a prefill that may live on shares its rings with its successor (terms)",
-        path="control_plane/members/replacements.py",
+        path="control_plane/coordinator/members/replacements.py",
         text="if not gone.done():",
         fault="if False:",
-        tests=("tests/control_plane/members/test_members.py",),
+        tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="no-fence",
         why="a lost process that is only stopped is not killed (terms)",
-        path="control_plane/members/replacements.py",
+        path="control_plane/coordinator/members/replacements.py",
         text="""await asyncio.to_thread(self.processes.kill, member)
                 await asyncio.wait({gone}, timeout=_FENCE_S)""",
         fault="await asyncio.wait({gone}, timeout=_FENCE_S)",
-        tests=("tests/control_plane/members/test_members.py",),
+        tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="beats-ignored",
         why="a heartbeat does not end the silence before it",
-        path="control_plane/members/heartbeats.py",
+        path="control_plane/coordinator/members/heartbeats.py",
         text="self._silent_ticks[member] = 0",
         fault="self._silent_ticks.setdefault(member, 0)",
-        tests=("tests/control_plane/members/test_heartbeats.py",),
+        tests=("tests/control_plane/coordinator/members/test_heartbeats.py",),
     ),
     Mutant(
         name="held-for-ever",
@@ -109,10 +109,10 @@ OF_TERMS = [
     Mutant(
         name="lost-prompts",
         why="prompts that a lost prefill had not filled are forgotten",
-        path="control_plane/flights/transfers.py",
+        path="control_plane/coordinator/flights/transfers.py",
         text="if unanswered.request is not None:",
         fault="if False:",
-        tests=("tests/control_plane/flights/test_transfers.py",),
+        tests=("tests/control_plane/coordinator/flights/test_transfers.py",),
     ),
     Mutant(
         name="no-room",
@@ -125,15 +125,15 @@ OF_TERMS = [
     Mutant(
         name="lost-in-the-middle",
         why="a full stream ends the term under the messages of a plan (terms)",
-        path="control_plane/members/members.py",
+        path="control_plane/coordinator/members/members.py",
         text="asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)",
         fault="self._lose_unread(member, stream)",
-        tests=("tests/control_plane/flights/test_transfers.py",),
+        tests=("tests/control_plane/coordinator/flights/test_transfers.py",),
     ),
     Mutant(
         name="locked-change",
         why="a change of seats to what is already so holds the lock for ever",
-        path="control_plane/members/seat_changes.py",
+        path="control_plane/coordinator/members/seat_changes.py",
         text="self.seats.serve(serving)",
         fault="if self._is_preparing is not None: self.seats.serve(serving)",
         tests=(OPERATORS,),
@@ -141,7 +141,7 @@ OF_TERMS = [
     Mutant(
         name="overdue-change",
         why="a change of seats that nobody waits for any more stops every other one",
-        path="control_plane/members/seats.py",
+        path="control_plane/coordinator/members/seats.py",
         text="if self._change is not None and not self._change.done.done(): raise",
         fault="if self._change is not None: raise",
         tests=(SEATS,),
@@ -149,7 +149,7 @@ OF_TERMS = [
     Mutant(
         name="too-few-seats",
         why="seats leave before those have come without which experts have no slot (planned terms)",
-        path="control_plane/members/seats.py",
+        path="control_plane/coordinator/members/seats.py",
         text="if len(target) < self.fewest or target.isdisjoint(serving):",
         fault="if False:",
         tests=(SEATS,),
@@ -157,7 +157,7 @@ OF_TERMS = [
     Mutant(
         name="two-for-a-seat",
         why="a seat whose process is coming gets another one",
-        path="control_plane/members/seat_changes.py",
+        path="control_plane/coordinator/members/seat_changes.py",
         text="if standing is Standing.ABSENT and not is_coming:",
         fault="if standing is Standing.ABSENT:",
         tests=(CHANGES,),
@@ -205,10 +205,10 @@ OF_TERMS = [
     Mutant(
         name="kept-after-loss",
         why="rows are kept though an instance was lost before the term began (planned terms)",
-        path="control_plane/members/terms.py",
+        path="control_plane/coordinator/members/terms.py",
         text="self.keeps_rows = keeps_rows",
         fault="self.keeps_rows = self.keeps_rows or keeps_rows",
-        tests=("tests/control_plane/members/test_terms.py",),
+        tests=("tests/control_plane/coordinator/members/test_terms.py",),
     ),
     Mutant(
         name="dead-spare",

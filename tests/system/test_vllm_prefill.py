@@ -20,7 +20,7 @@ from threading import Event
 import pytest
 import torch
 
-from control_plane.members.start import StartError
+from control_plane.coordinator.members.start import StartError
 from data_plane.member.engine_probe import EngineProbe
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.prefill.completions import EngineOutcome

@@ -34,8 +34,8 @@ from control_plane.frontend.open_requests import (
 )
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.validation import check_request_id
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members_port import caller
+from control_plane.ports.member_streams import PREFILL, Member
+from control_plane.ports.members_port import caller
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
 from nanocp.values.plan import PAGE_SIZE, ClusterLoad, FinishReason

@@ -24,8 +24,8 @@ from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.remote.attendance import Attendance
 from control_plane.frontend.remote.observations import HttpResponded, replay
 from control_plane.frontend.remote.submissions import submission_from_wire
-from control_plane.members_port import MemberSecrets, bind, caller
 from control_plane.observe.observer import Observer
+from control_plane.ports.members_port import MemberSecrets, bind, caller
 from nanocp.config.whole import Config
 from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire import front_ends as convert

@@ -14,7 +14,7 @@ import pytest
 
 import nanocp.serve.service
 from control_plane.frontend.front_ends import FrontEnds
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from harness.frontend_fakes import (
     LIMITS,
     MEMBER_SECRETS,

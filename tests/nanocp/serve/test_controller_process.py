@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.event_log import LogReader, digest, log_lines
 from control_plane.launchers.ray_actors import RayLauncher
-from control_plane.member_streams import PREFILL, Member
+from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.shell.event_log import LogReader, digest, log_lines
 from data_plane.fake.model import NUM_EXPERTS
 from data_plane.member.ray_actor import MemberActor
 from harness.engines import EngineProcess

@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from harness.hash_service import DEFAULT, expected, generate, hash_service, prompt, shared_memory_of
 from harness.service_recovery import (
     LENGTHS,

@@ -7,7 +7,7 @@ from concurrent import futures
 import grpc
 
 from control_plane.frontend import front_end
-from control_plane.members_port import SERVER_OPTIONS
+from control_plane.ports.members_port import SERVER_OPTIONS
 from data_plane.member import controller_link, token_streams
 from nanocp.client import connection
 from nanocp.config.limits import LimitsConfig

@@ -14,7 +14,7 @@ import openai
 import pytest
 import typer.testing
 
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from harness.hash_service import forked_service, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.cli.main import app

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from control_plane.launchers.ray_actors import RayLauncher, _describe_ray_error
-from control_plane.member_streams import PREFILL, Member
+from control_plane.ports.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.paths import ROOT
 from harness.serve_process import (

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members.start import StartError
+from control_plane.coordinator.members.start import StartError
+from control_plane.ports.member_streams import PREFILL, Member
 from harness.engines import EngineProcess, free_port
 from harness.hash_service import CONFIG, expected, generate, hash_service, prompt
 from nanocp.client import ServiceError

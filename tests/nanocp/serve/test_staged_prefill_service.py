@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from control_plane.member_streams import PREFILL
+from control_plane.ports.member_streams import PREFILL
 from harness.hash_service import process_launcher, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.client import Client
