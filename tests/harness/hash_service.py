@@ -29,12 +29,16 @@ from nanocp.values.sampling import SamplingParams
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
 
+PATIENT_MS = 20_000
+"""A busy machine may let a process wait for seconds: who stops one sets a shorter time."""
 CONFIG = Config(
     cluster=ClusterConfig(num_instances=4, num_frames=64, max_model_len=2048),
     scheduler=SchedulerConfig(
         policy="dual_balanced", cp_degree_buckets=((128, 1), (256, 2)), cp_degree_max=4
     ),
-    limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
+    limits=LimitsConfig(
+        tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000, suspect_ms=PATIENT_MS
+    ),
     service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0, check_invariants=True),
 )
 

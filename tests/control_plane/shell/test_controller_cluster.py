@@ -170,7 +170,8 @@ def test_an_instance_that_is_stopped_or_hangs_is_noticed_by_its_peers(how, culpr
 
 
 def test_a_member_that_hangs_while_nothing_runs_is_noticed():
-    with hash_service(NO_RECOVERY) as service:
+    config = replace(NO_RECOVERY, limits=replace(NO_RECOVERY.limits, suspect_ms=3000))
+    with hash_service(config) as service:
         pid = service.launcher.pid(Member("instance", 1))
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -97,7 +97,7 @@ def test_a_second_signal_does_not_wait_for_running_requests():
         assert_nothing_is_left(members, segments, num_instances=2)
 
 
-NO_RECOVERY = {"NANOCP_LIMITS__RECOVERY_TIMEOUT_MS": "0"}
+NO_RECOVERY = {"NANOCP_LIMITS__RECOVERY_TIMEOUT_MS": "0", "NANOCP_LIMITS__SUSPECT_MS": "3000"}
 
 
 def an_instance_of(pids):
