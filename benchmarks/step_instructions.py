@@ -29,11 +29,11 @@ from machine import describe, write_results
 from other_checkout import commit_of, count_in
 
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.fake import instance as fake
-from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
-from data_plane.fake.model import HashModel
 from data_plane.member import instance_runner
-from data_plane.transport.local import LocalExchange
+from harness import hash_instance as fake
+from harness.hash_model import HashModel
+from harness.local_exchange import LocalExchange
+from harness.local_pages import LocalPageRing, local_peer_rings
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config

@@ -18,9 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.ticket import KEY
-from data_plane.fake.model import HashModel
 from harness.fake_vllm import FakeVllm
 from harness.hash_members import MODEL, HashProbe
+from harness.hash_model import HashModel
 
 PROBE_TOKENS = 65
 

@@ -19,7 +19,7 @@ import numpy as np
 from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.requests import PagePart, TicketedRequests
 from data_plane.connectors.sender import PagePlaces, PageSender
-from data_plane.fake.model import HashModel
+from harness.hash_model import HashModel
 from nanocp.values.plan import PAGE_SIZE
 
 POISON = 0xDEAD

@@ -19,13 +19,13 @@ from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.policies import relevel
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.fake.instance import HashInstance, region_layout
-from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
-from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.instance.page_transfers import PageMover
-from data_plane.transport.local import LocalExchange
+from harness.hash_instance import HashInstance, region_layout
+from harness.hash_model import HashModel
 from harness.hash_parts import Job, Process, Story, changes_term, draw_config, row_start
+from harness.local_exchange import LocalExchange
+from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.lost_changes import corrupted, full
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_plane.fake.instance import HashInstance, region_layout
-from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded, TermEnds
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Window
@@ -24,6 +22,8 @@ from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
+from harness.hash_instance import HashInstance, region_layout
+from harness.hash_model import HashModel
 from nanocp.config.whole import Config
 from nanocp.values.passes import PassPlan
 from nanocp.values.plan import PAGE_SIZE, InstancePlan

@@ -17,11 +17,11 @@ import numpy as np
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.page_hashes import page_hashes
-from data_plane.fake.local_pages import LocalPageRing
 from data_plane.transport.exchange import PeerLost
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import Process, offloading_config
 from harness.hash_recovery import RecoveringCluster
+from harness.local_pages import LocalPageRing
 from nanocp.config.whole import Config
 from nanocp.values.plan import PAGE_SIZE, Event, TermEnded, TransferDone, TransferMissed
 from nanocp.values.sampling import SamplingParams

@@ -22,14 +22,14 @@ from prometheus_client import CollectorRegistry
 from control_plane.coordinator.members.members import Members
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from control_plane.ports.member_streams import Member, MemberStream
-from data_plane.fake.instance import region_layout
-from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
-from data_plane.fake.model import NUM_EXPERTS
 from data_plane.instance.interface import TermEnds
-from data_plane.transport.local import LocalExchange
 from harness.hash_failover import FailoverCluster
+from harness.hash_instance import region_layout
+from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import draw_config
 from harness.hash_recovery import Seat
+from harness.local_exchange import LocalExchange
+from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.turn_loop import TurnLoop
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig

@@ -15,9 +15,9 @@ import numpy as np
 from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.policies import relevel_nodes
-from data_plane.fake.instance import HashInstance
-from data_plane.fake.local_pages import LocalPageRing
-from data_plane.fake.model import HashModel
+from harness.hash_instance import HashInstance
+from harness.hash_model import HashModel
+from harness.local_pages import LocalPageRing
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.cost import CostConfig
 from nanocp.config.kv_offload import KvOffloadConfig

@@ -19,12 +19,12 @@ from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.layer_places import runs_of
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
-from data_plane.fake.local_pages import local_peer_rings
-from data_plane.fake.model import HashModel
-from data_plane.fake.stage import HashStage
 from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.stage_links import LocalStageLinks, StageLinks
+from harness.hash_model import HashModel
 from harness.hash_parts import Story
+from harness.hash_stage import HashStage
+from harness.local_pages import local_peer_rings
 from harness.pipeline_setups import PipelineSetup, chaos_setup, crowded, draw_setup
 from nanocp.values.passes import LayerMoves, PassPlan, PipelinePlan
 from nanocp.values.plan import AbortRequested, Arrival, FinishReason, Preempted

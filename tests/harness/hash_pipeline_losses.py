@@ -16,11 +16,11 @@ import time
 from collections import Counter
 
 from control_plane.frontend.page_hashes import page_hashes
-from data_plane.fake.local_pages import local_peer_rings
-from data_plane.fake.stage import HashStage
 from data_plane.transport.stage_links import LocalStageLinks
 from harness.hash_parts import Story
 from harness.hash_pipeline import HashPipeline, StageProcess
+from harness.hash_stage import HashStage
+from harness.local_pages import local_peer_rings
 from harness.pipeline_setups import chaos_setup
 from nanocp.values.plan import (
     Arrival,

@@ -23,13 +23,13 @@ from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.streams import ClientStreams
 from control_plane.observe.observer import Unobserved
-from data_plane.fake.instance import region_layout
-from data_plane.fake.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
-from data_plane.fake.model import NUM_EXPERTS
 from data_plane.instance.interface import TermEnds, TermStart
-from data_plane.transport.local import LocalExchange
 from harness.hash_cluster import HashCluster
+from harness.hash_instance import region_layout
+from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import Expected, Process
+from harness.local_exchange import LocalExchange
+from harness.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
 from nanocp.config.whole import Config
 from nanocp.values.experts import fewest_seats, place_experts
 from nanocp.values.plan import (

@@ -15,7 +15,7 @@ def main():
     def run(*arguments):
         # Imported no earlier than the command itself would.
         import nanocp.serve.service
-        from data_plane.fake.model import NUM_EXPERTS
+        from harness.hash_model import NUM_EXPERTS
         from harness.hash_service import served
 
         def open_checkpoint(config, checkpoint):

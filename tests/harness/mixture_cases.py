@@ -12,11 +12,11 @@ from data_plane.moe.all_to_all_cpu import ExpertExchange
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
 from data_plane.native.receiver import receive_puts
-from data_plane.transport.local import LocalExchange
 from data_plane.transport.regions import TensorExchange, mixture_layout
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
+from harness.local_exchange import LocalExchange
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.experts import home_experts
 

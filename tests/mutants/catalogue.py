@@ -14,13 +14,13 @@ from of_scheduling import OF_SCHEDULING
 from of_tcp import OF_TCP
 from of_terms import OF_TERMS
 
-HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
+HASH = ("tests/hash_clusters/test_hash_cluster.py",)
 EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
 
 
 def seen_by(seed: int) -> tuple[str, ...]:
     """The play of one seed, which this fault turns red."""
-    return ("tests/data_plane/fake/test_hash_recovery.py", "-k", f"planted and {seed}")
+    return ("tests/hash_clusters/test_hash_recovery.py", "-k", f"planted and {seed}")
 
 
 MUTANTS = [

@@ -27,7 +27,7 @@ OF_OFFLOAD = [
         path="data_plane/instance/rows.py",
         text="self.written = WrittenPage(self.request_id, self.attempt, page - 1, self.page_hash)",
         fault="self.written = WrittenPage(self.request_id, self.attempt, page, self.page_hash)",
-        tests=("tests/data_plane/fake/test_hash_offload.py", "-k", "find_their_history"),
+        tests=("tests/hash_clusters/test_hash_offload.py", "-k", "find_their_history"),
     ),
     Mutant(
         name="held-row-rewrites",

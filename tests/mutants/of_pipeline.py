@@ -2,9 +2,7 @@
 
 from mutant import Mutant
 
-MOVES = (
-    "tests/data_plane/fake/test_hash_pipeline.py::test_every_token_is_right_while_layers_move",
-)
+MOVES = ("tests/hash_clusters/test_hash_pipeline.py::test_every_token_is_right_while_layers_move",)
 # Torch's kernels: a gate of the compiled ones that gets NaN ends the process.
 SPLITS = ("tests/data_plane/step/test_stage.py", "-k", "with_kv_heads and 2-torch")
 SCHEDULER = ("tests/control_plane/scheduler/pipeline/test_pipeline_scheduler.py", "-k")
@@ -228,7 +226,7 @@ OF_PIPELINE = [
         path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
         text="self.layouts.begin_term()",
         fault="pass",
-        tests=("tests/data_plane/fake/test_hash_pipeline_losses.py", "-k", "losses[True]"),
+        tests=("tests/hash_clusters/test_hash_pipeline_losses.py", "-k", "losses[True]"),
     ),
     Mutant(
         name="row-beside-its-next-attempt",
@@ -244,6 +242,6 @@ OF_PIPELINE = [
         path="data_plane/instance/stage_edge.py",
         text="if tokens.number >= self._first_pass.get(request_id, tokens.number + 1)",
         fault="if request_id in self._ids",
-        tests=("tests/data_plane/fake/test_hash_pipeline_losses.py", "-k", "losses[False]"),
+        tests=("tests/hash_clusters/test_hash_pipeline_losses.py", "-k", "losses[False]"),
     ),
 ]

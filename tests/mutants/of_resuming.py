@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 RESUME = ("tests/control_plane/frontend/test_resume.py",)
-FAILOVERS = ("tests/data_plane/fake/test_hash_recovery.py", "-k", "front_ends_are_lost and seeds0")
+FAILOVERS = ("tests/hash_clusters/test_hash_recovery.py", "-k", "front_ends_are_lost and seeds0")
 """Seeds whose front ends and controller are lost."""
 REMOTE = ("tests/control_plane/frontend/test_remote.py",)
 

@@ -6,7 +6,7 @@ IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
 SEATS = "tests/control_plane/coordinator/members/test_seats.py"
 CHANGES = "tests/control_plane/coordinator/members/test_changes.py"
-OPERATORS = "tests/data_plane/fake/test_hash_operators.py"
+OPERATORS = "tests/hash_clusters/test_hash_operators.py"
 
 OF_TERMS = [
     Mutant(
@@ -168,7 +168,7 @@ OF_TERMS = [
         path="data_plane/instance/window_edge.py",
         text="if start.experts is not None:",
         fault="if start.experts is None:",
-        tests=("tests/data_plane/fake/test_hash_recovery.py", "-k", "come_and_go"),
+        tests=("tests/hash_clusters/test_hash_recovery.py", "-k", "come_and_go"),
     ),
     Mutant(
         name="closed-seat",
@@ -192,7 +192,7 @@ OF_TERMS = [
         path="control_plane/scheduler/scheduler.py",
         text="if is_last and not self._lowering.has_pending:",
         fault="if is_last:",
-        tests=("tests/data_plane/fake/test_hash_recovery.py", "-k", "come_and_go"),
+        tests=("tests/hash_clusters/test_hash_recovery.py", "-k", "come_and_go"),
     ),
     Mutant(
         name="moving-tail",
@@ -200,7 +200,7 @@ OF_TERMS = [
         path="control_plane/scheduler/terms/seat_change.py",
         text="if request.move is None and (is_empty or request_id in self._released):",
         fault="if True:",
-        tests=("tests/data_plane/fake/test_hash_recovery.py", "-k", "come_and_go"),
+        tests=("tests/hash_clusters/test_hash_recovery.py", "-k", "come_and_go"),
     ),
     Mutant(
         name="kept-after-loss",

@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-LANES = ("tests/data_plane/fake/test_hash_lanes.py", "-k", "without_experts or links")
+LANES = ("tests/hash_clusters/test_hash_lanes.py", "-k", "without_experts or links")
 
 POLICIES = ("tests/nanocp/overlap/engine/test_policies.py",)
 PROOF = "tests/nanocp/overlap/engine/test_proof.py"
@@ -31,7 +31,7 @@ MUTANTS = [
         path="control_plane/scheduler/windows/lowering.py",
         text="self.routes.add_links(request.request_id, request.moe_binding, (holder,), lane)",
         fault="self.routes.add_links(request.request_id, request.moe_binding, (holder,))",
-        tests=("tests/data_plane/fake/test_hash_lanes.py", "-k", "chaos and always"),
+        tests=("tests/hash_clusters/test_hash_lanes.py", "-k", "chaos and always"),
     ),
     Mutant(
         name="one-lane-awaited",

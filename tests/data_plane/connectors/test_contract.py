@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.connectors.ticket import KEY, EngineTicket
-from data_plane.fake.model import HashModel
 from data_plane.transport.exchange import PeerLost
 from harness.fake_vllm import FakeVllm
+from harness.hash_model import HashModel
 
 MODEL = HashModel()
 WAIT_S = 30

@@ -1,6 +1,6 @@
 """What a stage refuses: passes for another table or layout, layers out of order, absent KV.
 
-Whole pipelines are in tests/data_plane/fake/test_hash_pipeline.py.
+Whole pipelines are in tests/hash_clusters/test_hash_pipeline.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
-from data_plane.fake.local_pages import local_peer_rings
-from data_plane.fake.model import HashModel
-from data_plane.fake.stage import HashStage
 from data_plane.transport.stage_links import HiddenRows, LocalStageLinks
+from harness.hash_model import HashModel
+from harness.hash_stage import HashStage
+from harness.local_pages import local_peer_rings
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.scheduler import SchedulerConfig

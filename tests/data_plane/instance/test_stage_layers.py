@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from data_plane.fake.model import HashModel
-from data_plane.fake.stage import HashStage
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.stage_links import LocalStageLinks
+from harness.hash_model import HashModel
+from harness.hash_stage import HashStage
 from harness.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import LayerMove, LayerMoves, LayersMoved

@@ -2,12 +2,12 @@
 
 import pytest
 
-from data_plane.fake.instance import HashInstance, region_layout
-from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
-from data_plane.fake.model import HashModel
 from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.exchange import Channel
-from data_plane.transport.local import LocalExchange
+from harness.hash_instance import HashInstance, region_layout
+from harness.hash_model import HashModel
+from harness.local_exchange import LocalExchange
+from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.lost_changes import full
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config

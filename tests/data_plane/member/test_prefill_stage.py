@@ -10,9 +10,6 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from data_plane.fake.local_pages import local_peer_rings
-from data_plane.fake.model import HashModel
-from data_plane.fake.stage import HashStage
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
 from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop, StageEnd
@@ -28,6 +25,9 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from data_plane.transport.stage_links import LocalStageLinks
+from harness.hash_model import HashModel
+from harness.hash_stage import HashStage
+from harness.local_pages import local_peer_rings
 from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link, Sink, serve, until
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig

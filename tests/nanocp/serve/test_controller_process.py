@@ -17,9 +17,9 @@ from control_plane.launchers.ray_actors import RayLauncher
 from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import LogReader, digest, log_lines
-from data_plane.fake.model import NUM_EXPERTS
 from data_plane.member.ray_actor import MemberActor
 from harness.engines import EngineProcess
+from harness.hash_model import NUM_EXPERTS
 from harness.hash_service import DEFAULT, ENVIRONMENT, expected, prompt, served
 from harness.paths import TESTS
 from harness.serve_process import NANOCP, descendants, is_running, seats, segments_of

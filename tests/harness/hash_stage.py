@@ -1,7 +1,7 @@
 """A fake stage whose tokens are wrong exactly if a layer was left out, doubled, or read wrong KV.
 
 Enters: passes, through instance/stage_edge.py, which is the code that serves. Leaves: hidden values
-and tokens. Does not know: tensors, sockets. Only the arithmetic is fake (fake/model.py).
+and tokens. Does not know: tensors, sockets. Only the arithmetic is fake (hash_model.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_plane.fake import model as hash_model
-from data_plane.fake.model import HashModel
 from data_plane.instance.page_transfers import PageMover
 from data_plane.instance.rows import Row
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.transport.stage_links import StageLinks
+from harness import hash_model
+from harness.hash_model import HashModel
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import Span
 from nanocp.values.plan import PAGE_SIZE

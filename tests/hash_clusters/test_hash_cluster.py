@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from control_plane.scheduler.pages import quarantine
-from data_plane.fake.instance import HashInstance
-from data_plane.fake.model import NUM_EXPERTS
 from data_plane.instance.rows import Row
 from harness.exact_runs import random_table
+from harness.hash_instance import HashInstance
+from harness.hash_model import NUM_EXPERTS
 from harness.hash_seeds import (
     HashCluster,
     levelling_config,

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from data_plane.fake.stage import HashStage
 from data_plane.instance.stage_edge import StageEdge
 from harness.hash_pipeline import HashPipeline, play
+from harness.hash_stage import HashStage
 
 
 def test_every_token_is_right_and_every_frame_comes_back():

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from data_plane.fake import model as hash_model
-from data_plane.fake.model import HashModel
 from data_plane.graph.buckets import Bucket
 from data_plane.instance.interface import TermEnds
 from data_plane.instance.lanes import Waiting, WindowLane, in_turns, run_waiting
@@ -35,6 +33,8 @@ from data_plane.transport.exchange import (
     row_bytes,
 )
 from data_plane.transport.mailbox import mailbox_layout
+from harness import hash_model
+from harness.hash_model import HashModel
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable, home_table
 from nanocp.values.plan import PAGE_SIZE
