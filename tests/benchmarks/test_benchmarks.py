@@ -10,7 +10,6 @@ import time
 from itertools import pairwise
 
 import apis
-import breakdown_cpu
 import decode_cpu
 import live_moves
 import long_context_cpu
@@ -365,36 +364,6 @@ def test_prompts_are_distinct_and_the_same_each_time(tiny_checkpoint):
     assert prompts == service.random_prompts(tiny_checkpoint, 4, 50, seed=1)
     assert len({tuple(prompt) for prompt in prompts}) == 4
     assert min(map(min, prompts)) >= 2 and max(map(max, prompts)) < 512
-
-
-def test_breakdown_counts_the_decode_thread_only_and_the_innermost_mark():
-    loop = "process 7;run (data_plane/member/instance_runner.py:70);run (data_plane/step/cpu.py:80)"
-    experts = (
-        f"{loop};phases (data_plane/moe/all_to_all_cpu.py:95);run_experts (all_to_all_cpu.py:150)"
-    )
-    stacks = [
-        f"{experts};visit_experts (experts.py:20) 3",
-        f"{experts};_wait_for_flag (shm.py:150) 5",
-        f"{loop} 2",
-        "process 7;_watch_ring (data_plane/member/instance_runner.py:150) 90",
-        "process 7;_channel_spin (grpc/_channel.py:1) 90",
-    ]
-    assert breakdown_cpu.shares(stacks) == {
-        "waiting for peers": 0.5,
-        "experts": 0.3,
-        "the rest of the step": 0.2,
-    }
-
-
-def test_breakdown_marks_name_what_is_in_the_data_plane():
-    sources = {path: path.read_text() for path in (ROOT / "data_plane").rglob("*.py")}
-    for mark in (mark for marks in breakdown_cpu.KINDS.values() for mark in marks):
-        name, _, place = mark.partition("(")
-        if name and not place.startswith("queue"):
-            text = "".join(sources.values())
-            assert f"def {name.strip()}(" in text or f"class {name.strip()}" in text, mark
-        if place.startswith("data_plane"):
-            assert any(place in str(path) for path in sources), mark
 
 
 def test_peer_that_ends_is_an_error(tmp_path):
