@@ -6,7 +6,6 @@ where deltas come from.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +26,13 @@ from control_plane.frontend.http.response_bodies import (
     TokenLogprob,
     TopLogprob,
 )
-from control_plane.frontend.http.token_names import TokenNames, finite
-from control_plane.frontend.http.usage import UsageCount
+from control_plane.frontend.http.responses import Writer
+from control_plane.frontend.http.token_names import finite
 from control_plane.frontend.tokenizer import Tokenizer
 
 
-class ChatWriter:
-    """See responses.Writer."""
+class ChatWriter(Writer):
+    """Writes chat completions."""
 
     def __init__(
         self,
@@ -44,15 +43,11 @@ class ChatWriter:
         new_parser: Callable[[], Parser] | None = None,
     ) -> None:
         """new_parser: makes the parser of a choice's text; None: the text is the content."""
+        super().__init__(request, call_id, model, tokenizer)
+        self._request = request
         self._new_parser = new_parser
         self._answers: dict[int, ChatAnswer] = {}
-        self._request = request
-        self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
-        self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
-        self._usage = UsageCount(request.stream_options, self._names.spelled)
         self._of_prompt: dict[str, Any] = {}
-        self._choices: dict[int, ChatChoice] = {}
-        self._texts: dict[int, list[str]] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
         """See responses.Writer. A choice begins with a chunk that has the role, as OpenAI's do."""
@@ -85,10 +80,6 @@ class ChatWriter:
         choice = ChatChunkChoice(delta=message, **fields)
         return [*chunks, self._chunk([choice], **usage)]
 
-    def last_chunks(self) -> list[BaseModel]:
-        """See responses.Writer."""
-        return [self._chunk([], usage=usage) for usage in self._usage.in_last_chunk()]
-
     def add(self, delta: Delta) -> None:
         """See responses.Writer."""
         self._begin(delta)
@@ -99,24 +90,12 @@ class ChatWriter:
             if self._request.prompt_logprobs is not None:
                 logprobs = self._names.of_prompt(delta.prompt_ids, delta.prompt_logprobs)
                 self._of_prompt["prompt_logprobs"] = logprobs
-        self._texts.setdefault(delta.index, []).append(delta.text)
         fields = self._fields(delta)
         if self._new_parser is not None:
             self._answer(delta)
             fields["finish_reason"] = self._finish_reason(delta)
-        whole = self._choices.get(delta.index)
-        if whole is None:
-            self._choices[delta.index] = ChatChoice(
-                message=ChatMessage(role="assistant", content=""), **fields
-            )
-            return
-        whole.finish_reason, whole.stop_reason = fields["finish_reason"], delta.stop_reason
-        if "placement" in fields:
-            whole.placement = fields["placement"]
-        if whole.token_ids is not None:
-            whole.token_ids += fields["token_ids"]
-        if whole.logprobs is not None:
-            whole.logprobs.content += fields["logprobs"].content
+        message = ChatMessage(role="assistant", content="")
+        self._keep(delta.text, ChatChoice(message=message, **fields))
 
     def body(self) -> BaseModel:
         """See responses.Writer."""
@@ -125,13 +104,15 @@ class ChatWriter:
                 self._choices[index].message = answer.whole_message()
             else:
                 self._choices[index].message.content = "".join(texts)
-        choices = [choice for _, choice in sorted(self._choices.items())]
-        usage = self._usage.total
         return ChatCompletion(
-            **self._head, object="chat.completion", choices=choices, usage=usage, **self._of_prompt
+            **self._head,
+            object="chat.completion",
+            choices=self._kept(),
+            usage=self._usage.total,
+            **self._of_prompt,
         )
 
-    def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
+    def _chunk(self, choices: list[Any], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             **self._head, object="chat.completion.chunk", choices=choices, **more
         )

@@ -6,6 +6,7 @@ know: how an answer is parsed, other choices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from control_plane.frontend.http.answer_parser import AnswerPart, Parser, PartKind
@@ -24,58 +25,46 @@ class ChatAnswer:
         self._parser = parser
         self._has_reasoning = has_reasoning
         self._has_many_calls = has_many_calls
-        self._texts: dict[PartKind, list[str]] = {PartKind.REASONING: [], PartKind.CONTENT: []}
-        self._calls: list[MessageToolCall] = []
-        self._new: list[AnswerPart] = []
+        self._parts: list[AnswerPart] = []
+        self._num_old = 0
+        """Parts before those that the latest text has added."""
         self.num_calls = 0
 
     def add(self, text: str, is_last: bool) -> None:
         """Add text that the choice has generated."""
-        self._new = self._parser.feed(text)
-        if is_last:
-            self._new += self._parser.finish()
-        if not self._has_many_calls:
-            calls = [part for part in self._new if part.call]
-            extra = calls[0 if self.num_calls else 1 :]
-            self._new = [part for part in self._new if part not in extra]
-        for part in self._new:
-            if part.call:
-                self.num_calls += 1
-                function = FunctionCall(name=part.call.name, arguments=part.call.arguments)
-                self._calls.append(
-                    MessageToolCall(id=part.call.id, type="function", function=function)
-                )
-            else:
-                self._texts[part.kind].append(part.text)
+        self._num_old = len(self._parts)
+        for part in self._parser.feed(text) + (self._parser.finish() if is_last else []):
+            if part.call is None or self._has_many_calls or not self.num_calls:
+                self._parts.append(part)
+                self.num_calls += part.call is not None
 
     def new_message(self) -> ChatMessage:
         """What the latest text has added; without any field if that is nothing."""
-        fields: dict[str, Any] = {}
-        for kind in (PartKind.REASONING, PartKind.CONTENT):
-            text = "".join(part.text for part in self._new if part.kind is kind)
-            if text and (kind is PartKind.CONTENT or self._has_reasoning):
-                fields[kind.value] = text
-        calls = [part.call for part in self._new if part.call]
-        if calls:
-            first = self.num_calls - len(calls)
-            fields["tool_calls"] = [
-                MessageToolCall(
-                    index=index,
-                    id=call.id,
-                    type="function",
-                    function=FunctionCall(name=call.name, arguments=call.arguments),
-                )
-                for index, call in enumerate(calls, first)
-            ]
+        fields = self._fields(self._parts[self._num_old :])
+        calls = fields.get("tool_calls", [])
+        for index, call in enumerate(calls, self.num_calls - len(calls)):
+            call.index = index
         return ChatMessage(**fields)
 
     def whole_message(self) -> ChatMessage:
         """The message of the whole answer; its content is null if there are calls and no text."""
-        content = "".join(self._texts[PartKind.CONTENT])
-        fields: dict[str, Any] = {"content": content or (None if self._calls else "")}
-        reasoning = "".join(self._texts[PartKind.REASONING])
-        if reasoning and self._has_reasoning:
-            fields["reasoning"] = reasoning
-        if self._calls:
-            fields["tool_calls"] = self._calls
-        return ChatMessage(role="assistant", **fields)
+        no_content = {"content": None if self.num_calls else ""}
+        return ChatMessage(role="assistant", **{**no_content, **self._fields(self._parts)})
+
+    def _fields(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        """Fields of a message with these parts."""
+        fields: dict[str, Any] = {}
+        for kind in (PartKind.REASONING, PartKind.CONTENT):
+            text = "".join(part.text for part in parts if part.kind is kind)
+            if text and (kind is PartKind.CONTENT or self._has_reasoning):
+                fields[kind.value] = text
+        calls = [
+            MessageToolCall(
+                id=part.call.id,
+                type="function",
+                function=FunctionCall(name=part.call.name, arguments=part.call.arguments),
+            )
+            for part in parts
+            if part.call
+        ]
+        return fields | ({"tool_calls": calls} if calls else {})

@@ -18,11 +18,12 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import (
     ClientRequest,
     Origin,
+    Reasoning,
     Resume,
     ResumedChoice,
 )
 from control_plane.frontend.default_sampling import our_top_k
-from control_plane.frontend.http.answer_parser import Parser
+from control_plane.frontend.http.answer_parser import THINK, Parser
 from control_plane.frontend.http.constraints import constraint_fields
 from control_plane.frontend.http.conversation import conversation
 from control_plane.frontend.http.errors import ApiError
@@ -35,12 +36,7 @@ from control_plane.frontend.http.protocol import (
     TokenizeChatRequest,
 )
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.http.tools import (
-    check_tools,
-    constrained_fields,
-    new_parser,
-    reasoning_before,
-)
+from control_plane.frontend.http.tools import read_tools
 from control_plane.frontend.validation import check_request_id
 from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
 
@@ -125,13 +121,14 @@ async def chat_request(
     request: ChatRequest, model: ServedModel, request_id: str, origin: Origin
 ) -> tuple[ClientRequest, Callable[[], Parser] | None]:
     """The request of a chat: its messages become a text. With it, what makes parsers (tools)."""
-    check_tools(request, model)
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    fields = _shared(request, model)
+    has_format = "constraint_field" in fields
+    tools = read_tools(request, model.call_form, has_format)
     prompt = await chat_prompt(request, model)
-    parser = new_parser(request, model, prompt)
-    fields = {**_shared(request, model), **constrained_fields(request, model)}
-    if "constraint_field" in fields:
-        fields["reasoning"] = reasoning_before(model, prompt)
+    fields |= tools.constraint(is_free=not has_format)
+    fields["reasoning"] = _reasoning(model, prompt, is_held="constraint_field" in fields)
+    parser = tools.new_parser(fields["reasoning"])
     if parser is not None:
         # Markers may be special tokens.
         fields["skip_special_tokens"] = False
@@ -148,6 +145,18 @@ async def chat_request(
         **fields,
     )
     return asked, parser
+
+
+def _reasoning(model: ServedModel, prompt: str, is_held: bool) -> Reasoning | None:
+    """What may come before an answer; None for a model that does not reason.
+
+    is_held: whether the answer is held to a form. Then nothing comes before it if the prompt has
+    ended the reasoning; else the model may think again.
+    """
+    end = prompt.rstrip()
+    if not model.has_reasoning or (is_held and end.endswith(THINK[1])):
+        return None
+    return Reasoning(*THINK, has_begun=end.endswith(THINK[0]))
 
 
 async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedModel) -> str:
