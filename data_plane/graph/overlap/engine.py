@@ -66,9 +66,7 @@ class OverlapEngine:
             self.recordings[batch_size] = self._record(inputs, batch_size)
             return self._whole(*inputs)
         recording = self.recordings[batch_size]
-        if recording is None:
-            return self._whole(*inputs)
-        return self._run(inputs, recording)
+        return self._whole(*inputs) if recording is None else self._run(inputs, recording)
 
     def _run_whole(self, inputs: Sequence[Any]) -> Any:
         if not self._has_warned:
@@ -84,9 +82,7 @@ class OverlapEngine:
         What is split or fused also runs whole, on rows that differ, and the results are compared.
         """
         recording = record(self.program, self._policy, batch_size)
-        if recording is None:
-            return None
-        if not (reason := self._reason(inputs, recording)):
+        if recording is None or not (reason := self._reason(inputs, recording)):
             return recording
         logger.warning(
             "a batch of %d rows runs in program order: with the policy, %s", batch_size, reason
@@ -155,25 +151,8 @@ class Forward:
 
     def run(self) -> Any:
         """Run every step; returns what the model returns, of the whole batch."""
-        values_of = self._values
         for step in self._recording.steps:
-            try:
-                operator = step.alone
-                if operator is None:
-                    self._run_step(step)
-                else:
-                    # The engine's own time is spent here: nothing is looked up twice.
-                    values = values_of[step.ops[0].micro_batch]
-                    made = operator.module.forward(*[values[n] for n in operator.inputs])
-                    if operator.is_tuple:
-                        for number, output in zip(operator.outputs, made, strict=True):
-                            values[number] = output
-                    else:
-                        values[operator.outputs[0]] = made
-            except Exception as error:
-                self._name(error, step)
-                raise
-            self._free(step)
+            self._step(step)
         return self._result()
 
     def run_on(self, streams: Streams) -> Any:
@@ -188,28 +167,36 @@ class Forward:
                         streams.wait(events[earlier])
                     if step.after or step.stream:
                         streams.use([each for op in step.ops for each in self._read(op)])
-                    try:
-                        self._run_step(step)
-                    except Exception as error:
-                        self._name(error, step)
-                        raise
+                    self._step(step)
                     if place in awaited:
                         events[place] = streams.record()
-                self._free(step)
         streams.use(tree_leaves([*self._values, *self._merged_tensors.values()]))
         return self._result()
 
-    def _name(self, error: Exception, step: RecordedStep) -> None:
-        error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
-
-    def _free(self, step: RecordedStep) -> None:
+    def _step(self, step: RecordedStep) -> None:
+        """Run a step, and free what nothing reads any more."""
+        try:
+            self._run_step(step)
+        except Exception as error:
+            error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
+            raise
         for micro_batch, number in step.freed:
             self._values[micro_batch][number] = None
         for number in step.freed_merged:
             self._merged_tensors.pop(number, None)
 
     def _run_step(self, step: RecordedStep) -> None:
-        """Run operators that are merged, replaced, or write to a place."""
+        """Run operators: alone, or merged, replaced, or written to a place."""
+        if step.alone is not None:
+            # The engine's own time is spent here: nothing is looked up twice.
+            values = self._values[step.ops[0].micro_batch]
+            made = step.alone.module.forward(*[values[n] for n in step.alone.inputs])
+            if step.alone.is_tuple:
+                for number, output in zip(step.alone.outputs, made, strict=True):
+                    values[number] = output
+            else:
+                values[step.alone.outputs[0]] = made
+            return
         if step.replace_func is not None:
             made = step.replace_func(*(self._read(op) for op in step.ops))
             for op, outputs in zip(step.ops, made, strict=True):

@@ -32,24 +32,19 @@ def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place)
     return out
 
 
-def add_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
-    """`one + other` that writes to `place`; both are of the same type."""
-    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
-    return torch.add(one, other, out=place(shape, one))
+def _into(function: Any) -> Callable[[Tensor, Tensor, Place], Tensor]:
+    """The same function of two tensors of one type, such as `torch.add`, that writes to `place`."""
+
+    def into(one: Tensor, other: Tensor, place: Place) -> Tensor:
+        shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+        written: Tensor = function(one, other, out=place(shape, one))
+        return written
+
+    return into
 
 
-def mul_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
-    """`one * other` that writes to `place`; both are of the same type."""
-    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
-    return torch.mul(one, other, out=place(shape, one))
-
-
-_INTO: dict[Any, Callable[..., Tensor]] = {
-    operator.add: add_into,
-    torch.add: add_into,
-    operator.mul: mul_into,
-    torch.mul: mul_into,
-}
+_INTO: dict[Any, Any] = dict.fromkeys((operator.add, torch.add), _into(torch.add))
+_INTO |= dict.fromkeys((operator.mul, torch.mul), _into(torch.mul))
 
 
 def writer(module: nn.Module, place: int | None) -> GraphModule | None:

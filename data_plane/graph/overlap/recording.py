@@ -7,6 +7,7 @@ wrong call. Does not know: tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
 from itertools import chain
 from typing import NamedTuple
 
@@ -80,10 +81,6 @@ class RecordedOps:
             for each in program.operators
         ]
         """Operator -> those that must have been executed."""
-        self._followers: list[list[int]] = [[] for _ in program.operators]
-        for number, earlier in enumerate(self._before):
-            for each in earlier:
-                self._followers[each].append(number)
         self._begin()
 
     @property
@@ -94,7 +91,7 @@ class RecordedOps:
     @property
     def is_finished(self) -> bool:
         """Whether every operator of every micro-batch has been executed."""
-        return not self._num_left
+        return not any(sorter.is_active() for sorter in self._sorters)
 
     def split(self, sizes: Sequence[int]) -> None:
         """See ops.Ops.split."""
@@ -133,12 +130,8 @@ class RecordedOps:
         for op in ops:
             self._ready[op.micro_batch].discard(op.number)
             self._executed[op.micro_batch].add(op.number)
-            missing = self._missing[op.micro_batch]
-            for follower in self._followers[op.number]:
-                missing[follower] -= 1
-                if not missing[follower]:
-                    self._ready[op.micro_batch].add(follower)
-        self._num_left -= len(ops)
+            self._sorters[op.micro_batch].done(op.number)
+            self._ready[op.micro_batch].update(self._sorters[op.micro_batch].get_ready())
 
     def recording(self) -> Recording | None:
         """What the policy did; see `record`."""
@@ -213,13 +206,14 @@ class RecordedOps:
 
     def _begin(self) -> None:
         """Nothing has been executed: what follows no operator is ready."""
-        missing = [len(earlier) for earlier in self._before]
-        self._missing = [[*missing] for _ in self._sizes]
-        """[micro-batch][operator] -> operators that it follows and that are not executed yet."""
-        ready = [number for number, count in enumerate(missing) if not count]
-        self._ready = [{*ready} for _ in self._sizes]
+        graph = dict(enumerate(self._before))
+        self._sorters = [TopologicalSorter(graph) for _ in self._sizes]
         self._executed: list[set[int]] = [set() for _ in self._sizes]
-        self._num_left = len(missing) * len(self._sizes)
+        self._ready: list[set[int]] = []
+        """Operators of each micro-batch that may be executed now."""
+        for sorter in self._sorters:
+            sorter.prepare()
+            self._ready.append({*sorter.get_ready()})
 
     def _count_call(self) -> None:
         self._num_calls += 1
