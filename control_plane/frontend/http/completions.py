@@ -150,21 +150,16 @@ class CompletionWriter(Writer):
         if has_prompt:
             offsets += text_offsets.of_prompt(delta.prompt_ids, self._prompt_text(delta.prompt_ids))
         offsets += text_offsets.of(delta.token_ids)
-        chosen: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        for token_id, logprobs in zip(token_ids, of_tokens, strict=True):
-            if logprobs is None:
-                chosen.append(None)
-                tops.append(None)
-                continue
-            logprob = finite(logprobs.logprob)
-            top = logprobs.top[: self._request.logprobs]
-            chosen.append(logprob)
-            # The token itself is always among them.
-            tops.append(self._names.by_name([(token_id, logprob), *top]))
+        num_top, pairs = self._request.logprobs, zip(token_ids, of_tokens, strict=True)
         return CompletionLogprobs(
             text_offset=offsets,
-            token_logprobs=chosen,
+            token_logprobs=[None if each is None else finite(each.logprob) for each in of_tokens],
             tokens=tokens,
-            top_logprobs=tops,
+            # The token itself is always among them.
+            top_logprobs=[
+                None
+                if each is None
+                else self._names.by_name([(token_id, each.logprob), *each.top[:num_top]])
+                for token_id, each in pairs
+            ],
         )

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -93,7 +93,7 @@ class Writer(ABC):
 
 
 async def respond(
-    request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool
+    request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool | None
 ) -> Response:
     """The response to a call.
 
@@ -166,7 +166,7 @@ async def _unless_disconnected(request: Request, work: Any) -> Any:
 
     Then the awaitable is cancelled. Raises _DisconnectedError.
     """
-    tasks = [asyncio.ensure_future(_awaited(work)), asyncio.ensure_future(_disconnected(request))]
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
@@ -176,10 +176,6 @@ async def _unless_disconnected(request: Request, work: Any) -> Any:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _awaited(work: Coroutine[Any, Any, Any]) -> Any:
-    return await work
 
 
 async def _disconnected(request: Request) -> None:

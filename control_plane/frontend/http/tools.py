@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from control_plane.frontend.client_request import Reasoning
-from control_plane.frontend.http.answer_parser import AnswerParser, CallContext, Parser
+from control_plane.frontend.http.answer_parser import AnswerParser, CallContext
 from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.conversation import earlier_calls
 from control_plane.frontend.http.errors import ApiError
-from control_plane.frontend.http.forced_calls import ForcedCallsParser
+from control_plane.frontend.http.forced_calls import ForcedCallsParser, Parser
 from control_plane.frontend.http.protocol import ChatRequest
 from control_plane.frontend.http.strict_calls import strict_calls
 from control_plane.frontend.http.tool_schemas import moved, parameters_of

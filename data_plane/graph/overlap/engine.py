@@ -61,20 +61,17 @@ class OverlapEngine:
         batch_size = inputs[number].shape[cut.dim] // cut.rows_each
         for number, cut in self._others:
             if inputs[number].shape[cut.dim] != batch_size * cut.rows_each:
-                return self._run_whole(inputs)
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "a batch runs in program order: its inputs have different numbers of rows"
+                    )
+                return self._whole(*inputs)
         if batch_size not in self.recordings:
             self.recordings[batch_size] = self._record(inputs, batch_size)
             return self._whole(*inputs)
         recording = self.recordings[batch_size]
         return self._whole(*inputs) if recording is None else self._run(inputs, recording)
-
-    def _run_whole(self, inputs: Sequence[Any]) -> Any:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "a batch runs in program order: its inputs have different numbers of rows"
-            )
-        return self._whole(*inputs)
 
     def _record(self, inputs: Sequence[Any], batch_size: int) -> Recording | None:
         """Let the policy decide on a batch size; None if that makes something wrong.
@@ -265,11 +262,10 @@ class Forward:
             written, module = found
             made = module(*inputs, partial(self._place, operator.outputs[written], op))
             outputs = list(made) if operator.is_tuple else [made]
-        for place, number in enumerate(operator.outputs):
+        for place, (number, output) in enumerate(zip(operator.outputs, outputs, strict=False)):
             if number in merged and place != written:
-                self._place(number, op, outputs[place].shape, outputs[place]).copy_(outputs[place])
-                self.num_copied_bytes += outputs[place].nbytes
-                outputs[place] = self._place(number, op, outputs[place].shape, outputs[place])
+                outputs[place] = self._place(number, op, output.shape, output).copy_(output)
+                self.num_copied_bytes += output.nbytes
         return outputs
 
     def _place(self, number: int, op: Op, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

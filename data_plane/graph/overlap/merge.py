@@ -113,19 +113,13 @@ class Writers:
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
     """The tensor whose neighbouring slices along `dim` the parts are; None if they are not."""
-    first = parts[0]
-    offset = first.storage_offset()
-    total = 0
+    first, total = parts[0], 0
     for part in parts:
-        is_next = (
-            part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            and part.stride() == first.stride()
-            and part.storage_offset() == offset
-            and part.dtype == first.dtype
-        )
-        if not is_next:
+        offset = first.storage_offset() + total * first.stride(dim)
+        is_alike = (part.stride(), part.dtype) == (first.stride(), first.dtype)
+        is_there = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_alike or not is_there or part.storage_offset() != offset:
             return None
-        offset += part.shape[dim] * part.stride(dim)
         total += part.shape[dim]
     shape = list(first.shape)
     shape[dim] = total
