@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from operator import itemgetter
 
-from nanocp.plan import Placement
+from nanocp.values.plan import Placement
 
 
 class TokenOwners:

@@ -40,7 +40,7 @@ from control_plane.frontend.http.protocol import (
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools import read_tools
 from control_plane.frontend.validation import check_request_id
-from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
+from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
 """Default of a completion, as OpenAI's. A chat may go on to the model's length."""

@@ -10,7 +10,7 @@ from harness.paths import TESTS
 from nanocp.chaos.losses import PROCESS_KINDS
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 
 SEED = 6
 SETTINGS = {"cluster.num_frames": 64, "cluster.max_model_len": 2048, "limits.tick_ms": 50}

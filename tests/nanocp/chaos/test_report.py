@@ -17,7 +17,7 @@ from nanocp.chaos.judge import ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import KINDS, Loss, Losses
 from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 
 SOUND = {
     "lost": 0,
