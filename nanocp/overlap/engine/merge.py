@@ -33,7 +33,7 @@ def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place)
 
 
 def _into(function: Any) -> Callable[[Tensor, Tensor, Place], Tensor]:
-    """The same function of two tensors of one type, such as `torch.add`, that writes to `place`."""
+    """Make of `torch.add`, or another function of two like tensors, one that writes to `place`."""
 
     def into(one: Tensor, other: Tensor, place: Place) -> Tensor:
         shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
