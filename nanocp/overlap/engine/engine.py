@@ -61,17 +61,22 @@ class OverlapEngine:
         batch_size = inputs[number].shape[cut.dim] // cut.rows_each
         for number, cut in self._others:
             if inputs[number].shape[cut.dim] != batch_size * cut.rows_each:
-                if not self._has_warned:
-                    self._has_warned = True
-                    logger.warning(
-                        "a batch runs in program order: its inputs have different numbers of rows"
-                    )
-                return self._whole(*inputs)
+                return self._run_whole(inputs)
         if batch_size not in self.recordings:
             self.recordings[batch_size] = self._record(inputs, batch_size)
             return self._whole(*inputs)
         recording = self.recordings[batch_size]
-        return self._whole(*inputs) if recording is None else self._run(inputs, recording)
+        if recording is None:
+            return self._whole(*inputs)
+        return self._run(inputs, recording)
+
+    def _run_whole(self, inputs: Sequence[Any]) -> Any:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a batch runs in program order: its inputs have different numbers of rows"
+            )
+        return self._whole(*inputs)
 
     def _record(self, inputs: Sequence[Any], batch_size: int) -> Recording | None:
         """Let the policy decide on a batch size; None if that makes something wrong.
@@ -79,7 +84,9 @@ class OverlapEngine:
         What is split or fused also runs whole, on rows that differ, and the results are compared.
         """
         recording = record(self.program, self._policy, batch_size)
-        if recording is None or not (reason := self._reason(inputs, recording)):
+        if recording is None:
+            return None
+        if not (reason := self._reason(inputs, recording)):
             return recording
         logger.warning(
             "a batch of %d rows runs in program order: with the policy, %s", batch_size, reason
@@ -148,8 +155,25 @@ class Forward:
 
     def run(self) -> Any:
         """Run every step; returns what the model returns, of the whole batch."""
+        values_of = self._values
         for step in self._recording.steps:
-            self._step(step)
+            try:
+                operator = step.alone
+                if operator is None:
+                    self._run_step(step)
+                else:
+                    # The engine's own time is spent here: nothing is looked up twice.
+                    values = values_of[step.ops[0].micro_batch]
+                    made = operator.module.forward(*[values[n] for n in operator.inputs])
+                    if operator.is_tuple:
+                        for number, output in zip(operator.outputs, made, strict=True):
+                            values[number] = output
+                    else:
+                        values[operator.outputs[0]] = made
+            except Exception as error:
+                self._name(error, step)
+                raise
+            self._free(step)
         return self._result()
 
     def run_on(self, streams: Streams) -> Any:
@@ -164,36 +188,28 @@ class Forward:
                         streams.wait(events[earlier])
                     if step.after or step.stream:
                         streams.use([each for op in step.ops for each in self._read(op)])
-                    self._step(step)
+                    try:
+                        self._run_step(step)
+                    except Exception as error:
+                        self._name(error, step)
+                        raise
                     if place in awaited:
                         events[place] = streams.record()
+                self._free(step)
         streams.use(tree_leaves([*self._values, *self._merged_tensors.values()]))
         return self._result()
 
-    def _step(self, step: RecordedStep) -> None:
-        """Run a step, and free what nothing reads any more."""
-        try:
-            self._run_step(step)
-        except Exception as error:
-            error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
-            raise
+    def _name(self, error: Exception, step: RecordedStep) -> None:
+        error.add_note("in " + ", ".join(describe(self._program, op) for op in step.ops))
+
+    def _free(self, step: RecordedStep) -> None:
         for micro_batch, number in step.freed:
             self._values[micro_batch][number] = None
         for number in step.freed_merged:
             self._merged_tensors.pop(number, None)
 
     def _run_step(self, step: RecordedStep) -> None:
-        """Run operators: alone, or merged, replaced, or written to a place."""
-        if step.alone is not None:
-            # The engine's own time is spent here: nothing is looked up twice.
-            values = self._values[step.ops[0].micro_batch]
-            made = step.alone.module.forward(*[values[n] for n in step.alone.inputs])
-            if step.alone.is_tuple:
-                for number, output in zip(step.alone.outputs, made, strict=True):
-                    values[number] = output
-            else:
-                values[step.alone.outputs[0]] = made
-            return
+        """Run operators that are merged, replaced, or write to a place."""
         if step.replace_func is not None:
             made = step.replace_func(*(self._read(op) for op in step.ops))
             for op, outputs in zip(step.ops, made, strict=True):
@@ -262,10 +278,11 @@ class Forward:
             written, module = found
             made = module(*inputs, partial(self._place, operator.outputs[written], op))
             outputs = list(made) if operator.is_tuple else [made]
-        for place, (number, output) in enumerate(zip(operator.outputs, outputs, strict=False)):
+        for place, number in enumerate(operator.outputs):
             if number in merged and place != written:
-                outputs[place] = self._place(number, op, output.shape, output).copy_(output)
-                self.num_copied_bytes += output.nbytes
+                self._place(number, op, outputs[place].shape, outputs[place]).copy_(outputs[place])
+                self.num_copied_bytes += outputs[place].nbytes
+                outputs[place] = self._place(number, op, outputs[place].shape, outputs[place])
         return outputs
 
     def _place(self, number: int, op: Op, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

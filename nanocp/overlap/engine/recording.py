@@ -7,7 +7,6 @@ wrong call. Does not know: tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from graphlib import TopologicalSorter
 from itertools import chain
 from typing import NamedTuple
 
@@ -81,6 +80,10 @@ class RecordedOps:
             for each in program.operators
         ]
         """Operator -> those that must have been executed."""
+        self._followers: list[list[int]] = [[] for _ in program.operators]
+        for number, earlier in enumerate(self._before):
+            for each in earlier:
+                self._followers[each].append(number)
         self._begin()
 
     @property
@@ -91,7 +94,7 @@ class RecordedOps:
     @property
     def is_finished(self) -> bool:
         """Whether every operator of every micro-batch has been executed."""
-        return not any(sorter.is_active() for sorter in self._sorters)
+        return not self._num_left
 
     def split(self, sizes: Sequence[int]) -> None:
         """See ops.Ops.split."""
@@ -130,8 +133,12 @@ class RecordedOps:
         for op in ops:
             self._ready[op.micro_batch].discard(op.number)
             self._executed[op.micro_batch].add(op.number)
-            self._sorters[op.micro_batch].done(op.number)
-            self._ready[op.micro_batch].update(self._sorters[op.micro_batch].get_ready())
+            missing = self._missing[op.micro_batch]
+            for follower in self._followers[op.number]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    self._ready[op.micro_batch].add(follower)
+        self._num_left -= len(ops)
 
     def recording(self) -> Recording | None:
         """What the policy did; see `record`."""
@@ -206,14 +213,13 @@ class RecordedOps:
 
     def _begin(self) -> None:
         """Nothing has been executed: what follows no operator is ready."""
-        graph = dict(enumerate(self._before))
-        self._sorters = [TopologicalSorter(graph) for _ in self._sizes]
+        missing = [len(earlier) for earlier in self._before]
+        self._missing = [[*missing] for _ in self._sizes]
+        """[micro-batch][operator] -> operators that it follows and that are not executed yet."""
+        ready = [number for number, count in enumerate(missing) if not count]
+        self._ready = [{*ready} for _ in self._sizes]
         self._executed: list[set[int]] = [set() for _ in self._sizes]
-        self._ready: list[set[int]] = []
-        """Operators of each micro-batch that may be executed now."""
-        for sorter in self._sorters:
-            sorter.prepare()
-            self._ready.append({*sorter.get_ready()})
+        self._num_left = len(missing) * len(self._sizes)
 
     def _count_call(self) -> None:
         self._num_calls += 1
