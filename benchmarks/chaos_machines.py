@@ -30,10 +30,9 @@ import typer
 from machine import describe, write_results
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.judge_beside import JudgeBeside, judge_in_one_thread
 from harness.nodes import Node, nodes, why_not
 from harness.ray_machines import RayCluster, Serve, make_checkpoint_of_12, serve
-from nanocp.chaos.judge import judge_in_one_thread
-from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of, pauses_by_kind, serving_share, total_losses

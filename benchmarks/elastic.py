@@ -40,7 +40,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_experts
 from data_plane.startup.cpu import load_shared_weights
 from data_plane.startup.shared_parts import torch_dtype
-from nanocp.chaos.in_process import Disturbed, play_in_process
+from harness.chaos_in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.run import ChaosRun

@@ -29,7 +29,7 @@ from rich.console import Console
 from service import checkpoint_of
 
 from control_plane.ports.member_streams import Member
-from nanocp.chaos.in_process import Disturbed, play_in_process
+from harness.chaos_in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss

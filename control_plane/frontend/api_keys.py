@@ -1,7 +1,7 @@
 """Keys: which clients a service with keys answers, and which operators.
 
-Enters: keys, a call's header. Leaves: yes or no, or who it is; for gRPC also the refusal. Does not
-know: HTTP, what is asked.
+Enters: keys, a call's header. Leaves: yes or no, or who it is. Does not know: HTTP, gRPC, what is
+asked.
 
 A key is sent as `Authorization: Bearer KEY`, over HTTP and in gRPC's metadata.
 """
@@ -12,11 +12,8 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from nanocp.config.service import ServiceConfig
 
@@ -30,7 +27,6 @@ _LOOK_S = 1.0
 """Least time between two looks at the file of keys."""
 _MAX_USER = 128
 """Characters of a user's name that count."""
-_GUARDED = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
 
 
 class ApiKeys:
@@ -157,28 +153,3 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-class RequireApiKey(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls of the clients' services without a key.
-
-    Other services, such as health, need none: probes have no key.
-    """
-
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> grpc.RpcMethodHandler | None:
-        """See grpc.aio.ServerInterceptor."""
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        if not handler_call_details.method.startswith(_GUARDED) or self._keys.admit(
-            metadata.get("authorization")
-        ):
-            return await continuation(handler_call_details)
-
-        async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
-
-        return grpc.unary_unary_rpc_method_handler(refuse)

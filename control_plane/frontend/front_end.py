@@ -18,15 +18,15 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from control_plane.frontend.api_keys import ApiKeys, RequireApiKey
+from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.descriptors import max_connections
+from control_plane.frontend.grpc.admission import AdmitCalls
 from control_plane.frontend.grpc.servicers import (
     ControlServicer,
     InferenceServicer,
     TokenSinkServicer,
 )
-from control_plane.frontend.grpc.unreadable import RefuseUnreadable
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.streams import ClientStreams
@@ -155,14 +155,13 @@ class FrontEnd:
 
         Idempotent.
         """
+
+        def request() -> None:
+            if not self._stop_requested.done():
+                self._stop_requested.set_result(reason)
+
         if self._thread.is_alive():
-            self._call(
-                lambda: (
-                    self._stop_requested.set_result(reason)
-                    if not self._stop_requested.done()
-                    else None
-                )
-            )
+            self._call(request)
             self._thread.join(_THREAD_TIMEOUT_S)
 
     # --- the controller's callbacks ---
@@ -215,13 +214,12 @@ class FrontEnd:
             self.http_address = self._http.bind(self._index)
         options = _server_options(self._limits.max_model_len, max_connections(self._config))
         keys = self._keys = ApiKeys(service.api_keys, service.api_keys_file)
-        server = grpc.aio.server(
-            interceptors=(RequireApiKey(keys), RefuseUnreadable()), options=options
-        )
-        port = _bind(
+        server = grpc.aio.server(interceptors=(AdmitCalls(keys),), options=options)
+        port = members_port.add_port(
             server,
             service.host,
             service.grpc_port + self._index if service.grpc_port else 0,
+            "(service.host, service.grpc_port)",
             server_credentials(service),
         )
         address = join(advertised_host(service), port)
@@ -290,15 +288,15 @@ class FrontEnd:
 
     def _tokens_lost(self, request_id: int, sentence: str) -> None:
         """Wait until the instance may open another stream, else its tokens would be lost again."""
-        if request_id not in self._losing:
-            self._losing.add(request_id)
-            self._loop.call_later(
-                self._config.limits.retry_ms / 1000, self._try_again, request_id, sentence
-            )
+        if request_id in self._losing:
+            return
 
-    def _try_again(self, request_id: int, sentence: str) -> None:
-        self._losing.discard(request_id)
-        self._streams.tokens_lost(request_id, sentence)
+        def try_again() -> None:
+            self._losing.discard(request_id)
+            self._streams.tokens_lost(request_id, sentence)
+
+        self._losing.add(request_id)
+        self._loop.call_later(self._config.limits.retry_ms / 1000, try_again)
 
     def _open(
         self,
@@ -357,19 +355,3 @@ def _server_options(max_model_len: int, most_connections: int) -> tuple[tuple[st
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     )
-
-
-def _bind(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
-) -> int:
-    try:
-        if credentials is None:
-            bound: int = server.add_insecure_port(join(host, port))
-        else:
-            bound = server.add_secure_port(join(host, port), credentials)
-    except RuntimeError as error:  # Its message says nothing but the address.
-        raise OSError(
-            f"cannot listen on port {port} of {host} (service.host, service.grpc_port): the port "
-            "is in use, or the address is not this machine's"
-        ) from error
-    return bound

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
-from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ class FrontEnds:
 
         http: one server for each front end, or none at all.
         """
+        self.events: ControllerEvents = self
         self._drain_timeout_s = config.limits.drain_timeout_ms / 1000
         servers: Sequence[HttpServer | None] = http or [None] * config.service.front_ends
         self._front_ends = [

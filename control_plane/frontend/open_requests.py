@@ -262,11 +262,8 @@ class OpenRequests:
                     text_len, has_grammar, self._validated, request
                 )
                 if not self.closed_because:  # It may have closed meanwhile.
-                    timeout_us = (
-                        None
-                        if request.queue_timeout_ms is None
-                        else request.queue_timeout_ms * 1000
-                    )
+                    timeout_ms = request.queue_timeout_ms
+                    timeout_us = None if timeout_ms is None else timeout_ms * 1000
                     return self._streams.submit(
                         client_id, prompt_ids, choices, request.origin, timeout_us
                     )

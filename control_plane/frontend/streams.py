@@ -95,20 +95,18 @@ class ClientStreams:
         for stream in list(running):
             self._abort(stream, FinishReason.ABORTED, "the client has resumed the request")
         changed = asyncio.Event()
-        streams = []
-        for choice in choices:
-            request_id = next(self._request_ids)
-            streams.append(
-                ClientStream(
-                    request_id,
-                    client_id,
-                    prompt_ids,
-                    choice,
-                    origin,
-                    changed,
-                    self._steps_per_window,
-                )
+        streams = [
+            ClientStream(
+                next(self._request_ids),
+                client_id,
+                prompt_ids,
+                choice,
+                origin,
+                changed,
+                self._steps_per_window,
             )
+            for choice in choices
+        ]
         self._by_client[client_id] = list(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
         self._observer.on_request(len(choices))

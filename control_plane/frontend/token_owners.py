@@ -10,6 +10,7 @@ token that it allows.
 from __future__ import annotations
 
 from bisect import bisect_right
+from operator import itemgetter
 
 from nanocp.values.plan import Placement
 
@@ -45,9 +46,5 @@ class TokenOwners:
 
     def of(self, index: int) -> int | None:
         """The instance that generates the output token; None if the request is not placed."""
-        number = bisect_right(self._bindings, index, key=_first_token)
+        number = bisect_right(self._bindings, index, key=itemgetter(0))
         return self._bindings[number - 1][1] if number else None
-
-
-def _first_token(binding: tuple[int, int]) -> int:
-    return binding[0]

@@ -226,10 +226,8 @@ def _bad_word_ids(
                 f"bad_words has {word!r}, which has no tokens; each word must have at least one"
             )
         after_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        for token_id in (
-            *at_start,
-            *after_space,
-        ):  # A tokenizer may know more tokens than the model has logits.
+        # A tokenizer may know more tokens than the model has logits.
+        for token_id in (*at_start, *after_space):
             _check_token_id(f"bad_words' {word!r:.50}", token_id, limits)
         yield tuple(at_start)
         if after_space[-len(at_start) :] != at_start:

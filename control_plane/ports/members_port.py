@@ -89,14 +89,28 @@ def bind(
     """
     server = grpc.aio.server(interceptors=(_MembersOnly(members),), options=SERVER_OPTIONS)
     port = service.members_port + number if service.members_port else 0
+    settings = "for members (service.host, service.members_port)"
+    port = add_port(server, service.host, port, settings)
+    return server, join(advertised_host(service), port)
+
+
+def add_port(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    settings: str,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
+    """Bind a port, or a free one if it is 0; returns it. Raises OSError, naming the settings."""
     try:
-        port = server.add_insecure_port(join(service.host, port))
+        if credentials is None:
+            return int(server.add_insecure_port(join(host, port)))
+        return int(server.add_secure_port(join(host, port), credentials))
     except RuntimeError as error:  # Its message says nothing but the address.
         raise OSError(
-            f"cannot listen on port {port} of {service.host} for members (service.host, "
-            "service.members_port): the port is in use, or the address is not this machine's"
+            f"cannot listen on port {port} of {host} {settings}: the port is in use, or the "
+            "address is not this machine's"
         ) from error
-    return server, join(advertised_host(service), port)
 
 
 class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -111,9 +125,13 @@ class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """See grpc.aio.ServerInterceptor."""
         if self._members.admit(dict(handler_call_details.invocation_metadata or ())):
             return await continuation(handler_call_details)
+        return refusal(REFUSED)
 
-        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
 
-        # At once: a refusal does not wait for a message.
-        return grpc.stream_unary_rpc_method_handler(refuse)
+def refusal(sentence: str) -> grpc.RpcMethodHandler:
+    """What refuses a call with UNAUTHENTICATED, at once: it does not wait for a message."""
+
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, sentence)
+
+    return grpc.stream_unary_rpc_method_handler(refuse)

@@ -141,23 +141,22 @@ class OpenAIBackend:
 
         Raises ValueError with a sentence if the server does not answer or lists none.
         """
-        if self._model is None:
-            url = f"{self._base_url}/v1/models"
-            try:
-                async with self._session.get(
-                    url, timeout=aiohttp.ClientTimeout(total=30)
-                ) as response:
-                    response.raise_for_status()
-                    self._model = str((await response.json())["data"][0]["id"])
-            except aiohttp.ClientConnectionError as error:
-                raise ValueError(f"no service answers at {self._base_url} ({error})") from error
-            except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-                if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
-                    raise ValueError(
-                        f"{self._base_url} asks for an API key: set OPENAI_API_KEY to one that it "
-                        "accepts"
-                    ) from error
-                raise ValueError(f"no model is listed at {url} ({error}); give --model") from error
+        if self._model is not None:
+            return self._model
+        url, timeout = f"{self._base_url}/v1/models", aiohttp.ClientTimeout(total=30)
+        try:
+            async with self._session.get(url, timeout=timeout) as response:
+                response.raise_for_status()
+                self._model = str((await response.json())["data"][0]["id"])
+        except aiohttp.ClientConnectionError as error:
+            raise ValueError(f"no service answers at {self._base_url} ({error})") from error
+        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+            if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
+                raise ValueError(
+                    f"{self._base_url} asks for an API key: set OPENAI_API_KEY to one that it "
+                    "accepts"
+                ) from error
+            raise ValueError(f"no model is listed at {url} ({error}); give --model") from error
         return self._model
 
     async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:

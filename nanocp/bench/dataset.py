@@ -115,19 +115,13 @@ def sample_requests(
 
     Raises ValueError for an unusable file.
     """
-    random = Random(options.seed)
-    if options.name == "random":
-        requests = list(_random(options, random, tokenizer))
-    elif options.name == "prefix_repetition":
-        requests = _repeated_prefixes(options, random, tokenizer)
-    elif options.name == "custom":
-        requests = list(_custom(options, tokenizer))
-    elif options.name == "sharegpt" and options.path is not None:
-        requests = _sharegpt(options, random, tokenizer)
-    elif options.name == "sharegpt":
-        requests = list(_sharegpt_shaped(options, random, tokenizer))
-    else:
-        requests = list(_trace(options, random, tokenizer))
+    make = {
+        "random": _random,
+        "prefix_repetition": _repeated_prefixes,
+        "custom": _custom,
+        "sharegpt": _sharegpt if options.path else _sharegpt_shaped,
+    }.get(options.name, _trace)
+    requests = [*make(options, Random(options.seed), tokenizer)]
     if not requests:
         raise ValueError(f"{options.path} has no request that could be sent")
     return requests
@@ -137,12 +131,8 @@ def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator
     prefix = _ids(options.prefix_len, random, options, tokenizer)
 
     def length(of: int) -> int:
-        return max(
-            1,
-            random.randint(
-                int(of * (1 - options.range_ratio)), int(of * (1 + options.range_ratio))
-            ),
-        )
+        least, most = int(of * (1 - options.range_ratio)), int(of * (1 + options.range_ratio))
+        return max(1, random.randint(least, most))
 
     for _ in range(options.num_prompts):
         ids = (*prefix, *_ids(length(options.input_len), random, options, tokenizer))
@@ -166,7 +156,7 @@ def _repeated_prefixes(
     return requests
 
 
-def _custom(options: DatasetOptions, tokenizer: Any) -> Iterator[SampleRequest]:
+def _custom(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[SampleRequest]:
     """The first lines of a file: {"prompt": text}, and "output_tokens" if lengths differ."""
     assert options.path is not None
     if tokenizer is None:

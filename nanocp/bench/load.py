@@ -35,13 +35,11 @@ def due_times(
         return [request.at_s or 0.0 for request in requests]
     if math.isinf(rate_per_s):
         return [0.0] * len(requests)
-    gaps = (
-        np.full(len(requests), 1 / rate_per_s)
-        if math.isinf(burstiness)
-        else np.random.default_rng(seed).gamma(
-            burstiness, 1 / (rate_per_s * burstiness), len(requests)
-        )
-    )
+    if math.isinf(burstiness):
+        gaps = np.full(len(requests), 1 / rate_per_s)
+    else:
+        scale_s = 1 / (rate_per_s * burstiness)
+        gaps = np.random.default_rng(seed).gamma(burstiness, scale_s, len(requests))
     times = np.cumsum(gaps)
     return [float(time_s) for time_s in times * (len(requests) / rate_per_s / times[-1])]
 

@@ -24,11 +24,8 @@ def tpot_s(output: RequestOutput) -> float:
 
     So goodput counts a request of one token as good.
     """
-    return (
-        (output.latency_s - output.ttft_s) / (output.output_len - 1)
-        if output.output_len > 1
-        else 0.0
-    )
+    num_later = output.output_len - 1
+    return (output.latency_s - output.ttft_s) / num_later if num_later > 0 else 0.0
 
 
 def result(

@@ -50,12 +50,6 @@ class ReferenceJudge:
         return verdict.first_wrong, verdict.near_ties
 
 
-def judge_in_one_thread(checkpoint: Path) -> ReferenceJudge:
-    """Make a judge that leaves other cores to what runs beside it."""
-    torch.set_num_threads(1)
-    return ReferenceJudge(checkpoint)
-
-
 def _distance(
     logits_V: torch.Tensor,
     params: SamplingParams,

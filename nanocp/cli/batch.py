@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanocp.cli.options import ApiKey
+
 if TYPE_CHECKING:
     from nanocp.batch.files import BatchAnswer, BatchLine, BatchOutput
     from nanocp.batch.sender import BatchSender
@@ -45,12 +47,7 @@ def batch(
         float,
         typer.Option(help="Send a request again for this long while there is no room or service."),
     ] = 600.0,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
-        ),
-    ] = "",
+    api_key: ApiKey = "",
     ca: Annotated[
         Path | None, typer.Option(help="Certificates by which the service's is judged.")
     ] = None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.cli import sampling_options
-from nanocp.cli.options import with_options
+from nanocp.cli.options import ApiKey, with_options
 
 if TYPE_CHECKING:
     from nanocp.client import Chunk, Finish
@@ -38,12 +38,7 @@ class ServiceAccess:
             "goes on at another one if its own is lost."
         ),
     ] = "127.0.0.1:50051"
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"
-        ),
-    ] = ""
+    api_key: ApiKey = ""
     tls: Annotated[bool, typer.Option("--tls", help="Encrypt the connection.")] = False
     ca: Annotated[
         Path | None,

@@ -18,6 +18,11 @@ import typer
 from nanocp.config.choices import one_of
 from nanocp.config.field_docs import field_docs
 
+ApiKey = Annotated[
+    str,
+    typer.Option(help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"),
+]
+
 
 class FieldOption(NamedTuple):
     """An option that takes type, default and help from a field of a dataclass."""

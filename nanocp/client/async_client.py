@@ -7,23 +7,21 @@ them, or a ServiceError. Does not know: how the service works.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
-from nanocp.client.connection import Endpoint, Endpoints
-from nanocp.client.errors import Aborted, errors_of, service_error
+from nanocp.client.connection import Endpoints
+from nanocp.client.errors import Aborted, service_error
 from nanocp.client.messages import (
     Chunk,
     Generation,
-    Sampling,
+    RequestOptions,
     ServerInfo,
     cluster_load_of,
     generation_of,
-    request_message,
     server_info_of,
 )
 from nanocp.client.resumption import RESUME_TIMEOUT_S, Resumption
@@ -111,43 +109,23 @@ class AsyncClient:
         self._resume_timeout_s = resume_timeout_s
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        priority: int = 0,
-        queue_timeout_s: float | None = None,
-        user: str = "",
-        **sampling: Unpack[Sampling],
+        self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
     ) -> AsyncChunks:
         """Start decoding one prompt, a text or token ids, and return its chunks as they arrive.
 
-        timeout_s limits the whole request, queue_timeout_s only how long it waits to be placed.
-        Requests of a lower priority number are placed first. user: whose request it is, for the
-        fairness of a service without API keys. Raises ValueError, naming it, if the
-        prompt or an option cannot be sent; iterating raises ServiceError if the request fails.
+        Raises ValueError, naming it, if the prompt or an option cannot be sent; iterating raises
+        ServiceError if the request fails.
         """
-        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
-        return AsyncChunks(self._endpoints, self._resumption(message, timeout_s))
+        return AsyncChunks(self._endpoints, self._resumption(prompt, options))
 
     async def generate_unary(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        priority: int = 0,
-        queue_timeout_s: float | None = None,
-        user: str = "",
-        **sampling: Unpack[Sampling],
+        self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Decode one prompt and wait for the complete answer; `generate` explains the options.
+        """Decode one prompt and wait for the complete answer.
 
         Raises ValueError for what cannot be sent, ServiceError if the request fails.
         """
-        message = request_message(prompt, request_id, sampling, priority, queue_timeout_s, user)
-        resumption = self._resumption(message, timeout_s)
+        resumption = self._resumption(prompt, options)
         while True:
             endpoint = self._endpoints.present
             call = endpoint.inference.GenerateUnary(
@@ -186,52 +164,38 @@ class AsyncClient:
 
     async def server_info(self, *, timeout_s: float = 10.0) -> ServerInfo:
         """The service's model, limits and version."""
-        response = await self._anywhere(
-            lambda endpoint: endpoint.control.GetServerInfo(
-                pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._endpoints.metadata
-            )
-        )
-        return server_info_of(response)
+        request = pb.GetServerInfoRequest()
+        return server_info_of(await self._ask("GetServerInfo", request, timeout_s))
 
     async def loads(self, *, timeout_s: float = 10.0) -> ClusterLoad:
         """The load that is decided for each instance now: rows, KV tokens and frames.
 
         Raises Unavailable before the cluster has started.
         """
-        response = await self._anywhere(
-            lambda endpoint: endpoint.control.GetLoads(
-                pb.GetLoadsRequest(), timeout=timeout_s, metadata=self._endpoints.metadata
-            )
-        )
-        return cluster_load_of(response)
+        return cluster_load_of(await self._ask("GetLoads", pb.GetLoadsRequest(), timeout_s))
 
     async def close(self) -> None:
         """Close the connections; running requests are aborted."""
         for endpoint in self._endpoints.all:
             await endpoint.channel.close()
 
-    def _resumption(self, message: pb.GenerateRequest, timeout_s: float | None) -> Resumption:
-        return Resumption(message, len(self._endpoints.all), timeout_s, self._resume_timeout_s)
+    def _resumption(self, prompt: str | Sequence[int], options: RequestOptions) -> Resumption:
+        return Resumption(prompt, options, len(self._endpoints.all), self._resume_timeout_s)
 
-    async def _anywhere(self, call: Callable[[Endpoint], Awaitable[Any]]) -> Any:
-        """The result of a call at the first endpoint that is there."""
-        for endpoint in self._endpoints.in_turn[:-1]:
+    async def _ask(self, method: str, message: Any, timeout_s: float) -> Any:
+        """What the first endpoint that is there answers."""
+        turn = self._endpoints.in_turn
+        for endpoint in turn:
+            call = getattr(endpoint.control, method)
             try:
-                return await call(endpoint)
+                return await call(message, timeout=timeout_s, metadata=self._endpoints.metadata)
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if endpoint is turn[-1] or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise service_error(endpoint.target, error) from error
-        endpoint = self._endpoints.in_turn[-1]
-        with errors_of(endpoint.target):
-            return await call(endpoint)
+        raise AssertionError("the last endpoint's failure is raised")
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

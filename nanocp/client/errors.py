@@ -6,8 +6,6 @@ requests, results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -58,15 +56,6 @@ _ERRORS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
-
-
-@contextmanager
-def errors_of(target: str) -> Iterator[None]:
-    """Raise what gRPC raises inside as the ServiceError that service_error makes of it."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise service_error(target, error) from error
 
 
 def service_error(target: str, error: Any) -> ServiceError:

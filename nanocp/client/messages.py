@@ -50,6 +50,21 @@ class Sampling(TypedDict, total=False):
     structural_tag: str
 
 
+class RequestOptions(Sampling, total=False):
+    """Every option of `generate`."""
+
+    request_id: str
+    """Unique among running requests; by default the service makes one."""
+    timeout_s: float | None
+    """Longest time for the whole request."""
+    priority: int
+    """Requests of a lower number are placed first."""
+    queue_timeout_s: float | None
+    """Longest wait to be placed."""
+    user: str
+    """Whose request it is, for the fairness of a service without API keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a choice ended, and which instances held it at the end."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
 from nanocp.client.errors import service_error
-from nanocp.client.messages import Chunk, chunk_of
+from nanocp.client.messages import Chunk, RequestOptions, chunk_of, request_message
 from nanocp.wire.v1 import inference_pb2 as pb
 
 RESUME_TIMEOUT_S = 30.0
@@ -37,13 +38,24 @@ class Resumption:
 
     def __init__(
         self,
-        request: pb.GenerateRequest,
+        prompt: str | Sequence[int],
+        options: RequestOptions,
         num_targets: int,
-        timeout_s: float | None,
         resume_timeout_s: float,
     ) -> None:
-        """timeout_s: limit of the whole request. resume_timeout_s: limit without a new token."""
-        self._request = request
+        """resume_timeout_s: limit without a new token.
+
+        Takes options that are not of sampling out. Raises ValueError for what cannot be sent.
+        """
+        timeout_s = options.pop("timeout_s", None)
+        self._request = request = request_message(
+            prompt,
+            options.pop("request_id", ""),
+            priority=options.pop("priority", 0),
+            queue_timeout_s=options.pop("queue_timeout_s", None),
+            user=options.pop("user", ""),
+            sampling=options,
+        )
         self._num_targets = num_targets
         self._resume_timeout_s = resume_timeout_s
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 
-from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.remote.observations import HttpResponded
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.frontend.validation import ModelLimits
@@ -26,7 +26,7 @@ from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config
 from nanocp.serve.front_end_process import FrontEndSpec
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
-from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
+from nanocp.values.plan import ClusterLoad
 
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
@@ -80,6 +80,7 @@ class FrontEndProcesses:
             self._lost,
             controller_number,
         )
+        self.events: ControllerEvents = self._port
         self._living: dict[Member, FrontEndSpec] = dict(living_of(launcher))
         """Front ends that have lost their controller, and will dial this one unless they end."""
         self._is_first = controller_number == 1
@@ -215,25 +216,3 @@ class FrontEndProcesses:
             self._launcher.start_one(member, number + 1, self._spec(member))
         except (OSError, RuntimeError) as error:
             logger.error("no process could take the place of %s: %s", member, error)
-
-    # --- controller_interface.ControllerEvents ---
-
-    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """See ControllerEvents."""
-        self._port.placed(placement, num_cached)
-
-    def preempted(self, preempted: Preempted) -> None:
-        """See ControllerEvents."""
-        self._port.preempted(preempted)
-
-    def interrupted(self) -> int:
-        """See ControllerEvents."""
-        return self._port.interrupted()
-
-    def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """See ControllerEvents."""
-        self._port.tokens_lost(request_id, sentence)
-
-    def ended(self, ended: Ended) -> None:
-        """See ControllerEvents."""
-        self._port.ended(ended)

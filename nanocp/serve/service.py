@@ -149,7 +149,7 @@ class Service:
             config,
             MemberProcesses(launcher, self._spec, self.cluster_id),
             self._member_secrets,
-            self._front_ends,
+            self._front_ends.events,
             self.metrics,
             view,
             self._make_flights,

@@ -17,8 +17,7 @@ from typing import Any
 from control_plane.frontend.http.answer_parser import AnswerParser, AnswerPart, CallContext
 from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.protocol import ChatRequest
-from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.http.tools import constrained_fields, new_parser
+from control_plane.frontend.http.tools import ToolUse, read_tools
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -187,24 +186,24 @@ class ToolParser:
             self._num_calls += 1
         return DeltaMessage(content or None, deltas) if content or calls else None
 
-    def _asked(self, request: Any) -> tuple[ChatRequest, ServedModel]:
+    def _use(self, request: Any) -> ToolUse:
         tools = [_tool(one) for one in request.tools or ()] or None
         choice = request.tool_choice if tools else None
         if isinstance(choice, ChatCompletionNamedToolChoiceParam):
             choice = {"type": "function", "function": {"name": choice.function.name}}
         asked = ChatRequest(messages=MESSAGES, tools=tools, tool_choice=choice)
-        return asked, ServedModel("m", "c", call_form=self.form)
+        return read_tools(asked, self.form, has_format=False)
 
     def adjust_request(self, request: Any) -> Any:
-        asked, model = self._asked(request)
-        if new_parser(asked, model, "") is not None:
+        use = self._use(request)
+        if use.new_parser(None) is not None:
             request.skip_special_tokens = False
-        if tag := constrained_fields(asked, model).get("structural_tag"):
+        if tag := use.constraint(is_free=True).get("structural_tag"):
             request.structured_outputs = StructuredOutputs(tag)
         return request
 
     def get_structural_tag(self, request: Any) -> StructuralTag | None:
-        tag = constrained_fields(*self._asked(request)).get("structural_tag")
+        tag = self._use(request).constraint(is_free=True).get("structural_tag")
         return StructuralTag(tag) if tag else None
 
 

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -68,11 +69,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._open_requests = open_requests
         self._keys = keys
 
-    def _asked(
+    @asynccontextmanager
+    async def _begun(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, endpoint: str
-    ) -> ClientRequest:
+    ) -> AsyncIterator[OpenRequest]:
+        """The request, whose id is sent before any message; if it fails, the call is aborted."""
         defaults = self._open_requests.limits.default_sampling
-        return _client_request(request, context, endpoint, self._keys, defaults)
+        try:
+            asked = _client_request(request, context, endpoint, self._keys, defaults)
+            async with self._open_requests.begin(asked) as open_request:
+                name = header_of(open_request.request_id)
+                await context.send_initial_metadata(((REQUEST_ID_METADATA, name),))
+                yield open_request
+        except RequestError as error:
+            await context.abort(_STATUS[error.reason], str(error))
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -81,52 +91,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         Writes instead of yielding, so that cancellation reaches this frame at once.
         """
-        try:
-            asked = self._asked(request, context, "Generate")
-            async with self._open_requests.begin(asked) as open_request:
-                await _send_request_id(context, open_request)
-                prompt_logprobs = await open_request.prompt_logprobs()
-                for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
-                    logprobs = map(
-                        _logprobs, prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE]
-                    )
-                    await _write(
-                        context,
-                        pb.GenerateResponse(
-                            request_id=open_request.request_id, prompt_logprobs=logprobs
-                        ),
-                    )
-                async for output in open_request:
-                    response = pb.GenerateResponse(
-                        request_id=open_request.request_id, **_fields(open_request, output)
-                    )
-                    await _write(context, response)
-        except RequestError as error:
-            await context.abort(_STATUS[error.reason], str(error))
+        async with self._begun(request, context, "Generate") as open_request:
+            request_id = open_request.request_id
+            prompt_logprobs = [*map(_logprobs, await open_request.prompt_logprobs())]
+            for first in range(0, len(prompt_logprobs), _PROMPT_LOGPROBS_PER_MESSAGE):
+                some = prompt_logprobs[first : first + _PROMPT_LOGPROBS_PER_MESSAGE]
+                await _write(
+                    context, pb.GenerateResponse(request_id=request_id, prompt_logprobs=some)
+                )
+            async for output in open_request:
+                fields = _fields(open_request, output)
+                await _write(context, pb.GenerateResponse(request_id=request_id, **fields))
 
     async def GenerateUnary(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> pb.GenerateUnaryResponse:
         """See inference.proto."""
-        try:
-            asked = self._asked(request, context, "GenerateUnary")
-            async with self._open_requests.begin(asked) as open_request:
-                await _send_request_id(context, open_request)
-                prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
-                choices = {index: pb.Choice(index=index) for index in open_request.texts_before}
-                texts: dict[int, list[str]] = {index: [] for index in choices}
-                async for output in open_request:
-                    choices[output.index].MergeFrom(pb.Choice(**_fields(open_request, output)))
-                    texts[output.index].append(output.text)
-                for index, pieces in texts.items():
-                    choices[index].text = "".join(pieces)
-                return pb.GenerateUnaryResponse(
-                    request_id=open_request.request_id,
-                    choices=[choice for _, choice in sorted(choices.items())],
-                    prompt_logprobs=prompt_logprobs,
-                )
-        except RequestError as error:
-            await context.abort(_STATUS[error.reason], str(error))
+        async with self._begun(request, context, "GenerateUnary") as open_request:
+            prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
+            choices = {index: pb.Choice(index=index) for index in open_request.texts_before}
+            texts: dict[int, list[str]] = {index: [] for index in choices}
+            async for output in open_request:
+                choices[output.index].MergeFrom(pb.Choice(**_fields(open_request, output)))
+                texts[output.index].append(output.text)
+            for index, pieces in texts.items():
+                choices[index].text = "".join(pieces)
+            return pb.GenerateUnaryResponse(
+                request_id=open_request.request_id,
+                choices=[choice for _, choice in sorted(choices.items())],
+                prompt_logprobs=prompt_logprobs,
+            )
         raise AssertionError("abort raises")
 
 
@@ -142,13 +136,6 @@ async def _write(context: grpc.aio.ServicerContext, response: pb.GenerateRespons
         raise RequestError(
             FinishReason.REFUSED, f"the client has read nothing for {UNREAD_TIMEOUT_S} s"
         ) from None
-
-
-async def _send_request_id(context: grpc.aio.ServicerContext, open_request: OpenRequest) -> None:
-    """Send the request's id as initial metadata, before any message."""
-    await context.send_initial_metadata(
-        ((REQUEST_ID_METADATA, header_of(open_request.request_id)),)
-    )
 
 
 def _client_request(

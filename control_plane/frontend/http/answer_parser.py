@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
 
 from control_plane.frontend.http.call_forms import CallForm, ToolCall, Tools, Unfinished
 
@@ -37,20 +36,6 @@ class AnswerPart:
     kind: PartKind
     text: str = ""
     call: ToolCall | None = None
-
-
-class Parser(Protocol):
-    """Takes an answer apart."""
-
-    @property
-    def is_reasoning(self) -> bool | None:
-        """Whether the next text is reasoning; None: the answer has none."""
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        """Parts that the text completes, in order."""
-
-    def finish(self) -> list[AnswerPart]:
-        """What was held back, at the answer's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +202,15 @@ class AnswerParser:
 
     @property
     def is_reasoning(self) -> bool | None:
-        """See Parser."""
+        """Whether the next text is reasoning; None: the answer has none."""
         return self._is_inside if self._has_reasoning else None
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """See Parser."""
+        """Parts that the text completes, in order."""
         return self._parsed(text, False)
 
     def finish(self) -> list[AnswerPart]:
-        """See Parser."""
+        """What was held back, at the answer's end."""
         return self._parsed("", True)
 
     def _parsed(self, text: str, is_last: bool) -> list[AnswerPart]:

@@ -24,6 +24,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.middleware.errors import ServerErrorMiddleware
 
 from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
+from control_plane.frontend.client_request import Origin
 from control_plane.frontend.http import errors
 from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.client_requests import (
@@ -40,17 +41,16 @@ from control_plane.frontend.http.errors import FAILED, ApiError, ErrorResponse, 
 from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
     REQUEST_ID_HEADER,
-    AnswerHead,
     BodyLimit,
-    CountResponses,
+    NameResponses,
     OnResponse,
-    RequestNames,
     RequireKey,
 )
 from control_plane.frontend.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
     check_template_fields,
@@ -131,9 +131,7 @@ def build_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER],
         )
-    app.add_middleware(AnswerHead)
-    app.add_middleware(RequestNames)
-    app.add_middleware(CountResponses, parts.on_response)
+    app.add_middleware(NameResponses, parts.on_response)
     errors.install(app)
     _add_generation(app, parts, keys)
     _add_tokenizer(app, parts)
@@ -173,35 +171,28 @@ _POST: dict[str, Any] = {"responses": _ERRORS, "dependencies": [Depends(_well_fo
 
 
 def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
-    open_requests, model, tokenizer = (
-        parts.open_requests,
-        parts.model,
-        parts.open_requests.tokenizer,
-    )
+    open_requests, model = parts.open_requests, parts.model
+    tokenizer = open_requests.tokenizer
+
+    def named(prefix: str, request: GenerationRequest, http_request: Request) -> tuple[str, Origin]:
+        """The id of the response, and the request's origin. Raises ApiError."""
+        check_model(request.model, model)
+        request.check_supported()
+        return call_id(prefix, http_request, request), origin_of(http_request, request, keys)
 
     @app.post("/v1/completions", response_model=Completion, **_POST)
     async def completions(request: CompletionRequest, http_request: Request) -> Response:
-        check_model(request.model, model)
-        request.check_supported()
-        name = call_id("cmpl", http_request, request)
-        origin = origin_of(http_request, request, keys)
+        name, origin = named("cmpl", request, http_request)
         asked = completion_requests(request, model, name, origin)
         writer = CompletionWriter(request, name, model.name, tokenizer)
-        return await respond(
-            http_request, deltas(open_requests, asked), writer, bool(request.stream)
-        )
+        return await respond(http_request, deltas(open_requests, asked), writer, request.stream)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, **_POST)
     async def chat_completions(request: ChatRequest, http_request: Request) -> Response:
-        check_model(request.model, model)
-        request.check_supported()
-        name = call_id("chatcmpl", http_request, request)
-        origin = origin_of(http_request, request, keys)
+        name, origin = named("chatcmpl", request, http_request)
         asked, new_parser = await chat_request(request, model, name, origin)
         writer = ChatWriter(request, name, model.name, tokenizer, new_parser)
-        return await respond(
-            http_request, deltas(open_requests, [asked]), writer, bool(request.stream)
-        )
+        return await respond(http_request, deltas(open_requests, [asked]), writer, request.stream)
 
 
 def _add_tokenizer(app: FastAPI, parts: ApiParts) -> None:

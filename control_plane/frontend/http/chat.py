@@ -6,15 +6,14 @@ where deltas come from.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from control_plane.frontend.http.answer_parser import Parser
-from control_plane.frontend.http.chat_answer import ChatAnswer
+from control_plane.frontend.http.answer_parser import AnswerPart, PartKind
 from control_plane.frontend.http.deltas import Delta
+from control_plane.frontend.http.forced_calls import Parser
 from control_plane.frontend.http.protocol import ChatRequest
 from control_plane.frontend.http.response_bodies import (
     ChatChoice,
@@ -24,16 +23,71 @@ from control_plane.frontend.http.response_bodies import (
     ChatLogprobs,
     ChatMessage,
     ChoicePlacement,
+    FunctionCall,
+    MessageToolCall,
     TokenLogprob,
     TopLogprob,
 )
-from control_plane.frontend.http.token_names import TokenNames, finite
-from control_plane.frontend.http.usage import UsageCount
+from control_plane.frontend.http.responses import Writer
+from control_plane.frontend.http.token_names import finite
 from control_plane.frontend.tokenizer import Tokenizer
 
 
-class ChatWriter:
-    """See responses.Writer."""
+class ChatAnswer:
+    """One choice's answer so far, as a message and as what is new of it."""
+
+    def __init__(self, parser: Parser, has_reasoning: bool, has_many_calls: bool) -> None:
+        """has_reasoning: whether messages have it. has_many_calls: False keeps the first call."""
+        self._parser = parser
+        self._has_reasoning = has_reasoning
+        self._has_many_calls = has_many_calls
+        self._parts: list[AnswerPart] = []
+        self._num_old = 0
+        """Parts before those that the latest text has added."""
+        self.num_calls = 0
+
+    def add(self, text: str, is_last: bool) -> None:
+        """Add text that the choice has generated."""
+        self._num_old = len(self._parts)
+        for part in self._parser.feed(text) + (self._parser.finish() if is_last else []):
+            if part.call is None or self._has_many_calls or not self.num_calls:
+                self._parts.append(part)
+                self.num_calls += part.call is not None
+
+    def new_message(self) -> ChatMessage:
+        """What the latest text has added; without any field if that is nothing."""
+        fields = self._fields(self._parts[self._num_old :])
+        calls = fields.get("tool_calls", [])
+        for index, call in enumerate(calls, self.num_calls - len(calls)):
+            call.index = index
+        return ChatMessage(**fields)
+
+    def whole_message(self) -> ChatMessage:
+        """The message of the whole answer; its content is null if there are calls and no text."""
+        no_content = {"content": None if self.num_calls else ""}
+        return ChatMessage(role="assistant", **{**no_content, **self._fields(self._parts)})
+
+    def _fields(self, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        """Fields of a message with these parts."""
+        fields: dict[str, Any] = {}
+        for kind in (PartKind.REASONING, PartKind.CONTENT):
+            text = "".join(part.text for part in parts if part.kind is kind)
+            if text and (kind is PartKind.CONTENT or self._has_reasoning):
+                fields[kind.value] = text
+        calls = [
+            MessageToolCall(
+                id=part.call.id,
+                type="function",
+                function=FunctionCall(name=part.call.name, arguments=part.call.arguments),
+            )
+            for part in parts
+            if part.call
+        ]
+        return fields | ({"tool_calls": calls} if calls else {})
+
+
+class ChatWriter(Writer):
+    """Writes chat completions."""
 
     def __init__(
         self,
@@ -44,20 +98,15 @@ class ChatWriter:
         new_parser: Callable[[], Parser] | None = None,
     ) -> None:
         """new_parser: makes the parser of a choice's text; None: the text is the content."""
+        super().__init__(request, call_id, model, tokenizer)
+        self._request = request
         self._new_parser = new_parser
         self._answers: dict[int, ChatAnswer] = {}
-        self._request = request
-        self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
-        self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
-        self._usage = UsageCount(request.stream_options, self._names.spelled)
         self._of_prompt: dict[str, Any] = {}
-        self._choices: dict[int, ChatChoice] = {}
-        self._texts: dict[int, list[str]] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
         """See responses.Writer. A choice begins with a chunk that has the role, as OpenAI's do."""
-        self._begin(delta)
-        is_first = self._usage.add(delta)
+        is_first, fields = self._taken(delta)
         usage = self._usage.in_chunk(delta)
         chunks: list[BaseModel] = []
         if is_first:
@@ -67,56 +116,29 @@ class ChatWriter:
                 logprobs=None,
                 finish_reason=None,
             )
-            prompt_ids = (
-                {"prompt_token_ids": list(delta.prompt_ids)}
-                if self._request.return_token_ids
-                else {}
+            ids = {"prompt_token_ids": list(delta.prompt_ids)}
+            chunks.append(
+                self._chunk([opening], **usage, **(ids if self._request.return_token_ids else {}))
             )
-            chunks.append(self._chunk([opening], **usage, **prompt_ids))
-        fields = self._fields(delta)
-        if self._new_parser is None:
-            message = ChatMessage(content=delta.text)
-        else:
-            message = self._answer(delta).new_message()
-            fields["finish_reason"] = self._finish_reason(delta)
+        message = ChatMessage(content=delta.text)
+        if answer := self._answers.get(delta.index):
+            message = answer.new_message()
             is_silent = not message.model_fields_set and fields["finish_reason"] is None
             if is_silent and not self._request.logprobs and not self._request.return_token_ids:
                 return chunks
-        choice = ChatChunkChoice(delta=message, **fields)
-        return [*chunks, self._chunk([choice], **usage)]
-
-    def last_chunks(self) -> list[BaseModel]:
-        """See responses.Writer."""
-        return [self._chunk([], usage=usage) for usage in self._usage.in_last_chunk()]
+        return [*chunks, self._chunk([ChatChunkChoice(delta=message, **fields)], **usage)]
 
     def add(self, delta: Delta) -> None:
         """See responses.Writer."""
-        self._begin(delta)
-        self._usage.add(delta)
         if not self._choices:
             if self._request.return_token_ids:
                 self._of_prompt["prompt_token_ids"] = list(delta.prompt_ids)
             if self._request.prompt_logprobs is not None:
                 logprobs = self._names.of_prompt(delta.prompt_ids, delta.prompt_logprobs)
                 self._of_prompt["prompt_logprobs"] = logprobs
-        self._texts.setdefault(delta.index, []).append(delta.text)
-        fields = self._fields(delta)
-        if self._new_parser is not None:
-            self._answer(delta)
-            fields["finish_reason"] = self._finish_reason(delta)
-        whole = self._choices.get(delta.index)
-        if whole is None:
-            self._choices[delta.index] = ChatChoice(
-                message=ChatMessage(role="assistant", content=""), **fields
-            )
-            return
-        whole.finish_reason, whole.stop_reason = fields["finish_reason"], delta.stop_reason
-        if "placement" in fields:
-            whole.placement = fields["placement"]
-        if whole.token_ids is not None:
-            whole.token_ids += fields["token_ids"]
-        if whole.logprobs is not None:
-            whole.logprobs.content += fields["logprobs"].content
+        _, fields = self._taken(delta)
+        message = ChatMessage(role="assistant", content="")
+        self._keep(delta.text, ChatChoice(message=message, **fields))
 
     def body(self) -> BaseModel:
         """See responses.Writer."""
@@ -125,58 +147,51 @@ class ChatWriter:
                 self._choices[index].message = answer.whole_message()
             else:
                 self._choices[index].message.content = "".join(texts)
-        choices = [choice for _, choice in sorted(self._choices.items())]
-        usage = self._usage.total
         return ChatCompletion(
-            **self._head, object="chat.completion", choices=choices, usage=usage, **self._of_prompt
+            **self._head,
+            object="chat.completion",
+            choices=self._kept(),
+            usage=self._usage.total,
+            **self._of_prompt,
         )
 
-    def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
+    def _chunk(self, choices: list[Any], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             **self._head, object="chat.completion.chunk", choices=choices, **more
         )
 
-    def _begin(self, delta: Delta) -> None:
-        """Make the choice's answer at its first delta, if answers are parsed."""
+    def _taken(self, delta: Delta) -> tuple[bool, dict[str, Any]]:
+        """Count and parse a delta.
+
+        Returns whether it is its choice's first, and fields that a ChatChoice and a ChatChunkChoice
+        have in common.
+        """
         if self._new_parser is not None and delta.index not in self._answers:
-            parser = self._new_parser()
-            answer = self._answers[delta.index] = ChatAnswer(
-                parser,
-                self._request.include_reasoning,
-                self._request.parallel_tool_calls is not False,
-            )
-            if delta.text_before:
-                answer.add(delta.text_before, False)
-            if parser.is_reasoning is not None:
-                self._usage.begin_reasoning(delta.index, parser.is_reasoning)
-
-    def _answer(self, delta: Delta) -> ChatAnswer:
-        """The choice's answer, to which the delta's text was added."""
-        answer = self._answers[delta.index]
-        answer.add(delta.text, delta.finish_reason is not None)
-        return answer
-
-    def _finish_reason(self, delta: Delta) -> str | None:
-        # As OpenAI's: whoever names the function knows that it is called.
-        is_said = self._answers[delta.index].num_calls and isinstance(
-            self._request.tool_choice, str | None
-        )
-        return "tool_calls" if is_said and delta.finish_reason == "stop" else delta.finish_reason
-
-    def _fields(self, delta: Delta) -> dict[str, Any]:
-        """Fields that a ChatChoice and a ChatChunkChoice have in common."""
-        more: dict[str, Any] = (
-            {"token_ids": list(delta.token_ids)} if self._request.return_token_ids else {}
-        )
+            self._begin(delta, self._new_parser())
+        is_first, reason = self._usage.add(delta), delta.finish_reason
+        fields: dict[str, Any] = {"finish_reason": reason}
+        if answer := self._answers.get(delta.index):
+            answer.add(delta.text, reason is not None)
+            # As OpenAI's: whoever names the function knows that it is called.
+            is_said = answer.num_calls and isinstance(self._request.tool_choice, str | None)
+            if is_said and reason == "stop":
+                fields["finish_reason"] = "tool_calls"
+        if self._request.return_token_ids:
+            fields["token_ids"] = list(delta.token_ids)
         if delta.finish and self._request.return_placement:
-            more["placement"] = ChoicePlacement.of(delta.finish)
-        return {
-            "index": delta.index,
-            "logprobs": self._logprobs(delta) if self._request.logprobs else None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-            **more,
-        }
+            fields["placement"] = ChoicePlacement.of(delta.finish)
+        fields["logprobs"] = self._logprobs(delta) if self._request.logprobs else None
+        return is_first, {"index": delta.index, "stop_reason": delta.stop_reason, **fields}
+
+    def _begin(self, delta: Delta, parser: Parser) -> None:
+        """Make the choice's answer at its first delta."""
+        has_many_calls = self._request.parallel_tool_calls is not False
+        answer = ChatAnswer(parser, self._request.include_reasoning, has_many_calls)
+        self._answers[delta.index] = answer
+        if delta.text_before:
+            answer.add(delta.text_before, False)
+        if parser.is_reasoning is not None:
+            self._usage.begin_reasoning(delta.index, parser.is_reasoning)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs:
         content = []

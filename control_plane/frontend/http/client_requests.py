@@ -7,6 +7,7 @@ tokens, limits of the model (control_plane.frontend.validation checks those for 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -18,34 +19,33 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import (
     ClientRequest,
     Origin,
+    Reasoning,
     Resume,
     ResumedChoice,
 )
 from control_plane.frontend.default_sampling import our_top_k
-from control_plane.frontend.http.answer_parser import Parser
-from control_plane.frontend.http.constraints import constraint_fields
+from control_plane.frontend.http.answer_parser import THINK
 from control_plane.frontend.http.conversation import conversation
 from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.forced_calls import Parser
 from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
 from control_plane.frontend.http.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     ResumeBody,
+    StructuredOutputs,
     TokenizeChatRequest,
 )
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.http.tools import (
-    check_tools,
-    constrained_fields,
-    new_parser,
-    reasoning_before,
-)
+from control_plane.frontend.http.tools import read_tools
 from control_plane.frontend.validation import check_request_id
 from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
 """Default of a completion, as OpenAI's. A chat may go on to the model's length."""
+_KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""Kinds of structured_outputs."""
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
@@ -125,13 +125,14 @@ async def chat_request(
     request: ChatRequest, model: ServedModel, request_id: str, origin: Origin
 ) -> tuple[ClientRequest, Callable[[], Parser] | None]:
     """The request of a chat: its messages become a text. With it, what makes parsers (tools)."""
-    check_tools(request, model)
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    fields = _shared(request, model)
+    has_format = "constraint_field" in fields
+    tools = read_tools(request, model.call_form, has_format)
     prompt = await chat_prompt(request, model)
-    parser = new_parser(request, model, prompt)
-    fields = {**_shared(request, model), **constrained_fields(request, model)}
-    if "constraint_field" in fields:
-        fields["reasoning"] = reasoning_before(model, prompt)
+    fields |= tools.constraint(is_free=not has_format)
+    fields["reasoning"] = _reasoning(model, prompt, is_held="constraint_field" in fields)
+    parser = tools.new_parser(fields["reasoning"])
     if parser is not None:
         # Markers may be special tokens.
         fields["skip_special_tokens"] = False
@@ -150,6 +151,18 @@ async def chat_request(
     return asked, parser
 
 
+def _reasoning(model: ServedModel, prompt: str, is_held: bool) -> Reasoning | None:
+    """What may come before an answer; None for a model that does not reason.
+
+    is_held: whether the answer is held to a form. Then nothing comes before it if the prompt has
+    ended the reasoning; else the model may think again.
+    """
+    end = prompt.rstrip()
+    if not model.has_reasoning or (is_held and end.endswith(THINK[1])):
+        return None
+    return Reasoning(*THINK, has_begun=end.endswith(THINK[0]))
+
+
 async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedModel) -> str:
     """The text of the messages, rendered by the model's template. Raises ApiError."""
     if model.chat_template is None:
@@ -159,14 +172,14 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             "messages",
         )
     adds_prompt = request.add_generation_prompt
+    if adds_prompt is None:
+        adds_prompt = not request.continue_final_message
     try:
         return await asyncio.to_thread(
             model.chat_template.render,
             conversation(request.messages, model.chat_template),
             tools=request.tools,
-            add_generation_prompt=not request.continue_final_message
-            if adds_prompt is None
-            else adds_prompt,
+            add_generation_prompt=adds_prompt,
             continue_final_message=request.continue_final_message,
             arguments=request.chat_template_kwargs,
         )
@@ -192,7 +205,7 @@ def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
         "min_tokens": request.min_tokens,
         "logit_bias": _logit_bias(request.logit_bias or {}),
         "bad_words": request.bad_words or [],
-        **constraint_fields(request),
+        **_constraint(request),
         "prompt_logprobs": request.prompt_logprobs,
         "queue_timeout_ms": request.queue_timeout_ms,
         "resume": _resume(request.resume) if request.resume else None,
@@ -216,3 +229,72 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
                 f"logit_bias has {token_id!r:.60}; its keys must be token ids", "logit_bias"
             )
     return {int(token_id): bias for token_id, bias in biases.items()}
+
+
+def _constraint(request: GenerationRequest) -> dict[str, Any]:
+    """The constraint's fields of a ClientRequest; empty without one. Raises ApiError."""
+    form, outputs = request.response_format, request.structured_outputs
+    if form is not None and form.type == "text":
+        form = None
+    if outputs is not None:
+        if form is not None:
+            raise ApiError(
+                "structured_outputs is given beside response_format; only one of them can be",
+                "structured_outputs",
+            )
+        return _structured(outputs)
+    if form is None:
+        return {}
+    if form.type == "json_object":
+        return {"constraint_field": "response_format", "json_object": True}
+    if form.type == "structural_tag":
+        return {"constraint_field": "response_format", "structural_tag": form.tags}
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        raise ApiError(
+            "response_format has no json_schema.schema; it is required", "response_format"
+        )
+    return {
+        "constraint_field": "response_format",
+        "json_schema": _schema_text(form.json_schema.schema_, {}),
+    }
+
+
+def _structured(outputs: StructuredOutputs) -> dict[str, Any]:
+    given = {
+        name: value for name in _KINDS if (value := getattr(outputs, name)) not in (None, False)
+    }
+    if len(given) != 1:
+        names = ", ".join(name.strip("_") for name in given) or "none"
+        raise ApiError(
+            "structured_outputs must have exactly one of json, regex, choice, grammar, "
+            f"json_object and structural_tag; it has {names}",
+            "structured_outputs",
+        )
+    ((name, value),) = given.items()
+    called = f"structured_outputs.{name.strip('_')}"
+    if value == "":
+        raise ApiError(f"{called} is empty; it must be a constraint", called)
+    whitespace: dict[str, Any] = {}
+    if not outputs.disable_any_whitespace:
+        whitespace["whitespace_flexible"] = True
+    if outputs.whitespace_pattern is not None:
+        whitespace["whitespace_pattern"] = outputs.whitespace_pattern
+    if name == "json_object" and whitespace:
+        name, value = "json_", {"type": "object"}
+    if name == "json_":
+        name, value = "json_schema", _schema_text(value, whitespace)
+    return {"constraint_field": called, name: value}
+
+
+def _schema_text(schema: dict[str, Any] | bool | str, whitespace: dict[str, Any]) -> str:
+    """The schema as text, with the library's own options for whitespace."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(
+                f"structured_outputs.json is no JSON: {error}", "structured_outputs.json"
+            ) from error
+    if whitespace and isinstance(schema, dict):
+        schema = {"x-guidance": whitespace, **schema}
+    return json.dumps(schema)

@@ -6,7 +6,6 @@ where deltas come from.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,8 +20,8 @@ from control_plane.frontend.http.response_bodies import (
     CompletionChoice,
     CompletionLogprobs,
 )
-from control_plane.frontend.http.token_names import TokenNames, finite
-from control_plane.frontend.http.usage import UsageCount
+from control_plane.frontend.http.responses import Writer
+from control_plane.frontend.http.token_names import finite
 from control_plane.frontend.tokenizer import Detokenizer, Tokenizer
 
 
@@ -66,60 +65,35 @@ class TextOffsets:
         return offset
 
 
-class CompletionWriter:
-    """See responses.Writer."""
+class CompletionWriter(Writer):
+    """Writes completions."""
 
     def __init__(
         self, request: CompletionRequest, call_id: str, model: str, tokenizer: Tokenizer | None
     ) -> None:
+        super().__init__(request, call_id, model, tokenizer)
         self._request = request
-        self._head: dict[str, Any] = {
-            "id": call_id, "object": "text_completion", "created": int(time.time()), "model": model,
-        }  # fmt: skip
         self._tokenizer = tokenizer
-        self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
-        self._usage = UsageCount(request.stream_options)
         self._offsets: dict[int, TextOffsets] = {}
         """By the choice's number."""
-        self._choices: dict[int, CompletionChoice] = {}
-        self._texts: dict[int, list[str]] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
         """See responses.Writer."""
-        delta = self._shown(delta)
-        choice = self._choice(delta, self._usage.add(delta))
-        return [Completion(**self._head, choices=[choice], **self._usage.in_chunk(delta))]
-
-    def last_chunks(self) -> list[BaseModel]:
-        """See responses.Writer."""
-        return [
-            Completion(**self._head, choices=[], usage=usage)
-            for usage in self._usage.in_last_chunk()
-        ]
+        return [self._chunk([self._choice(delta)], **self._usage.in_chunk(delta))]
 
     def add(self, delta: Delta) -> None:
         """See responses.Writer."""
-        delta = self._shown(delta)
-        choice = self._choice(delta, self._usage.add(delta))
-        self._texts.setdefault(delta.index, []).append(choice.text)
-        whole = self._choices.setdefault(delta.index, choice)
-        if whole is choice:
-            return
-        whole.finish_reason, whole.stop_reason = choice.finish_reason, choice.stop_reason
-        if choice.placement:
-            whole.placement = choice.placement
-        if whole.token_ids is not None and choice.token_ids is not None:
-            whole.token_ids += choice.token_ids
-        if whole.logprobs is not None and choice.logprobs is not None:
-            for name in CompletionLogprobs.model_fields:
-                getattr(whole.logprobs, name).extend(getattr(choice.logprobs, name))
+        choice = self._choice(delta)
+        self._keep(choice.text, choice)
 
     def body(self) -> BaseModel:
         """See responses.Writer."""
         for index, texts in self._texts.items():
             self._choices[index].text = "".join(texts)
-        choices = [choice for _, choice in sorted(self._choices.items())]
-        return Completion(**self._head, choices=choices, usage=self._usage.total)
+        return self._chunk(self._kept(), usage=self._usage.total)
+
+    def _chunk(self, choices: list[Any], **more: Any) -> Completion:
+        return Completion(**self._head, object="text_completion", choices=choices, **more)
 
     def _shown(self, delta: Delta) -> Delta:
         if not self._request.is_prompt_only:
@@ -129,7 +103,10 @@ class CompletionWriter:
             delta, token_ids=(), text="", logprobs=(), finish_reason=reason, stop_reason=None
         )
 
-    def _choice(self, delta: Delta, is_first: bool) -> CompletionChoice:
+    def _choice(self, delta: Delta) -> CompletionChoice:
+        """What is new of the choice."""
+        delta = self._shown(delta)
+        is_first = self._usage.add(delta)
         more: dict[str, Any] = {}
         if self._request.return_token_ids:
             more["token_ids"] = list(delta.token_ids)
@@ -173,21 +150,16 @@ class CompletionWriter:
         if has_prompt:
             offsets += text_offsets.of_prompt(delta.prompt_ids, self._prompt_text(delta.prompt_ids))
         offsets += text_offsets.of(delta.token_ids)
-        chosen: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        for token_id, logprobs in zip(token_ids, of_tokens, strict=True):
-            if logprobs is None:
-                chosen.append(None)
-                tops.append(None)
-                continue
-            logprob = finite(logprobs.logprob)
-            top = logprobs.top[: self._request.logprobs]
-            chosen.append(logprob)
-            # The token itself is always among them.
-            tops.append(self._names.by_name([(token_id, logprob), *top]))
+        num_top, pairs = self._request.logprobs, zip(token_ids, of_tokens, strict=True)
         return CompletionLogprobs(
             text_offset=offsets,
-            token_logprobs=chosen,
+            token_logprobs=[None if each is None else finite(each.logprob) for each in of_tokens],
             tokens=tokens,
-            top_logprobs=tops,
+            # The token itself is always among them.
+            top_logprobs=[
+                None
+                if each is None
+                else self._names.by_name([(token_id, each.logprob), *each.top[:num_top]])
+                for token_id, each in pairs
+            ],
         )

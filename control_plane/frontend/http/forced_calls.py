@@ -48,15 +48,15 @@ class ForcedCallsParser:
 
     @property
     def is_reasoning(self) -> bool | None:
-        """See Parser."""
+        """See AnswerParser."""
         return self._parser.is_reasoning
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """See Parser."""
+        """See AnswerParser."""
         return self._taken(self._parser.feed(text))
 
     def finish(self) -> list[AnswerPart]:
-        """See Parser. A call that max_tokens cut is content."""
+        """See AnswerParser. A call that max_tokens cut is content."""
         parts = self._taken(self._parser.finish())
         if self._number > self._num_earlier:
             self._held = self._held[self._begin :] if self._begin >= 0 else ""
@@ -104,3 +104,7 @@ class ForcedCallsParser:
         call = ToolCall(self._new_id(name, self._number), name, arguments)
         self._number += 1
         return AnswerPart(PartKind.CALL, call=call)
+
+
+Parser = AnswerParser | ForcedCallsParser
+"""Takes an answer apart."""

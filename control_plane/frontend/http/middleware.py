@@ -35,59 +35,31 @@ OnResponse = Callable[[str, str, int], None]
 """(path of the endpoint, method, status)."""
 
 
-class CountResponses:
-    """Reports every response as it begins."""
+class NameResponses:
+    """Puts the request's id into a header of every response, and reports it as it begins.
+
+    HEAD is answered as GET; the server leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp, on_response: OnResponse) -> None:
         self._app = app
         self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts a path without an endpoint as `none`, as in vLLM: clients must not make labels."""
+        """`state.request_id` is the id until the endpoint finds another in the body.
 
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                endpoint = getattr(scope.get("route"), "path", "none")
-                self._on_response(endpoint, scope["method"], message["status"])
-            await send(message)
-
-        await self._app(scope, receive, counted)
-
-
-class AnswerHead:
-    """Answers HEAD as GET, without the body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-
-        async def without_body(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                message = {**message, "body": b""}
-            await send(message)
-
-        await self._app({**scope, "method": "GET"}, receive, without_body)
-
-
-class RequestNames:
-    """Puts the request's id into a header of every response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`state.request_id` is the id until the endpoint finds another in the body."""
-        state = scope.setdefault("state", {})
+        A path without an endpoint counts as `none`, as in vLLM: clients must not make labels.
+        """
+        method, state = scope["method"], scope.setdefault("state", {})
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}
         state["request_id"] = Headers(scope=scope).get(REQUEST_ID_HEADER) or uuid.uuid4().hex
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = header_of(state["request_id"])
+                endpoint = getattr(scope.get("route"), "path", "none")
+                self._on_response(endpoint, method, message["status"])
             await send(message)
 
         await self._app(scope, receive, named)

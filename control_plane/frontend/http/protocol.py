@@ -2,8 +2,8 @@
 
 Enters: JSON. Leaves: validated requests. Does not know: tokens, streams, HTTP, responses.
 
-A field that is not named here is ignored, as in vLLM. One that is named here and cannot be served
-is refused, because ignoring it would give a wrong answer.
+A field that is not named here is ignored, as in vLLM. One that cannot be served, and would give a
+wrong answer if it were ignored, is refused by its name.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ MAX_MESSAGES = 8192
 served meanwhile."""
 _CHAT_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields of chats with the sampling parameter that each is."""
+_LEAVE_OUT = "leave it out"
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
 
@@ -115,14 +116,22 @@ class GenerationRequest(_Request):
     Absent sampling fields take the checkpoint's own defaults.
     """
 
-    unsupported: ClassVar[tuple[str, ...]] = (
-        "logprob_token_ids", "allowed_token_ids", "repetition_detection",
-        "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search",
-    )  # fmt: skip
-    renamed: ClassVar[dict[str, str]] = {
-        "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
-        "guided_grammar": "grammar",
+    # Extra fields are kept, so that those which change the answer can be refused.
+    model_config = ConfigDict(extra="allow")
+
+    refused: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("logprob_token_ids", "allowed_token_ids", "repetition_detection",
+             "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search"),
+            _LEAVE_OUT,
+        ),
+        # vLLM's names in earlier versions.
+        **{
+            f"guided_{kind}": f"give structured_outputs.{kind}"
+            for kind in ("json", "regex", "choice", "grammar")
+        },
     }  # fmt: skip
+    """Fields that cannot be served, with what to do instead."""
 
     n: int | None = 1
     best_of: int | None = None
@@ -167,29 +176,14 @@ class GenerationRequest(_Request):
     """Answer with 504 if the request waits longer than this to be placed."""
 
     structured_outputs: StructuredOutputs | None = None
-    logprob_token_ids: Any = None
-    allowed_token_ids: Any = None
-    repetition_detection: Any = None
-    thinking_token_budget: Any = None
-    truncate_prompt_tokens: Any = None
-    use_beam_search: bool | None = None
-    guided_json: Any = None
-    """vLLM's name for structured_outputs in earlier versions, as are the next three."""
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
 
     def check_supported(self) -> None:
         """Raise ApiError naming a field that cannot be served."""
-        for name in self.unsupported:
-            if getattr(self, name) not in (None, False):
-                raise ApiError(f"{name} is not supported; leave it out", name)
-        for name, key in self.renamed.items():
-            if getattr(self, name) is not None:
-                raise ApiError(f"{name} is not supported; give structured_outputs.{key}", name)
-        if self.best_of is not None and self.best_of > (
-            num_choices := 1 if self.n is None else self.n
-        ):
+        for name, value in (self.model_extra or {}).items():
+            if name in self.refused and value not in (None, False):
+                raise ApiError(f"{name} is not supported; {self.refused[name]}", name)
+        num_choices = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of > num_choices:
             raise ApiError(
                 f"best_of is {self.best_of}; it must be at most n ({num_choices}): choices are not "
                 "ranked",
@@ -210,7 +204,7 @@ class CompletionRequest(GenerationRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [_PROMPT]})
 
-    unsupported = (*GenerationRequest.unsupported, "suffix", "prompt_embeds")
+    refused = GenerationRequest.refused | dict.fromkeys(("suffix", "prompt_embeds"), _LEAVE_OUT)
 
     prompt: (
         str
@@ -224,8 +218,6 @@ class CompletionRequest(GenerationRequest):
     With max_tokens 0 there is nothing else."""
     logprobs: Int32 | None = None
     """Number of most likely tokens, with their log probabilities, beside each token."""
-    suffix: Any = None
-    prompt_embeds: Any = None
 
     @property
     def is_prompt_only(self) -> bool:
@@ -256,7 +248,9 @@ class ChatRequest(GenerationRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [_CHAT]})
 
-    unsupported = (*GenerationRequest.unsupported, "functions", "function_call", "echo")
+    refused = GenerationRequest.refused | dict.fromkeys(
+        ("functions", "function_call", "echo"), _LEAVE_OUT
+    )
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
@@ -276,9 +270,6 @@ class ChatRequest(GenerationRequest):
     chat_template: str | None = None
     """A template of the client's, which is refused: only the model's own renders."""
     chat_template_kwargs: dict[str, Any] | None = None
-    functions: Any = None
-    function_call: Any = None
-    echo: bool | None = None
 
     def check_supported(self) -> None:
         """See GenerationRequest."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
@@ -19,7 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from control_plane.frontend.http.deltas import Delta
 from control_plane.frontend.http.errors import FAILED, error_body
+from control_plane.frontend.http.protocol import GenerationRequest
+from control_plane.frontend.http.token_names import TokenNames
+from control_plane.frontend.http.usage import UsageCount
 from control_plane.frontend.open_requests import RequestError
+from control_plane.frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +39,61 @@ _LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """What some clients take for the end of a line, as JSON escapes it."""
 
 
-class Writer(Protocol):
-    """Makes an endpoint's response of a call's deltas; one for each call."""
+class Writer(ABC):
+    """Makes an endpoint's response; one for each call."""
 
+    def __init__(
+        self, request: GenerationRequest, call_id: str, model: str, tokenizer: Tokenizer | None
+    ) -> None:
+        self._head: dict[str, Any] = {"id": call_id, "created": int(time.time()), "model": model}
+        self._names = TokenNames(tokenizer, bool(request.return_tokens_as_token_ids))
+        self._usage = UsageCount(request.stream_options, self._names.spelled)
+        self._choices: dict[int, Any] = {}
+        """Choices of the body, by number."""
+        self._texts: dict[int, list[str]] = {}
+
+    @abstractmethod
     def chunks(self, delta: Delta) -> list[BaseModel]:
         """Chunks of a stream for this delta."""
 
     def last_chunks(self) -> list[BaseModel]:
         """Chunks after the last delta."""
+        return [self._chunk([], usage=usage) for usage in self._usage.in_last_chunk()]
 
+    @abstractmethod
     def add(self, delta: Delta) -> None:
         """Keep the delta for `body`."""
 
+    @abstractmethod
     def body(self) -> BaseModel:
         """The response as one body."""
 
+    @abstractmethod
+    def _chunk(self, choices: list[Any], **more: Any) -> BaseModel:
+        """A chunk with these choices."""
+
+    def _keep(self, text: str, new: Any) -> None:
+        """Add what is new of a choice to what the body has of it."""
+        self._texts.setdefault(new.index, []).append(text)
+        whole = self._choices.setdefault(new.index, new)
+        if whole is new:
+            return
+        whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+        if new.placement is not None:
+            whole.placement = new.placement
+        if new.token_ids is not None:
+            whole.token_ids += new.token_ids
+        if new.logprobs is not None:
+            for name in type(new.logprobs).model_fields:
+                getattr(whole.logprobs, name).extend(getattr(new.logprobs, name))
+
+    def _kept(self) -> list[Any]:
+        """The choices of the body, in order."""
+        return [choice for _, choice in sorted(self._choices.items())]
+
 
 async def respond(
-    request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool
+    request: Request, deltas: AsyncGenerator[Delta, None], writer: Writer, is_stream: bool | None
 ) -> Response:
     """The response to a call.
 
@@ -123,7 +166,7 @@ async def _unless_disconnected(request: Request, work: Any) -> Any:
 
     Then the awaitable is cancelled. Raises _DisconnectedError.
     """
-    tasks = [asyncio.ensure_future(_awaited(work)), asyncio.ensure_future(_disconnected(request))]
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
@@ -133,10 +176,6 @@ async def _unless_disconnected(request: Request, work: Any) -> Any:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _awaited(work: Coroutine[Any, Any, Any]) -> Any:
-    return await work
 
 
 async def _disconnected(request: Request) -> None:

@@ -22,11 +22,7 @@ from control_plane.frontend.http.response_bodies import (
 class UsageCount:
     """The usage of one call."""
 
-    def __init__(
-        self,
-        options: StreamOptions | None,
-        token_name: Callable[[int], bytes] = lambda token_id: b"",
-    ) -> None:
+    def __init__(self, options: StreamOptions | None, token_name: Callable[[int], bytes]) -> None:
         """token_name: the UTF-8 of a token, that of its name if it is special."""
         self._token_name = token_name
         self._reasoning: dict[int, ReasoningCount] = {}
@@ -110,13 +106,10 @@ class ReasoningCount:
 def _usage(
     prompt_tokens: int, cached_tokens: int, completion_tokens: int, reasoning_tokens: int | None
 ) -> Usage:
-    details = (
-        {}
-        if reasoning_tokens is None
-        else {
-            "completion_tokens_details": CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
-        }
-    )
+    details: dict[str, Any] = {}
+    if reasoning_tokens is not None:
+        of_reasoning = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        details = {"completion_tokens_details": of_reasoning}
     return Usage(
         **details,
         prompt_tokens=prompt_tokens,

@@ -6,12 +6,13 @@ Enters: a model, a policy. Leaves: the model, compiled. Does not know: orders, g
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from nanocp.overlap.engine.batch import CannotSplit
 from nanocp.overlap.engine.engine import OverlapEngine
@@ -80,17 +81,14 @@ def overlap(
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     """Every tensor with a dimension in a value that a model is called with, in order."""
-    if id(value) in seen or isinstance(value, nn.Module | type):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each, seen)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each, seen)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), seen)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.dim():
+                yield leaf
+        elif (
+            id(leaf) not in seen
+            and hasattr(leaf, "__dict__")
+            and not isinstance(leaf, nn.Module | type)
+        ):
+            seen.add(id(leaf))
+            yield from _tensors(vars(leaf), seen)

@@ -50,8 +50,9 @@ def difference(result: Any, expected: Any) -> str:
             if one != other:
                 return f"output {place} is {one}, not {other}"
             continue
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return f"output {place} is {_described(one)}, not {_described(other)}"
+        kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (one, other)]
+        if kinds[0] != kinds[1]:
+            return f"output {place} is {kinds[0]}, not {kinds[1]}"
         tolerance = _TOLERANCES.get(other.dtype)
         if torch.equal(one, other):
             continue
@@ -70,7 +71,3 @@ def _scale(values: Tensor) -> float:
     sampled = values.abs().flatten()[:: 1 + values.numel() // _MOST_SAMPLED]
     distinct = torch.unique(sampled[sampled.isfinite()])
     return float(distinct[len(distinct) * 9 // 10]) if len(distinct) else 0.0
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

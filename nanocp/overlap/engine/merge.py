@@ -32,24 +32,19 @@ def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place)
     return out
 
 
-def add_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
-    """`one + other` that writes to `place`; both are of the same type."""
-    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
-    return torch.add(one, other, out=place(shape, one))
+def _into(function: Any) -> Callable[[Tensor, Tensor, Place], Tensor]:
+    """Make of `torch.add`, or another function of two like tensors, one that writes to `place`."""
+
+    def into(one: Tensor, other: Tensor, place: Place) -> Tensor:
+        shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+        written: Tensor = function(one, other, out=place(shape, one))
+        return written
+
+    return into
 
 
-def mul_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
-    """`one * other` that writes to `place`; both are of the same type."""
-    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
-    return torch.mul(one, other, out=place(shape, one))
-
-
-_INTO: dict[Any, Callable[..., Tensor]] = {
-    operator.add: add_into,
-    torch.add: add_into,
-    operator.mul: mul_into,
-    torch.mul: mul_into,
-}
+_INTO: dict[Any, Any] = dict.fromkeys((operator.add, torch.add), _into(torch.add))
+_INTO |= dict.fromkeys((operator.mul, torch.mul), _into(torch.mul))
 
 
 def writer(module: nn.Module, place: int | None) -> GraphModule | None:
@@ -118,19 +113,13 @@ class Writers:
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
     """The tensor whose neighbouring slices along `dim` the parts are; None if they are not."""
-    first = parts[0]
-    offset = first.storage_offset()
-    total = 0
+    first, total = parts[0], 0
     for part in parts:
-        is_next = (
-            part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            and part.stride() == first.stride()
-            and part.storage_offset() == offset
-            and part.dtype == first.dtype
-        )
-        if not is_next:
+        offset = first.storage_offset() + total * first.stride(dim)
+        is_alike = (part.stride(), part.dtype) == (first.stride(), first.dtype)
+        is_there = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_alike or not is_there or part.storage_offset() != offset:
             return None
-        offset += part.shape[dim] * part.stride(dim)
         total += part.shape[dim]
     shape = list(first.shape)
     shape[dim] = total

@@ -184,16 +184,12 @@ def _match(node: Node, rules: Sequence[Rule]) -> tuple[Any, str]:
     """What cuts the node out, and its tag."""
     if marked := (node.meta.get("custom") or {}).get(_MARK):
         return ("mark", marked), marked
+    called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     for rule in rules:
         if isinstance(rule, SplitModule):
             for path, (_, cls) in (node.meta.get("nn_module_stack") or {}).items():
                 if getattr(cls, "__name__", cls) == rule.class_name:
                     return path, rule.tag
-        elif isinstance(rule, SplitFunc) and re.fullmatch(rule.pattern, _name(node)):
+        elif isinstance(rule, SplitFunc) and re.fullmatch(rule.pattern, called):
             return node.name, rule.tag
     return None, ""
-
-
-def _name(node: Node) -> str:
-    """The function or method that the node calls, such as `linear`."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

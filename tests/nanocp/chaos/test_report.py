@@ -12,8 +12,8 @@ import pytest
 
 from data_plane.instance.sampler import sample_rows
 from harness.counting_judge import CountingJudge
+from harness.judge_beside import JudgeBeside
 from nanocp.chaos.judge import ReferenceJudge
-from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import KINDS, Loss, Losses
 from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share

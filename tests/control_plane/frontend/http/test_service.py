@@ -162,6 +162,7 @@ def test_answers_are_counted_by_endpoint_and_by_no_word_of_a_client(service):
         ("POST", "/v1/completions"),
         ("GET", "/made/up"),
         ("GET", "/x"),
+        ("HEAD", "/ready"),
     ):
         httpx.request(method, f"http://{service.http_address}{path}")
     page = httpx.get(f"http://{service.http_address}/metrics").text
@@ -169,6 +170,7 @@ def test_answers_are_counted_by_endpoint_and_by_no_word_of_a_client(service):
     assert float(counts['handler="/v1/models/{name:path}",method="GET",status="2xx"']) >= 1
     assert float(counts['handler="/v1/completions",method="POST",status="4xx"']) >= 1
     assert float(counts['handler="none",method="GET",status="4xx"']) >= 2
+    assert float(counts['handler="/ready",method="HEAD",status="2xx"']) >= 1
 
 
 def test_a_second_service_on_the_port_is_one_sentence(service):

@@ -1,9 +1,7 @@
-"""A sentence for requests that are no valid protobuf message.
+"""What every call of the clients' services passes before its method: the API key, and reading.
 
-Enters: calls as bytes. Leaves: the same calls with their message, or INVALID_ARGUMENT. Does not
-know: what they say.
-
-gRPC itself would answer INTERNAL, as if the service had failed.
+Enters: calls as bytes. Leaves: the same calls with their message, or a refusal. Does not know: what
+they say. Other services, such as health, need no key: probes have none.
 """
 
 from __future__ import annotations
@@ -14,18 +12,32 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from control_plane.frontend.api_keys import REFUSED, ApiKeys
+from control_plane.ports.members_port import refusal
+
 _SERVICES = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")
 
 
-class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Wraps the methods of the clients' services, which all take one message."""
+class AdmitCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without a key, and those that are no valid protobuf message.
+
+    gRPC itself would answer INTERNAL to these, as if the service had failed. The methods of the
+    clients' services all take one message.
+    """
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler | None:
         """See grpc.aio.ServerInterceptor."""
+        is_clients = handler_call_details.method.startswith(_SERVICES)
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        if is_clients and not self._keys.admit(metadata.get("authorization")):
+            return refusal(REFUSED)
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_SERVICES):
+        if handler is None or not is_clients:
             return handler
         read, behavior = handler.request_deserializer, handler.unary_stream or handler.unary_unary
 
@@ -42,10 +54,6 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
             return await behavior(request, context)
 
-        is_stream = handler.unary_stream is not None
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if is_stream
-            else grpc.unary_unary_rpc_method_handler
-        )
+        kind = "unary_unary" if handler.unary_stream is None else "unary_stream"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(answer, deserialize, handler.response_serializer)

@@ -63,6 +63,16 @@ class JudgeBeside:
         )
 
 
+def judge_in_one_thread(checkpoint: Path) -> Judge:
+    """Make a judge that leaves other cores to what runs beside it."""
+    import torch
+
+    from nanocp.chaos.judge import ReferenceJudge
+
+    torch.set_num_threads(1)
+    return ReferenceJudge(checkpoint)
+
+
 @cache
 def _judge_of(make_judge: Callable[[Path], Judge], checkpoint: Path) -> Judge:
     return make_judge(checkpoint)
