@@ -27,9 +27,12 @@ class Judge(Protocol):
 
 
 class ReferenceJudge:
-    """`transformers` on the checkpoint that is served."""
+    """`transformers` on the checkpoint that is served. Torch has one thread in its process then."""
 
     def __init__(self, checkpoint: Path) -> None:
+        # On a busy machine the threads of an operation wait for a core, and for each other, at
+        # each of its thousands: two took twenty times as long as one.
+        torch.set_num_threads(1)
         self._oracle = Oracle(checkpoint)
 
     def first_wrong(
@@ -48,12 +51,6 @@ class ReferenceJudge:
 
         verdict = self._oracle.judge(prompt_ids, output_ids, distance)
         return verdict.first_wrong, verdict.near_ties
-
-
-def judge_in_one_thread(checkpoint: Path) -> ReferenceJudge:
-    """Make a judge that leaves other cores to what runs beside it."""
-    torch.set_num_threads(1)
-    return ReferenceJudge(checkpoint)
 
 
 def _distance(

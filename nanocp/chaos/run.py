@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ import psutil
 
 from control_plane.frontend.default_sampling import default_sampling
 from nanocp.chaos.judge import Judge
+from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import APIS, KINDS, Apis, Asked, ask_for_ever
 from nanocp.chaos.losses import KINDS as MEMBER_KINDS
 from nanocp.chaos.losses import PROCESS_KINDS, Losses
-from nanocp.chaos.report import judged, pauses_by_kind, serving_share, total_losses
+from nanocp.chaos.report import pauses_by_kind, serving_share, total_losses
 from nanocp.client import AsyncClient
 from nanocp.serve.process import HELD_FRAMES, PROGRAM, Serving, serving
 
@@ -38,6 +40,8 @@ _LOOK_S = 1.0
 """Longest time in which the end of the service is not noticed."""
 _LOG_LINES = 10
 """Last lines of a service's log that are shown if it failed."""
+_LEAST_JUDGE_S = 300.0
+"""Longest wait for the judge after a run of no time; a longer run has its own time more."""
 _GONE_S = 10.0
 """Longest wait for processes and segments that are on their way out."""
 
@@ -65,13 +69,33 @@ class ChaosRun:
     has_processes: bool = False
     """Whether front ends and the controller are processes, which are lost too."""
 
+    @property
+    def judge_s(self) -> float:
+        """Longest wait, once all answers have ended, for requests that are not yet judged."""
+        return _LEAST_JUDGE_S + self.seconds
 
-def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None]) -> dict[str, Any]:
+
+def play(
+    run: ChaosRun,
+    make_judge: Callable[[Path], Judge],
+    said: Callable[[str], None],
+    judged: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
     """Start a service, load it, lose members, and judge what came of it.
 
-    judge: makes the judge once the service has ended. said: called with each step as it begins.
-    Raises RuntimeError if the service does not start.
+    make_judge: see JudgeBeside. said: called with each step as it begins. judged: see
+    JudgeBeside.found. Raises RuntimeError if the service does not start.
     """
+    with JudgeBeside(make_judge, run.checkpoint) as judge:
+        return _play(run, judge, said, judged)
+
+
+def _play(
+    run: ChaosRun,
+    judge: JudgeBeside,
+    said: Callable[[str], None],
+    judged: Callable[[int, int], None],
+) -> dict[str, Any]:
     said("starting the service")
     asked: list[Asked] = []
     settings, kinds, num_front_ends = run.settings, run.kinds or MEMBER_KINDS, 1
@@ -97,11 +121,12 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
         offsets = range(num_front_ends)
         targets = [f"{host}:{int(port) + offset}" for offset in offsets]
         http_urls = [f"http://{host}:{service.http_port + offset}" for offset in offsets]
+        has_ended = partial(_has_ended, service)
         asyncio.run(
-            ask_all(run, targets, http_urls, losses.cause_until, asked, lambda: not _runs(service))
+            ask_all(run, targets, http_urls, losses.cause_until, asked, has_ended, judge.take)
         )
         took_s = time.monotonic() - began_s
-        ended_early = not _runs(service)
+        ended_early = has_ended()
         if ended_early:
             said(f"the service has ended with status {service.stop()} after {took_s:.0f} s")
         said("looking for what is left")
@@ -115,12 +140,14 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
         "exit_status": exit_status,
         "ended_early": ended_early,
     }
-    said(f"judging {len(asked)} requests")
-    found = judged(asked, judge())
+    said(f"judging {len(asked)} requests, most of which were judged as they ended")
+    judging_s = time.monotonic()
+    found = judge.found(asked, run.judge_s, judged)
     happened = losses.happened
     return {
         "seed": run.seed,
         "seconds": round(took_s, 1),
+        "judged_after_s": round(time.monotonic() - judging_s, 1),
         **found,
         "losses": total_losses(happened),
         **left,
@@ -177,8 +204,8 @@ async def ask_all(
                     break
 
 
-def _runs(service: Serving) -> bool:
-    return service.process.poll() is None
+def _has_ended(service: Serving) -> bool:
+    return service.process.poll() is not None
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
@@ -187,7 +214,7 @@ def _left_in_service(service: Serving) -> dict[str, int]:
     And prompt tokens that were found outside the frames: as far as the last controller knows, if it
     has a process of its own.
     """
-    if not _runs(service):
+    if _has_ended(service):
         return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}
     return {
         "frames_left": service.settled(*HELD_FRAMES),
