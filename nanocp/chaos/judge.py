@@ -27,12 +27,9 @@ class Judge(Protocol):
 
 
 class ReferenceJudge:
-    """`transformers` on the checkpoint that is served. Torch has one thread in its process then."""
+    """`transformers` on the checkpoint that is served."""
 
     def __init__(self, checkpoint: Path) -> None:
-        # On a busy machine the threads of an operation wait for a core, and for each other, at
-        # each of its thousands: two took twenty times as long as one.
-        torch.set_num_threads(1)
         self._oracle = Oracle(checkpoint)
 
     def first_wrong(
