@@ -22,6 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of, pauses_by_kind, serving_share, total_losses
-from nanocp.chaos.run import ChaosRun, ask_all, settled
+from nanocp.chaos.run import JUDGE_S, ChaosRun, ask_all, settled
 from nanocp.cli.console import counted, output, print_claims
 from nanocp.serve.process import HELD_FRAMES
 
@@ -116,7 +117,7 @@ def main(
             cluster = RayCluster(machines, folder)
             service = serve(machines, checkpoint, NUM_MACHINES, 1, **_SETTINGS)
             run = ChaosRun(checkpoint, seconds=60 * minutes, seed=seed)
-            with JudgeBeside(ReferenceJudge, checkpoint) as judge:
+            with closing(JudgeBeside(ReferenceJudge, checkpoint)) as judge:
                 result = play(machines, service, run, judge)
             cluster.down()
     if json is not None:
@@ -153,7 +154,7 @@ def play(
         tickets = settled(lambda: _sum_of(machines[0], ("nanocp:tickets_open",)))
     exit_status, there = service.interrupt(), machines[:-1]
     with counted("judged") as judged:
-        found = judge.found(asked, run.judge_s, judged)
+        found = judge.found(asked, JUDGE_S, judged)
     return {
         "seed": run.seed,
         "seconds": round(took_s, 1),

@@ -80,8 +80,7 @@ class Oracle:
         """Raises what `transformers` raises if it cannot read the checkpoint."""
         import transformers
 
-        # Threads wait for each other at every operation: on a busy machine two took twenty times
-        # as long as one.
+        # On a busy machine two threads, which wait for each other, took 20 times as long.
         torch.set_num_threads(1)
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

@@ -12,7 +12,7 @@ from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from nanocp.chaos.load import Asked
 from nanocp.chaos.report import Judgement, judgement_of, summed
@@ -35,10 +35,7 @@ class JudgeBeside:
         self._checkpoint = checkpoint
         self._judgements: list[Future[Judgement]] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         """Judge no more; what the process is at ends first."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from nanocp.serve.process import HELD_FRAMES, PROGRAM, Serving, serving
 
 NUM_CLIENTS = len(KINDS) * len(APIS)
 """One for each kind of request and each API."""
+JUDGE_S = 1200.0
+"""Longest wait, once all answers have ended, for requests that are not yet judged."""
 _NUM_FRONT_ENDS = 2
 _PROCESSES = {
     "service.front_ends": _NUM_FRONT_ENDS,
@@ -40,8 +42,6 @@ _LOOK_S = 1.0
 """Longest time in which the end of the service is not noticed."""
 _LOG_LINES = 10
 """Last lines of a service's log that are shown if it failed."""
-_LEAST_JUDGE_S = 300.0
-"""Longest wait for the judge after a run of no time; a longer run has its own time more."""
 _GONE_S = 10.0
 """Longest wait for processes and segments that are on their way out."""
 
@@ -69,11 +69,6 @@ class ChaosRun:
     has_processes: bool = False
     """Whether front ends and the controller are processes, which are lost too."""
 
-    @property
-    def judge_s(self) -> float:
-        """Longest wait, once all answers have ended, for requests that are not yet judged."""
-        return _LEAST_JUDGE_S + self.seconds
-
 
 def play(
     run: ChaosRun,
@@ -86,45 +81,35 @@ def play(
     make_judge: see JudgeBeside. said: called with each step as it begins. judged: see
     JudgeBeside.found. Raises RuntimeError if the service does not start.
     """
-    with JudgeBeside(make_judge, run.checkpoint) as judge:
-        return _play(run, judge, said, judged)
-
-
-def _play(
-    run: ChaosRun,
-    judge: JudgeBeside,
-    said: Callable[[str], None],
-    judged: Callable[[int, int], None],
-) -> dict[str, Any]:
     said("starting the service")
     asked: list[Asked] = []
     settings, kinds, num_front_ends = run.settings, run.kinds or MEMBER_KINDS, 1
     if run.has_processes:
         settings, kinds = {**_PROCESSES, **settings}, run.kinds or MEMBER_KINDS + PROCESS_KINDS
         num_front_ends = _NUM_FRONT_ENDS
-    with serving(
-        run.checkpoint,
-        run.instances,
-        settings,
-        *run.flags,
-        ray=False,
-        synthetic_kv=False,
-        http=True,
-        program=run.program,
-    ) as service:
+    with (
+        closing(JudgeBeside(make_judge, run.checkpoint)) as judge,
+        serving(
+            run.checkpoint,
+            run.instances,
+            settings,
+            *run.flags,
+            ray=False,
+            synthetic_kv=False,
+            http=True,
+            program=run.program,
+        ) as service,
+    ):
         prefix = service.segment_prefix()
         losses = Losses(service.member_pids, run.seed, run.pauses_s, kinds)
         started = _with_children(service.pid)
         said(f"losing processes for {run.seconds:.0f} s")
         began_s = time.monotonic()
         host, _, port = service.target.rpartition(":")
-        offsets = range(num_front_ends)
-        targets = [f"{host}:{int(port) + offset}" for offset in offsets]
-        http_urls = [f"http://{host}:{service.http_port + offset}" for offset in offsets]
-        has_ended = partial(_has_ended, service)
-        asyncio.run(
-            ask_all(run, targets, http_urls, losses.cause_until, asked, has_ended, judge.take)
-        )
+        targets = [f"{host}:{int(port) + number}" for number in range(num_front_ends)]
+        http_urls = [f"http://{host}:{service.http_port + n}" for n in range(num_front_ends)]
+        disturb, has_ended = losses.cause_until, partial(_has_ended, service)
+        asyncio.run(ask_all(run, targets, http_urls, disturb, asked, has_ended, judge.take))
         took_s = time.monotonic() - began_s
         ended_early = has_ended()
         if ended_early:
@@ -134,26 +119,25 @@ def _play(
         processes = {*started, *_with_children(service.pid)}
         exit_status = service.stop()
         log = service.log.read_text()
-    left |= {
-        "segments_left": settled(lambda: sum(n.startswith(prefix) for n in os.listdir("/dev/shm"))),
-        "processes_left": settled(lambda: sum(process.is_running() for process in processes)),
-        "exit_status": exit_status,
-        "ended_early": ended_early,
-    }
-    said(f"judging {len(asked)} requests, most of which were judged as they ended")
-    judging_s = time.monotonic()
-    found = judge.found(asked, run.judge_s, judged)
-    happened = losses.happened
+        left |= {
+            "segments_left": settled(
+                lambda: sum(n.startswith(prefix) for n in os.listdir("/dev/shm"))
+            ),
+            "processes_left": settled(lambda: sum(process.is_running() for process in processes)),
+            "exit_status": exit_status,
+            "ended_early": ended_early,
+        }
+        said(f"judging {len(asked)} requests, most of which were judged as they ended")
+        found = judge.found(asked, JUDGE_S, judged)
     return {
         "seed": run.seed,
         "seconds": round(took_s, 1),
-        "judged_after_s": round(time.monotonic() - judging_s, 1),
         **found,
-        "losses": total_losses(happened),
+        "losses": total_losses(losses.happened),
         **left,
         "tokens_per_s": round(found["tokens"] / took_s, 1),
         "serving_share": serving_share(asked, began_s, run.seconds),
-        "by_kind": pauses_by_kind(asked, happened),
+        "by_kind": pauses_by_kind(asked, losses.happened),
         "log_end": log.splitlines()[-_LOG_LINES:] if exit_status or ended_early else [],
     }
 

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,13 +87,13 @@ def test_lost_wrong_and_doubled_are_counted(request_, counts):
 def test_a_judge_beside_a_run_says_what_one_says_after_it():
     requests = [asked([10, 11, 12, 13]), asked([10, 11, 11, 12]), asked([10], error="it broke")]
     told = []
-    with JudgeBeside(CountingJudge, Path("no-checkpoint")) as judge:
+    with closing(JudgeBeside(CountingJudge, Path("no-checkpoint"))) as judge:
         for request in requests:
             judge.take(request)
         found = judge.found(requests, 300, lambda *counts: told.append(counts))
     assert found == judged(requests, CountingJudge())
     assert told[0] == (0, 3)
-    with JudgeBeside(CountingJudge, Path("no-checkpoint")) as late:
+    with closing(JudgeBeside(CountingJudge, Path("no-checkpoint"))) as late:
         late.take(requests[0])
         assert late.found(requests, 0, lambda *counts: None)["unjudged"] == 3
     assert not all(holds for _, holds in claims_of(SOUND | {"unjudged": 3}))
@@ -152,7 +153,7 @@ def test_one_wrong_one_lost_and_one_doubled_are_found_in_the_judges_process(
     lost.error = "[7] tokens came of 12"
     doubled.outputs[0].insert(5, doubled.outputs[0][4])
     del doubled.outputs[0][12:]
-    with JudgeBeside(ReferenceJudge, tiny_checkpoint) as judge:
+    with closing(JudgeBeside(ReferenceJudge, tiny_checkpoint)) as judge:
         for request in requests:
             judge.take(request)
         found = judge.found(requests, 300, lambda done, total: None)
