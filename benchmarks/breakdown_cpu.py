@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from service import checkpoint_of, decode, random_prompts
 
-from nanocp.plan import PAGE_SIZE
 from nanocp.serve.process import Serving, serving
+from nanocp.values.plan import PAGE_SIZE
 
 PROMPT_LEN = 200
 MAX_TOKENS = 1024

@@ -32,26 +32,24 @@ from pretended_instances import Pretended, pretend
 from rich.console import Console
 from rich.table import Table
 
-from control_plane.controller import Controller
-from control_plane.flights.decode import DecodeFlights
+from control_plane.coordinator.flights.decode import DecodeFlights
 from control_plane.frontend.controller_interface import Submission
-from control_plane.member_streams import Member, MemberStream, _NodeStream
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from nanocp.config import (
-    Config,
-    LimitsConfig,
-    PrefillConfig,
-    ServiceConfig,
-)
-from nanocp.plan import Ended, Placement, Preempted
+from control_plane.ports.member_streams import Member, MemberStream, _NodeStream
+from control_plane.ports.members_port import MemberSecrets
+from control_plane.shell.controller import Controller
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
+from nanocp.values.plan import Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 WINDOW_MS = {45: 42.0, 256: 185.0}

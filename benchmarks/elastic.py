@@ -34,7 +34,7 @@ from machine import describe, write_results
 from service import checkpoint_of
 
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from data_plane.member.lifetime import SpareSpec
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_experts
@@ -45,7 +45,9 @@ from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.run import ChaosRun
 from nanocp.cli.console import output, print_claims
-from nanocp.config import ClusterConfig, Config, ServiceConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment, open_checkpoint
 
 Kind = TypeVar("Kind", int, str)

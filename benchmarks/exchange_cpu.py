@@ -24,7 +24,7 @@ from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "uint8", (32 * 1024,)),)}
 NUM_WARM_STEPS, NUM_STEPS = 500, 5000

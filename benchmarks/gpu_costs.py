@@ -22,8 +22,8 @@ from typing import Annotated, Any
 import machine
 import typer
 
-from nanocp.profile.fit import fit, rounded
 from nanocp.simulator.cluster_file import ClusterFile, Costs, cluster_path, load_cluster_file
+from nanocp.simulator.fit.fit import fit, rounded
 
 NAME = "measured"
 BACKEND = "triton"

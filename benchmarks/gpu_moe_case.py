@@ -32,7 +32,7 @@ from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness.kernel_cases import in_fp8
-from nanocp.experts import home_experts
+from nanocp.values.experts import home_experts
 
 
 @dataclass(frozen=True)

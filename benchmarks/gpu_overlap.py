@@ -22,9 +22,9 @@ from gpu_attention import attempt, describe, options
 from torch import Tensor, nn
 
 from data_plane.graph.cuda_graphs import CudaGraphs
-from data_plane.graph.overlap.backend import overlap
-from data_plane.graph.overlap.engine import OverlapEngine
-from data_plane.graph.overlap.streams import CudaStreams
+from nanocp.overlap.engine.backend import overlap
+from nanocp.overlap.engine.engine import OverlapEngine
+from nanocp.overlap.engine.streams import CudaStreams
 from nanocp.overlap.ops import SplitFunc
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow
 

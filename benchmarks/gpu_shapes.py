@@ -24,7 +24,7 @@ from data_plane.model.weights import (
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_gemm import TritonGemm
-from nanocp.config import BoundsConfig
+from nanocp.config.cluster import BoundsConfig
 
 PAPER_BOUNDS = BoundsConfig(max_rows=256, max_links=64, max_attention_rows=384, max_partials=256)
 ROW_BUCKETS = (64, 128, 256)

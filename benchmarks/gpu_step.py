@@ -37,8 +37,9 @@ from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.peer_memory import PeerMemory
 from data_plane.transport.regions import step_layout
 from harness.exchange_cases import ExchangeCase, Widths
-from nanocp.config import ClusterConfig, DataPlaneConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.values.plan import PAGE_SIZE
 
 MAX_CPU_US, MAX_GRAPHS, MAX_GRAPH_GIB = 100, 48, 5.32
 """The claims: processor time of a replayed step; graphs and memory at the paper's bounds (its Table

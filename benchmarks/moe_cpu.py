@@ -65,10 +65,13 @@ from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, LimitsConfig
-from nanocp.experts import home_experts
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.whole import Config
 from nanocp.serve.process import serving
 from nanocp.serve.service import member_environment
+from nanocp.values.experts import home_experts
 
 MAX_ROWS = 128
 STEP_LENGTH = 256

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from control_plane.event_log import LogReader, digest
 from control_plane.frontend.page_hashes import page_hashes
-from control_plane.scheduler.request import RUNNING, Request
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.plan import PAGE_SIZE, Arrival
+from control_plane.scheduler.state.request import RUNNING, Request
+from control_plane.shell.event_log import LogReader, digest
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 MIN_PROMPT_LEN = PAGE_SIZE + 1
 """The log knows a request by the hash of its prompt's first page, which must be full."""

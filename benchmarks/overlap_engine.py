@@ -40,12 +40,12 @@ from transformers import (
     StaticCache,
 )
 
-from data_plane.graph.overlap.backend import overlap, overlap_backend
-from data_plane.graph.overlap.batch import Cut
-from data_plane.graph.overlap.engine import OverlapEngine
-from data_plane.graph.overlap.partition import mark
-from data_plane.graph.overlap.recording import record
 from nanocp.cli.console import output, print_claims
+from nanocp.overlap.engine.backend import overlap, overlap_backend
+from nanocp.overlap.engine.batch import Cut
+from nanocp.overlap.engine.engine import OverlapEngine
+from nanocp.overlap.engine.partition import mark
+from nanocp.overlap.engine.recording import record
 from nanocp.overlap.ops import OverlapPolicy, SplitModule
 from nanocp.overlap.policies.orders import DualBatchOverlap, NanoFlow, Sequential
 
@@ -76,7 +76,7 @@ def main(
     console, load_before = output(), os.getloadavg()[0]
     torch.set_num_threads(1)
     # One row has a graph of its own, without a batch to split: it warns of that.
-    logging.getLogger("data_plane.graph.overlap.backend").setLevel(logging.ERROR)
+    logging.getLogger("nanocp.overlap.engine.backend").setLevel(logging.ERROR)
     num_layers, num_rounds = (2, 5) if quick else (4, 300)
     with torch.no_grad():
         captured = [capture(name, cache, num_layers) for name in MODELS for cache in CACHES]

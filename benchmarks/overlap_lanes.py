@@ -33,7 +33,9 @@ from service import checkpoint_of
 from data_plane.profiling.batch import Batch, BatchRequest
 from data_plane.profiling.cluster import MeasuringCluster, measuring
 from nanocp.cli.console import output, print_claims, progress
-from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment
 
 MAX_RATIO = 0.85

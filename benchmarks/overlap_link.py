@@ -42,10 +42,10 @@ from measured_twice import (
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_plane.graph.overlap.backend import overlap
-from data_plane.graph.overlap.engine import OverlapEngine
 from data_plane.profiling.late_puts import let_others_in
 from nanocp.cli.console import output, print_claims, progress
+from nanocp.overlap.engine.backend import overlap
+from nanocp.overlap.engine.engine import OverlapEngine
 from nanocp.overlap.ops import SplitFunc
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow, Sequential
 

@@ -33,8 +33,8 @@ from service import checkpoint_of, random_prompts
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.ticket import KEY, EngineTicket, accepted
 from nanocp.client import AsyncClient, ServiceError
-from nanocp.plan import PAGE_SIZE
 from nanocp.serve.process import free_port, serving
+from nanocp.values.plan import PAGE_SIZE
 
 PAGES_PER_S = 32
 """2,048 prompt tokens a second: five times what vLLM computes on two cores."""

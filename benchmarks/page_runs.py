@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.lowering import Lowering
-from control_plane.scheduler.page_moves import PageMoves
-from control_plane.scheduler.proposal import Layout, Proposal
-from control_plane.scheduler.request import Request
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Layout, Proposal
+from control_plane.scheduler.state.request import Request
+from control_plane.scheduler.windows.lowering import Lowering
+from control_plane.scheduler.windows.page_moves import PageMoves
 from data_plane.attention.backend import Attention
 from data_plane.attention.torch_paged import LatentKv, TorchPaged
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.native.attention import NativeAttention
 from data_plane.native.kernels import NativeKernels
-from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageRun
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun
 
 NUM_PAGES = 512
 """Pages of the request on an instance: 32,768 tokens."""

@@ -41,19 +41,17 @@ from control_plane.scheduler.pipeline.predictor import predict_pass
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from nanocp.client import Client
-from nanocp.config import (
-    ClusterConfig,
-    Config,
-    LimitsConfig,
-    PrefillConfig,
-    SchedulerConfig,
-    ServiceConfig,
-)
-from nanocp.passes import PassCosts
-from nanocp.plan import PAGE_SIZE
-from nanocp.profile.pipeline import KINDS, errors, measure
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.passes import PassCosts
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.service import Service, member_environment, open_checkpoint
+from nanocp.simulator.fit.pipeline import KINDS, errors, measure
 from nanocp.simulator.pipeline.fit import FitError, fit_costs
+from nanocp.values.plan import PAGE_SIZE
 
 PARTS = ("predictor", "layouts", "prefill", "link")
 BIG_VOCABULARY, SMALL_VOCABULARY = {"tiny": 32_768, "small": 129_280}, 4_096

@@ -14,9 +14,8 @@ from statistics import fmean, median
 
 from control_plane.scheduler.pipeline.predictor import predict_pass
 from data_plane.profiling.stages import PassTime, makespan_us
-from nanocp.config import PassesConfig
-from nanocp.passes import PassCosts
-from nanocp.profile.pipeline import LoadPhase, PipelinePlay, Played
+from nanocp.config.passes import PassCosts, PassesConfig
+from nanocp.simulator.fit.pipeline import LoadPhase, PipelinePlay, Played
 
 NUM_LAYERS = 12
 

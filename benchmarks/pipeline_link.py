@@ -21,9 +21,8 @@ from typing import NamedTuple
 from pipeline_layouts import NUM_LAYERS, StageClaim
 from slow_link import Decoded, decode, nodes_behind, rates, why_not
 
-from nanocp.config import PassesConfig
-from nanocp.passes import PassCosts
-from nanocp.profile.pipeline import LoadPhase, PipelinePlay
+from nanocp.config.passes import PassCosts, PassesConfig
+from nanocp.simulator.fit.pipeline import LoadPhase, PipelinePlay
 
 NUM_DENSE = 1
 GPU_LAYER_MS = 50 / 61

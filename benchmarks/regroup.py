@@ -28,7 +28,7 @@ from machine import describe, write_results
 from rich.console import Console
 from service import checkpoint_of
 
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from nanocp.chaos.in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
@@ -36,7 +36,10 @@ from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import ChaosRun, play
 from nanocp.cli.console import output, print_claims
-from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 
 NUM_INSTANCES = 4
 MAX_LEAVE_S = 0.5

@@ -12,12 +12,12 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from nanocp.plan import Event, Plan
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
+from nanocp.values.plan import Event, Plan
 from nanocp.wire.convert import instance_plan_to_wire
 
 NUM_INSTANCES = 32

@@ -23,8 +23,9 @@ from machine import describe, write_results
 from other_checkout import commit_of, count_in
 
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, Plan, WindowDone
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, Plan, WindowDone
 
 MAX_RATIO = 1.01
 NUM_INSTANCES, ROWS_EACH = 16, 32

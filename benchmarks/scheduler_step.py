@@ -32,7 +32,7 @@ from rich.table import Table
 from scheduler_stress import StressedService, StressPoint, at_rest
 
 from control_plane.scheduler.policies.registry import make_policy
-from nanocp.config import SchedulerConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.wire.convert import instance_plan_to_wire
 

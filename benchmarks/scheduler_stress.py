@@ -12,17 +12,25 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.policies.policy import Policy
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.request import Request
-from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.plan import Arrival, Event, Finished, FinishReason, Plan, TransferDone, WindowDone
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request
+from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
+from nanocp.values.plan import (
+    Arrival,
+    Event,
+    Finished,
+    FinishReason,
+    Plan,
+    TransferDone,
+    WindowDone,
+)
 
 STEPS_PER_LIFE = 600
 """Churn: of each kind one in this many active requests a step."""

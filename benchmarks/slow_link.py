@@ -21,16 +21,13 @@ from typing import NamedTuple
 import service as streams
 
 from control_plane.launchers.processes import ProcessLauncher
-from nanocp.config import (
-    ClusterConfig,
-    Config,
-    DataPlaneConfig,
-    LimitsConfig,
-    PassesConfig,
-    SchedulerConfig,
-    ServiceConfig,
-)
-from nanocp.passes import PassCosts
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.passes import PassCosts, PassesConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 _BRIDGE, _NODE, _ADDRESS = "nanocp-gb", "nanocp-gb{}", "10.87.41.{}"

@@ -34,9 +34,11 @@ from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.member import instance_runner
 from data_plane.transport.local import LocalExchange
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import Arrival, WindowDone
-from nanocp.sampling import RowInput, SamplingParams
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import Arrival, WindowDone
+from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input, instance_plan_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -25,10 +25,10 @@ from rich.table import Table
 from service import NUM_WARM_TOKENS, checkpoint_of, decode, random_prompts
 
 from data_plane.profiling.batch import BatchRequest
-from nanocp.profile.fit import CONSTANTS, loads_of
 from nanocp.serve.process import Serving, serving
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
+from nanocp.simulator.fit.fit import CONSTANTS, loads_of
 
 NUM_INSTANCES = 2
 NUM_TOKENS = 32

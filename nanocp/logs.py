@@ -23,7 +23,7 @@ _PACKAGES = ("nanocp", "control_plane", "data_plane")
 def configure(log_format: str, level: str, process: str = "") -> None:
     """Write every logger's lines to standard error; `process` names a member's process.
 
-    log_format: one of nanocp.service_config.LOG_FORMATS. level: one of its LOG_LEVELS.
+    log_format: one of nanocp.config.service.LOG_FORMATS. level: one of its LOG_LEVELS.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter((_JsonLines if log_format == "json" else _TextLines)(process))

@@ -9,7 +9,7 @@ from functools import cache
 
 from harness.paths import ROOT
 from harness.texts import DOCUMENTS, FOLDERS, PACKAGES, TEXTS
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 HISTORY = {"log.md", "CHANGELOG.md"}
 """Documents whose names are those of their day."""
@@ -95,13 +95,15 @@ def test_paths_exist():
 
 
 def test_a_path_that_does_not_exist_would_be_seen():
-    assert paths("see runner.py, `data_plane/gone/` and nanocp/plan.py.") == [
+    assert paths("see runner.py, `data_plane/gone/` and nanocp/values/plan.py.") == [
         "runner.py",
         "data_plane/gone/",
-        "nanocp/plan.py",
+        "nanocp/values/plan.py",
     ]
     assert not exists("runner.py") and not exists("data_plane/gone/")
-    assert exists("step/cpu.py") and exists("nanocp/plan.py") and exists("docs/decisions/0018")
+    assert (
+        exists("step/cpu.py") and exists("nanocp/values/plan.py") and exists("docs/decisions/0018")
+    )
 
 
 def unknown_modules(text):
@@ -118,7 +120,9 @@ def unknown_modules(text):
 
 def test_modules_exist():
     assert not said_in_vain(lambda path: path.suffix in (".py", ".md"), unknown_modules)
-    assert list(unknown_modules("See door.Instance; nanocp.gone.away; nanocp.plan.Plan")) == [
+    assert list(
+        unknown_modules("See door.Instance; nanocp.gone.away; nanocp.values.plan.Plan")
+    ) == [
         "nanocp.gone.away",
         "door.Instance",
     ]

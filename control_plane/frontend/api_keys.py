@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 logger = logging.getLogger(__name__)
 

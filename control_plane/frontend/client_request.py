@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import quote
 
-from nanocp.sampling_fields import SamplingRequest
+from nanocp.values.sampling_fields import SamplingRequest
 
 UNREAD_TIMEOUT_S = 40
 """A client that reads nothing for this time loses its request, over HTTP and over gRPC."""
@@ -65,7 +65,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest(SamplingRequest):
-    """One request of a client; nanocp.sampling_fields has its sampling parameters."""
+    """One request of a client; nanocp.values.sampling_fields has its sampling parameters."""
 
     prompt: str | Sequence[int]
     """A text, or token ids."""

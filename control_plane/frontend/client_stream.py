@@ -16,8 +16,8 @@ from control_plane.frontend.client_request import NOWHERE, Origin
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.frontend.tokenizer import OutputText
 from control_plane.observe.observer import EndedRequest
-from nanocp.plan import Ended, FinishReason, Placement
-from nanocp.sampling import SamplingParams, Token, TokenLogprobs
+from nanocp.values.plan import Ended, FinishReason, Placement
+from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

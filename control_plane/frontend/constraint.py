@@ -13,7 +13,7 @@ from typing import Any
 from control_plane.frontend.client_request import ClientRequest, Reasoning
 from control_plane.frontend.grammar_check import GrammarCheck
 from control_plane.frontend.tagged_text import tagged_text
-from nanocp.sampling_fields import CONSTRAINTS
+from nanocp.values.sampling_fields import CONSTRAINTS
 
 _JSON_OPTIONS: Any = {"whitespace_flexible": False}
 """Whitespace between tokens of JSON is what makes small models loop; a schema's own `x-guidance`

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanocp.plan import Arrival, Ended, Placement, Preempted
+from nanocp.values.plan import Arrival, Ended, Placement, Preempted
 
 
 @dataclass(frozen=True, slots=True)

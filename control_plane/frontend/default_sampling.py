@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -12,8 +12,8 @@ import socket
 import time
 from typing import Any
 
-from nanocp.choices import require
-from nanocp.config import Config
+from nanocp.config.choices import require
+from nanocp.config.whole import Config
 
 _WANTED = 65_536
 """Descriptors that are asked of the system."""

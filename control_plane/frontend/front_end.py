@@ -18,8 +18,6 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from control_plane import members_port
-from control_plane.addresses import advertised_host, join
 from control_plane.frontend.api_keys import ApiKeys, RequireApiKey
 from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.descriptors import max_connections
@@ -35,11 +33,12 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tls import server_credentials
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer, Unobserved
-from nanocp.config import Config
-from nanocp.offload import has_slots
-from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+from control_plane.ports import members_port
+from control_plane.ports.addresses import advertised_host, join
+from control_plane.ports.members_port import MemberSecrets
+from nanocp.config.whole import Config
+from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -265,7 +264,7 @@ class FrontEnd:
             id_step=num_front_ends,
             steps_per_window=self._config.scheduler.steps_per_window,
             is_remote=self._is_remote,
-            hashes_output=has_slots(self._config),
+            hashes_output=self._config.has_slots,
         )
         # A request that is not queued holds at least one frame, so no more than this can be open.
         max_open = (

@@ -15,10 +15,10 @@ from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer
-from nanocp.config import Config
-from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+from control_plane.ports.members_port import MemberSecrets
+from nanocp.config.whole import Config
+from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
 
 _DRAIN_REPORT_S = 5.0
 """Time between two reports of a drain."""

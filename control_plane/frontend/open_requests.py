@@ -23,9 +23,9 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
 from control_plane.observe.request_log import log_refused
-from nanocp.plan import FinishReason, Placement
-from nanocp.sampling import TokenLogprobs
-from nanocp.sampling_fields import CONSTRAINTS
+from nanocp.values.plan import FinishReason, Placement
+from nanocp.values.sampling import TokenLogprobs
+from nanocp.values.sampling_fields import CONSTRAINTS
 
 _LATE_PROMPT_LOGPROBS_S = 10.0
 """Longest wait for log probabilities of a prompt after its first token: they were sent before

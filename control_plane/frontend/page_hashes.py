@@ -8,8 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from nanocp.offload import next_page_hash
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.offload import next_page_hash
+from nanocp.values.plan import PAGE_SIZE
 
 
 def page_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:

@@ -22,8 +22,8 @@ from control_plane.frontend.controller_interface import ControllerInterface, Sub
 from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.observe.observer import Observer
 from control_plane.observe.request_log import log_ended
-from nanocp.plan import Ended, FinishReason, Placement, Preempted
-from nanocp.sampling import RowInput, Token, TokenLogprobs, penalized_prompt_ids
+from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
+from nanocp.values.sampling import RowInput, Token, TokenLogprobs, penalized_prompt_ids
 from nanocp.wire.convert import encode_row_input
 
 _MAX_UNPLACED = 1024

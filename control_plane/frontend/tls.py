@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from nanocp.service_config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 logger = logging.getLogger(__name__)
 

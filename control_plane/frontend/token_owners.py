@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from nanocp.plan import Placement
+from nanocp.values.plan import Placement
 
 
 class TokenOwners:

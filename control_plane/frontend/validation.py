@@ -15,13 +15,13 @@ from typing import Any
 from control_plane.frontend.client_request import ClientRequest, Resume
 from control_plane.frontend.constraint import constraint_of
 from control_plane.frontend.tokenizer import StopStrings, Tokenizer
-from nanocp.sampling import (
+from nanocp.values.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_PROMPT_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from nanocp.sampling_fields import CONTROLS, NUM_SEEDS, check_bounds
+from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS, check_bounds
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_PRIORITY = 100

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from nanocp.parent import PARENT_VARIABLE
 
 _FROM_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}

@@ -26,10 +26,10 @@ from control_plane.observe.observed import ObservedScheduler
 from control_plane.observe.request_values import request_values
 from control_plane.observe.tenant_loads import TenantLoad, tenant_loads
 from control_plane.observe.timelines import NOTHING_NOTED, Timeline, Timelines, sentences
-from control_plane.scheduler.request import TRANSFERRING, Request, num_pages
-from nanocp.config import Config
-from nanocp.passes import ServiceEvent
-from nanocp.plan import PAGE_SIZE, Finished, InstanceLoad, Plan, WindowDone
+from control_plane.scheduler.state.request import TRANSFERRING, Request, num_pages
+from nanocp.config.whole import Config
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import PAGE_SIZE, Finished, InstanceLoad, Plan, WindowDone
 
 _PERIOD_S = 0.5
 """Time between two snapshots, and between two points of the curves."""

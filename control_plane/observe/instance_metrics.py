@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from control_plane.observe.metric_families import ITERATION_TOKENS, PREFIX, counter, histogram
-from nanocp.plan import WindowDone
+from nanocp.values.plan import WindowDone
 
 # fmt: off
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from control_plane.observe.observed import ObservedScheduler
-from control_plane.scheduler.request import State
+from control_plane.scheduler.state.request import State
 from nanocp.logs import fields
 
 logger = logging.getLogger(__name__)

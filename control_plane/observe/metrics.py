@@ -15,7 +15,7 @@ from control_plane.observe.recovery_metrics import RecoveryMetrics
 from control_plane.observe.request_metrics import RequestMetrics
 from control_plane.observe.scheduling_metrics import SchedulingMetrics
 from control_plane.observe.stage_metrics import StageMetrics
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 
 class Metrics:

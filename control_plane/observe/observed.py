@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.fair_share import FairShare
-from control_plane.scheduler.prefix_sharing import PrefixSharing
-from control_plane.scheduler.waiting_queue import WaitingQueue
-from nanocp.plan import InstanceLoad
+from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
+from control_plane.scheduler.queue.fair_share import FairShare
+from control_plane.scheduler.queue.waiting_queue import WaitingQueue
+from control_plane.scheduler.state.cluster_state import ClusterState
+from nanocp.values.plan import InstanceLoad
 
 
 class ObservedScheduler(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanocp.plan import FinishReason
+from nanocp.values.plan import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from control_plane.observe.metric_families import PREFIX, total
-from control_plane.scheduler.offload import OffloadReading
+from control_plane.scheduler.pages.offload import OffloadReading
 
 _TIERS = ("host", "file")
 

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from control_plane.observe.metric_families import PAUSE_S, counter, gauge, histogram, total
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 PHASES = ("leave", "load", "join")
 """What a term that is to come waits for: instances that are in the last one, processes that are not

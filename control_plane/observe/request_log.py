@@ -10,7 +10,7 @@ import logging
 
 from control_plane.observe.observer import EndedRequest
 from nanocp.logs import fields
-from nanocp.plan import FinishReason
+from nanocp.values.plan import FinishReason
 
 logger = logging.getLogger(__name__)
 

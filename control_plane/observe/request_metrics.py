@@ -18,7 +18,7 @@ from control_plane.observe.metric_families import (
     lengths_up_to,
 )
 from control_plane.observe.observer import PAUSES, EndedRequest
-from nanocp.plan import FinishReason
+from nanocp.values.plan import FinishReason
 
 _NOT_ADMITTED = (FinishReason.REFUSED, FinishReason.INVALID)
 """Counted by their cap, in SchedulingMetrics."""

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from control_plane.observe.timelines import Found, sentences
-from nanocp.plan import Ended, Finished
+from nanocp.values.plan import Ended, Finished
 
 
 def request_values(found: Found, wall_us: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from control_plane.observe.metric_families import (
     total,
 )
 from control_plane.observe.observed import ObservedScheduler
-from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE, ClusterLoad, Ended, FinishReason, InstanceLoad
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.plan import PAGE_SIZE, ClusterLoad, Ended, FinishReason, InstanceLoad
 
 _SCHEDULER_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.5)
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99, 1.0)

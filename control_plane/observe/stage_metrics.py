@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from control_plane.observe.metric_families import PREFIX
-from nanocp.passes import WAIT_CAUSES
-from nanocp.plan import WindowDone
+from nanocp.values.passes import WAIT_CAUSES
+from nanocp.values.plan import WindowDone
 
 _NUM_PASSES = 64
 """The latest passes, over which shares are taken."""

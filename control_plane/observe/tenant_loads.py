@@ -9,7 +9,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from control_plane.observe.observed import ObservedScheduler
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 _MAX_TENANTS = 8
 

@@ -16,8 +16,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nanocp.passes import ServiceEvent
-from nanocp.plan import (
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import (
     PAGE_SIZE,
     Arrival,
     Ended,

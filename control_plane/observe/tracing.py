@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from control_plane.observe.observer import EndedRequest, Observer
 from control_plane.observe.timelines import Timeline, sentences
-from nanocp.plan import FinishReason, Transfer
+from nanocp.values.plan import FinishReason, Transfer
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.cp_degree import cp_degree
-from control_plane.scheduler.layout import obstacle
+from control_plane.scheduler.policies.cp_degree import cp_degree
+from control_plane.scheduler.policies.layout import obstacle
 from control_plane.scheduler.policies.policy import Explains, Explanation, Policy
-from control_plane.scheduler.proposal import Layout, Proposal
-from control_plane.scheduler.request import Request, State
-from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Layout, Proposal
+from control_plane.scheduler.state.request import Request, State
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival, Event, Plan, WindowDone
 
 _MAX_REASONS = 16
 """Most reasons to wait in a row that a story keeps: the first ones and the last."""

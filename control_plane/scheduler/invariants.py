@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.request import Request, State, holders_of
-from control_plane.scheduler.routing import build_routes
-from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.plan import PAGE_SIZE, InstancePlan, TargetRun
-from nanocp.table import InstanceTable
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import Request, State, holders_of
+from control_plane.scheduler.windows.routing import build_routes
+from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
+from nanocp.values.plan import PAGE_SIZE, InstancePlan, TargetRun
+from nanocp.values.table import InstanceTable
 
 
 def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:

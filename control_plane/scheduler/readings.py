@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from control_plane.scheduler.admission import Admission
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.regroup import HeldRequests
-from control_plane.scheduler.tickets import Tickets
-from control_plane.scheduler.waiting_queue import WaitingQueue, earliest
-from nanocp.plan import InstanceLoad, Placement
+from control_plane.scheduler.pages.tickets import Tickets
+from control_plane.scheduler.queue.admission import Admission
+from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.terms.held_requests import HeldRequests
+from nanocp.values.plan import InstanceLoad, Placement
 
 
 class Readings:

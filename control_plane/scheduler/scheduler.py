@@ -14,29 +14,30 @@ from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
-from control_plane.scheduler.admission import Admission
-from control_plane.scheduler.answer import Answer
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.deferral import Deferral, tokens_read
 from control_plane.scheduler.explanation import Explainer
-from control_plane.scheduler.frame_ledger import FrameRun
-from control_plane.scheduler.lanes import Lanes
-from control_plane.scheduler.layout import num_growth_pages, obstacle
-from control_plane.scheduler.lowering import Lowering
-from control_plane.scheduler.offload import Offload
-from control_plane.scheduler.page_moves import PageMoves
+from control_plane.scheduler.pages.offload import Offload
+from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
+from control_plane.scheduler.pages.quarantine import Quarantine
+from control_plane.scheduler.pages.tickets import Tickets
+from control_plane.scheduler.policies.layout import num_growth_pages, obstacle
 from control_plane.scheduler.policies.registry import make_policy
-from control_plane.scheduler.prefix_sharing import PrefixSharing
-from control_plane.scheduler.promise import Promise
-from control_plane.scheduler.quarantine import Quarantine
+from control_plane.scheduler.queue.admission import Admission
+from control_plane.scheduler.queue.deferral import Deferral, tokens_read
 from control_plane.scheduler.readings import Readings
-from control_plane.scheduler.regroup import HeldRequests
-from control_plane.scheduler.request import TRANSFERRING, Request
-from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
-from control_plane.scheduler.seat_change import SeatChange
-from control_plane.scheduler.tickets import Tickets
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import (
+from control_plane.scheduler.state.answer import Answer
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.frame_ledger import FrameRun
+from control_plane.scheduler.state.promise import Promise
+from control_plane.scheduler.state.request import TRANSFERRING, Request
+from control_plane.scheduler.terms.held_requests import HeldRequests
+from control_plane.scheduler.terms.seat_change import SeatChange
+from control_plane.scheduler.windows.lanes import Lanes
+from control_plane.scheduler.windows.lowering import Lowering
+from control_plane.scheduler.windows.page_moves import PageMoves
+from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT, RowWindows
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
     PAGE_SIZE,
     AbortRequested,
     Arrival,

@@ -70,7 +70,7 @@ def attention_backend(
 ) -> tuple[Attention, str]:
     """Choose a backend; return it, and a sentence that says which it is and why.
 
-    name: one of ATTENTION_BACKENDS (nanocp/config.py refuses anything else). native: the
+    name: one of ATTENTION_BACKENDS (nanocp/config/data_plane.py refuses anything else). native: the
     attention that comes with the CPU's compiled kernels; auto takes it if there is one. Raises
     ValueError naming what the backend cannot do here.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 
 class FlashAttentionHeads:

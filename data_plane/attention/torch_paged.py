@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_plane.attention.lse_merge import lse_merge
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 _MIN_RUN_PAGES = 8
 """Least run of adjacent frames that is read in place; shorter runs of a row are gathered."""

@@ -27,7 +27,7 @@ from data_plane.attention.triton_split import (
     store_piece,
     weigh,
 )
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 TILES_16_BIT = Tiles(block_heads=16, block_tokens=64, num_warps=4, num_stages=3)
 """A group has 4 to 16 heads: a tile of 64 for wgmma would be mostly empty."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 LAYOUT = "pairs-1"
 """A token's KV: the normed latent, then the rotated key, its pairs side by side."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from data_plane.connectors.fingerprint import difference
 from data_plane.connectors.ticket import KEY, EngineTicket, accepted, refused
 from data_plane.transport.nixl import nixl_package
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 
 class PagePart(NamedTuple):

@@ -19,7 +19,7 @@ from data_plane.kv.page_ring import PageRingWriter, prefill_ring
 from data_plane.transport.exchange import Term
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _ATTACH_MS = 2_000
 """Longest wait for a ring, which exists before a ticket for it does."""

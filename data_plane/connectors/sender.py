@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from data_plane.connectors.requests import PagePart
 from data_plane.connectors.ticket import EngineTicket
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 logger = logging.getLogger(__name__)
 

@@ -35,9 +35,9 @@ from data_plane.transport.exchange import (
     row_bytes,
 )
 from data_plane.transport.mailbox import mailbox_layout
-from nanocp.config import Config
-from nanocp.experts import ExpertTable, home_table
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.whole import Config
+from nanocp.values.experts import ExpertTable, home_table
+from nanocp.values.plan import PAGE_SIZE
 
 
 def region_layout(config: Config) -> RegionLayout:

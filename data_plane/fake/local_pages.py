@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from data_plane.kv.page_ring import ArrivedPage
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 
 class LocalPageRing:

@@ -17,8 +17,8 @@ from operator import add
 
 import numpy as np
 
-from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import SamplingParams, TokenLogprobs
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import SamplingParams, TokenLogprobs
 
 NUM_EXPERTS = 61
 """Instances hold as many of them, give or take one."""

@@ -16,9 +16,10 @@ from data_plane.instance.page_transfers import PageMover
 from data_plane.instance.rows import Row
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.transport.stage_links import StageLinks
-from nanocp.passes import PipelineConfig, Span
-from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import TokenLogprobs
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import Span
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import TokenLogprobs
 
 _SPOILED = 0xDEAD_BEEF_DEAD_BEEF
 

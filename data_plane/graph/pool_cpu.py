@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE
-from nanocp.table_changes import PageRun
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.table_changes import PageRun
 
 
 @dataclass(frozen=True, slots=True)

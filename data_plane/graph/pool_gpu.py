@@ -24,8 +24,8 @@ from torch import Tensor
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.pool_cpu import LocalPages, RowState, StepTables
 from data_plane.graph.triton_tables import adopt_kernel, locate_kernel, route_kernel
-from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.plan import PAGE_SIZE
 
 _ADOPT_BLOCK = 1024
 _LOCATE_BLOCK = 64

@@ -29,9 +29,9 @@ from data_plane.kv.page_ring import PageRing
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.kv.slots import Slots
 from data_plane.transport.regions import TensorExchange
-from nanocp.config import Config
-from nanocp.experts import ExpertTable
-from nanocp.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone
+from nanocp.config.whole import Config
+from nanocp.values.experts import ExpertTable
+from nanocp.values.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 from data_plane.instance.page_transfers import PageMover, PageSource
 from data_plane.transport.exchange import Exchange
-from nanocp.experts import ExpertTable
-from nanocp.plan import Event, Fetch, InstancePlan, Stow, Transfer
-from nanocp.sampling import Token as Token
-from nanocp.table_changes import PageRun
+from nanocp.values.experts import ExpertTable
+from nanocp.values.plan import Event, Fetch, InstancePlan, Stow, Transfer
+from nanocp.values.sampling import Token as Token
+from nanocp.values.table_changes import PageRun
 
 
 @dataclass(frozen=True, slots=True)

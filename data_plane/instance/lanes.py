@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from data_plane.instance.rows import Row
 from data_plane.transport.exchange import Awaited, Exchange
-from nanocp.table import InstanceTable
+from nanocp.values.table import InstanceTable
 
 Result = TypeVar("Result")
 Waiting = Generator[tuple[Awaited, ...], None, Result]

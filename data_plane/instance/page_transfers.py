@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
-from nanocp.plan import PAGE_SIZE, Event, Fetch, Stow, Transfer, TransferDone, TransferFenced
-from nanocp.table import InstanceTable
+from nanocp.values.plan import PAGE_SIZE, Event, Fetch, Stow, Transfer, TransferDone, TransferFenced
+from nanocp.values.table import InstanceTable
 
 
 class PageSource(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, sample_rows, token_logprobs
-from nanocp.sampling import TokenLogprobs
+from nanocp.values.sampling import TokenLogprobs
 
 
 def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tensor] | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from nanocp.offload import next_page_hash
-from nanocp.plan import PAGE_SIZE, FinishReason, RowStart, WrittenPage
-from nanocp.sampling import HandOffState, RowInput, SamplingParams, Token, TokenLogprobs
+from nanocp.values.offload import next_page_hash
+from nanocp.values.plan import PAGE_SIZE, FinishReason, RowStart, WrittenPage
+from nanocp.values.sampling import HandOffState, RowInput, SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocp.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
+from nanocp.values.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 
 _LOGITS_TOKENS = 64
 """Tokens of a prompt whose logits are computed at a time: 32 MiB at a vocabulary of 128K."""

@@ -18,17 +18,11 @@ from data_plane.instance.page_transfers import PageMover
 from data_plane.instance.rows import Row
 from data_plane.instance.stage_layers import StageLayers
 from data_plane.transport.stage_links import HiddenRows, PassTokens, StageLinks
-from nanocp.passes import (
-    LayerMoves,
-    LayersMoved,
-    PassDone,
-    PassPlan,
-    PipelineConfig,
-    Span,
-)
-from nanocp.plan import PAGE_SIZE, Finished
-from nanocp.sampling import PromptLogprobs, Token, TokenLogprobs
-from nanocp.table import InstanceTable
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span
+from nanocp.values.plan import PAGE_SIZE, Finished
+from nanocp.values.sampling import PromptLogprobs, Token, TokenLogprobs
+from nanocp.values.table import InstanceTable
 
 Waits = Generator[str, None, None]
 

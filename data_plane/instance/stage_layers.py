@@ -19,8 +19,9 @@ import numpy as np
 
 from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.exchange import PeerLost
-from nanocp.passes import LayerMoves, LayersMoved, PassDone, PipelineConfig, Span, layers_of
-from nanocp.plan import PAGE_SIZE, InstancePlan
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import LayerMoves, LayersMoved, PassDone, Span, layers_of
+from nanocp.values.plan import PAGE_SIZE, InstancePlan
 
 
 class StageLayers(ABC):

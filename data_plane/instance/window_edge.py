@@ -25,12 +25,12 @@ from data_plane.instance.page_transfers import PageTransfers
 from data_plane.instance.rows import Row
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
-from nanocp.config import Config
-from nanocp.experts import ExpertTable
-from nanocp.plan import Finished, InstancePlan, Transfer, WindowDone, WrittenPage
-from nanocp.sampling import Token, TokenLogprobs
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageRun
+from nanocp.config.whole import Config
+from nanocp.values.experts import ExpertTable
+from nanocp.values.plan import Finished, InstancePlan, Transfer, WindowDone, WrittenPage
+from nanocp.values.sampling import Token, TokenLogprobs
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun
 from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
 
 _PLANS_UNDER_WAY = 2

@@ -17,7 +17,7 @@ from data_plane.attention.fp8_latent import quantise
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.kv.huge_pages import huge_pages
 from data_plane.model.page_bytes import token_bytes
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 
 class FramePool:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from data_plane.kv.slots import Slots
-from nanocp.offload import Fetch, Stow, TransferMissed
-from nanocp.plan import PAGE_SIZE, TransferDone, TransferFenced
+from nanocp.values.offload import Fetch, Stow, TransferMissed
+from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
 
 _MAX_LOADED = 4
 """Pages that wait for a place in another instance's ring; no further one is read meanwhile."""

@@ -20,7 +20,8 @@ from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
-from nanocp.config import LimitsConfig, PrefillConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
 
 PREFILL_RING = "prefill0"
 """The kind of the ring that the only writer of a prefill writes; see `prefill_ring`."""

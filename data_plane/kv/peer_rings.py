@@ -16,7 +16,7 @@ from typing import Any
 from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Segments
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _RING_PAGES = 2
 """Places of a ring: one is filled while the other is copied."""

@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 
 from data_plane.kv.huge_pages import huge_pages
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 logger = logging.getLogger(__name__)
 

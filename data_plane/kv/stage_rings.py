@@ -16,7 +16,7 @@ from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Segments
 from data_plane.transport.stage_links import HiddenRows, PassTokens
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _HIDDEN, _TOKENS = "hidden_rows", "pass_tokens"
 _TOKEN_WORDS = 2

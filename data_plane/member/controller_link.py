@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from data_plane.transport.exchange import Term
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 from nanocp.parent import GONE, starter
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc

@@ -22,8 +22,8 @@ from data_plane.kv.page_ring import PageRing, prefill_ring
 from data_plane.prefill.completions import EngineAnswer, EngineCompletion, EngineOutcome
 from data_plane.prefill.probe import Probe
 from data_plane.transport.segments import Peer, Segments
-from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE
 
 _RING_PAGES = 2
 

@@ -37,8 +37,8 @@ from data_plane.prefill.completions import EngineAnswer, EngineCompletion, Engin
 from data_plane.prefill.engines import Engine, EnginePool, EngineState
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Peer
-from nanocp.config import Config
-from nanocp.plan import Transfer
+from nanocp.config.whole import Config
+from nanocp.values.plan import Transfer
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _BEATS = 4
 """Beats in the time after which a silent member is lost."""

@@ -36,9 +36,9 @@ from data_plane.member.lifetime import (
 from data_plane.member.term_loop import TermLoop, wake
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
-from nanocp.config import LimitsConfig
-from nanocp.experts import ExpertTable
-from nanocp.plan import (
+from nanocp.config.limits import LimitsConfig
+from nanocp.values.experts import ExpertTable
+from nanocp.values.plan import (
     Event,
     InstancePlan,
     TransferDone,

@@ -21,7 +21,7 @@ from data_plane.transport.exchange import Term
 from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import Config
+from nanocp.config.whole import Config
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1 import cluster_pb2 as pb
 

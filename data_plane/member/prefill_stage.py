@@ -40,8 +40,8 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeError, PeerLost, Term, TermOver
 from data_plane.transport.segments import Segments
 from nanocp.logs import configure
-from nanocp.passes import PassPlan, Span
-from nanocp.plan import PAGE_SIZE, Transfer
+from nanocp.values.passes import PassPlan, Span
+from nanocp.values.plan import PAGE_SIZE, Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What the prefill and its stages say to each other, pickled through a pipe.
 
 Enters: nothing. Leaves: values. Does not know: pipes, who plans passes. Passes themselves go as
-nanocp.passes has them.
+nanocp.values.passes has them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from data_plane.member.lifetime import MemberSpec
 from data_plane.transport.segments import Peer
-from nanocp.plan import Transfer
+from nanocp.values.plan import Transfer
 
 
 class StageSpec(NamedTuple):

@@ -18,10 +18,10 @@ from data_plane.member.lifetime import meet
 from data_plane.member.term_loop import TermLoop
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
-from nanocp.config import LimitsConfig
-from nanocp.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
-from nanocp.plan import WindowDone
-from nanocp.sampling import PromptLogprobs
+from nanocp.config.limits import LimitsConfig
+from nanocp.values.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
+from nanocp.values.plan import WindowDone
+from nanocp.values.sampling import PromptLogprobs
 from nanocp.wire import convert, passes
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -44,8 +44,8 @@ from data_plane.member.stage_messages import (
 )
 from data_plane.member.term_loop import LOOK, wake
 from data_plane.member.ticket_loop import TicketLoop
-from nanocp.passes import PassDone, PassPlan, PipelinePlan
-from nanocp.plan import AbortRequested, Arrival, Transfer
+from nanocp.values.passes import PassDone, PassPlan, PipelinePlan
+from nanocp.values.plan import AbortRequested, Arrival, Transfer
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)

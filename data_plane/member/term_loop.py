@@ -19,8 +19,8 @@ from data_plane.member.lifetime import ShutdownRequested
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
-from nanocp.config import LimitsConfig
-from nanocp.sampling import Token
+from nanocp.config.limits import LimitsConfig
+from nanocp.values.sampling import Token
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.lifetime import ShutdownRequested
-from nanocp.plan import Transfer
+from nanocp.values.plan import Transfer
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 

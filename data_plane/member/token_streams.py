@@ -17,8 +17,8 @@ from queue import Empty, Full, Queue
 
 import grpc
 
-from nanocp.config import LimitsConfig
-from nanocp.sampling import PromptLogprobs, Token, TokenLogprobs
+from nanocp.config.limits import LimitsConfig
+from nanocp.values.sampling import PromptLogprobs, Token, TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc

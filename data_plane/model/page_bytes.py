@@ -6,8 +6,8 @@ Enters: a ModelConfig, what is configured. Leaves: bytes. Does not know: frames,
 from __future__ import annotations
 
 from data_plane.model.config import ModelConfig
-from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE
 
 NUM_SCALES = 4
 """Scales of one token's latent KV in FP8."""

@@ -23,7 +23,7 @@ from data_plane.model.fp8_weight import FP8, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.safetensors_reader import SafetensorsReader, scale_shape, staging_tensor
-from nanocp.experts import home_experts
+from nanocp.values.experts import home_experts
 
 
 @dataclass(frozen=True, slots=True)

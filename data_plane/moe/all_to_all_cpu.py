@@ -21,7 +21,7 @@ from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
 from data_plane.moe.rows import Region, RowMoves
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
-from nanocp.experts import home_table
+from nanocp.values.experts import home_table
 
 MoePhase = Literal["dispatch_combine", "expert", "other"]
 """A phase of a MoE layer: moving rows, running experts, or the gate and the shared expert."""

@@ -24,7 +24,7 @@ from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
-from nanocp.experts import home_table
+from nanocp.values.experts import home_table
 
 
 class GpuAllToAll(Protocol):

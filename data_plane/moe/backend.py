@@ -22,9 +22,9 @@ def expert_backend(
 ) -> tuple[GroupedGemm | None, str]:
     """Choose the experts' GEMM; return it, and a sentence that says which it is and why.
 
-    name: auto, loop, grouped_mm, triton or deep_gemm (nanocp/config.py refuses anything else).
-    expected_rows: about how many rows an expert gets in a step. The GEMM is None for the loop of
-    moe/experts.py. Raises ValueError naming what the backend cannot do here.
+    name: auto, loop, grouped_mm, triton or deep_gemm (nanocp/config/data_plane.py refuses anything
+    else). expected_rows: about how many rows an expert gets in a step. The GEMM is None for the
+    loop of moe/experts.py. Raises ValueError naming what the backend cannot do here.
     """
     is_gpu = device.type == "cuda"
     if name in ("auto", "loop") and not is_gpu:
@@ -103,9 +103,9 @@ def dispatch_backend(
 ) -> str:
     """Choose the dispatch: a sentence that begins with its name and says why.
 
-    name: auto, exchange, deep_ep or fused (nanocp/config.py refuses anything else). max_rows: bound
-    of an instance's batch. fused_obstacle: why a mixture cannot be one call here, or empty. Raises
-    ValueError naming what the backend cannot do here.
+    name: auto, exchange, deep_ep or fused (nanocp/config/data_plane.py refuses anything else).
+    max_rows: bound of an instance's batch. fused_obstacle: why a mixture cannot be one call here,
+    or empty. Raises ValueError naming what the backend cannot do here.
     """
     if name == "exchange":
         return "exchange, as configured"

@@ -31,7 +31,7 @@ from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
-from nanocp.experts import home_table
+from nanocp.values.experts import home_table
 
 _UNLIMITED = 2**31 - 1
 _RESERVED_SMS = 2

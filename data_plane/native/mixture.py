@@ -26,7 +26,7 @@ from data_plane.native.kernels import NativeKernels
 from data_plane.native.packing import packed_address
 from data_plane.transport.exchange import Awaited, Channel, ExchangeError
 from data_plane.transport.regions import TensorExchange
-from nanocp.experts import home_table
+from nanocp.values.experts import home_table
 
 # How a call ends: enum Outcome of mixture.h.
 _DONE, _AWAITS_ROWS, _AWAITS_SUMS, _PUTS_ROWS, _PUTS_SUMS, _WRONG_COUNT = range(6)

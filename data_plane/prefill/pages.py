@@ -26,8 +26,8 @@ from data_plane.model.norm import rms_norm
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.experts import experts_forward
 from data_plane.moe.gate import gate
-from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import PromptLogprobs
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import PromptLogprobs
 
 
 def prefill_pages(

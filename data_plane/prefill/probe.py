@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.fp8_latent import dequantise
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 NUM_TOKENS = PAGE_SIZE + 1
 """A full page, and one that is not: both ways in which pages are cut."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nanocp.config import BoundsConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.cluster import BoundsConfig
+from nanocp.values.plan import PAGE_SIZE
 
 _MIN_BATCH_LEN = 128
 

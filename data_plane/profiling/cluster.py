@@ -45,9 +45,9 @@ from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
-from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import SamplingParams
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import SamplingParams
 
 _NUM_WARM_STEPS = 2
 _INGEST_PAGES = 64

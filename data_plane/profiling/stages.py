@@ -24,8 +24,8 @@ from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from nanocp.config import Config
-from nanocp.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span, StageWorked
+from nanocp.config.whole import Config
+from nanocp.values.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span, StageWorked
 
 _IDLE_S = 0.001
 _TIMED_PARTS = "_run_layer", "_sample", "progress"

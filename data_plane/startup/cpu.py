@@ -38,7 +38,7 @@ from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 
 def load_shared_weights(config: Config, checkpoint: Path) -> ModelWeights:

@@ -16,7 +16,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import stores_bf16
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.step.cpu_kernels import Kernels, cpu_kernels
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 
 class CpuParts(NamedTuple):

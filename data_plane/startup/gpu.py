@@ -45,8 +45,9 @@ from data_plane.transport.peer_memory import cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
-from nanocp.config import ClusterConfig, Config
-from nanocp.experts import num_slots
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.whole import Config
+from nanocp.values.experts import num_slots
 
 _EAGER = "graphs: none, every step is launched (eager)"
 _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"

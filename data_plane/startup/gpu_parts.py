@@ -22,7 +22,8 @@ from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
-from nanocp.config import ClusterConfig, DataPlaneConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
 
 
 class GpuParts(NamedTuple):

@@ -19,7 +19,7 @@ from data_plane.model.weights import ModelWeights, Progress, say_nothing
 from data_plane.startup.cpu import build_cpu_instance, load_shared_weights
 from data_plane.startup.shared_parts import grammar_masks
 from data_plane.transport.segments import Segments
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 
 class Prepared(NamedTuple):

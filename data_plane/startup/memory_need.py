@@ -24,10 +24,11 @@ from data_plane.model.weights import (
     stored_shapes,
 )
 from data_plane.transport.regions import step_layout
-from nanocp.choices import require
-from nanocp.config import Config
-from nanocp.experts import num_slots
-from nanocp.passes import PipelineConfig, layers_of
+from nanocp.config.choices import require
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.whole import Config
+from nanocp.values.experts import num_slots
+from nanocp.values.passes import layers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from data_plane.startup.shared_parts import torch_dtype
 from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
-from nanocp.config import Config
-from nanocp.passes import even_split, prompt_passes
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.whole import Config
+from nanocp.values.passes import even_split, prompt_passes
+from nanocp.values.plan import PAGE_SIZE
 
 
 class PrefillStage(NamedTuple):

@@ -22,7 +22,7 @@ from data_plane.moe.grouped import GroupedGemm
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.transport.nixl import nixl_package
 from data_plane.transport.segments import Segments
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 
 def bucket_table(config: Config) -> BucketTable:

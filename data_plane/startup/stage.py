@@ -20,8 +20,9 @@ from data_plane.startup.cpu_parts import cpu_parts
 from data_plane.startup.shared_parts import grammar_masks, torch_dtype
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
-from nanocp.config import Config
-from nanocp.passes import PipelineConfig, layers_of
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.whole import Config
+from nanocp.values.passes import layers_of
 
 
 def build_stage(

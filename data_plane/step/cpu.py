@@ -26,8 +26,8 @@ from data_plane.step.cpu_kernels import Kernels
 from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
-from nanocp.config import BoundsConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.cluster import BoundsConfig
+from nanocp.values.plan import PAGE_SIZE
 
 Parts = Generator[Awaited, None, torch.Tensor]
 """A part of a step that awaits puts and ends with a tensor."""

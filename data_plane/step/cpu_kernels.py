@@ -35,7 +35,7 @@ from data_plane.native.mixture import NativeMixtures
 from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import Awaited
 from data_plane.transport.regions import TensorExchange
-from nanocp.config import CPU_KERNELS
+from nanocp.config.data_plane import CPU_KERNELS
 
 
 class Kernels(Packing, ExpertKernels, Protocol):

@@ -28,7 +28,7 @@ from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
-from nanocp.config import BoundsConfig
+from nanocp.config.cluster import BoundsConfig
 
 
 class GpuStep:

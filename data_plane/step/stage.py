@@ -37,9 +37,10 @@ from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import LayerWeights
 from data_plane.step.cpu_kernels import Kernels
 from data_plane.transport.stage_links import StageLinks
-from nanocp.passes import PipelineConfig, Span
-from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import TokenLogprobs
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import Span
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import TokenLogprobs
 
 
 class ModelStage(StageEdge):

@@ -20,7 +20,7 @@ from data_plane.transport.exchange import PeerLost
 from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import OwnedSegment, require_description
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _DEATH_S = 1.0
 """How long a process that has lost its GPU's memory may take to be gone."""

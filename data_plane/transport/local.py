@@ -26,7 +26,7 @@ from data_plane.transport.exchange import (
     PeerLost,
     RegionLayout,
 )
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 
 @dataclass(slots=True)

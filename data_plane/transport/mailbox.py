@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from data_plane.transport.exchange import Channel, Field, RegionLayout
-from nanocp.config import ClusterConfig
+from nanocp.config.cluster import ClusterConfig
 from nanocp.wire.convert import max_hand_off_bytes
 
 

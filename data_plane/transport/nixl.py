@@ -27,7 +27,7 @@ import numpy as np
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term
 from data_plane.transport.futex import Word
 from data_plane.transport.tcp_segment import TcpSegment
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _PLACE = struct.Struct("<QQQQ")  # address, bytes, device, whether it is a GPU's

@@ -21,7 +21,8 @@ from data_plane.transport.exchange import (
     RegionLayout,
     row_bytes,
 )
-from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
 
 
 def region_layout(

@@ -29,7 +29,7 @@ from data_plane.transport.shared_memory import (
 )
 from data_plane.transport.tcp_segment import TcpSegment
 from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from data_plane.transport.exchange import (
 from data_plane.transport.futex import Word, wait_for_any
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _NUM_PARITIES = 2
 _KIND = "exchange"

@@ -35,7 +35,7 @@ from data_plane.transport.tcp_messages import (
     shut,
     tune,
 )
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 _DIAL_AGAIN_S = 0.02
 

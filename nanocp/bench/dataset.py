@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from nanocp.bench.names import DATASETS, GO_ON, OTHER_DATASETS, TRACES
-from nanocp.choices import check_one_of
+from nanocp.config.choices import check_one_of
 from nanocp.simulator.traces import read_azure, read_mooncake
 from nanocp.simulator.workload import SHORT_LENGTHS, draw_len, draw_output_len
 

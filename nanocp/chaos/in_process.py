@@ -22,7 +22,7 @@ from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import judged, pauses_by_kind
 from nanocp.chaos.run import ChaosRun, ask_all, settled
-from nanocp.config import Config
+from nanocp.config.whole import Config
 from nanocp.serve.process import HELD_FRAMES
 from nanocp.serve.service import Service, member_environment, open_checkpoint
 

@@ -14,7 +14,7 @@ import torch
 
 from data_plane.instance.sampler import controlled_logits, token_probabilities, uniform
 from data_plane.reference.oracle import Oracle
-from nanocp.sampling import SamplingParams, penalized_prompt_ids
+from nanocp.values.sampling import SamplingParams, penalized_prompt_ids
 
 
 class Judge(Protocol):

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from nanocp.client import AsyncClient, ServiceError
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 
 APIS = ("grpc", "http")
 KINDS = ("greedy", "sampled", "penalised", "three", "shared", "long")

@@ -13,7 +13,7 @@ def config() -> None:
     Copy the lines that you change into a file for `nanocp serve --config`. An environment variable
     sets a key too: NANOCP_CLUSTER__NUM_FRAMES=512. Flags go before it, and it before the file.
     """
-    from nanocp.config import Config
-    from nanocp.config_yaml import config_yaml
+    from nanocp.config.whole import Config
+    from nanocp.config.yaml import config_yaml
 
     print(config_yaml(Config()), end="")

@@ -1,6 +1,6 @@
 """Options that set one key of the configuration each.
 
-Enters: the configuration's fields. Leaves: options whose values nanocp.config_file takes as flags.
+Enters: the configuration's fields. Leaves: options whose values nanocp.config.file takes as flags.
 Does not know: commands.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import get_type_hints
 
 from nanocp.cli.options import FieldOption, field_option
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 
 def config_option(key: str, name: str = "", metavar: str | None = None) -> FieldOption:

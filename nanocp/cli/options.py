@@ -15,8 +15,8 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 
 import typer
 
-from nanocp.choices import one_of
-from nanocp.field_docs import field_docs
+from nanocp.config.choices import one_of
+from nanocp.config.field_docs import field_docs
 
 
 class FieldOption(NamedTuple):

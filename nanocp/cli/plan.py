@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 if TYPE_CHECKING:
     from data_plane.model.config import ModelConfig
-    from nanocp.config import Config
+    from nanocp.config.whole import Config
 
 _GB = 1e9
 _GPUS_OF_A_NODE = 8
@@ -111,7 +111,7 @@ def _config(
     layout: str,
     has_lanes: bool,
 ) -> Config:
-    from nanocp.config import Config
+    from nanocp.config.whole import Config
 
     config, is_gpu = Config(), device != "cpu"
     chosen = dtype or (ModelDtype.bfloat16 if is_gpu else ModelDtype.float32)
@@ -137,7 +137,7 @@ def _report(
 ) -> bool:
     """Print the table; return whether the model fits."""
     from data_plane.startup.memory_need import keeps_bf16, memory_need
-    from nanocp.experts import num_slots
+    from nanocp.values.experts import num_slots
 
     stores_bf16 = _stores_bf16(folder, model)
     device, num_instances = DEVICES[name], config.cluster.num_instances
@@ -193,7 +193,8 @@ def _report_stages(
 ) -> bool:
     """Print what each stage of a pipeline needs; return whether the model fits."""
     from data_plane.startup.memory_need import stage_needs
-    from nanocp.passes import PipelineConfig, layers_of
+    from nanocp.config.pipeline import PipelineConfig
+    from nanocp.values.passes import layers_of
 
     device, num_stages = DEVICES[name], config.cluster.num_instances
     memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_stages))

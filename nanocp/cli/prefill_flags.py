@@ -31,7 +31,7 @@ def prefill_flags(
 ) -> None:
     """Print flags for vLLM: vllm serve CHECKPOINT $(nanocp prefill-flags CHECKPOINT)."""
     from data_plane.model.config import ModelConfig
-    from nanocp.config_file import load_config
+    from nanocp.config.file import load_config
 
     try:
         loaded = load_config(config, {})

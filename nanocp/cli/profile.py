@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from data_plane.model.config import ModelConfig
     from data_plane.profiling.batch import Batch
-    from nanocp.config import Config
-    from nanocp.profile.fit import Fitted, Point, Sweep
-    from nanocp.profile.lanes import LaneTable
+    from nanocp.config.whole import Config
+    from nanocp.simulator.fit.fit import Fitted, Point, Sweep
+    from nanocp.simulator.fit.lanes import LaneTable
 
 _MIN_LEN = 512
 _NUM_STEPS = 5
@@ -112,7 +112,7 @@ def profile(
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=_WIDTH, highlight=False)
     try:
-        from nanocp.config_file import load_config
+        from nanocp.config.file import load_config
 
         run(load_config(config, flags), checkpoint, measurement, console)
     except (ValueError, RuntimeError, OSError) as error:
@@ -129,8 +129,8 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         _run_pipeline(config, checkpoint, measurement, console)
         return
     from data_plane.model.config import ModelConfig
-    from nanocp.profile.fit import cluster_yaml, fit_cluster, serve_yaml
-    from nanocp.profile.lanes import with_lane_table
+    from nanocp.simulator.fit.fit import cluster_yaml, fit_cluster, serve_yaml
+    from nanocp.simulator.fit.lanes import with_lane_table
 
     num_instances = config.cluster.num_instances
     if num_instances < 2:
@@ -164,9 +164,9 @@ def _run_pipeline(
     from rich.table import Table
 
     from data_plane.model.config import ModelConfig
-    from nanocp.passes import PipelineConfig
-    from nanocp.profile.fit import pipeline_yaml
-    from nanocp.profile.pipeline import KINDS, errors, measure, num_first_dense
+    from nanocp.config.pipeline import PipelineConfig
+    from nanocp.simulator.fit.fit import pipeline_yaml
+    from nanocp.simulator.fit.pipeline import KINDS, errors, measure, num_first_dense
     from nanocp.simulator.pipeline.fit import fit_costs
 
     if measurement.max_len or measurement.degree or measurement.overlap:
@@ -228,8 +228,8 @@ def _measure(
     from data_plane.profiling.batch import alone, linked_batches, local_batches, num_frames
     from data_plane.profiling.cluster import measuring
     from data_plane.profiling.phase_clock import PhaseTimes
-    from nanocp.profile.fit import Point, step_us
     from nanocp.serve.service import member_environment
+    from nanocp.simulator.fit.fit import Point, step_us
 
     num_instances, bounds = config.cluster.num_instances, config.cluster.bounds
     alone_batches = {
@@ -288,8 +288,8 @@ def _measure(
 
 def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
     from data_plane.profiling.cluster import measuring
-    from nanocp.profile.lanes import measure_lane_table
     from nanocp.serve.service import member_environment
+    from nanocp.simulator.fit.lanes import measure_lane_table
 
     two_lanes = replace(config, scheduler=replace(config.scheduler, lanes="always"))
     with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
@@ -315,8 +315,8 @@ def _describe(batch: Batch, num_instances: int) -> str:
 def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: int) -> None:
     import psutil
 
-    from nanocp.plan import PAGE_SIZE
-    from nanocp.profile.fit import kv_bytes
+    from nanocp.simulator.fit.fit import kv_bytes
+    from nanocp.values.plan import PAGE_SIZE
 
     needed, free = (
         num_frames * PAGE_SIZE * kv_bytes(config, model),
@@ -362,7 +362,7 @@ def _cpu() -> str:
 def _show(sweep: Sweep, fitted: Fitted, console: Console) -> None:
     from rich.table import Table
 
-    from nanocp.profile.fit import degree_table
+    from nanocp.simulator.fit.fit import degree_table
 
     console.print("one request alone: attention + exchange, us a layer")
     table = Table()

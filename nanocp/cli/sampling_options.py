@@ -1,6 +1,7 @@
 """Options of the sampling parameters, for every command that sends requests.
 
-Enters: nanocp.sampling_fields. Leaves: an option for each parameter. Does not know: commands.
+Enters: nanocp.values.sampling_fields. Leaves: an option for each parameter. Does not know:
+commands.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from nanocp.cli.options import FieldOptions, field_option
-from nanocp.sampling_fields import CONTROLS, SamplingRequest
+from nanocp.values.sampling_fields import CONTROLS, SamplingRequest
 
 _ONE_OF_SEVERAL = {"stop_token_ids": "stop_token_id", "bad_words": "bad_word"}
 """Options that may be given again are in the singular."""

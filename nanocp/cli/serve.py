@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from control_plane.launchers.launcher import Launcher
-    from control_plane.member_streams import Member
-    from nanocp.config import Config, ServiceConfig
+    from control_plane.ports.member_streams import Member
+    from nanocp.config.service import ServiceConfig
+    from nanocp.config.whole import Config
     from nanocp.serve.service import Served, Service
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,8 @@ def serve(
     # here and goes on with gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from nanocp.config_file import load_config, origins
-    from nanocp.config_yaml import config_yaml
+    from nanocp.config.file import load_config, origins
+    from nanocp.config.yaml import config_yaml
 
     try:
         if address is not None and not ray:
@@ -147,7 +148,7 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     from rich.console import Console
 
     from control_plane.frontend.descriptors import max_connections, raise_limit
-    from nanocp.cost_config import CPU_COSTS, CostConfig
+    from nanocp.config.cost import CPU_COSTS, CostConfig
     from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
 
@@ -204,7 +205,7 @@ def serve_until_end(
 
 
 def _warn_of_open_ports(service: ServiceConfig) -> None:
-    from control_plane.addresses import is_loopback
+    from control_plane.ports.addresses import is_loopback
 
     if is_loopback(service.host):
         return
@@ -264,7 +265,7 @@ class Output:
 
 
 def _serve(service: Service, served: Served, output: Output, opened: Callable[[], None]) -> int:
-    from control_plane.members.start import StartError
+    from control_plane.coordinator.members.start import StartError
 
     _on_signals(_interrupt)
     try:
@@ -350,8 +351,8 @@ def _describe(
 
 def _groups(config: Config) -> Sequence[Sequence[Member]]:
     """The instances of each node; none at a loopback address, which only this machine reaches."""
-    from control_plane.addresses import advertised_host, is_loopback
-    from control_plane.member_streams import Member
+    from control_plane.ports.addresses import advertised_host, is_loopback
+    from control_plane.ports.member_streams import Member
 
     if is_loopback(advertised_host(config.service)):
         return ()

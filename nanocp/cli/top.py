@@ -34,7 +34,7 @@ _LEGEND = (
     f"▓ on one   {_PROMISED} promised, no KV yet   ░ quarantined   · free"
 )
 _AWAITED = {"fill": "rows", "tail": "tokens", "kv": "moved layers", "work": "a pass"}
-"""What a stage of a pipeline waits for, by cause (nanocp.passes.WAIT_CAUSES)."""
+"""What a stage of a pipeline waits for, by cause (nanocp.values.passes.WAIT_CAUSES)."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _COLOURS = (

@@ -67,9 +67,9 @@ def why(
 
 def _replayed(path: Path, request: str) -> list[dict[str, Any]]:
     """The requests of this name in an event log. Raises ValueError."""
-    from control_plane.event_log import LogReader, log_lines
     from control_plane.observe.request_values import request_values
     from control_plane.observe.timelines import Timelines
+    from control_plane.shell.event_log import LogReader, log_lines
     from nanocp.simulator.replay import replay
 
     last_us = 0

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
-from nanocp.plan import ClusterLoad, FinishReason, InstanceLoad
-from nanocp.sampling import TokenLogprobs
+from nanocp.values.plan import ClusterLoad, FinishReason, InstanceLoad
+from nanocp.values.sampling import TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 
 _LISTS_OF_STRINGS = ("bad_words", "stop")
@@ -21,7 +21,7 @@ _LISTS_OF_STRINGS = ("bad_words", "stop")
 
 
 class Sampling(TypedDict, total=False):
-    """Sampling options of `generate`; absent ones take the service's default (nanocp.sampling)."""
+    """Sampling options of `generate`; absent ones take the defaults of nanocp.values.sampling."""
 
     max_tokens: int
     min_tokens: int

@@ -28,7 +28,7 @@ from nanocp.client.messages import (
     server_info_of,
 )
 from nanocp.client.resumption import RESUME_TIMEOUT_S, Resumption
-from nanocp.plan import ClusterLoad
+from nanocp.values.plan import ClusterLoad
 from nanocp.wire.v1 import inference_pb2 as pb
 
 

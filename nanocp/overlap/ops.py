@@ -31,7 +31,7 @@ class SplitFunc:
 Rule = SplitModule | SplitFunc
 """Where a model is cut. What lies between two cuts is an operator, too, with an empty tag.
 
-`data_plane.graph.overlap.partition.mark` cuts in the model's own code.
+`nanocp.overlap.engine.partition.mark` cuts in the model's own code.
 """
 
 

@@ -21,8 +21,8 @@ from control_plane.frontend.remote.link import RemoteController
 from control_plane.frontend.remote.observations import Observations
 from control_plane.frontend.tokenizer import load_tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.members_port import MemberSecrets
-from nanocp.config import Config
+from control_plane.ports.members_port import MemberSecrets
+from nanocp.config.whole import Config
 from nanocp.logs import configure
 from nanocp.wire.member_metadata import member_metadata
 

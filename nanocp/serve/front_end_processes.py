@@ -20,13 +20,13 @@ from control_plane.frontend.remote.observations import HttpResponded
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.member_streams import Member
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import Observer
-from nanocp.config import Config
-from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+from control_plane.ports.member_streams import Member
+from control_plane.ports.members_port import MemberSecrets
+from nanocp.config.whole import Config
 from nanocp.serve.front_end_process import FrontEndSpec
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
+from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
 
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from control_plane.launchers.launcher import Launcher
-from control_plane.member_streams import Member
-from nanocp.config import ClusterConfig
+from control_plane.ports.member_streams import Member
+from nanocp.config.cluster import ClusterConfig
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from control_plane.scheduler.pipeline.pass_rows import PromptRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
-from nanocp.config import Config
-from nanocp.passes import PipelineConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.whole import Config
 
 
 def make_prefill_scheduler(config: Config) -> PipelineScheduler:

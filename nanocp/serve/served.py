@@ -14,10 +14,10 @@ from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from data_plane.model.config import ModelConfig
 from data_plane.model.page_bytes import page_bytes
-from nanocp.choices import require
-from nanocp.config import Config
-from nanocp.passes import PipelineConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.choices import require
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE
 
 INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"
 STAGE_FACTORY = "data_plane.startup.stage:build_stage"

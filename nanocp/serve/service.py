@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from control_plane.addresses import advertised_host, join
-from control_plane.controller import Controller
-from control_plane.flights.decode import DecodeFlights
-from control_plane.flights.flights import Flights
-from control_plane.flights.pipeline import PipelineFlights
+from control_plane.coordinator.flights.decode import DecodeFlights
+from control_plane.coordinator.flights.flights import Flights
+from control_plane.coordinator.flights.pipeline import PipelineFlights
+from control_plane.coordinator.members.members import Members
+from control_plane.coordinator.members.seats import SeatsNow
 from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.frontend.front_ends import FrontEnds
 from control_plane.frontend.http.served_model import open_model
@@ -25,10 +25,6 @@ from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tls import check_tls
 from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members.members import Members
-from control_plane.members.seats import SeatsNow
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import Observer
@@ -39,10 +35,13 @@ from control_plane.observe.status_server import (
     metrics_page,
 )
 from control_plane.observe.tracing import TracedObserver, Tracing
+from control_plane.ports.addresses import advertised_host, join
+from control_plane.ports.member_streams import PREFILL, Member
+from control_plane.ports.members_port import MemberSecrets
+from control_plane.shell.controller import Controller
 from data_plane.member.lifetime import MemberSpec, SpareSpec
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
-from nanocp.config import Config
-from nanocp.offload import with_slots
+from nanocp.config.whole import Config
 from nanocp.serve.changes import answer_layout, answer_seats
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
@@ -114,7 +113,7 @@ class Service:
         """
         config = _with_unfilled_bound(config)
         if served.page_bytes:
-            config = with_slots(config, served.page_bytes)
+            config = config.with_slots(served.page_bytes)
         if controller_number > 1 and config.service.event_log:
             log = f"{config.service.event_log}.{controller_number}"
             config = replace(config, service=replace(config.service, event_log=log))

@@ -15,11 +15,12 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from control_plane.scheduler.waiting_queue import invalidity
-from nanocp.choices import check_at_least
-from nanocp.config import ClusterConfig, check_ttft_targets
-from nanocp.plan import PAGE_SIZE, Arrival
+from control_plane.scheduler.queue.waiting_queue import invalidity
+from nanocp.config.choices import check_at_least
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.cost import check_ttft_targets
 from nanocp.simulator.yaml_file import names_in, read_tree, validated
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 SHIPPED = Path(__file__).parent / "clusters"
 

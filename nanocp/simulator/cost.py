@@ -17,9 +17,10 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from nanocp.config import ClusterConfig, CostConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.cost import CostConfig
 from nanocp.simulator.cluster_file import ClusterFile, Costs
+from nanocp.values.plan import PAGE_SIZE
 
 _NUM_CACHED = 4096
 """Combinations of rows and links whose times are remembered."""

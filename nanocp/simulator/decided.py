@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from nanocp.config import ClusterConfig
-from nanocp.plan import PAGE_SIZE, InstanceLoad, InstancePlan, Transfer
+from nanocp.config.cluster import ClusterConfig
 from nanocp.simulator.cost import Loads
-from nanocp.table import NUM_LANES
-from nanocp.table_changes import RouteChange, TableChanges
+from nanocp.values.plan import PAGE_SIZE, InstanceLoad, InstancePlan, Transfer
+from nanocp.values.table import NUM_LANES
+from nanocp.values.table_changes import RouteChange, TableChanges
 
 _NO_CHANGES = TableChanges()
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from nanocp.plan import InstanceLoad, Placement, Plan
 from nanocp.simulator.cost import LayerTime, Loads, StepTime
 from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.values.plan import InstanceLoad, Placement, Plan
 
 ATTAINMENT = 0.99
 """Share of the requests that must be within the SLO (6.1)."""

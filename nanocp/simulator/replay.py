@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from control_plane.event_log import Call, LogReader, digest
 from control_plane.scheduler.explanation import Explainer, PlanWindow
 from control_plane.scheduler.pipeline.pass_planner import PassPlanner
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.choices import require
-from nanocp.passes import ServiceEvent
-from nanocp.plan import Arrival, Plan
+from control_plane.shell.event_log import Call, LogReader, digest
+from nanocp.config.choices import require
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import Arrival, Plan
 
 Watch = Callable[[int, Sequence[ServiceEvent], Plan, Mapping[int, str]], None]
 """(now_us, events, plan) of a call."""

@@ -18,13 +18,21 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from control_plane.event_log import EventLog
 from control_plane.scheduler.explanation import Explainer
-from control_plane.scheduler.row_windows import MAX_WINDOWS_IN_FLIGHT
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import BoundsConfig, SchedulerConfig
+from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
+from control_plane.shell.event_log import EventLog
+from nanocp.config.cluster import BoundsConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.overlap.schedule import Schedule
-from nanocp.plan import (
+from nanocp.simulator.cluster_file import ClusterFile
+from nanocp.simulator.cost import CostModel, Loads, StepTime, profile_cp_degrees
+from nanocp.simulator.decided import DecidedLoads
+from nanocp.simulator.nano_batches import ScheduledSteps
+from nanocp.simulator.nics import Nics
+from nanocp.simulator.outcome import Outcome, Recorder, Run
+from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
+from nanocp.values.plan import (
     PAGE_SIZE,
     Arrival,
     Event,
@@ -36,13 +44,6 @@ from nanocp.plan import (
     TransferDone,
     WindowDone,
 )
-from nanocp.simulator.cluster_file import ClusterFile
-from nanocp.simulator.cost import CostModel, Loads, StepTime, profile_cp_degrees
-from nanocp.simulator.decided import DecidedLoads
-from nanocp.simulator.nano_batches import ScheduledSteps
-from nanocp.simulator.nics import Nics
-from nanocp.simulator.outcome import Outcome, Recorder, Run
-from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 FLUID = "fluid"
 """The bound: every load spread perfectly evenly, exchange free, one pool of frames. No policy of

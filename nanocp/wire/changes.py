@@ -1,14 +1,14 @@
 """Changes of an instance's table <-> protobuf, both ways, exactly.
 
-Enters: values of nanocp.table_changes, or messages of nanocp.wire.v1. Leaves: the other of the two.
-Does not know: plans, what the changes mean.
+Enters: values of nanocp.values.table_changes, or messages of nanocp.wire.v1. Leaves: the other of
+the two. Does not know: plans, what the changes mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanocp.table_changes import (
+from nanocp.values.table_changes import (
     HolderChange,
     PageClear,
     PageRun,

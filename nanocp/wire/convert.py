@@ -1,8 +1,9 @@
 """Plan values <-> protobuf, both ways, exactly.
 
-Enters: values of nanocp.plan and nanocp.sampling, or messages of nanocp.wire.v1. Leaves: the other
-of the two. Equal values give equal bytes (a re-send is byte-identical), and a value survives the
-round trip unchanged. Does not know: streams, who sends what to whom, what the values mean.
+Enters: values of nanocp.values.plan and nanocp.values.sampling, or messages of nanocp.wire.v1.
+Leaves: the other of the two. Equal values give equal bytes (a re-send is byte-identical), and a
+value survives the round trip unchanged. Does not know: streams, who sends what to whom, what the
+values mean.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError, Message
 
-from nanocp.offload import HASH_BYTES
-from nanocp.plan import (
+from nanocp.values.offload import HASH_BYTES
+from nanocp.values.plan import (
     PAGE_SIZE,
     Finished,
     FinishReason,
@@ -24,7 +25,7 @@ from nanocp.plan import (
     WindowDone,
     WrittenPage,
 )
-from nanocp.sampling import (
+from nanocp.values.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
@@ -34,7 +35,7 @@ from nanocp.sampling import (
     Token,
     TokenLogprobs,
 )
-from nanocp.sampling_fields import CONTROLS
+from nanocp.values.sampling_fields import CONTROLS
 from nanocp.wire.changes import table_changes_from_wire, table_changes_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from nanocp.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
+from nanocp.values.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
 from nanocp.wire.v1 import frontend_pb2 as pb
 
 

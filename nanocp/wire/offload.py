@@ -1,12 +1,12 @@
 """Commands about pages outside the frames <-> protobuf, both ways, exactly.
 
-Enters: values of nanocp.offload, or messages of nanocp.wire.v1. Leaves: the other of the two. Does
-not know: which page a slot has.
+Enters: values of nanocp.values.offload, or messages of nanocp.wire.v1. Leaves: the other of the
+two. Does not know: which page a slot has.
 """
 
 from __future__ import annotations
 
-from nanocp.offload import Fetch, StoredPage, Stow
+from nanocp.values.offload import Fetch, StoredPage, Stow
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 

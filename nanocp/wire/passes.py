@@ -1,12 +1,12 @@
 """Passes of a pipeline <-> protobuf, both ways, exactly.
 
-Enters: values of nanocp.passes, or messages of nanocp.wire.v1. Leaves: the other of the two. Does
-not know: streams, who sends what to whom.
+Enters: values of nanocp.values.passes, or messages of nanocp.wire.v1. Leaves: the other of the two.
+Does not know: streams, who sends what to whom.
 """
 
 from __future__ import annotations
 
-from nanocp.passes import LayerMove, LayerMoves, PassPlan, Span
+from nanocp.values.passes import LayerMove, LayerMoves, PassPlan, Span
 from nanocp.wire.convert import instance_plan_from_wire, instance_plan_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

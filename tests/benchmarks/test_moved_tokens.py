@@ -14,11 +14,12 @@ from moved_tokens import (
     waits_ms,
 )
 
-from control_plane.event_log import EventLog
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, TransferDone, WindowDone
+from control_plane.shell.event_log import EventLog
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, TransferDone, WindowDone
 
 NUM_INSTANCES = 3
 PROMPTS = {request_id: [request_id] * (200 + 100 * request_id) for request_id in (1, 2, 3)}

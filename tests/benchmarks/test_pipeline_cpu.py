@@ -12,8 +12,8 @@ from pipeline_layouts import StageClaim, best_of, changes_of, in_layout
 from slow_link import Decoded
 
 from data_plane.profiling.stages import PassTime
-from nanocp.passes import PassCosts
-from nanocp.profile.pipeline import Played
+from nanocp.config.passes import PassCosts
+from nanocp.simulator.fit.pipeline import Played
 
 TWO_CORES = TwoProcesses(compute=2.0, memory=1.9)
 

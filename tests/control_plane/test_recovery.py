@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.event_log import LogReader
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members import replacements
+from control_plane.coordinator.members import replacements
 from control_plane.observe.recovery_metrics import PHASES
+from control_plane.ports.member_streams import PREFILL, Member
+from control_plane.shell.event_log import LogReader
 from harness.hash_members import MortalMember
 from harness.hash_service import (
     CONFIG,

@@ -9,7 +9,7 @@ from harness.hash_members import MODEL
 from harness.hash_service import DEFAULT, expected, hash_service, prompt
 from harness.service_recovery import SLOW, num_free_frames, until
 from nanocp.client import Client
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 

@@ -11,7 +11,8 @@ import yaml
 from control_plane.observe.metrics import Metrics
 from harness.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
 from harness.paths import ROOT
-from nanocp.config import Config, PrefillConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.whole import Config
 
 CONFIG = Config(prefill=PrefillConfig(engines=("http://engine:8000",)))
 OPERATE = (ROOT / "docs" / "operate.md").read_text()

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from harness import published_vllm
 from harness.paths import ROOT
 from nanocp.cli.main import app
-from nanocp.config import Config
-from nanocp.config_file import load_config
+from nanocp.config.file import load_config
+from nanocp.config.whole import Config
 from nanocp.serve.process import free_port
 
 DEPLOY = ROOT / "deploy"

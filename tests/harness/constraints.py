@@ -7,7 +7,7 @@ import jsonschema
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.constraint import constraint_of
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 
 SCHEMA = {
     "type": "object",

@@ -15,7 +15,7 @@ from data_plane.startup import stage as startup
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_messages import shut
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 NUM_FRAMES = 3
 """Frames of a layer that travel before."""

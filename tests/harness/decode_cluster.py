@@ -16,7 +16,7 @@ from random import Random
 
 import torch
 
-from control_plane.flights.transfers import fetched_pages
+from control_plane.coordinator.flights.transfers import fetched_pages
 from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
@@ -31,10 +31,9 @@ from data_plane.transport import futex
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.lost_changes import corrupted, full
-from nanocp.config import Config
-from nanocp.experts import ExpertTable
-from nanocp.offload import has_slots
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.experts import ExpertTable
+from nanocp.values.plan import (
     Arrival,
     Fence,
     Fetch,
@@ -46,8 +45,8 @@ from nanocp.plan import (
     Transfer,
     WindowDone,
 )
-from nanocp.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
-from nanocp.table import InstanceTable
+from nanocp.values.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
+from nanocp.values.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
 WAIT_S = 60
@@ -241,12 +240,12 @@ class DecodeCluster:
             num_left,
             encode_row_input(row),
             resumes=True,
-            page_hashes=page_hashes(prompt.known_ids) if has_slots(self.config) else (),
+            page_hashes=page_hashes(prompt.known_ids) if self.config.has_slots else (),
         )
 
     def _page_state(self, prompt: Prompt) -> tuple:
         ids = prompt.known_ids
-        return page_state(ids, page_hashes(ids)) if has_slots(self.config) else ()
+        return page_state(ids, page_hashes(ids)) if self.config.has_slots else ()
 
     def _push(self, plan: Plan, by_id: dict[int, Prompt]) -> None:
         num_fetched = fetched_pages(plan.fetches)

@@ -1,8 +1,9 @@
 """A scheduler of two seats of 8 frames: seat 1 was drained, seat 0 is full, and a request waits."""
 
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, Regrouped, SeatsWanted, TransferDone, WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, Regrouped, SeatsWanted, TransferDone, WindowDone
 
 CLUSTER = ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000)
 BEFORE = (WindowDone(0, 0), WindowDone(1, 0))

@@ -3,9 +3,9 @@
 import random
 
 from harness.decode_cluster import Prompt
-from nanocp.config import BoundsConfig, ClusterConfig
-from nanocp.experts import ExpertTable
-from nanocp.sampling import SamplingParams
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.values.experts import ExpertTable
+from nanocp.values.sampling import SamplingParams
 
 NUM_TOKENS = 64
 CLUSTER = ClusterConfig(

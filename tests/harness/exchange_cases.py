@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from control_plane.scheduler.routing import build_routes
+from control_plane.scheduler.windows.routing import build_routes
 from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.transport.cuda_ipc import GpuExchange
@@ -18,7 +18,7 @@ from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 POISON = 0xA5
 

@@ -20,7 +20,7 @@ from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.requests import PagePart, TicketedRequests
 from data_plane.connectors.sender import PagePlaces, PageSender
 from data_plane.fake.model import HashModel
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 POISON = 0xDEAD
 NUM_BLOCKS = 256

@@ -9,12 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from control_plane.flights.transfers import Transfers
+from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.frontend.client_stream import ClientStream
 from control_plane.frontend.streams import ClientStreams
-from control_plane.scheduler.cluster_state import ClusterState
-from nanocp.sampling import RowInput
+from control_plane.scheduler.state.cluster_state import ClusterState
 from nanocp.serve import supervisor
+from nanocp.values.sampling import RowInput
 from nanocp.wire import convert
 
 

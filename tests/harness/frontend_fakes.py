@@ -16,13 +16,15 @@ from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members_port import MemberSecrets
 from control_plane.observe.observer import EndedRequest
+from control_plane.ports.member_streams import PREFILL, Member
+from control_plane.ports.members_port import MemberSecrets
 from nanocp.client import Client
-from nanocp.config import Config, LimitsConfig, ServiceConfig
-from nanocp.plan import FinishReason, Placement
-from nanocp.sampling import Token, TokenLogprobs
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import FinishReason, Placement
+from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc

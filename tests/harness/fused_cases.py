@@ -14,7 +14,7 @@ from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness.kernel_cases import in_fp8
-from nanocp.experts import home_experts
+from nanocp.values.experts import home_experts
 
 SMALL_TILES = FusedTiles(
     rows=4, columns=16, depth=16, copied=32, parts=2, num_warps=4, num_stages=1,

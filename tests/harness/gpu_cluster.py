@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from control_plane.scheduler.routing import build_routes
+from control_plane.scheduler.windows.routing import build_routes
 from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_mla import TritonMla
@@ -35,10 +35,12 @@ from data_plane.transport.exchange import Term
 from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.peer_memory import PeerMemory
 from data_plane.transport.segments import Segments
-from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig, LimitsConfig
-from nanocp.experts import num_slots, place_experts
-from nanocp.plan import PAGE_SIZE
-from nanocp.table_changes import PageRun
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.values.experts import num_slots, place_experts
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.table_changes import PageRun
 
 BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partials=8)
 

@@ -15,7 +15,8 @@ from data_plane.transport.exchange import TermOver
 from harness.fake_cudart import FakeCudart
 from harness.gpu_cluster import GpuCluster, OneOfMany
 from harness.gpu_token_checks import make_prompts
-from nanocp.config import BoundsConfig, DataPlaneConfig
+from nanocp.config.cluster import BoundsConfig
+from nanocp.config.data_plane import DataPlaneConfig
 
 BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partials=8)
 LENGTHS = (1, 64, 70, 130)

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from harness.gpu_cluster import GpuCluster, OneOfMany
-from nanocp.config import BoundsConfig, DataPlaneConfig
+from nanocp.config.cluster import BoundsConfig
+from nanocp.config.data_plane import DataPlaneConfig
 
 BOUNDS = BoundsConfig(max_rows=8, max_links=8, max_attention_rows=24, max_partials=24)
 PROMPTS = (1, 63, 64, 130, 300, 700)

@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from control_plane.flights.transfers import fetched_pages
+from control_plane.coordinator.flights.transfers import fetched_pages
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check, follow
@@ -27,9 +27,9 @@ from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.local import LocalExchange
 from harness.hash_parts import Job, Process, Story, changes_term, draw_config, row_start
 from harness.lost_changes import corrupted, full
-from nanocp.config import Config
-from nanocp.experts import ExpertTable
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.experts import ExpertTable
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     Event,
@@ -39,8 +39,8 @@ from nanocp.plan import (
     Preempted,
     TransferFailed,
 )
-from nanocp.sampling import SamplingParams
-from nanocp.table import InstanceTable
+from nanocp.values.sampling import SamplingParams
+from nanocp.values.table import InstanceTable
 
 # Small clusters have few pages to level.
 relevel.MIN_PAGES = 1

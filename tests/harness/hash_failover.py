@@ -17,28 +17,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from control_plane.coordinator.members.kept_pages import KeptPages
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.remote.attendance import Attendance
-from control_plane.member_streams import Member
-from control_plane.members.kept_pages import KeptPages
-from control_plane.scheduler.request import Request
+from control_plane.ports.member_streams import Member
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.state.request import Request
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
 from harness.hash_parts import Expected
 from harness.hash_recovery import RecoveringCluster, Seat
-from nanocp.config import Config
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.plan import (
     Event,
     FinishReason,
     Plan,
     Resubmitted,
     TookOver,
 )
-from nanocp.sampling import Token
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageRun
+from nanocp.values.sampling import Token
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun
 from nanocp.wire.convert import decode_row_input
 from nanocp.wire.v1 import cluster_pb2 as pb
 

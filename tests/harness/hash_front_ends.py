@@ -12,8 +12,8 @@ from control_plane.frontend.client_stream import ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.observer import EndedRequest, Unobserved
 from harness.hash_recovery import ReseedingStreams
-from nanocp.plan import Ended, FinishReason, Placement, Preempted
-from nanocp.sampling import SamplingParams
+from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
+from nanocp.values.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from harness.hash_failover import FailoverCluster

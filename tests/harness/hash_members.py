@@ -24,10 +24,10 @@ from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
-from nanocp.config import Config
-from nanocp.passes import PassPlan
-from nanocp.plan import PAGE_SIZE, InstancePlan
-from nanocp.sampling import PromptLogprobs, TokenLogprobs
+from nanocp.config.whole import Config
+from nanocp.values.passes import PassPlan
+from nanocp.values.plan import PAGE_SIZE, InstancePlan
+from nanocp.values.sampling import PromptLogprobs, TokenLogprobs
 
 if TYPE_CHECKING:
     from data_plane.model.weights import Progress

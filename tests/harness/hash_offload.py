@@ -22,9 +22,9 @@ from data_plane.transport.exchange import PeerLost
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import Process, offloading_config
 from harness.hash_recovery import RecoveringCluster
-from nanocp.config import Config
-from nanocp.plan import PAGE_SIZE, Event, TermEnded, TransferDone, TransferMissed
-from nanocp.sampling import SamplingParams
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE, Event, TermEnded, TransferDone, TransferMissed
+from nanocp.values.sampling import SamplingParams
 
 
 class OffloadingCluster(HashCluster):

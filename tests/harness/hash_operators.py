@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.member_streams import Member, MemberStream
-from control_plane.members.members import Members
+from control_plane.coordinator.members.members import Members
 from control_plane.observe.recovery_metrics import RecoveryMetrics
+from control_plane.ports.member_streams import Member, MemberStream
 from data_plane.fake.instance import region_layout
 from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import NUM_EXPERTS
@@ -30,54 +30,25 @@ from data_plane.transport.local import LocalExchange
 from harness.hash_failover import FailoverCluster
 from harness.hash_parts import draw_config
 from harness.hash_recovery import Seat
-from nanocp.config import Config, LimitsConfig, PrefillConfig
-from nanocp.experts import ExpertTable
-from nanocp.plan import Event, InstanceLost, Plan, SeatsWanted, TargetRun, TermEnded, TookOver
+from harness.turn_loop import TurnLoop
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.whole import Config
+from nanocp.values.experts import ExpertTable
+from nanocp.values.plan import (
+    Event,
+    InstanceLost,
+    Plan,
+    SeatsWanted,
+    TargetRun,
+    TermEnded,
+    TookOver,
+)
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 _TURN_S = 0.002
 """Time of the controller's loop for each turn: every deadline is many turns away."""
 _TICKETS_OF_A_CONTROLLER = 1_000_000
-
-
-class TurnLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own, in which threads run at once."""
-
-    now_s = 0.0
-
-    def time(self) -> float:
-        """See BaseEventLoop."""
-        return self.now_s
-
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *arguments: Any) -> Any:
-        """See BaseEventLoop."""
-        future = self.create_future()
-        try:
-            future.set_result(func(*arguments))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def run_what_is_due(self) -> None:
-        """Run every call that is due now."""
-        while self._ready or (self._scheduled and self._scheduled[0].when() <= self.now_s):
-            self.call_soon(self.stop)
-            self.run_forever()
-
-    def within(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call something that needs a running loop."""
-        asyncio._set_running_loop(self)
-        try:
-            return call(*arguments)
-        finally:
-            asyncio._set_running_loop(None)
-
-    def end(self) -> None:
-        """Cancel every task, as the end of a process does."""
-        for task in asyncio.all_tasks(self):
-            task.cancel()
-        self.run_what_is_due()
-        self.close()
 
 
 class OperatedCluster(FailoverCluster):

@@ -18,15 +18,12 @@ from control_plane.scheduler.policies import relevel_nodes
 from data_plane.fake.instance import HashInstance
 from data_plane.fake.local_pages import LocalPageRing
 from data_plane.fake.model import HashModel
-from nanocp.config import (
-    BoundsConfig,
-    ClusterConfig,
-    Config,
-    CostConfig,
-    KvOffloadConfig,
-    SchedulerConfig,
-)
-from nanocp.plan import (
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.cost import CostConfig
+from nanocp.config.kv_offload import KvOffloadConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import (
     Event,
     FinishReason,
     InstanceLost,
@@ -37,7 +34,7 @@ from nanocp.plan import (
     TookOver,
     Transfer,
 )
-from nanocp.sampling import RowInput, SamplingParams
+from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
 
 small_moves_between_nodes = patch.multiple(relevel_nodes, MIN_PAGES=1, LEAST_PAGES=1)

@@ -26,10 +26,10 @@ from data_plane.instance.page_transfers import PageMover
 from data_plane.transport.stage_links import LocalStageLinks, StageLinks
 from harness.hash_parts import Story
 from harness.pipeline_setups import PipelineSetup, chaos_setup, crowded, draw_setup
-from nanocp.passes import LayerMoves, PassPlan, PipelinePlan
-from nanocp.plan import AbortRequested, Arrival, FinishReason, Preempted
-from nanocp.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
-from nanocp.table import InstanceTable
+from nanocp.values.passes import LayerMoves, PassPlan, PipelinePlan
+from nanocp.values.plan import AbortRequested, Arrival, FinishReason, Preempted
+from nanocp.values.sampling import RowInput, SamplingParams, Token, penalized_prompt_ids
+from nanocp.values.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
 MAX_TURNS = 1_500_000

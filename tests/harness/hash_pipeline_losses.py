@@ -22,7 +22,7 @@ from data_plane.transport.stage_links import LocalStageLinks
 from harness.hash_parts import Story
 from harness.hash_pipeline import HashPipeline, StageProcess
 from harness.pipeline_setups import chaos_setup
-from nanocp.plan import (
+from nanocp.values.plan import (
     Arrival,
     FinishReason,
     InstanceLost,
@@ -31,8 +31,8 @@ from nanocp.plan import (
     Resubmitted,
     TermEnded,
 )
-from nanocp.sampling import RowInput, SamplingParams, penalized_prompt_ids
-from nanocp.table import InstanceTable
+from nanocp.values.sampling import RowInput, SamplingParams, penalized_prompt_ids
+from nanocp.values.table import InstanceTable
 from nanocp.wire.convert import encode_row_input
 
 

@@ -30,9 +30,9 @@ from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.transport.local import LocalExchange
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import Expected, Process
-from nanocp.config import Config
-from nanocp.experts import fewest_seats, place_experts
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.experts import fewest_seats, place_experts
+from nanocp.values.plan import (
     AbortRequested,
     Event,
     FinishReason,
@@ -43,8 +43,8 @@ from nanocp.plan import (
     SeatsWanted,
     TermEnded,
 )
-from nanocp.sampling import Token
-from nanocp.table import InstanceTable
+from nanocp.values.sampling import Token
+from nanocp.values.table import InstanceTable
 
 
 class Seat(Enum):

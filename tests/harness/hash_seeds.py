@@ -15,8 +15,8 @@ from random import Random
 from control_plane.scheduler.invariants import check
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import draw_config, levelling_config, small_moves_between_nodes
-from nanocp.config import Config
-from nanocp.plan import (
+from nanocp.config.whole import Config
+from nanocp.values.plan import (
     Arrival,
     ClusterLost,
     FinishReason,

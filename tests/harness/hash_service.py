@@ -18,19 +18,27 @@ from harness.hash_members import MODEL
 from harness.hash_parts import FREE_LINKS
 from harness.paths import TESTS
 from nanocp.client import Client
-from nanocp.config import ClusterConfig, Config, LimitsConfig, SchedulerConfig, ServiceConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.parent import PARENT_VARIABLE
-from nanocp.sampling import SamplingParams
 from nanocp.serve.service import Served, Service
+from nanocp.values.sampling import SamplingParams
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
 
+PATIENT_MS = 20_000
+"""A busy machine may let a process wait for seconds: who stops one sets a shorter time."""
 CONFIG = Config(
     cluster=ClusterConfig(num_instances=4, num_frames=64, max_model_len=2048),
     scheduler=SchedulerConfig(
         policy="dual_balanced", cp_degree_buckets=((128, 1), (256, 2)), cp_degree_max=4
     ),
-    limits=LimitsConfig(tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000),
+    limits=LimitsConfig(
+        tick_ms=50, start_timeout_ms=120_000, drain_timeout_ms=30_000, suspect_ms=PATIENT_MS
+    ),
     service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0, check_invariants=True),
 )
 

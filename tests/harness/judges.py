@@ -1,7 +1,7 @@
 """Judges that another process can make: classes of a module, without torch."""
 
 from harness.hash_members import MODEL
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 
 
 class CountingJudge:

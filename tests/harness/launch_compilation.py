@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from data_plane.transport.cuda_ipc import GpuExchange
 from harness import exchange_cases, gpu_cluster
 from harness.gpu_token_checks import BOUNDS
-from nanocp.config import DataPlaneConfig
+from nanocp.config.data_plane import DataPlaneConfig
 
 META = torch.device("meta")
 CEILINGS = {"copy_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}

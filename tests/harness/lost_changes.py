@@ -2,8 +2,8 @@
 
 from random import Random
 
-from nanocp.plan import InstancePlan
-from nanocp.table import InstanceTable
+from nanocp.values.plan import InstancePlan
+from nanocp.values.table import InstanceTable
 
 
 def corrupted(plan: InstancePlan, random: Random) -> InstancePlan:

@@ -5,10 +5,13 @@ import functools
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members.members import Members
+from control_plane.coordinator.members.members import Members
 from control_plane.observe.recovery_metrics import RecoveryMetrics
-from nanocp.config import ClusterConfig, Config, LimitsConfig, PrefillConfig
+from control_plane.ports.member_streams import PREFILL, Member
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.whole import Config
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 FIRST, SECOND = Member("instance", 0), Member("instance", 1)

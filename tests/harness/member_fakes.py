@@ -10,7 +10,7 @@ from queue import Queue
 
 import grpc
 
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 

@@ -30,10 +30,12 @@ from data_plane.transport.stage_links import StageLinks
 from harness.hash_parts import Story
 from harness.hash_pipeline import HashPipeline
 from harness.pipeline_setups import PipelineSetup, chaos_setup, crowded
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.passes import LayoutWanted, PipelineConfig, even_split
-from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import SamplingParams, Token, TokenLogprobs
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.passes import LayoutWanted, even_split
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
 
 
 class NanStage(ModelStage):

@@ -11,8 +11,8 @@ from openai import OpenAI
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
 from harness.frontend_fakes import TOKENIZER, WAIT_S, Service
-from nanocp.plan import FinishReason
-from nanocp.sampling import Token, TokenLogprobs
+from nanocp.values.plan import FinishReason
+from nanocp.values.sampling import Token, TokenLogprobs
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 TEMPLATE = ChatTemplate(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from data_plane.graph.overlap.backend import overlap
+from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.ops import SplitModule
 
 LINEARS = (SplitModule("Linear", "attention"),)

@@ -10,7 +10,7 @@ from data_plane.native.receiver import receive_puts
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.tcp_messages import shut
 from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 WAIT_S = 20
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.passes import PipelineConfig
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
 
 
 class PipelineSetup(NamedTuple):

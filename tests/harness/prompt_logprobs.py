@@ -6,7 +6,7 @@ import torch
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import prefill_pages
-from nanocp.sampling import PromptLogprobs
+from nanocp.values.sampling import PromptLogprobs
 
 
 def assert_logprobs(checkpoint, ids, logprobs, num_top):

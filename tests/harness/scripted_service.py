@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from nanocp.client import Chunk, Finish
-from nanocp.plan import FinishReason
+from nanocp.values.plan import FinishReason
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 

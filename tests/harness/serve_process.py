@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 from harness.forks import FORKS
-from harness.hash_service import prompt
+from harness.hash_service import PATIENT_MS, prompt
 from harness.paths import TESTS
 from nanocp.client import Client, ServiceError
 
@@ -48,7 +48,8 @@ class Serve:
 
     def __init__(self, *options, factory="build_instance", environment=None):
         words = [factory, "serve", "no-checkpoint", *options]
-        environment = ENVIRONMENT | (environment or {})
+        patient = {"NANOCP_LIMITS__SUSPECT_MS": str(PATIENT_MS)}
+        environment = ENVIRONMENT | patient | (environment or {})
         if "--no-ray" in options:
             main, imports = "harness.hash_serve:main", ["nanocp.serve.service"]
             self.process = FORKS.popen(main, words, imports, [2], environment)

@@ -12,7 +12,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.prefill.pages import prefill_pages
 from data_plane.step.cpu_kernels import TorchKernels
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 
 def page_table(frames):

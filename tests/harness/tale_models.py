@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.hash_service import CONFIG, forked_service
 from harness.paths import ROOT
-from nanocp.config import ClusterConfig
+from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Service, open_checkpoint
 
 TALE = ROOT / "models/tale"

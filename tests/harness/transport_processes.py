@@ -20,7 +20,7 @@ from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.forks import FORKS, Forked
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=30_000, plan_timeout_ms=29_000, retry_ms=100)
 IMPATIENT = LimitsConfig(tick_ms=10, exchange_timeout_ms=300, plan_timeout_ms=200, retry_ms=100)

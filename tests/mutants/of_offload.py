@@ -2,13 +2,13 @@
 
 from mutant import Mutant
 
-STORY = ("tests/control_plane/scheduler/test_offload.py",)
+STORY = ("tests/control_plane/scheduler/pages/test_offload.py",)
 
 OF_OFFLOAD = [
     Mutant(
         name="slot-not-pinned",
         why="a page is given up while it is being fetched",
-        path="control_plane/scheduler/offload.py",
+        path="control_plane/scheduler/pages/offload.py",
         text="taken = host.take(self.pins)",
         fault="taken = host.take(())",
         tests=(*STORY, "-k", "not_given_up"),
@@ -16,7 +16,7 @@ OF_OFFLOAD = [
     Mutant(
         name="stow-without-quarantine",
         why="a frame is free while its page is being copied out (quarantine)",
-        path="control_plane/scheduler/offload.py",
+        path="control_plane/scheduler/pages/offload.py",
         text="self._quarantine.hold({instance: frames}, None, (), ticket, (instance,))",
         fault="self._state.free({instance: frames})",
         tests=(*STORY, "-k", "quarantined_until"),
@@ -32,7 +32,7 @@ OF_OFFLOAD = [
     Mutant(
         name="held-row-rewrites",
         why="a held request's row starts again in a page that others may find",
-        path="control_plane/scheduler/regroup.py",
+        path="control_plane/scheduler/terms/held_requests.py",
         text="rewrites = arrival.prompt_len - 1 < len(request.page_hashes) * PAGE_SIZE",
         fault="rewrites = False",
         tests=(*STORY, "-k", "starts_again_before"),
@@ -48,9 +48,9 @@ OF_OFFLOAD = [
     Mutant(
         name="closed-ledger-below-zero",
         why="a frame that is shared on an instance that is left counts as free and withheld",
-        path="control_plane/scheduler/frame_ledger.py",
+        path="control_plane/scheduler/state/frame_ledger.py",
         text="self.num_withheld -= 1",
         fault="self.num_free -= 1",
-        tests=("tests/control_plane/scheduler/test_frame_ledger.py", "-k", "closed_ledger"),
+        tests=("tests/control_plane/scheduler/state/test_frame_ledger.py", "-k", "closed_ledger"),
     ),
 ]

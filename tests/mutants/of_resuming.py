@@ -115,18 +115,18 @@ OF_RESUMING = [
     Mutant(
         name="lost-in-between",
         why="an instance that is lost while the next controller starts ends the service",
-        path="control_plane/members/members.py",
+        path="control_plane/coordinator/members/members.py",
         text="return self.recovers and (self.start.has_succeeded or self.takes_over)",
         fault="return self.recovers and self.start.has_succeeded",
-        tests=("tests/control_plane/members/test_takeover.py",),
+        tests=("tests/control_plane/coordinator/members/test_takeover.py",),
     ),
     Mutant(
         name="late-ready",
         why="an instance counts as ready in a term that is over, and plans to it are dropped",
-        path="control_plane/members/members.py",
+        path="control_plane/coordinator/members/members.py",
         text="if self.terms.standing[member] is Standing.IN:",
         fault="if True:",
-        tests=("tests/control_plane/members/test_takeover.py", "-k", "while_it_joins"),
+        tests=("tests/control_plane/coordinator/members/test_takeover.py", "-k", "while_it_joins"),
     ),
     Mutant(
         name="logprobs-lost",
@@ -147,10 +147,14 @@ OF_RESUMING = [
     Mutant(
         name="pages-without-one",
         why="pages of a request go on though an instance is gone that may have had newer ones",
-        path="control_plane/members/members.py",
+        path="control_plane/coordinator/members/members.py",
         text="self._kept_pages.lose(member)",
         fault="pass",
-        tests=("tests/control_plane/members/test_takeover.py", "-k", "instance_is_gone"),
+        tests=(
+            "tests/control_plane/coordinator/members/test_takeover.py",
+            "-k",
+            "instance_is_gone",
+        ),
     ),
     Mutant(
         name="given-pages",
@@ -163,9 +167,9 @@ OF_RESUMING = [
     Mutant(
         name="pages-not-reserved",
         why="a request that comes back goes on over frames that another has",
-        path="control_plane/scheduler/adoption.py",
+        path="control_plane/scheduler/terms/adoption.py",
         text="or (page < len(hashes) and frames[place[0]].find(hashes[page]) == place[1])",
         fault="or True",
-        tests=("tests/control_plane/scheduler/test_adoption.py", "-k", "claim"),
+        tests=("tests/control_plane/scheduler/terms/test_adoption.py", "-k", "claim"),
     ),
 ]

@@ -4,8 +4,8 @@ from mutant import Mutant
 
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
-SEATS = "tests/control_plane/members/test_seats.py"
-CHANGES = "tests/control_plane/members/test_changes.py"
+SEATS = "tests/control_plane/coordinator/members/test_seats.py"
+CHANGES = "tests/control_plane/coordinator/members/test_changes.py"
 OPERATORS = "tests/data_plane/fake/test_hash_operators.py"
 
 OF_TERMS = [
@@ -60,59 +60,59 @@ OF_TERMS = [
     Mutant(
         name="old-member-reports",
         why="the controller takes a report of the term before (terms)",
-        path="control_plane/members/members.py",
+        path="control_plane/coordinator/members/members.py",
         text="case kind if message.term != self.terms.number or not self.terms.is_serving:",
         fault="case kind if not self.terms.is_serving:",
-        tests=("tests/control_plane/members/test_members.py",),
+        tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="old-words",
         why="an instance that has left an earlier term counts as out of this one (terms)",
-        path="control_plane/members/terms.py",
+        path="control_plane/coordinator/members/terms.py",
         text="if self.standing[instance] is Standing.LEAVING and term == self.number:",
         fault="if self.standing[instance] is Standing.LEAVING:",
-        tests=("tests/control_plane/members/test_terms.py",),
+        tests=("tests/control_plane/coordinator/members/test_terms.py",),
     ),
     Mutant(
         name="two-prefills",
         why="a prefill that may live on shares its rings with its successor (terms)",
-        path="control_plane/members/replacements.py",
+        path="control_plane/coordinator/members/replacements.py",
         text="if not gone.done():",
         fault="if False:",
-        tests=("tests/control_plane/members/test_members.py",),
+        tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="no-fence",
         why="a lost process that is only stopped is not killed (terms)",
-        path="control_plane/members/replacements.py",
+        path="control_plane/coordinator/members/replacements.py",
         text="""await asyncio.to_thread(self.processes.kill, member)
                 await asyncio.wait({gone}, timeout=_FENCE_S)""",
         fault="await asyncio.wait({gone}, timeout=_FENCE_S)",
-        tests=("tests/control_plane/members/test_members.py",),
+        tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="beats-ignored",
         why="a heartbeat does not end the silence before it",
-        path="control_plane/members/heartbeats.py",
+        path="control_plane/coordinator/members/heartbeats.py",
         text="self._silent_ticks[member] = 0",
         fault="self._silent_ticks.setdefault(member, 0)",
-        tests=("tests/control_plane/members/test_heartbeats.py",),
+        tests=("tests/control_plane/coordinator/members/test_heartbeats.py",),
     ),
     Mutant(
         name="held-for-ever",
         why="a held request that loses a page in the next loss is waited for (kept KV)",
-        path="control_plane/scheduler/regroup.py",
+        path="control_plane/scheduler/terms/held_requests.py",
         text="self.drop(request)  # It may be held since an earlier term.",
         fault="",
-        tests=("tests/control_plane/scheduler/test_regroup.py",),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py",),
     ),
     Mutant(
         name="lost-prompts",
         why="prompts that a lost prefill had not filled are forgotten",
-        path="control_plane/flights/transfers.py",
+        path="control_plane/coordinator/flights/transfers.py",
         text="if unanswered.request is not None:",
         fault="if False:",
-        tests=("tests/control_plane/flights/test_transfers.py",),
+        tests=("tests/control_plane/coordinator/flights/test_transfers.py",),
     ),
     Mutant(
         name="no-room",
@@ -125,15 +125,15 @@ OF_TERMS = [
     Mutant(
         name="lost-in-the-middle",
         why="a full stream ends the term under the messages of a plan (terms)",
-        path="control_plane/members/members.py",
+        path="control_plane/coordinator/members/members.py",
         text="asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)",
         fault="self._lose_unread(member, stream)",
-        tests=("tests/control_plane/flights/test_transfers.py",),
+        tests=("tests/control_plane/coordinator/flights/test_transfers.py",),
     ),
     Mutant(
         name="locked-change",
         why="a change of seats to what is already so holds the lock for ever",
-        path="control_plane/members/seat_changes.py",
+        path="control_plane/coordinator/members/seat_changes.py",
         text="self.seats.serve(serving)",
         fault="if self._is_preparing is not None: self.seats.serve(serving)",
         tests=(OPERATORS,),
@@ -141,7 +141,7 @@ OF_TERMS = [
     Mutant(
         name="overdue-change",
         why="a change of seats that nobody waits for any more stops every other one",
-        path="control_plane/members/seats.py",
+        path="control_plane/coordinator/members/seats.py",
         text="if self._change is not None and not self._change.done.done(): raise",
         fault="if self._change is not None: raise",
         tests=(SEATS,),
@@ -149,7 +149,7 @@ OF_TERMS = [
     Mutant(
         name="too-few-seats",
         why="seats leave before those have come without which experts have no slot (planned terms)",
-        path="control_plane/members/seats.py",
+        path="control_plane/coordinator/members/seats.py",
         text="if len(target) < self.fewest or target.isdisjoint(serving):",
         fault="if False:",
         tests=(SEATS,),
@@ -157,7 +157,7 @@ OF_TERMS = [
     Mutant(
         name="two-for-a-seat",
         why="a seat whose process is coming gets another one",
-        path="control_plane/members/seat_changes.py",
+        path="control_plane/coordinator/members/seat_changes.py",
         text="if standing is Standing.ABSENT and not is_coming:",
         fault="if standing is Standing.ABSENT:",
         tests=(CHANGES,),
@@ -173,18 +173,18 @@ OF_TERMS = [
     Mutant(
         name="closed-seat",
         why="requests are placed on an instance that is to leave (planned terms)",
-        path="control_plane/scheduler/cluster_state.py",
+        path="control_plane/scheduler/state/cluster_state.py",
         text="self._weigh(instance, _CLOSED)",
         fault="self.frames[instance].reopen()",
-        tests=("tests/control_plane/scheduler/test_page_moves.py", "-k", "to_leave"),
+        tests=("tests/control_plane/scheduler/windows/test_page_moves.py", "-k", "to_leave"),
     ),
     Mutant(
         name="shrunken-pages",
         why="pages of a seat that is left out after a loss are trusted (kept KV)",
-        path="control_plane/scheduler/regroup.py",
+        path="control_plane/scheduler/terms/held_requests.py",
         text="isdisjoint(lost | absent)",
         fault="isdisjoint(absent - absent)",
-        tests=("tests/control_plane/scheduler/test_regroup.py",),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py",),
     ),
     Mutant(
         name="last-window",
@@ -197,7 +197,7 @@ OF_TERMS = [
     Mutant(
         name="moving-tail",
         why="a stopped row goes on before its last pages have moved (planned terms)",
-        path="control_plane/scheduler/seat_change.py",
+        path="control_plane/scheduler/terms/seat_change.py",
         text="if request.move is None and (is_empty or request_id in self._released):",
         fault="if True:",
         tests=("tests/data_plane/fake/test_hash_recovery.py", "-k", "come_and_go"),
@@ -205,10 +205,10 @@ OF_TERMS = [
     Mutant(
         name="kept-after-loss",
         why="rows are kept though an instance was lost before the term began (planned terms)",
-        path="control_plane/members/terms.py",
+        path="control_plane/coordinator/members/terms.py",
         text="self.keeps_rows = keeps_rows",
         fault="self.keeps_rows = self.keeps_rows or keeps_rows",
-        tests=("tests/control_plane/members/test_terms.py",),
+        tests=("tests/control_plane/coordinator/members/test_terms.py",),
     ),
     Mutant(
         name="dead-spare",
@@ -230,17 +230,17 @@ OF_TERMS = [
     Mutant(
         name="poison",
         why="a request that ends an instance in its first window is run for ever",
-        path="control_plane/scheduler/regroup.py",
+        path="control_plane/scheduler/queue/first_windows.py",
         text="before.get(each, 0) + 1",
         fault="1",
-        tests=("tests/control_plane/scheduler/test_regroup.py", "-k", "first_window"),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py", "-k", "first_window"),
     ),
     Mutant(
         name="blamed-innocent",
         why="a request that has run whole windows is ended for what another does",
-        path="control_plane/scheduler/row_windows.py",
+        path="control_plane/scheduler/windows/row_windows.py",
         text="and request.since_step >= first_step",
         fault="",
-        tests=("tests/control_plane/scheduler/test_regroup.py", "-k", "first_window"),
+        tests=("tests/control_plane/scheduler/terms/test_held_requests.py", "-k", "first_window"),
     ),
 ]

@@ -4,8 +4,8 @@ from mutant import Mutant
 
 LANES = ("tests/data_plane/fake/test_hash_lanes.py", "-k", "without_experts or links")
 
-POLICIES = ("tests/data_plane/graph/overlap/test_policies.py",)
-PROOF = "tests/data_plane/graph/overlap/test_proof.py"
+POLICIES = ("tests/nanocp/overlap/engine/test_policies.py",)
+PROOF = "tests/nanocp/overlap/engine/test_proof.py"
 
 MUTANTS = [
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         name="lane-of-a-new-link",
         why="a link that a running row gets is in lane 0, whatever the row's lane is",
-        path="control_plane/scheduler/lowering.py",
+        path="control_plane/scheduler/windows/lowering.py",
         text="self.routes.add_links(request.request_id, request.moe_binding, (holder,), lane)",
         fault="self.routes.add_links(request.request_id, request.moe_binding, (holder,))",
         tests=("tests/data_plane/fake/test_hash_lanes.py", "-k", "chaos and always"),
@@ -52,26 +52,26 @@ MUTANTS = [
     Mutant(
         name="freed-early",
         why="a value is freed after its first use",
-        path="data_plane/graph/overlap/recording.py",
+        path="nanocp/overlap/engine/recording.py",
         text="last[op.micro_batch, value] = place",
         fault="last.setdefault((op.micro_batch, value), place)",
-        tests=("tests/data_plane/graph/overlap/test_engine.py", "-k", "any_order"),
+        tests=("tests/nanocp/overlap/engine/test_engine.py", "-k", "any_order"),
     ),
     Mutant(
         name="merge-slice",
         why="a micro-batch's part of a merged tensor begins one row late",
-        path="data_plane/graph/overlap/engine.py",
+        path="nanocp/overlap/engine/engine.py",
         text="return self._merged_tensors[number].narrow(0, begin, shape[0])",
         fault="return self._merged_tensors[number].narrow(0, max(begin - 1, 0), shape[0])",
-        tests=("tests/data_plane/graph/overlap/test_engine.py", "-k", "bits_of_the_whole"),
+        tests=("tests/nanocp/overlap/engine/test_engine.py", "-k", "bits_of_the_whole"),
     ),
     Mutant(
         name="counter-write-back",
         why="what micro-batches counted is not written back",
-        path="data_plane/graph/overlap/engine.py",
+        path="nanocp/overlap/engine/engine.py",
         text="self._inputs[number].copy_(self._values[0][number])",
         fault="pass",
-        tests=("tests/data_plane/graph/overlap/test_engine.py", "-k", "counter"),
+        tests=("tests/nanocp/overlap/engine/test_engine.py", "-k", "counter"),
     ),
     Mutant(
         name="whole-gpu-twice",
@@ -95,31 +95,31 @@ MUTANTS = [
         path="nanocp/overlap/policies/orders.py",
         text="if op.tag == NETWORK])",
         fault="if op.tag == None])",
-        tests=("tests/data_plane/graph/overlap/test_engine.py", "-k", "leaves_before"),
+        tests=("tests/nanocp/overlap/engine/test_engine.py", "-k", "leaves_before"),
     ),
     Mutant(
         name="stream-not-awaited",
         why="an operator begins before what it reads has come on another stream",
-        path="data_plane/graph/overlap/recording.py",
+        path="nanocp/overlap/engine/recording.py",
         text="after=after[place],",
         fault="after=(),",
-        tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "reads_waits and NanoFlow"),
+        tests=("tests/nanocp/overlap/engine/test_streams.py", "-k", "reads_waits and NanoFlow"),
     ),
     Mutant(
         name="event-not-awaited",
         why="a stream goes on before the event that it was given (the wait of a handle)",
-        path="data_plane/graph/overlap/streams.py",
+        path="nanocp/overlap/engine/streams.py",
         text="torch.cuda.current_stream(self._device).wait_event(event)",
         fault="pass",
-        tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "fork_from_the_caller"),
+        tests=("tests/nanocp/overlap/engine/test_streams.py", "-k", "fork_from_the_caller"),
     ),
     Mutant(
         name="memory-not-used",
         why="what another stream made is freed before this one has read it",
-        path="data_plane/graph/overlap/engine.py",
+        path="nanocp/overlap/engine/engine.py",
         text="if step.after or step.stream:",
         fault="if step.stream:",
-        tests=("tests/data_plane/graph/overlap/test_streams.py", "-k", "reads_waits and NanoFlow"),
+        tests=("tests/nanocp/overlap/engine/test_streams.py", "-k", "reads_waits and NanoFlow"),
     ),
     Mutant(
         name="schedule-without-layers",
@@ -127,7 +127,7 @@ MUTANTS = [
         path="nanocp/overlap/policies/scheduled.py",
         text="layer * self._period_us + start_us",
         fault="start_us",
-        tests=("tests/data_plane/graph/overlap/test_scheduled.py",),
+        tests=("tests/nanocp/overlap/engine/test_scheduled.py",),
     ),
     Mutant(
         name="computed-before-sent",
@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         name="written-in-any-order",
         why="an operator that writes in place may run after one that reads what it wrote",
-        path="data_plane/graph/overlap/recording.py",
+        path="nanocp/overlap/engine/recording.py",
         text="{*each.after, *(made_by[value] for value in each.inputs if value in made_by)}",
         fault="{*(made_by[value] for value in each.inputs if value in made_by)}",
         tests=(PROOF, "-k", "keeps_its_order"),
@@ -192,7 +192,7 @@ MUTANTS = [
     Mutant(
         name="largest-decides",
         why="what differs is rounding beside the largest value of the output",
-        path="data_plane/graph/overlap/comparison.py",
+        path="nanocp/overlap/engine/comparison.py",
         text="float(distinct[len(distinct) * 9 // 10])",
         fault="float(distinct[-1])",
         tests=(PROOF, "-k", "difference_is_found"),
@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant(
         name="same-rows-record",
         why="a graph is proved on rows that are all the same",
-        path="data_plane/graph/overlap/comparison.py",
+        path="nanocp/overlap/engine/comparison.py",
         text="max(int(value.max()), 1) + 1",
         fault="int(value.max()) + 1",
         tests=(PROOF, "-k", "hide_nothing"),
@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant(
         name="counts-compared",
         why="the order of sorted rows may decide what is kept",
-        path="data_plane/graph/overlap/proof.py",
+        path="nanocp/overlap/engine/proof.py",
         text="or each.dtype == torch.bool",
         fault="or False",
         tests=(PROOF, "-k", "capacity"),

@@ -16,7 +16,8 @@ from control_plane.scheduler.scheduler import Scheduler
 from harness.dashboards import ALERTS
 from harness.drained_seat import BEFORE, CLUSTER, drained_scheduler
 from harness.paths import ROOT
-from nanocp.config import Config, SchedulerConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 
 pytestmark = pytest.mark.system
 

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from harness.hash_service import CONFIG, process_launcher
-from nanocp.config import ClusterConfig
+from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Service, open_checkpoint
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

@@ -30,7 +30,8 @@ from harness.nodes import GATEWAY, NETWORK, nodes, why_not
 from harness.paths import ROOT
 from harness.serve_process import ENVIRONMENT, NANOCP
 from nanocp.client import Client
-from nanocp.config import ClusterConfig, PrefillConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.service import Service, open_checkpoint
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]

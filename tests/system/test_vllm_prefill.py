@@ -20,7 +20,7 @@ from threading import Event
 import pytest
 import torch
 
-from control_plane.members.start import StartError
+from control_plane.coordinator.members.start import StartError
 from data_plane.member.engine_probe import EngineProbe
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.prefill.completions import EngineOutcome
@@ -34,13 +34,10 @@ from harness.published_vllm import METHODS, VERSION
 from harness.serve_process import NANOCP
 from harness.vllm_server import VllmServer
 from nanocp.client import Client, ServiceError
-from nanocp.config import (
-    BoundsConfig,
-    ClusterConfig,
-    DataPlaneConfig,
-    PrefillConfig,
-    SchedulerConfig,
-)
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.service import Service, open_checkpoint
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]

@@ -34,11 +34,12 @@ from control_plane.frontend.open_requests import (
 )
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.validation import check_request_id
-from control_plane.member_streams import PREFILL, Member
-from control_plane.members_port import caller
-from nanocp.config import ClusterConfig, Config
-from nanocp.plan import PAGE_SIZE, ClusterLoad, FinishReason
-from nanocp.sampling import TokenLogprobs
+from control_plane.ports.member_streams import PREFILL, Member
+from control_plane.ports.members_port import caller
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE, ClusterLoad, FinishReason
+from nanocp.values.sampling import TokenLogprobs
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from nanocp.wire.v1 import inference_pb2 as pb

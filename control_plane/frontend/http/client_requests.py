@@ -42,7 +42,7 @@ from control_plane.frontend.http.tools import (
     reasoning_before,
 )
 from control_plane.frontend.validation import check_request_id
-from nanocp.sampling_fields import CONTROLS, NUM_SEEDS
+from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
 
 _DEFAULT_MAX_TOKENS = 16
 """Default of a completion, as OpenAI's. A chat may go on to the model's length."""

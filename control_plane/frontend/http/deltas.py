@@ -19,8 +19,8 @@ from control_plane.frontend.open_requests import (
     OpenRequests,
     RequestError,
 )
-from nanocp.plan import FinishReason
-from nanocp.sampling import TokenLogprobs
+from nanocp.values.plan import FinishReason
+from nanocp.values.sampling import TokenLogprobs
 
 FinishWord = Literal["stop", "length", "abort"]
 _WORDS: dict[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.open_requests import RequestError
 from control_plane.frontend.validation import CONTEXT_LENGTH
-from nanocp.plan import FinishReason
+from nanocp.values.plan import FinishReason
 
 RETRY_AFTER_S = 1
 """Seconds after which a client should retry when the cluster is full: each request that ends makes

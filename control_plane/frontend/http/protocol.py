@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from control_plane.frontend.http.errors import ApiError
-from nanocp.sampling_fields import BOUNDS
+from nanocp.values.sampling_fields import BOUNDS
 
 MAX_PROMPTS = 1024
 """Most prompts of one completion request."""

@@ -24,7 +24,7 @@ from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.tls import renew_for_ever, uvicorn_options
 from control_plane.observe.status_server import SnapshotJson
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2
 _KEEPALIVE_IDLE_S = UNREAD_TIMEOUT_S - _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES

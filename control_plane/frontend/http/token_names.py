@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from control_plane.frontend.http.response_bodies import PromptLogprob, PromptLogprobs
 from control_plane.frontend.tokenizer import Tokenizer
-from nanocp.sampling import TokenLogprobs
+from nanocp.values.sampling import TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write; as in vLLM."""

@@ -20,9 +20,9 @@ from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.remote.observations import Observations
 from control_plane.frontend.remote.submissions import submission_to_wire
-from control_plane.members_port import SERVER_OPTIONS, MemberSecrets
+from control_plane.ports.members_port import SERVER_OPTIONS, MemberSecrets
 from nanocp.parent import starter
-from nanocp.plan import ClusterLoad
+from nanocp.values.plan import ClusterLoad
 from nanocp.wire import front_ends as convert
 from nanocp.wire.v1 import frontend_pb2 as pb
 from nanocp.wire.v1 import frontend_pb2_grpc as rpc

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from control_plane.observe.observer import EndedRequest, Observer
-from nanocp.plan import FinishReason
+from nanocp.values.plan import FinishReason
 
 HttpResponded = Callable[[str, str, int], None]
 

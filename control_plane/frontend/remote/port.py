@@ -24,10 +24,10 @@ from control_plane.frontend.controller_interface import ControllerInterface
 from control_plane.frontend.remote.attendance import Attendance
 from control_plane.frontend.remote.observations import HttpResponded, replay
 from control_plane.frontend.remote.submissions import submission_from_wire
-from control_plane.members_port import MemberSecrets, bind, caller
 from control_plane.observe.observer import Observer
-from nanocp.config import Config
-from nanocp.plan import ClusterLoad, Ended, Placement, Preempted
+from control_plane.ports.members_port import MemberSecrets, bind, caller
+from nanocp.config.whole import Config
+from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire import front_ends as convert
 from nanocp.wire.v1 import frontend_pb2 as pb
 from nanocp.wire.v1 import frontend_pb2_grpc as rpc

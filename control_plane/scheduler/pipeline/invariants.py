@@ -9,8 +9,8 @@ from __future__ import annotations
 from control_plane.scheduler.invariants import check_commitments, check_frames, check_loads
 from control_plane.scheduler.pipeline.layer_policies import stages_of
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
-from nanocp.plan import PAGE_SIZE
-from nanocp.table import InstanceTable
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.table import InstanceTable
 
 
 def check_pipeline(scheduler: PipelineScheduler, table: InstanceTable) -> None:

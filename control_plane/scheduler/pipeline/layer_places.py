@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from control_plane.scheduler.pipeline.layer_policies import Split, has_room, stages_of
-from nanocp.passes import LayerMove, PipelineConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import LayerMove
 
 
 class LayerPlaces:

@@ -21,7 +21,8 @@ from statistics import fmean
 from typing import Protocol
 
 from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, stage_times
-from nanocp.passes import PipelineConfig, even_split
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import even_split
 
 Split = tuple[int, ...]
 """The layers of each stage."""

@@ -18,7 +18,8 @@ from control_plane.scheduler.pipeline.layer_policies import (
     make_layer_policy,
 )
 from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, stage_times
-from nanocp.passes import LayerMoves, PipelineConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import LayerMoves
 
 _MAX_ROUNDS = 4
 """Times that full pages go ahead of one change: each round is shorter than the one before."""

@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.passes import (
     LayersMoved,
     LayoutWanted,
     PassDone,
     PassesPlan,
-    PipelineConfig,
     ServiceEvent,
     StageWorked,
 )
-from nanocp.plan import (
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     ClusterLost,

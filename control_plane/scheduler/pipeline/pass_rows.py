@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from control_plane.scheduler.request import Request
-from nanocp.passes import Span, prompt_passes
-from nanocp.plan import PAGE_SIZE
+from control_plane.scheduler.state.request import Request
+from nanocp.values.passes import Span, prompt_passes
+from nanocp.values.plan import PAGE_SIZE
 
 
 @dataclass(slots=True, eq=False)

@@ -10,35 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from control_plane.scheduler.admission import Admission
-from control_plane.scheduler.answer import Answer
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.deferral import Deferral, TokensRead
-from control_plane.scheduler.frame_ledger import FrameRun
-from control_plane.scheduler.layout import num_growth_pages
-from control_plane.scheduler.lowering import Lowering
+from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
+from control_plane.scheduler.pages.quarantine import Quarantine
 from control_plane.scheduler.pipeline.layer_places import frames_in
 from control_plane.scheduler.pipeline.layout_changes import LayoutChanges
 from control_plane.scheduler.pipeline.pass_rows import PassRow, PassRows
 from control_plane.scheduler.pipeline.predictor import predict_pass
-from control_plane.scheduler.prefix_sharing import PrefixSharing
-from control_plane.scheduler.promise import Promise
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.quarantine import Quarantine
-from control_plane.scheduler.request import Request, num_pages
-from control_plane.scheduler.waiting_queue import WaitingQueue, earliest
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import (
+from control_plane.scheduler.policies.layout import num_growth_pages
+from control_plane.scheduler.queue.admission import Admission
+from control_plane.scheduler.queue.deferral import Deferral, TokensRead
+from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest
+from control_plane.scheduler.state.answer import Answer
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.frame_ledger import FrameRun
+from control_plane.scheduler.state.promise import Promise
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request, num_pages
+from control_plane.scheduler.windows.lowering import Lowering
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.passes import (
     LayersMoved,
     LayoutWanted,
     PassDone,
     PassPlan,
-    PipelineConfig,
     PipelinePlan,
     Span,
     StageWorked,
 )
-from nanocp.plan import (
+from nanocp.values.plan import (
     PAGE_SIZE,
     AbortRequested,
     Arrival,

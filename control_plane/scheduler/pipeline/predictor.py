@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanocp.passes import PassCosts, SamplerWork, Span
+from nanocp.config.passes import PassCosts
+from nanocp.values.passes import SamplerWork, Span
 
 _WORKS = tuple(map(int, SamplerWork))
 

@@ -10,13 +10,13 @@ import struct
 from collections.abc import Iterator
 from hashlib import blake2b
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.layout import can_hold_next, choose_holder
 from control_plane.scheduler.policies.dual_balanced import degree_limit, num_instances_needed
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.request import Request, State, num_pages
-from nanocp.config import SchedulerConfig
-from nanocp.plan import Arrival
+from control_plane.scheduler.policies.layout import can_hold_next, choose_holder
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request, State, num_pages
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival
 
 
 class Chaos:

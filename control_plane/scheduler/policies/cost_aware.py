@@ -16,8 +16,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush, nsmallest
 from operator import itemgetter
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.cp_degree import cp_degree
+from control_plane.scheduler.policies.cp_degree import cp_degree
 from control_plane.scheduler.policies.dual_balanced import (
     DualBalanced,
     degree_limit,
@@ -27,11 +26,12 @@ from control_plane.scheduler.policies.on_time import OnTime
 from control_plane.scheduler.policies.policy import Candidate, Explanation
 from control_plane.scheduler.policies.relevel import relevel
 from control_plane.scheduler.policies.relevel_nodes import relevel_nodes
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.request import Request, num_pages
-from control_plane.scheduler.waterfill import waterfill
-from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE, Arrival
+from control_plane.scheduler.policies.waterfill import waterfill
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request, num_pages
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 _POWER = 4
 _ROW_WEIGHT = 10

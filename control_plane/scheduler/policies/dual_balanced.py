@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from operator import itemgetter
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.cp_degree import cp_degree
-from control_plane.scheduler.layout import choose_holder
+from control_plane.scheduler.policies.cp_degree import cp_degree
+from control_plane.scheduler.policies.layout import choose_holder
 from control_plane.scheduler.policies.policy import Explanation
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.request import Request, num_pages
-from control_plane.scheduler.waterfill import waterfill
-from nanocp.config import SchedulerConfig
-from nanocp.plan import Arrival
+from control_plane.scheduler.policies.waterfill import waterfill
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request, num_pages
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival
 
 
 class DualBalanced:

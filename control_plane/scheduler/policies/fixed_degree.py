@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.policies.dual_balanced import (
     DualBalanced,
     choose_members,
@@ -15,11 +14,12 @@ from control_plane.scheduler.policies.dual_balanced import (
     least_rows_node,
     num_instances_needed,
 )
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.request import Request, num_pages
-from control_plane.scheduler.waterfill import waterfill
-from nanocp.config import SchedulerConfig
-from nanocp.plan import Arrival
+from control_plane.scheduler.policies.waterfill import waterfill
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request, num_pages
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival
 
 
 class FixedDegree:

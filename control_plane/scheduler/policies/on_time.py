@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from heapq import nsmallest
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.request import num_pages
-from control_plane.scheduler.waterfill import waterfill
-from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE, Arrival
+from control_plane.scheduler.policies.waterfill import waterfill
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import num_pages
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 _MAX_NODES = 4
 """Nodes whose NICs a late prompt is offered to; those with the least under way."""

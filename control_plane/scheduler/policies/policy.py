@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.request import Request
-from nanocp.plan import Arrival
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request
+from nanocp.values.plan import Arrival
 
 
 class Policy(Protocol):

@@ -15,7 +15,7 @@ from control_plane.scheduler.policies.fixed_degree import FixedDegree
 from control_plane.scheduler.policies.one_instance import least_batch, least_cache
 from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.policies.uniform_cp import UniformCp
-from nanocp.config import SchedulerConfig
+from nanocp.config.scheduler import SchedulerConfig
 
 POLICY_NAMES = (
     "dual_balanced",

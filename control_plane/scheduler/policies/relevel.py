@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.request import Request
-from nanocp.plan import PAGE_SIZE, TargetRun
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import Request
+from nanocp.values.plan import PAGE_SIZE, TargetRun
 
 MIN_PAGES, MAX_PAGES = 8, 512
 """Pages of one move: fewer are not worth a ticket; more would be under way for longer than a step.

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.policies.relevel import MAX_PAGES, MIN_PAGES, pages_to_move
-from control_plane.scheduler.request import Request
-from nanocp.plan import PAGE_SIZE
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import Request
+from nanocp.values.plan import PAGE_SIZE
 
 LEAST_NODE_SHARE = 12
 """A gap between two nodes is worth a move if it is one in this many tokens of a node's mean load,

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from control_plane.scheduler.cluster_state import ClusterState
-from control_plane.scheduler.layout import can_hold_next, choose_holder
 from control_plane.scheduler.policies.dual_balanced import (
     choose_members,
     degree_limit,
     num_instances_needed,
 )
-from control_plane.scheduler.proposal import Proposal
-from control_plane.scheduler.request import Request, num_pages
-from nanocp.plan import Arrival
+from control_plane.scheduler.policies.layout import can_hold_next, choose_holder
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Proposal
+from control_plane.scheduler.state.request import Request, num_pages
+from nanocp.values.plan import Arrival
 
 
 class UniformCp:

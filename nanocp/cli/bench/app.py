@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from nanocp.bench.names import BACKENDS, GO_ON
-from nanocp.choices import check_one_of
 from nanocp.cli import sampling_options
 from nanocp.cli.bench import dataset as datasets
 from nanocp.cli.bench.dataset import Lengths, is_trace
@@ -23,6 +22,7 @@ from nanocp.cli.bench.load import Load
 from nanocp.cli.bench.report import Report
 from nanocp.cli.bench.target import Body, Target, pairs
 from nanocp.cli.options import with_options
+from nanocp.config.choices import check_one_of
 
 app = typer.Typer(
     help="Load on a running service, measured as `vllm bench` does.", no_args_is_help=True

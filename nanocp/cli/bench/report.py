@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.bench.names import GOODPUT_METRICS, METRICS, OTHER_FLAGS
-from nanocp.choices import one_of
 from nanocp.cli.bench.target import pairs
+from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
     from nanocp.bench.backends import RequestOutput

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.bench.names import BACKENDS
-from nanocp.choices import one_of
 from nanocp.cli.batch import tls_context
+from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
     from nanocp.bench.backends import Backend

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from nanocp.config import SchedulerConfig
+    from nanocp.config.scheduler import SchedulerConfig
 
 
 def show(
@@ -26,7 +26,7 @@ def show(
     from rich.table import Table
 
     from nanocp.cli.console import output
-    from nanocp.config_file import load_config
+    from nanocp.config.file import load_config
 
     try:
         scheduler = load_config(config, {}).scheduler

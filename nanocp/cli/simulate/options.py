@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.config import SchedulerConfig
+from nanocp.config.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
     from nanocp.simulator.cluster_file import ClusterFile

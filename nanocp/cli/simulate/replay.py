@@ -42,7 +42,7 @@ def replay(
     """
     from rich import progress
 
-    from control_plane.event_log import LogReader, log_lines
+    from control_plane.shell.event_log import LogReader, log_lines
     from nanocp.cli.console import output, terminal
     from nanocp.simulator.replay import replay as replay_log
 

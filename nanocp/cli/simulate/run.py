@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.choices import check_one_of
 from nanocp.cli.simulate.explain import (
     Explain,
     check_explained,
@@ -27,6 +26,7 @@ from nanocp.cli.simulate.explain import (
 from nanocp.cli.simulate.numbers import all_judged, numbers_of, table_of
 from nanocp.cli.simulate.options import AsJson, Reports, Scenario
 from nanocp.cli.simulate.pipeline import LAYOUTS, PipelineOptions, run_pipeline
+from nanocp.config.choices import check_one_of
 
 if TYPE_CHECKING:
     from control_plane.scheduler.explanation import Explainer

@@ -12,8 +12,9 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from control_plane.scheduler.pipeline.predictor import PassFeatures, pass_features, predict_pass
-from nanocp.choices import check_one_of
-from nanocp.passes import PassCosts, Span
+from nanocp.config.choices import check_one_of
+from nanocp.config.passes import PassCosts
+from nanocp.values.passes import Span
 
 FORMS: dict[str, tuple[str, ...]] = {
     "paper": ("token_us", "token_length_us", "request_us"),

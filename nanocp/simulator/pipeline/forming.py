@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from control_plane.scheduler.pipeline.pass_rows import PassRow, PassRows
-from nanocp.choices import check_one_of
+from nanocp.config.choices import check_one_of
 
 PASS_FORMS = ("ours", "vllm", "gllm", "sarathi", "no_mixing")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from nanocp.choices import check_at_least, check_one_of, require
-from nanocp.passes import Span, even_split
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.choices import check_at_least, check_one_of, require
 from nanocp.simulator.yaml_file import names_in, read_tree, validated
+from nanocp.values.passes import Span, even_split
+from nanocp.values.plan import PAGE_SIZE
 
 SHIPPED = Path(__file__).parent / "clusters"
 

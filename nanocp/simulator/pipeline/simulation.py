@@ -16,21 +16,11 @@ from control_plane.scheduler.pipeline.layer_policies import make_layer_policy
 from control_plane.scheduler.pipeline.pass_rows import PassRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
 from control_plane.scheduler.pipeline.predictor import predict_pass
-from nanocp.choices import check_one_of, require
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.passes import (
-    LayerMoves,
-    LayersMoved,
-    PassCosts,
-    PassDone,
-    PassPlan,
-    PipelineConfig,
-    PipelinePlan,
-    Span,
-    StageWorked,
-    even_split,
-)
-from nanocp.plan import PAGE_SIZE, Arrival, Finished, FinishReason, Preempted
+from nanocp.config.choices import check_one_of, require
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.passes import PassCosts
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs
 from nanocp.simulator.pipeline.forming import PASS_FORMS, FormedRows
@@ -38,6 +28,17 @@ from nanocp.simulator.pipeline.outcome import PipelineOutcome, PipelineRecorder
 from nanocp.simulator.pipeline.pipeline_file import PipelineFile
 from nanocp.simulator.pipeline.stages import EventHeap, Stages, TimedPass
 from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.values.passes import (
+    LayerMoves,
+    LayersMoved,
+    PassDone,
+    PassPlan,
+    PipelinePlan,
+    Span,
+    StageWorked,
+    even_split,
+)
+from nanocp.values.plan import PAGE_SIZE, Arrival, Finished, FinishReason, Preempted
 
 FLUID = "fluid"
 """The bound: every stage has an equal share of all layers and of sampling."""

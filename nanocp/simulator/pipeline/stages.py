@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nanocp.passes import WAIT_CAUSES, LayerMoves
+from nanocp.values.passes import WAIT_CAUSES, LayerMoves
 
 CAUSES = tuple(cause for cause in WAIT_CAUSES if cause != "work")
 """Why a stage idles while a pass is in flight. Here plans take no time."""

@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from nanocp.plan import PAGE_SIZE
 from nanocp.simulator.cost import LayerTime
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.reports.timeline import TimelineRecorder
+from nanocp.values.plan import PAGE_SIZE
 
 Runs = Mapping[str, TimelineRecorder]
 """By policy."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nanocp.plan import PAGE_SIZE, InstanceLoad, Placement
 from nanocp.simulator.cost import Loads, StepTime
 from nanocp.simulator.outcome import Recorder, Run
 from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.values.plan import PAGE_SIZE, InstanceLoad, Placement
 
 NUM_SAMPLES = 120
 """Most samples that are kept of the measured time."""

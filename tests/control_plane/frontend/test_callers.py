@@ -23,8 +23,8 @@ from control_plane.observe.status_server import DATA_PATHS
 from harness.frontend_fakes import WAIT_S, Service, make_config, running
 from nanocp.cli.main import app
 from nanocp.client import Client, NotFound, Unauthenticated
-from nanocp.config import ServiceConfig
-from nanocp.plan import FinishReason
+from nanocp.config.service import ServiceConfig
+from nanocp.values.plan import FinishReason
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc
 

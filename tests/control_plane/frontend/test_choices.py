@@ -30,8 +30,8 @@ from nanocp.client import (
     ResourceExhausted,
     Unavailable,
 )
-from nanocp.plan import Ended, FinishReason, Preempted
-from nanocp.sampling import SamplingParams, Token, TokenLogprobs
+from nanocp.values.plan import Ended, FinishReason, Preempted
+from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP

@@ -18,7 +18,7 @@ from control_plane.frontend.descriptors import Listener, max_connections, raise_
 from control_plane.observe.status_server import StatusServer
 from harness.frontend_fakes import make_config, running
 from harness.openai_service import MODEL
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 CONFIG = make_config()
 NEEDED = 128 + 8 * CONFIG.cluster.num_instances

@@ -16,7 +16,7 @@ from control_plane.frontend.validation import ModelLimits
 from harness.frontend_fakes import TOKENIZER
 from harness.hash_service import CONFIG, forked_service
 from nanocp.client import Client
-from nanocp.config import PrefillConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.service import Served, Service
 from nanocp.wire.v1 import inference_pb2 as pb
 

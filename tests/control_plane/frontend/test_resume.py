@@ -14,8 +14,8 @@ import pytest
 from control_plane.frontend.controller_interface import Submission
 from harness.frontend_fakes import TOKENIZER, WAIT_S, Service, running
 from harness.openai_service import MODEL
-from nanocp.plan import FinishReason
-from nanocp.sampling import RowInput
+from nanocp.values.plan import FinishReason
+from nanocp.values.sampling import RowInput
 from nanocp.wire.convert import decode_row_input
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc

@@ -12,8 +12,8 @@ from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.streams import ClientStreams
 from harness.frontend_fakes import FakeController, Recorder
-from nanocp.plan import Ended, FinishReason, Preempted
-from nanocp.sampling import SamplingParams, Token, TokenLogprobs
+from nanocp.values.plan import Ended, FinishReason, Preempted
+from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 
 FRONT_END = "front:1"

@@ -20,8 +20,8 @@ from control_plane.frontend.tls import check_tls
 from harness.frontend_fakes import LIMITS, Service, make_config, running
 from nanocp.cli.bench.target import Target
 from nanocp.client import Client, Unavailable
-from nanocp.config import Config
-from nanocp.service_config import ServiceConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 
 if shutil.which("openssl") is None:
     pytest.skip("no program `openssl`", allow_module_level=True)

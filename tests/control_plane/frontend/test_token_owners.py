@@ -13,8 +13,8 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.token_owners import TokenOwners
 from harness.frontend_fakes import FakeController, Recorder
 from harness.hash_seeds import play
-from nanocp.plan import Placement
-from nanocp.sampling import SamplingParams, Token
+from nanocp.values.plan import Placement
+from nanocp.values.sampling import SamplingParams, Token
 
 
 def owners(prompt_len: int, steps_per_window: int, *placed: tuple[int, int]) -> TokenOwners:

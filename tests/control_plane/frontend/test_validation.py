@@ -12,11 +12,12 @@ import pytest
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.validation import ModelLimits, validated
-from control_plane.scheduler.waiting_queue import invalidity
+from control_plane.scheduler.queue.waiting_queue import invalidity
 from harness.frontend_fakes import TOKENIZER, WAIT_S, Service, make_config, running
-from nanocp.config import BoundsConfig, ClusterConfig, Config
-from nanocp.plan import Arrival
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.whole import Config
 from nanocp.serve.served import open_checkpoint
+from nanocp.values.plan import Arrival
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 

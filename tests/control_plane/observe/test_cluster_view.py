@@ -15,8 +15,10 @@ from control_plane.scheduler.scheduler import Scheduler
 from harness.drained_seat import BEFORE, drained_scheduler
 from harness.hash_service import CONFIG, hash_service, prompt
 from nanocp.client import Client
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     Finished,

@@ -13,12 +13,15 @@ from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import EndedRequest
 from control_plane.observe.status_server import StatusServer, metrics_page
-from control_plane.scheduler.offload import OffloadReading
+from control_plane.scheduler.pages.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
 from harness.drained_seat import drained_scheduler
 from harness.hash_service import generate, hash_service, prompt
-from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
-from nanocp.plan import Arrival, Ended, FinishReason, SeatsWanted, TransferDone, WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import Arrival, Ended, FinishReason, SeatsWanted, TransferDone, WindowDone
 
 PROMETHEUS_ACCEPTS = (
     "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.member_streams import PREFILL
 from control_plane.observe.recovery_metrics import PHASES, RecoveryMetrics
+from control_plane.ports.member_streams import PREFILL
 from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop
 from nanocp.wire.v1 import cluster_pb2 as pb
 

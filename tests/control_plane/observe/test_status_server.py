@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.observe.status_server import DATA_PATHS, SEATS_PATH, StatusServer
 from harness.hash_service import CONFIG, hash_service
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 CLIENT, OPERATOR = {"Authorization": "Bearer a key"}, {"Authorization": "Bearer another"}
 SNAPSHOT = b'{"num_running": 41}'

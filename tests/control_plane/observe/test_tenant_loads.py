@@ -3,8 +3,9 @@
 from control_plane.observe.tenant_loads import TenantLoad, tenant_loads
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.cli.top import _tenants
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival
 
 
 def test_the_tenant_with_most_requests_comes_first():

@@ -5,8 +5,16 @@ import pickle
 from control_plane.observe.timelines import Timelines, sentences
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_seeds
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import AbortRequested, Arrival, Finished, FinishReason, TransferDone, WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
+    AbortRequested,
+    Arrival,
+    Finished,
+    FinishReason,
+    TransferDone,
+    WindowDone,
+)
 
 
 class Story:

@@ -4,9 +4,10 @@ import pytest
 
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, TransferDone
-from nanocp.table import InstanceTable
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, TransferDone
+from nanocp.values.table import InstanceTable
 
 
 def take_page_twice(s, tables):

@@ -1,8 +1,9 @@
 """Scheduler: what each call promises, one test a promise."""
 
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, TransferDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, TransferDone
 
 
 def test_a_full_queue_costs_a_call_no_more_than_32_tries():

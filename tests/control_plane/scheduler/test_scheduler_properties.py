@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     Finished,
@@ -24,7 +25,7 @@ from nanocp.plan import (
     TransferFenced,
     WindowDone,
 )
-from nanocp.table import InstanceTable
+from nanocp.values.table import InstanceTable
 from nanocp.wire.convert import instance_plan_to_wire
 
 BOUNDS = BoundsConfig(

@@ -14,11 +14,13 @@ import pytest
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.explanation import Story as Explained
 from control_plane.scheduler.invariants import check
-from control_plane.scheduler.routing import build_routes
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.windows.routing import build_routes
 from harness.paths import TESTS
-from nanocp.config import BoundsConfig, ClusterConfig, CostConfig, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.cost import CostConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     ClusterLost,
@@ -36,7 +38,7 @@ from nanocp.plan import (
     TransferFenced,
     WindowDone,
 )
-from nanocp.table_changes import RouteChange
+from nanocp.values.table_changes import RouteChange
 
 # Chosen so that long prompts of a story are split.
 CHEAP_LINKS = CostConfig(512, 512, 64, 128, 64)

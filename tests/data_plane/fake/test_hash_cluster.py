@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.scheduler import quarantine
+from control_plane.scheduler.pages import quarantine
 from data_plane.fake.instance import HashInstance
 from data_plane.fake.model import NUM_EXPERTS
 from data_plane.instance.rows import Row

@@ -13,15 +13,17 @@ from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.transport.local import LocalExchange
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.plan import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import (
     Arrival,
     TargetRun,
     Transfer,
     TransferDone,
     TransferFenced,
 )
-from nanocp.sampling import RowInput, SamplingParams
+from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
 
 CONFIG = Config(

@@ -14,9 +14,11 @@ from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_cluster
 from harness.hash_parts import draw_config
 from harness.hash_seeds import HashCluster, play
-from nanocp.config import ClusterConfig, DataPlaneConfig, SchedulerConfig
-from nanocp.config import Config as ClusterSettings
-from nanocp.plan import Arrival, InstancePlan
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config as ClusterSettings
+from nanocp.values.plan import Arrival, InstancePlan
 from nanocp.wire.convert import instance_plan_to_wire
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from data_plane.graph.buckets import Bucket, BucketTable, powers_of_two
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import ContextPool
-from nanocp.config import BoundsConfig, ClusterConfig
-from nanocp.table_changes import PageRun
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.values.table_changes import PageRun
 
 CLUSTER = ClusterConfig(
     num_instances=3,

@@ -12,8 +12,10 @@ from control_plane.scheduler.policies.fixed_degree import FixedDegree
 from harness.constraints import EOS, KINDS, sampled_params
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER
-from nanocp.config import BoundsConfig, Config, SchedulerConfig
-from nanocp.sampling import SamplingParams
+from nanocp.config.cluster import BoundsConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.sampling import SamplingParams
 
 RUNS = {
     "degree 1": ({}, {"policy": "fixed_degree:1"}),

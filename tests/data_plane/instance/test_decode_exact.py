@@ -18,8 +18,11 @@ from data_plane.transport.regions import region_layout
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER, assert_exact, make_prompts, random_table
 from harness.native_cases import native
-from nanocp.config import Config, DataPlaneConfig, PrefillConfig, SchedulerConfig
-from nanocp.sampling import SamplingParams
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.sampling import SamplingParams
 
 # Lengths around page edges, degree buckets and one token; 6,000 once.
 LENGTHS = (

@@ -14,7 +14,9 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER, assert_exact, make_prompts
-from nanocp.config import Config, DataPlaneConfig, SchedulerConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 
 FAMILIES = (
     "tiny-qwen3-moe",

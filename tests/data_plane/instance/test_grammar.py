@@ -15,8 +15,8 @@ from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, controlled_logits, sample_rows
 from data_plane.model.config import ModelConfig
 from harness.constraints import EOS, KINDS, grammar_of, sampled_params
-from nanocp.plan import FinishReason
-from nanocp.sampling import SamplingParams
+from nanocp.values.plan import FinishReason
+from nanocp.values.sampling import SamplingParams
 
 NUM_SAMPLES = 200
 

@@ -6,10 +6,11 @@ from data_plane.fake.instance import HashInstance, region_layout
 from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.transport.local import LocalExchange
-from nanocp.config import ClusterConfig, Config
-from nanocp.plan import InstancePlan, TargetRun, Transfer
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageRun, TableChanges
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import InstancePlan, TargetRun, Transfer
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun, TableChanges
 
 CONFIG = Config(cluster=ClusterConfig(num_instances=2, num_frames=16, max_model_len=1024))
 OF_7 = (PageRun(7, 0, 2, 4), PageRun(7, 5, 1, 9))

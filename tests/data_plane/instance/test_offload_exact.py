@@ -11,7 +11,9 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER, assert_exact, make_prompts
-from nanocp.config import Config, KvOffloadConfig, SchedulerConfig
+from nanocp.config.kv_offload import KvOffloadConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 
 
 def cluster_of(checkpoint, num_frames, host_pages, file_dir="", **scheduler):

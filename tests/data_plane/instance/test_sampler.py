@@ -26,7 +26,7 @@ from data_plane.instance.sampler import (
     token_probabilities,
     uniform,
 )
-from nanocp.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams
 
 VOCABULARY = 50
 

@@ -13,10 +13,12 @@ from data_plane.fake.local_pages import local_peer_rings
 from data_plane.fake.model import HashModel
 from data_plane.fake.stage import HashStage
 from data_plane.transport.stage_links import HiddenRows, LocalStageLinks
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import LayerMove, LayerMoves, LayersMoved, PassPlan, PipelineConfig, Span
-from nanocp.plan import Arrival
-from nanocp.sampling import PromptLogprobs, RowInput, SamplingParams
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.passes import LayerMove, LayerMoves, LayersMoved, PassPlan, Span
+from nanocp.values.plan import Arrival
+from nanocp.values.sampling import PromptLogprobs, RowInput, SamplingParams
 from nanocp.wire.convert import encode_row_input
 
 PIPELINE = PipelineConfig(num_stages=2, num_layers=4)

@@ -11,8 +11,9 @@ from data_plane.fake.stage import HashStage
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.stage_links import LocalStageLinks
 from harness.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
-from nanocp.passes import LayerMove, LayerMoves, LayersMoved, PipelineConfig
-from nanocp.plan import PAGE_SIZE
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import LayerMove, LayerMoves, LayersMoved
+from nanocp.values.plan import PAGE_SIZE
 
 PIPELINE = PipelineConfig(num_stages=2, num_layers=4)
 THREE_FRAMES = LayerMoves(1, None, (LayerMove(1, 0, 1, 2, ((0, 3),)),))

@@ -12,8 +12,9 @@ from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER, assert_exact
 from harness.paths import ROOT
 from nanocp.cli.demo_prompts import SHORT_PROMPTS, long_prompt
-from nanocp.config import Config, SchedulerConfig
-from nanocp.sampling import SamplingParams
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.sampling import SamplingParams
 
 TALE = ROOT / "models/tale"
 

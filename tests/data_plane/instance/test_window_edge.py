@@ -9,11 +9,12 @@ from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.exchange import Channel
 from data_plane.transport.local import LocalExchange
 from harness.lost_changes import full
-from nanocp.config import ClusterConfig, Config
-from nanocp.plan import HandOff, InstancePlan, RowStart
-from nanocp.sampling import RowInput, SamplingParams
-from nanocp.table import InstanceTable
-from nanocp.table_changes import PageRun, RowChange, TableChanges
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import HandOff, InstancePlan, RowStart
+from nanocp.values.sampling import RowInput, SamplingParams
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageRun, RowChange, TableChanges
 from nanocp.wire.convert import encode_row_input
 
 CONFIG = Config(cluster=ClusterConfig(num_instances=2, num_frames=16, max_model_len=1024))

@@ -26,7 +26,7 @@ from harness.gpu_kernel_checks import attention_checks, fused_checks, merge_and_
 from harness.gpu_loss_checks import LEAVE_S, survives_a_kill
 from harness.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
 from harness.paths import ROOT
-from nanocp.config import BoundsConfig
+from nanocp.config.cluster import BoundsConfig
 
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"

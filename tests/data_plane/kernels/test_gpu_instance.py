@@ -27,9 +27,12 @@ from harness.decode_cluster import DecodeCluster, Prompt
 from harness.fake_cudart import FakeCudart
 from harness.gpu_cluster import run_in_turn
 from harness.interpreter import shared_by_threads
-from nanocp.config import BoundsConfig, ClusterConfig, Config, DataPlaneConfig, SchedulerConfig
-from nanocp.experts import place_experts
-from nanocp.sampling import SamplingParams
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.experts import place_experts
+from nanocp.values.sampling import SamplingParams
 
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"

@@ -22,8 +22,9 @@ from data_plane.reference.oracle import Oracle
 from harness.fp8_twin import make_twin
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned
-from nanocp.config import BoundsConfig, ClusterConfig, DataPlaneConfig
-from nanocp.table_changes import PageRun
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.values.table_changes import PageRun
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from data_plane.transport.exchange import TermOver
 from harness import gpu_cluster
 from harness.gpu_cluster import GpuCluster
 from harness.recorded_calls import RecordedSteps
-from nanocp.plan import PAGE_SIZE
+from nanocp.values.plan import PAGE_SIZE
 
 NUM_PHASES = 7
 """Phases of a step: two of the dense layer, four of the mixture's, and the end."""

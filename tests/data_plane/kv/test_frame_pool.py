@@ -14,7 +14,7 @@ from data_plane.graph.pool_cpu import LocalPages
 from data_plane.kv import huge_pages as huge_pages_module
 from data_plane.kv.frame_pool import FramePool, LocalStep
 from data_plane.kv.huge_pages import TAKER, huge_pages
-from nanocp.table_changes import PageRun
+from nanocp.values.table_changes import PageRun
 
 SCRATCH = 100 * 64
 

@@ -10,8 +10,8 @@ import pytest
 from data_plane.kv import page_copier
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.slots import Slots
-from nanocp.offload import Fetch, StoredPage, Stow, TransferMissed
-from nanocp.plan import TransferDone, TransferFenced
+from nanocp.values.offload import Fetch, StoredPage, Stow, TransferMissed
+from nanocp.values.plan import TransferDone, TransferFenced
 
 PAGE_BYTES = 1000
 

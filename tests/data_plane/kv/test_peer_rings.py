@@ -10,9 +10,9 @@ from data_plane.fake.local_pages import local_peer_rings
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
-from nanocp.config import LimitsConfig
-from nanocp.plan import TargetRun, Transfer
-from nanocp.table_changes import PageRun, TableChanges
+from nanocp.config.limits import LimitsConfig
+from nanocp.values.plan import TargetRun, Transfer
+from nanocp.values.table_changes import PageRun, TableChanges
 
 PAGE_BYTES = 64 * 8
 

@@ -13,7 +13,7 @@ from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.stage_links import HiddenRows, PassTokens
 from data_plane.transport.tcp_messages import shut
 from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 WIDTH, MAX_TOKENS = 24, 10
 

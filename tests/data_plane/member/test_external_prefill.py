@@ -13,8 +13,9 @@ from data_plane.member.external_prefill import ExternalLoop
 from data_plane.member.lifetime import ShutdownRequested
 from data_plane.prefill.completions import EngineAnswer, EngineOutcome
 from harness.member_fakes import LIMITS, Link, until
-from nanocp.config import Config, PrefillConfig
-from nanocp.plan import TargetRun, Transfer
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import TargetRun, Transfer
 from nanocp.wire.convert import transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -14,7 +14,14 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link
-from nanocp.plan import InstancePlan, TargetRun, Transfer, TransferDone, TransferFenced, WindowDone
+from nanocp.values.plan import (
+    InstancePlan,
+    TargetRun,
+    Transfer,
+    TransferDone,
+    TransferFenced,
+    WindowDone,
+)
 from nanocp.wire.convert import instance_plan_to_wire, transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -29,11 +29,14 @@ from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from data_plane.transport.stage_links import LocalStageLinks
 from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link, Sink, serve, until
-from nanocp.config import ClusterConfig, Config, PrefillConfig
-from nanocp.passes import PassDone, PipelineConfig
-from nanocp.plan import Arrival, TargetRun, Transfer
-from nanocp.sampling import TokenLogprobs
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.whole import Config
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
+from nanocp.values.passes import PassDone
+from nanocp.values.plan import Arrival, TargetRun, Transfer
+from nanocp.values.sampling import TokenLogprobs
 from nanocp.wire.convert import transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

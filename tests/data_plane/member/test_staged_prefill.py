@@ -40,11 +40,14 @@ from data_plane.startup.prefill import build_prefill_stage
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, Link, until
-from nanocp.config import ClusterConfig, Config, DataPlaneConfig, PrefillConfig
-from nanocp.passes import PassPlan
-from nanocp.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone, TransferFenced
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.whole import Config
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.serve.served import PREFILL_FACTORY
+from nanocp.values.passes import PassPlan
+from nanocp.values.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone, TransferFenced
 from nanocp.wire.convert import transfer_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from data_plane.member.token_streams import TokenStreams
 from harness.member_fakes import LIMITS, WAIT_S, Sink, serve, until
-from nanocp.plan import FinishReason
-from nanocp.sampling import Token
+from nanocp.values.plan import FinishReason
+from nanocp.values.sampling import Token
 
 
 def token(front_end, request_id, index):

@@ -24,8 +24,10 @@ from data_plane.reference.oracle import Oracle
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.fp8_twin import FP8, dequantised, make_twin
 from harness.published_packages import deep_gemm
-from nanocp.config import BoundsConfig, ClusterConfig, Config, SchedulerConfig
-from nanocp.sampling import SamplingParams
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.values.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from data_plane.model.page_bytes import page_bytes
 from data_plane.model.weights import load_weights, stores_bf16
 from data_plane.startup import memory_need
 from data_plane.startup.memory_need import check_memory
-from nanocp.config import ClusterConfig, Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.whole import Config
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from data_plane.startup.instance import build_instance
 from harness.kernel_cases import ExpertCase, in_fp8
 from harness.published_packages import deep_ep as package
 from harness.published_packages import deep_gemm
-from nanocp.config import Config, DataPlaneConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.whole import Config
 
 
 @settings(max_examples=40)

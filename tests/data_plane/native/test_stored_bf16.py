@@ -14,7 +14,8 @@ from data_plane.native.kernels import NativeKernels
 from data_plane.startup.cpu_parts import cpu_parts
 from harness.mixture_cases import MixtureCase
 from harness.native_cases import native
-from nanocp.config import Config, DataPlaneConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.whole import Config
 
 SETS = ("avx512", "avx2")
 ROWS = (0, 1, 2, 7, 12, 33)

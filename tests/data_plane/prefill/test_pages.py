@@ -12,7 +12,7 @@ from data_plane.model.weights import load_weights
 from data_plane.prefill import pages as prefill
 from data_plane.prefill.pages import prefill_pages
 from harness.rope_layout import side_by_side
-from nanocp.sampling import PromptLogprobs
+from nanocp.values.sampling import PromptLogprobs
 
 LENGTH = 333
 VARIANTS = {

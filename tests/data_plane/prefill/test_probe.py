@@ -14,7 +14,8 @@ from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS
 from data_plane.startup.prefill import build_probe
-from nanocp.config import Config, DataPlaneConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.whole import Config
 
 RANK, ROPE_DIM, NUM_LAYERS = 64, 32, 4
 CONFIGS = {

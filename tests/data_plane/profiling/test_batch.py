@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_plane.profiling.batch import BatchRequest, linked_batches, local_batches, num_frames
-from nanocp.config import BoundsConfig
-from nanocp.plan import PAGE_SIZE
-from nanocp.profile.fit import loads_of
+from nanocp.config.cluster import BoundsConfig
+from nanocp.simulator.fit.fit import loads_of
+from nanocp.values.plan import PAGE_SIZE
 
 
 @given(st.integers(1, 5000), st.permutations(range(6)), st.integers(1, 6))

@@ -8,7 +8,8 @@ import pytest
 
 from data_plane.profiling.batch import alone
 from data_plane.profiling.cluster import measuring
-from nanocp.config import ClusterConfig, Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.whole import Config
 
 CONFIG = Config(cluster=ClusterConfig(num_instances=2, num_frames=128))
 

@@ -5,9 +5,8 @@ import weakref
 import pytest
 
 from data_plane.profiling.stages import PassTime, makespan_us
-from nanocp.config import PassesConfig
-from nanocp.passes import Span
-from nanocp.profile.pipeline import (
+from nanocp.config.passes import PassesConfig
+from nanocp.simulator.fit.pipeline import (
     LoadPhase,
     PipelinePlay,
     apart,
@@ -17,6 +16,7 @@ from nanocp.profile.pipeline import (
     mixes,
 )
 from nanocp.simulator.pipeline.fit import MeasuredPass
+from nanocp.values.passes import Span
 
 
 def passes(*stage_us, after=-1):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from data_plane.startup.instance import build_instance
-from nanocp.config import ClusterConfig, Config, DataPlaneConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,7 +8,9 @@ import torch
 
 from data_plane.startup.instance import build_instance, prepare_instance
 from data_plane.transport.segments import Segments
-from nanocp.config import ClusterConfig, Config, LimitsConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.whole import Config
 
 CONFIG = Config(cluster=ClusterConfig(num_instances=3, num_frames=8, max_model_len=256))
 

@@ -6,7 +6,7 @@ import pytest
 
 from data_plane.startup import prefill
 from data_plane.transport.segments import Segments
-from nanocp.config import Config
+from nanocp.config.whole import Config
 
 
 def test_model_larger_than_the_free_memory_is_refused_by_numbers(tiny_checkpoint, monkeypatch):

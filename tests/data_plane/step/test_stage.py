@@ -20,8 +20,8 @@ from data_plane.reference.oracle import Oracle
 from data_plane.step import stage as model_stage
 from harness.model_pipeline import ModelPipeline, play_chaos, still_setup
 from harness.prompt_logprobs import assert_logprobs
-from nanocp.plan import PAGE_SIZE
-from nanocp.sampling import PromptLogprobs, SamplingParams
+from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import PromptLogprobs, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 LENGTHS = (1, 64, 150)

@@ -28,7 +28,7 @@ from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_receiver import receive_in_python
 from data_plane.transport.tcp_server import TcpSegmentServer
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 LAYOUT = {
     Channel.Q: (

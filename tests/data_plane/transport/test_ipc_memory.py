@@ -17,7 +17,7 @@ from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.segments import Peer, Segments
 from data_plane.transport.shared_memory import segment_name
 from harness.fake_cudart import FakeCudart
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 LIMITS = LimitsConfig(start_timeout_ms=10_000)
 IMPATIENT = LimitsConfig(start_timeout_ms=50)

@@ -29,7 +29,7 @@ from harness.page_writers import (
     written_page,
 )
 from harness.transport_processes import LIMITS, NOTICED_S, processes, receive
-from nanocp.config import DataPlaneConfig
+from nanocp.config.data_plane import DataPlaneConfig
 
 NUM_LAYERS, WIDTH, NUM_PAGES = 3, 40, 50
 

@@ -18,7 +18,7 @@ from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import KINDS, Loss, Losses
 from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share
-from nanocp.sampling import SamplingParams, penalized_prompt_ids
+from nanocp.values.sampling import SamplingParams, penalized_prompt_ids
 
 SOUND = {
     "lost": 0,

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from harness.paths import ROOT
 from nanocp.cli.main import app
-from nanocp.config import Config
-from nanocp.config_file import load_config
-from nanocp.config_yaml import config_yaml, unit_of
+from nanocp.config.file import load_config
+from nanocp.config.whole import Config
+from nanocp.config.yaml import config_yaml, unit_of
 
 DOCUMENT = ROOT / "docs/config.md"
 

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from nanocp.cli.options import FieldOptions, field_option, with_options
-from nanocp.field_docs import field_docs
+from nanocp.config.field_docs import field_docs
 
 
 @dataclass(frozen=True, slots=True)

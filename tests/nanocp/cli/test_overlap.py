@@ -8,8 +8,10 @@ from typer.testing import CliRunner
 from data_plane.profiling.cluster import LaneTimes
 from nanocp.cli.main import app
 from nanocp.cli.overlap.show import reason
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
-from nanocp.profile.lanes import measure_lane_table, with_lane_table
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
+from nanocp.simulator.fit.lanes import measure_lane_table, with_lane_table
 
 
 def nanocp(*arguments):

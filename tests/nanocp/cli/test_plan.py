@@ -17,7 +17,9 @@ from data_plane.model.presets import PRESETS
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.startup.memory_need import memory_need, stage_needs
 from nanocp.cli.main import app
-from nanocp.config import ClusterConfig, Config, SchedulerConfig
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 
 MODEL_TESTS = Path(__file__).parents[2] / "data_plane/model"
 

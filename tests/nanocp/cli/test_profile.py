@@ -14,9 +14,13 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.profiling.batch import linked_batches, local_batches
 from data_plane.profiling.phase_clock import PhaseTimes
 from nanocp.cli.main import app
-from nanocp.config import ClusterConfig, Config, CostConfig
-from nanocp.config_file import load_config
-from nanocp.profile.fit import (
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.cost import CostConfig
+from nanocp.config.file import load_config
+from nanocp.config.whole import Config
+from nanocp.simulator.cluster_file import Costs, WireForm, load_cluster_file
+from nanocp.simulator.cost import CostModel
+from nanocp.simulator.fit.fit import (
     CONSTANTS,
     Point,
     cluster_yaml,
@@ -26,9 +30,7 @@ from nanocp.profile.fit import (
     loads_of,
     serve_yaml,
 )
-from nanocp.profile.lanes import lane_batches
-from nanocp.simulator.cluster_file import Costs, WireForm, load_cluster_file
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.fit.lanes import lane_batches
 
 NUM_INSTANCES = 4
 PLANTED = Costs(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from control_plane.frontend.api_keys import OperatorKeys
 from control_plane.observe.status_server import StatusServer
 from nanocp.cli.main import app
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 
 def instance(number, **others):

@@ -13,7 +13,7 @@ import pytest
 from harness.scripted_service import CHUNKS, WAIT_S, ScriptedService
 from nanocp import client as nanocp_client
 from nanocp.client import AsyncClient, Client, ServiceError
-from nanocp.sampling import TokenLogprobs
+from nanocp.values.sampling import TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 
 ERRORS = {

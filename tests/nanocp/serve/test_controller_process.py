@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.event_log import LogReader, digest, log_lines
 from control_plane.launchers.ray_actors import RayLauncher
-from control_plane.member_streams import PREFILL, Member
+from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.shell.event_log import LogReader, digest, log_lines
 from data_plane.fake.model import NUM_EXPERTS
 from data_plane.member.ray_actor import MemberActor
 from harness.engines import EngineProcess
@@ -25,7 +25,7 @@ from harness.paths import TESTS
 from harness.serve_process import NANOCP, descendants, is_running, seats, segments_of
 from harness.service_recovery import LENGTHS, SLOW, WAIT_S, until
 from nanocp.client import Client
-from nanocp.config import PrefillConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.free_ports import free_ports
 from nanocp.serve.supervisor import FRONT_ENDS, MEMBERS, Supervisor
 

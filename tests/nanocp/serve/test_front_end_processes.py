@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from harness.hash_service import DEFAULT, expected, generate, hash_service, prompt, shared_memory_of
 from harness.service_recovery import (
     LENGTHS,
@@ -121,7 +121,8 @@ def test_front_ends_are_killed_again_and_again():
 
 
 def test_a_front_end_that_is_stopped_is_replaced():
-    with hash_service(PROCESSES, SLOW) as service, ThreadPoolExecutor(8) as pool:
+    config = replace(PROCESSES, limits=replace(PROCESSES.limits, suspect_ms=3000))
+    with hash_service(config, SLOW) as service, ThreadPoolExecutor(8) as pool:
         lost = pid_of_front_end(service, 0)
         os.kill(lost, signal.SIGSTOP)
         until(lambda: pid_of_front_end(service, 0) != lost)

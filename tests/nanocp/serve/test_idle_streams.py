@@ -7,10 +7,10 @@ from concurrent import futures
 import grpc
 
 from control_plane.frontend import front_end
-from control_plane.members_port import SERVER_OPTIONS
+from control_plane.ports.members_port import SERVER_OPTIONS
 from data_plane.member import controller_link, token_streams
 from nanocp.client import connection
-from nanocp.config import LimitsConfig
+from nanocp.config.limits import LimitsConfig
 
 FRONT_END = front_end._server_options(8192, 100)
 STREAMS = {

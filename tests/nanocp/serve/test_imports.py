@@ -17,7 +17,7 @@ MODULES = (
 def test_a_checkpoint_is_opened_without_torch():
     program = """import sys
 from pathlib import Path
-from nanocp.config import Config
+from nanocp.config.whole import Config
 from nanocp.serve.service import open_checkpoint
 served = open_checkpoint(Config(), Path("models/tale"))
 assert served.limits.vocab_size == 2048 and served.page_bytes

@@ -14,21 +14,18 @@ import openai
 import pytest
 import typer.testing
 
-from control_plane.member_streams import Member
+from control_plane.ports.member_streams import Member
 from harness.hash_service import forked_service, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.cli.main import app
 from nanocp.client import Client
-from nanocp.config import (
-    BoundsConfig,
-    ClusterConfig,
-    Config,
-    DataPlaneConfig,
-    LimitsConfig,
-    PassesConfig,
-    SchedulerConfig,
-    ServiceConfig,
-)
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.passes import PassesConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.service import open_checkpoint
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc

@@ -10,8 +10,8 @@ from harness.hash_service import expected, prompt
 from harness.serve_process import NANOCP, SMALL, WAIT_S, Serve, Stream, seats, status_of, until
 from nanocp.chaos.judge import ReferenceJudge
 from nanocp.client import Client
-from nanocp.sampling import SamplingParams
 from nanocp.serve.process import serving
+from nanocp.values.sampling import SamplingParams
 
 REDUNDANT = {"NANOCP_CLUSTER__REDUNDANT_EXPERTS": "5"}
 BY_RAY = [word for word in SMALL if word != "--no-ray"]

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from control_plane.launchers.ray_actors import RayLauncher, _describe_ray_error
-from control_plane.member_streams import PREFILL, Member
+from control_plane.ports.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.paths import ROOT
 from harness.serve_process import (
@@ -33,7 +33,7 @@ from harness.serve_process import (
     wakes_and_cpu_s,
 )
 from nanocp.cli.serve import _start, _warn_of_open_ports
-from nanocp.config import ServiceConfig
+from nanocp.config.service import ServiceConfig
 
 TWO = [*SMALL, "--instances", "2"]
 
@@ -97,7 +97,7 @@ def test_a_second_signal_does_not_wait_for_running_requests():
         assert_nothing_is_left(members, segments, num_instances=2)
 
 
-NO_RECOVERY = {"NANOCP_LIMITS__RECOVERY_TIMEOUT_MS": "0"}
+NO_RECOVERY = {"NANOCP_LIMITS__RECOVERY_TIMEOUT_MS": "0", "NANOCP_LIMITS__SUSPECT_MS": "3000"}
 
 
 def an_instance_of(pids):

@@ -10,20 +10,17 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from control_plane.member_streams import PREFILL
+from control_plane.ports.member_streams import PREFILL
 from harness.hash_service import process_launcher, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.client import Client
-from nanocp.config import (
-    BoundsConfig,
-    ClusterConfig,
-    Config,
-    DataPlaneConfig,
-    LimitsConfig,
-    PrefillConfig,
-    SchedulerConfig,
-    ServiceConfig,
-)
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
 from nanocp.serve.process import serving as serve
 from nanocp.serve.service import Service, open_checkpoint
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocp.config import CostConfig
+from nanocp.config.cost import CostConfig
 from nanocp.simulator.cluster_file import WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
 

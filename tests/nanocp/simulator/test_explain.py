@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from control_plane.scheduler.explanation import Explainer
 from nanocp.cli.main import app
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import Recorder, Run

@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 
 from control_plane.scheduler.invariants import check, follow
-from control_plane.scheduler.request import State
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import Placement, Plan
+from control_plane.scheduler.state.request import State
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import Recorder, Run, Slo, measure_us_at, percentile
@@ -16,7 +16,8 @@ from nanocp.simulator.simulation import Simulation, make_simulation
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
-from nanocp.table import NUM_LANES, InstanceTable
+from nanocp.values.plan import Placement, Plan
+from nanocp.values.table import NUM_LANES, InstanceTable
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
 FEW_EXPERTS = replace(H200.model, num_experts=32)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocp import plan as p
-from nanocp import table_changes as t
-from nanocp.sampling import (
+from nanocp.values import plan as p
+from nanocp.values import table_changes as t
+from nanocp.values.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,

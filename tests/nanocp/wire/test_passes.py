@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocp.passes import LayerMove, LayerMoves, PassPlan, Span
-from nanocp.plan import InstancePlan, RowStart
+from nanocp.values.passes import LayerMove, LayerMoves, PassPlan, Span
+from nanocp.values.plan import InstancePlan, RowStart
 from nanocp.wire import passes
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocp.offload import Fetch, StoredPage, Stow
+from nanocp.values.offload import Fetch, StoredPage, Stow
 from nanocp.wire.offload import fetch_from_wire, fetch_to_wire, stow_from_wire, stow_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -22,9 +22,12 @@ from nanocp.client import (
     ResourceExhausted,
     Unavailable,
 )
-from nanocp.config import ClusterConfig, Config, SchedulerConfig, ServiceConfig
-from nanocp.plan import Ended, FinishReason
-from nanocp.sampling import Token, TokenLogprobs
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import Ended, FinishReason
+from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 

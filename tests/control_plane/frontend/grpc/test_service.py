@@ -25,8 +25,9 @@ from nanocp.client import (
     Client,
     Unavailable,
 )
-from nanocp.config import Config, ServiceConfig
-from nanocp.plan import Ended, FinishReason
+from nanocp.config.service import ServiceConfig
+from nanocp.config.whole import Config
+from nanocp.values.plan import Ended, FinishReason
 from nanocp.wire.v1 import cluster_pb2 as cluster_pb
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc

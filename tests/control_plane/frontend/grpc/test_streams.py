@@ -16,8 +16,8 @@ from harness.frontend_fakes import (
 from nanocp.client import (
     InvalidArgument,
 )
-from nanocp.plan import Ended, FinishReason, Placement
-from nanocp.sampling import Token, TokenLogprobs
+from nanocp.values.plan import Ended, FinishReason, Placement
+from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import decode_row_input
 from nanocp.wire.v1 import cluster_pb2 as cluster_pb
 

@@ -26,7 +26,7 @@ from harness.openai_service import (
     deliver,
     deliver_logprobs,
 )
-from nanocp.plan import Placement
+from nanocp.values.plan import Placement
 from nanocp.wire.convert import decode_row_input
 
 

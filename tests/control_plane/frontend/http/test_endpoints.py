@@ -24,8 +24,8 @@ from harness.openai_service import (
     connection,
     send,
 )
-from nanocp.plan import Ended, FinishReason
-from nanocp.sampling import Token, TokenLogprobs
+from nanocp.values.plan import Ended, FinishReason
+from nanocp.values.sampling import Token, TokenLogprobs
 
 
 def test_the_model_and_the_version_are_returned(service: Service, client: OpenAI) -> None:

@@ -14,7 +14,7 @@ from harness.openai_service import (
     LENGTH,
     deliver_logprobs,
 )
-from nanocp.sampling import Token, TokenLogprobs
+from nanocp.values.sampling import Token, TokenLogprobs
 
 
 def test_logprobs_of_a_completion(

@@ -22,9 +22,9 @@ from harness.frontend_fakes import TOKENIZER
 from harness.hash_members import WORDY
 from harness.hash_service import CONFIG, forked_service
 from harness.serve_process import Serve
-from nanocp.config import ClusterConfig
-from nanocp.sampling import SamplingParams
+from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Served, open_checkpoint
+from nanocp.values.sampling import SamplingParams
 
 WAIT_S = 60.0
 NUM_FRAMES = CONFIG.cluster.num_instances * CONFIG.cluster.num_frames

@@ -22,8 +22,8 @@ from control_plane.frontend.http.strict_calls import strict_calls
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.sampler import RowMasks, sample_rows
 from harness.frontend_fakes import TOKENIZER, running
-from nanocp.plan import FinishReason
-from nanocp.sampling import SamplingParams
+from nanocp.values.plan import FinishReason
+from nanocp.values.sampling import SamplingParams
 from nanocp.wire.convert import decode_row_input
 
 EOS = 1

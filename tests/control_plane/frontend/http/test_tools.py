@@ -18,8 +18,8 @@ from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
 from harness.frontend_fakes import TOKENIZER, Service, running
-from nanocp.plan import FinishReason
-from nanocp.service_config import TOOL_CALL_PARSERS
+from nanocp.config.service import TOOL_CALL_PARSERS
+from nanocp.values.plan import FinishReason
 from nanocp.wire.convert import decode_row_input
 
 TEMPLATE = ChatTemplate(

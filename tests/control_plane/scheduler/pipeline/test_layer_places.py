@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.scheduler.pipeline.layer_places import LayerPlaces, frames_in, runs_of
-from nanocp.passes import LayerMove, PipelineConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import LayerMove
 
 
 def places(num_layers: int = 4, max_layers: int = 0) -> LayerPlaces:

@@ -23,7 +23,9 @@ from control_plane.scheduler.pipeline.predictor import (
     predict_pass,
     stage_times,
 )
-from nanocp.passes import PassCosts, PipelineConfig, Span
+from nanocp.config.passes import PassCosts
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import Span
 
 
 def config(num_stages: int, num_layers: int, **fields) -> PipelineConfig:

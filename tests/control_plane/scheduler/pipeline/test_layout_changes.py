@@ -7,9 +7,11 @@ import pytest
 from control_plane.scheduler.pipeline.layout_changes import LayoutChanges
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
 from control_plane.scheduler.pipeline.predictor import PassTimes
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.passes import LayerMove, LayerMoves, LayoutWanted, PipelineConfig
-from nanocp.plan import Regrouped
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.passes import LayerMove, LayerMoves, LayoutWanted
+from nanocp.values.plan import Regrouped
 
 LEVEL = PassTimes(1.0, 0.0)
 LONG_TAIL = PassTimes(1.0, 2.0)

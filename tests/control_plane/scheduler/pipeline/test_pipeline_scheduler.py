@@ -12,19 +12,13 @@ from hypothesis import strategies as st
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pass_rows import PassRow, PromptRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
-from control_plane.scheduler.request import Request
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.passes import (
-    PassCosts,
-    PassDone,
-    PassPlan,
-    PipelineConfig,
-    PipelinePlan,
-    SamplerWork,
-    Span,
-    even_split,
-)
-from nanocp.plan import (
+from control_plane.scheduler.state.request import Request
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.passes import PassCosts
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.passes import PassDone, PassPlan, PipelinePlan, SamplerWork, Span, even_split
+from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     ClusterLost,
@@ -34,7 +28,7 @@ from nanocp.plan import (
     Regrouped,
     Resubmitted,
 )
-from nanocp.table import InstanceTable
+from nanocp.values.table import InstanceTable
 
 CLUSTER = ClusterConfig(
     num_instances=1,

@@ -8,8 +8,9 @@ from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_cluster
-from nanocp.config import ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival
 
 TWO_NODES = ClusterConfig(
     num_instances=8, instances_per_node=4, num_frames=256, max_model_len=65_536

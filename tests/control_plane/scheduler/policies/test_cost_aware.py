@@ -5,14 +5,16 @@ from random import Random
 
 import pytest
 
-from control_plane.scheduler.cluster_state import ClusterState
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies.cost_aware import CostAware
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, CostConfig, SchedulerConfig
-from nanocp.plan import Arrival
+from control_plane.scheduler.state.cluster_state import ClusterState
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.cost import CostConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
+from nanocp.values.plan import Arrival
 
 TWO_NODES = ClusterConfig(
     num_instances=8, instances_per_node=4, num_frames=1024, max_model_len=262_144

@@ -7,8 +7,9 @@ import pytest
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import BoundsConfig, ClusterConfig, SchedulerConfig
-from nanocp.plan import Arrival, WindowDone
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, WindowDone
 
 
 def arrival(request_id, prompt_len, max_tokens=8):

@@ -8,8 +8,10 @@ import pytest
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.config import ClusterConfig, CostConfig, SchedulerConfig
-from nanocp.plan import AbortRequested, Arrival, TransferDone, WindowDone
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.cost import CostConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import AbortRequested, Arrival, TransferDone, WindowDone
 
 TWO_NODES = ClusterConfig(
     num_instances=8, instances_per_node=4, num_frames=512, max_model_len=131_072

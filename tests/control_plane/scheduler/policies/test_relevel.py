@@ -6,7 +6,7 @@ import pytest
 
 from control_plane.scheduler.policies import relevel as module
 from control_plane.scheduler.policies.relevel import MAX_RUNS, relevel
-from nanocp.plan import PAGE_SIZE, TargetRun
+from nanocp.values.plan import PAGE_SIZE, TargetRun
 
 NODE = range(2)
 

@@ -7,8 +7,8 @@ from control_plane.scheduler.policies.cost_aware import CostAware
 from control_plane.scheduler.policies.dual_balanced import DualBalanced
 from control_plane.scheduler.policies.relevel import relevel
 from control_plane.scheduler.policies.relevel_nodes import LEAST_PAGES, relevel_nodes
-from nanocp.config import SchedulerConfig
-from nanocp.plan import PAGE_SIZE, TargetRun
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import PAGE_SIZE, TargetRun
 
 NODES = (range(2), range(2, 4))
 PAGES = 200 * PAGE_SIZE

@@ -7,10 +7,11 @@ from random import Random
 import pytest
 
 from control_plane.scheduler.pipeline.predictor import PassTimes, pass_features, predict_pass
-from nanocp.config_file import load_config
-from nanocp.passes import PassCosts, SamplerWork, Span
-from nanocp.sampling import SamplingParams
+from nanocp.config.file import load_config
+from nanocp.config.passes import PassCosts
 from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs, fit_error
+from nanocp.values.passes import SamplerWork, Span
+from nanocp.values.sampling import SamplingParams
 
 KNOWN = PassCosts(
     token_us=3.0,

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from control_plane.scheduler.pipeline.predictor import predict_pass
-from nanocp.passes import PassCosts, Span
-from nanocp.profile.pipeline import _MIXES, LoadPhase
+from nanocp.config.passes import PassCosts
+from nanocp.simulator.fit.pipeline import _MIXES, LoadPhase
 from nanocp.simulator.pipeline.fit import MeasuredPass, fit_costs
+from nanocp.values.passes import Span
 
 KNOWN = PassCosts(
     token_us=30.0,

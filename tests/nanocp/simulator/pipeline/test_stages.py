@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanocp.passes import LayerMove, LayerMoves
 from nanocp.simulator.pipeline.stages import EventHeap, Stages, TimedPass
+from nanocp.values.passes import LayerMove, LayerMoves
 
 HOP_US = 2.0
 FRAME_US = 10.0

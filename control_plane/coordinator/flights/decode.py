@@ -1,0 +1,181 @@
+"""Windows of instances, and the tickets that go beside them.
+
+Enters: plans of the decode scheduler, reports of instances. Leaves: plans, tickets and fences to
+the members, events for the scheduler. Does not know: clients, clocks, how a member is watched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+from control_plane.coordinator.flights.transfers import Transfers, fetched_pages, num_cached
+from control_plane.coordinator.flights.windows import WindowsInFlight
+from control_plane.coordinator.members.members import Members
+from control_plane.frontend.controller_interface import Submission
+from control_plane.observe.metrics import Metrics
+from control_plane.ports.member_streams import Member
+from control_plane.scheduler.invariants import check
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
+from nanocp.config.whole import Config
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import (
+    Event,
+    InstancePlan,
+    Plan,
+    TransferDone,
+    TransferFenced,
+    TransferMissed,
+    WindowDone,
+)
+from nanocp.wire import convert
+from nanocp.wire.offload import fetch_to_wire, stow_to_wire
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeFlights:
+    """The windows of a decode cluster; see flights.Flights for every method."""
+
+    def __init__(self, config: Config, members: Members, metrics: Metrics) -> None:
+        """Raises ValueError for an unknown policy."""
+        self.pipeline = None
+        self.scheduler = Scheduler(config.cluster, config.scheduler)
+        self._members = members
+        self._metrics = metrics
+        self._windows = WindowsInFlight(config.cluster.num_instances)
+        self._transfers = Transfers(members)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    @property
+    def is_full(self) -> bool:
+        """See Flights."""
+        return len(self._windows) >= MAX_WINDOWS_IN_FLIGHT
+
+    @property
+    def oldest(self) -> int | None:
+        """See Flights."""
+        return self._windows.oldest
+
+    def missing(self) -> list[int]:
+        """See Flights."""
+        return self._windows.missing()
+
+    def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
+        """See Flights."""
+        plan = self.scheduler.plan_window(cast(Sequence[Event], events), now_us)
+        if self.scheduler.offload.is_on:
+            self._metrics.offload.planned(self.scheduler.offload.reading)
+        return plan
+
+    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterator[Event]:
+        """See Flights. Tickets and fences go out."""
+        num_fetched = fetched_pages(plan.fetches)
+        for transfer in plan.transfers:
+            if transfer.source is not None:
+                self._metrics.scheduling.moving(len(transfer.instances()))
+            submission = submitted.get(transfer.request_id)
+            number = num_fetched.get(transfer.ticket, 0)
+            if failed := self._transfers.start(transfer, submission, number):
+                yield failed
+        for fetch in plan.fetches:
+            message = pb.ToInstance(fetch=fetch_to_wire(fetch))
+            self._members.send(Member("instance", fetch.instance), message)
+        # After the fetches: a slot may be given to another page once its ticket is over.
+        for stow in plan.stows:
+            message = pb.ToInstance(stow=stow_to_wire(stow))
+            self._members.send(Member("instance", stow.instance), message)
+        for fence in plan.fences:
+            self._transfers.fence(fence)
+
+    def num_cached(self, submission: Submission, plan: Plan) -> int:
+        """See Flights."""
+        return num_cached(submission, plan)
+
+    def send(self, plan: Plan) -> None:
+        """See Flights."""
+        self._windows.sent(plan.instances)
+        for instance_plan in plan.instances:
+            self._send_plan(instance_plan)
+
+    def _send_plan(self, plan: InstancePlan) -> None:
+        message = pb.ToInstance(plan=convert.instance_plan_to_wire(plan))
+        self._members.send(Member("instance", plan.instance), message)
+
+    def window_done(self, done: WindowDone) -> bool:
+        """See Flights."""
+        return self._windows.reported(done.instance, done.window)
+
+    def reported(self, instance: int, message: pb.FromInstance) -> Event | None:
+        """See Flights."""
+        match message.WhichOneof("message"):
+            case "transfer_done":
+                return self._answered(TransferDone(message.transfer_done.ticket, instance))
+            case "transfer_fenced":
+                return self._answered(TransferFenced(message.transfer_fenced.ticket, instance))
+            case "transfer_missed":
+                return TransferMissed(message.transfer_missed.ticket, instance)
+            case "resync":
+                self._resync(instance, message.resync)
+                return None
+            case kind:
+                raise ValueError(f"instance {instance} sent {kind}, which has no meaning here")
+
+    def _answered(self, event: TransferDone | TransferFenced) -> Event:
+        self._transfers.answered(event.ticket, event.instance)
+        return event
+
+    def _resync(self, instance: int, request: pb.ResyncRequest) -> None:
+        logger.warning(
+            "instance %d needs the full table of window %d: %s",
+            instance,
+            request.window,
+            request.reason,
+        )
+        self._metrics.instances.resynced()
+        self._send_plan(self._windows.full_plan(instance, request.window))
+
+    @property
+    def num_prefilling(self) -> int:
+        """See Flights."""
+        return self._transfers.num_prefilling
+
+    @property
+    def num_pages_awaited(self) -> int:
+        """See Flights."""
+        return self._transfers.num_pages_awaited
+
+    def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
+        """See Flights."""
+        self._windows.begin_term(seats, keeps_rows)
+
+    def end_term(self) -> None:
+        """See Flights."""
+        self._windows.abandon()
+        self._transfers.end_term()
+
+    def prefill_arrived(self) -> None:
+        """See Flights."""
+        self._transfers.prefill_arrived()
+
+    def prefill_lost(self) -> Iterable[Event]:
+        """See Flights."""
+        return self._transfers.prefill_lost()
+
+    def check(self) -> None:
+        """See Flights."""
+        check(self.scheduler, self._windows.tables)
+
+    def want_layout(self, split: tuple[int, ...]) -> Future[None]:
+        """See Flights."""
+        raise ValueError("this cluster has no stages: cluster.layout is not pipeline")
+
+    def stages(self) -> list[dict[str, Any]]:
+        """See Flights: there are none."""
+        return []

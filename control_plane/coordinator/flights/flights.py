@@ -1,0 +1,105 @@
+"""What the controller's loop asks of a scheduler and its members: two protocols.
+
+Enters: nothing. Leaves: protocols. Does not know: windows, passes, which kind of cluster it is.
+
+A flight is a window of instances (decode.py) or a pass of a pipeline (pipeline.py) from when it is
+sent until it is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from control_plane.frontend.controller_interface import Submission
+from control_plane.observe.observed import ObservedScheduler
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import Event, Plan, WindowDone
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+
+class Flights(Protocol):
+    """One scheduler, and what of its plans is in flight. Used from the controller's event loop."""
+
+    @property
+    def scheduler(self) -> ObservedScheduler:
+        """The scheduler."""
+
+    @property
+    def pipeline(self) -> PipelineConfig | None:
+        """What the scheduler was made with besides; None: it is that of a cluster of instances."""
+
+    def __len__(self) -> int:
+        """Windows or passes in flight."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the scheduler issues no other one before one is reported."""
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the oldest in flight, or None."""
+
+    def missing(self) -> list[int]:
+        """Instances that have not reported the oldest."""
+
+    def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
+        """Call the scheduler."""
+
+    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
+        """Send all that goes before the window; yields what fails at once.
+
+        submitted: requests that were submitted and not placed before.
+        """
+
+    def num_cached(self, submission: Submission, plan: Plan) -> int:
+        """Tokens of a prompt, which is placed now, that other requests have written."""
+
+    def send(self, plan: Plan) -> None:
+        """Send the plan's window or pass, of which there is one."""
+
+    def window_done(self, done: WindowDone) -> bool:
+        """Take a report; whether all that is awaited of its flight is here.
+
+        Raises ValueError if the instance had no such flight to report.
+        """
+
+    def reported(self, instance: int, message: pb.FromInstance) -> ServiceEvent | None:
+        """Take any other report of an instance; returns what it is for the scheduler, if anything.
+
+        Raises ValueError for one that has no meaning here.
+        """
+
+    @property
+    def num_prefilling(self) -> int:
+        """Tickets of the prefill that some receiver has not answered."""
+
+    @property
+    def num_pages_awaited(self) -> int:
+        """Pages of these tickets."""
+
+    def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
+        """A term with these instances begins."""
+
+    def end_term(self) -> None:
+        """No member takes windows any more: nothing in flight will be reported."""
+
+    def prefill_arrived(self) -> None:
+        """A prefill has dialled, and knows no ticket."""
+
+    def prefill_lost(self) -> Iterable[Event]:
+        """No prefill will come: what fails for that."""
+
+    def check(self) -> None:
+        """Raise AssertionError if the scheduler's state is broken. Nothing may be in flight."""
+
+    def want_layout(self, split: tuple[int, ...]) -> Future[None]:
+        """Let layers move to another layout of stages; done when every stage has reported it.
+
+        The scheduler hears of it by LayoutWanted. Raises ValueError saying why they cannot.
+        """
+
+    def stages(self) -> list[dict[str, Any]]:
+        """For each stage of a pipeline, its layers and what it does; empty without stages."""

@@ -1,0 +1,239 @@
+"""Passes of a pipeline, and layers that move.
+
+Enters: plans of the pipeline's scheduler, reports of stages, an operator's wishes. Leaves: prompts,
+passes and layer moves to the stages; events for the scheduler. Does not know: clients, how a member
+is watched. The rest of the controller sees the pipeline as one instance, whose windows are passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from control_plane.coordinator.members.members import Members
+from control_plane.frontend.controller_interface import Submission
+from control_plane.observe.stage_metrics import StageMetrics
+from control_plane.ports.member_streams import Member
+from control_plane.scheduler.pipeline.invariants import check_pipeline
+from control_plane.scheduler.pipeline.pass_planner import PassPlanner
+from nanocp.config.pipeline import PipelineConfig
+from nanocp.config.whole import Config
+from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent, layers_of
+from nanocp.values.plan import ClusterLost, Event, Plan, Regrouped, WindowDone
+from nanocp.values.table import InstanceTable
+from nanocp.wire import passes
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+
+class PipelineFlights:
+    """The passes of a pipeline; see flights.Flights for every method."""
+
+    def __init__(
+        self, config: Config, members: Members, num_layers: int, metrics: StageMetrics
+    ) -> None:
+        """Raises ValueError if the configuration and the model do not fit."""
+        self.pipeline = PipelineConfig.of(config, num_layers)
+        self._last = self.pipeline.num_stages - 1
+        self._planner = PassPlanner(config.cluster, config.scheduler, self.pipeline)
+        self.scheduler = self._planner.scheduler
+        self._members, self._metrics = members, metrics
+        self._table = InstanceTable(0, 1)
+        """The stages' table after all passes that were sent."""
+        self._next_reports = [0] * self.pipeline.num_stages
+        """For each stage, the oldest pass that it has not reported."""
+        self._reports: list[WindowDone | None] = [None] * self.pipeline.num_stages
+        self._after_rest: set[int] = set()
+        """Passes that were sent when none was in flight, until every stage has reported them."""
+        self._unmoved: set[tuple[int, int]] = set()
+        """(stage, number of its layer moves) that it has not reported."""
+        self._is_between_terms = False
+        """Whether a term has ended, and the scheduler knows of no other one."""
+        self._asked: tuple[tuple[int, ...], Future[None]] | None = None
+        """The layout that an operator waits for; the future is cancelled when it waits no more."""
+
+    def __len__(self) -> int:
+        return 0 if self._is_between_terms else self.scheduler.num_in_flight
+
+    @property
+    def is_full(self) -> bool:
+        """See Flights: one pass more than there are stages waits at the first one."""
+        return len(self) > self.pipeline.num_stages
+
+    @property
+    def oldest(self) -> int | None:
+        """See Flights."""
+        return self._next_reports[-1] if len(self) else None
+
+    def missing(self) -> list[int]:
+        """See Flights."""
+        oldest = self._next_reports[-1]
+        return [stage for stage, number in enumerate(self._next_reports) if number <= oldest]
+
+    def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
+        """See Flights."""
+        plan = self._planner.plan_window(events, now_us)
+        for event in events:
+            match event:
+                case Regrouped():
+                    self._is_between_terms = False
+                case ClusterLost():
+                    self._answer(RuntimeError(event.message))
+        self._answer_operator()
+        return plan
+
+    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
+        """See Flights. Layers move before the pass; the first stage gets the prompts.
+
+        The last one gets those whose log probabilities it reports.
+        """
+        if isinstance(plan, PassesPlan) and plan.layer_moves is not None:
+            moves = passes.layer_moves_to_wire(plan.layer_moves)
+            stages = range(self.pipeline.num_stages)
+            self._unmoved = {(stage, plan.layer_moves.number) for stage in stages}
+            self._to_all(pb.ToInstance(layer_moves=moves))
+        for placement in plan.placements:
+            submission = submitted[placement.request_id]
+            prompt = pb.Prompt(
+                request_id=submission.request_id,
+                token_ids=submission.prompt_ids,
+                prompt_logprobs=submission.prompt_logprobs,
+                front_end=submission.front_end,
+            )
+            is_asked = submission.prompt_logprobs is not None
+            for stage in {0, self._last} if is_asked else {0}:
+                self._members.send(Member("instance", stage), pb.ToInstance(prompt=prompt))
+        return ()
+
+    def num_cached(self, submission: Submission, plan: Plan) -> int:
+        """See Flights."""
+        spans = _pass_of(plan).spans
+        return next(span.first for span in spans if span.request_id == submission.request_id)
+
+    def send(self, plan: Plan) -> None:
+        """See Flights."""
+        pass_plan = _pass_of(plan)
+        self._table.apply(pass_plan.table.changes)
+        if len(self) == 1:
+            oldest = min(self._next_reports)
+            self._after_rest = {number for number in self._after_rest if number >= oldest}
+            self._after_rest.add(pass_plan.number)
+        self._to_all(pb.ToInstance(pass_plan=passes.pass_plan_to_wire(pass_plan)))
+
+    def _to_all(self, message: pb.ToInstance) -> None:
+        for stage in range(self.pipeline.num_stages):
+            self._members.send(Member("instance", stage), message)
+
+    def window_done(self, done: WindowDone) -> bool:
+        """See Flights: a pass is over when the last stage has run it."""
+        stage = done.instance
+        if done.window != self._next_reports[stage]:
+            raise ValueError(f"stage {stage} reported pass {done.window}, which it was not running")
+        self._next_reports[stage] += 1
+        self._reports[stage] = done
+        self._metrics.ran(done, done.window in self._after_rest)
+        return stage == self._last
+
+    def reported(self, instance: int, message: pb.FromInstance) -> ServiceEvent | None:
+        """See Flights."""
+        kind = message.WhichOneof("message")
+        if kind != "layers_moved":
+            raise ValueError(f"stage {instance} sent {kind}, which has no meaning here")
+        moved = instance, message.layers_moved
+        if moved not in self._unmoved:
+            raise ValueError(f"stage {instance} reported layers {moved[1]}, which nobody moves")
+        self._unmoved.remove(moved)
+        return LayersMoved(*moved)
+
+    # --- an operator's layout
+
+    def want_layout(self, split: tuple[int, ...]) -> Future[None]:
+        """See Flights."""
+        if self._asked is not None and not self._asked[1].done():
+            raise ValueError("another layout is asked for already; ask again later")
+        if obstacle := self.scheduler.layouts.obstacle(split):
+            raise ValueError(obstacle)
+        self._asked = split, Future()
+        return self._asked[1]
+
+    def _answer_operator(self) -> None:
+        layouts = self.scheduler.layouts
+        if self._asked is not None:
+            split = self._asked[0]
+            if split == layouts.places.split and not layouts.is_moving:
+                self._answer(None)
+            elif layouts.asked != split:
+                self._answer(
+                    RuntimeError(
+                        "a stage was lost meanwhile, and layers are where they were at the start; "
+                        "ask for a layout in between first"
+                    )
+                )
+
+    def _answer(self, error: RuntimeError | None) -> None:
+        if self._asked is not None and not self._asked[1].done():
+            if error is None:
+                self._asked[1].set_result(None)
+            else:
+                self._asked[1].set_exception(error)
+        self._asked = None
+
+    def stages(self) -> list[dict[str, Any]]:
+        """See Flights."""
+        layouts, stages = self.scheduler.layouts, []
+        for stage, report in enumerate(self._reports):
+            layers = layers_of(layouts.places.split, stage)
+            stages.append(
+                {
+                    "stage": stage,
+                    "first_layer": layers.start,
+                    "num_layers": len(layers),
+                    "max_layers": self.pipeline.num_places,
+                    "pass_ms": report.step_us / 1e3 if report else None,
+                    "waits": self._metrics.shares(stage),
+                    "layout": layouts.layout,
+                    "layout_changes": layouts.num_changes,
+                    "is_moving": layouts.is_moving,
+                    "slowness": layouts.speeds.slowness[stage],
+                }
+            )
+        return stages
+
+    # --- what a pipeline has not
+
+    @property
+    def num_prefilling(self) -> int:
+        """See Flights: prompts are computed in passes, without tickets."""
+        return 0
+
+    @property
+    def num_pages_awaited(self) -> int:
+        """See Flights."""
+        return 0
+
+    def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
+        """See Flights: every stage is as at the start, and passes count from 0 again."""
+        self._table = InstanceTable(0, 1)
+        self._next_reports = [0] * self.pipeline.num_stages
+
+    def end_term(self) -> None:
+        """See Flights."""
+        self._is_between_terms = True
+        self._after_rest.clear()
+        self._unmoved.clear()
+
+    def prefill_arrived(self) -> None:
+        """See Flights: a pipeline has no prefill."""
+
+    def prefill_lost(self) -> Iterable[Event]:
+        """See Flights."""
+        return ()
+
+    def check(self) -> None:
+        """See Flights."""
+        check_pipeline(self.scheduler, self._table)
+
+
+def _pass_of(plan: Plan) -> PassPlan:
+    assert isinstance(plan, PassesPlan) and plan.pass_plan is not None
+    return plan.pass_plan

@@ -1,0 +1,162 @@
+"""Tickets under way: what each member is sent of a transfer, and which receivers have not answered.
+
+Enters: transfers and fences of a plan, the receivers' answers, a prefill that was lost or is new.
+Leaves: tickets, prefill requests and fences to the members; every unfilled ticket again to a new
+prefill. Does not know: windows, which frames are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from control_plane.coordinator.members.members import Members
+from control_plane.frontend.controller_interface import Submission
+from control_plane.ports.member_streams import PREFILL, Member
+from nanocp.values.plan import PAGE_SIZE, Fence, Fetch, Plan, TargetRun, Transfer, TransferFailed
+from nanocp.wire import convert
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+_PREFILL_LOST = "the prefill was lost"
+
+
+@dataclass(slots=True)
+class _Unanswered:
+    """A ticket of the prefill."""
+
+    receivers: set[int]
+    """Those that have not answered for it."""
+    request: pb.PrefillRequest | None
+    """What the prefill is to do; None once the ticket is fenced, or without a prefill."""
+    num_pages: int
+
+
+class Transfers:
+    """The tickets of one cluster. Used from the controller's event loop."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._unanswered: dict[int, _Unanswered] = {}
+        """By ticket of the prefill, ascending."""
+        self.num_pages_awaited = 0
+        """Pages of these tickets."""
+        self._has_prefill = PREFILL in members.expected
+        self._is_prefill_lost = False
+
+    def start(
+        self, transfer: Transfer, submission: Submission | None, num_fetched: int = 0
+    ) -> TransferFailed | None:
+        """Send each receiver its own pages of the ticket, and all of them to what writes them.
+
+        submission: the request, for a transfer without a source. num_fetched: the first so many
+        pages come from slots. Returns an event if the ticket fails at once. The two ways are not
+        ordered: a receiver keeps a page in its ring until the ticket's `expect` has come.
+        """
+        for instance in transfer.receivers:
+            own = tuple(target for target in transfer.targets if target.instance == instance)
+            expect = convert.transfer_to_wire(replace(transfer, targets=own))
+            self._to_instance(instance, pb.ToInstance(expect=expect))
+        if transfer.source is not None:
+            send = convert.transfer_to_wire(transfer)
+            self._to_instance(transfer.source, pb.ToInstance(send=send))
+            return None
+        transfer = replace(transfer, targets=_after(transfer.targets, num_fetched))
+        if not transfer.targets:
+            return None
+        if not self._has_prefill:
+            # Each receiver makes the KV itself, and answers for it.
+            self._await(transfer, None)
+            return None
+        if self._is_prefill_lost:
+            return TransferFailed(transfer.ticket, _PREFILL_LOST)
+        assert submission is not None, f"request {transfer.request_id} has no prompt to prefill"
+        # The log probability of a token needs the id after it.
+        num_ids = transfer.num_tokens + (submission.prompt_logprobs is not None)
+        request = pb.PrefillRequest(
+            transfer=convert.transfer_to_wire(transfer),
+            token_ids=submission.prompt_ids[:num_ids],
+            prompt_logprobs=submission.prompt_logprobs,
+            front_end=submission.front_end,
+        )
+        self._await(transfer, request)
+        self._members.send(PREFILL, pb.ToPrefill(prefill=request))
+        return None
+
+    def _await(self, transfer: Transfer, request: pb.PrefillRequest | None) -> None:
+        num_pages = len(transfer.instances())
+        self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), request, num_pages)
+        self.num_pages_awaited += num_pages
+
+    def fence(self, fence: Fence) -> None:
+        """No receiver takes a page of the ticket any more, and the prefill sends none."""
+        for instance in fence.instances:
+            self._to_instance(instance, pb.ToInstance(fence=fence.ticket))
+        unanswered = self._unanswered.get(fence.ticket)
+        if unanswered is not None:
+            unanswered.request = None
+            self._members.send(PREFILL, pb.ToPrefill(cancel=fence.ticket))
+
+    def answered(self, ticket: int, instance: int) -> None:
+        """The receiver has all its pages of the ticket, or refuses the rest."""
+        unanswered = self._unanswered.get(ticket)
+        if unanswered is None:
+            return
+        unanswered.receivers.discard(instance)
+        if not unanswered.receivers:
+            del self._unanswered[ticket]
+            self.num_pages_awaited -= unanswered.num_pages
+            self._members.send(PREFILL, pb.ToPrefill(arrived=ticket))
+
+    @property
+    def num_prefilling(self) -> int:
+        """Tickets of the prefill that some receiver has not answered."""
+        return len(self._unanswered)
+
+    def end_term(self) -> None:
+        """Every ticket is void."""
+        self._unanswered.clear()
+        self.num_pages_awaited = 0
+
+    def prefill_arrived(self) -> None:
+        """A new prefill begins again with every ticket that the lost one had not filled."""
+        for unanswered in self._unanswered.values():
+            if unanswered.request is not None:
+                self._members.send(PREFILL, pb.ToPrefill(prefill=unanswered.request))
+
+    def prefill_lost(self) -> Iterator[TransferFailed]:
+        """No prefill will come: the failure of every ticket that is not filled."""
+        self._is_prefill_lost = True
+        for ticket in self._unanswered:
+            yield TransferFailed(ticket, _PREFILL_LOST)
+
+    def _to_instance(self, instance: int, message: pb.ToInstance) -> None:
+        self._members.send(Member("instance", instance), message)
+
+
+def fetched_pages(fetches: Sequence[Fetch]) -> dict[int, int]:
+    """Ticket -> how many of its pages come from slots."""
+    numbers: dict[int, int] = {}
+    for fetch in fetches:
+        numbers[fetch.ticket] = numbers.get(fetch.ticket, 0) + len(fetch.pages)
+    return numbers
+
+
+def num_cached(submission: Submission, plan: Plan) -> int:
+    """Tokens of the prompt that nobody computes: other requests have written their pages."""
+    for transfer in plan.transfers:
+        if transfer.request_id == submission.request_id and transfer.source is None:
+            num_pages = transfer.targets[0].first_page
+            num_pages += fetched_pages(plan.fetches).get(transfer.ticket, 0)
+            return min(num_pages * PAGE_SIZE, submission.prompt_len - 1)
+    return submission.prompt_len - 1
+
+
+def _after(targets: Sequence[TargetRun], num_pages: int) -> tuple[TargetRun, ...]:
+    """The targets without their first pages."""
+    left = []
+    for first_page, count, instance, frame in targets:
+        gone = min(num_pages, count)
+        num_pages -= gone
+        if gone < count:
+            left.append(TargetRun(first_page + gone, count - gone, instance, frame + gone))
+    return tuple(left)

@@ -1,0 +1,133 @@
+"""Planned changes: seats that an operator wants, newcomers that wait, and the term between them.
+
+Enters: wishes for seats, newcomers, terms that begin and settle. Leaves: processes to start and to
+retire, seats for the scheduler to prepare, terms to end. Does not know: streams, why a process is
+lost.
+
+A newcomer has loaded its weights before the scheduler hears of it. So one that fails changes
+nothing, and the pause is that of a term alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from control_plane.coordinator.members.replacements import Replacements
+from control_plane.coordinator.members.seats import Seats
+from control_plane.coordinator.members.terms import Standing, Terms
+from control_plane.ports.member_streams import Member
+
+logger = logging.getLogger(__name__)
+
+
+class SeatChanges:
+    """The way from the seats that serve to those that are wanted. Used from the event loop."""
+
+    def __init__(
+        self,
+        seats: Seats,
+        terms: Terms,
+        replacements: Replacements,
+        prepare: Callable[[tuple[int, ...]], None],
+        retire: Callable[[Member], None],
+    ) -> None:
+        """prepare: lets the scheduler bring the term to its end. retire: lets a process go."""
+        self.seats = seats
+        self._terms = terms
+        self._replacements = replacements
+        self._prepare = prepare
+        self._retire = retire
+        self._instances = tuple(terms.standing)
+        self._is_preparing: tuple[int, ...] | None = None
+        """Seats of the next term, while the scheduler prepares it."""
+        self._has_begun = False
+        """Whether a term has served. Until then every process is under way."""
+
+    def want(self, seats: Sequence[int], by: str) -> Future[None]:
+        """Let the cluster have other seats; returns what is done when they serve.
+
+        See Seats.ask. It fails, and nothing changes, if processes to come have no room.
+        """
+        asked = self.seats.ask(seats, by)
+        absent = {*self._terms.those(Standing.ABSENT)} & {self._instances[seat] for seat in seats}
+        num_new = len(absent) - sum(map(self._replacements.is_coming, absent))
+        if obstacle := self._replacements.processes.obstacle_to_more(num_new):
+            self.seats.undo(obstacle)
+        self.go_on()
+        return asked
+
+    def undo(self) -> None:
+        """Let the cluster have the seats that it had before. Raises ValueError: see Seats.undo."""
+        self.seats.undo("the change was undone")
+        self.go_on()
+
+    def _start(self, seat: int) -> None:
+        """Start another process for a seat that has none, or whose process is lost."""
+        member = self._instances[seat]
+        self._replacements.replace(
+            member,
+            term=lambda: self._terms.number + 1,
+            lives_on=lambda: None,
+            failed=lambda reason: self.newcomer_lost(member, f"{member}: {reason}"),
+        )
+
+    def newcomer_lost(self, member: Member, message: str) -> None:
+        """A process that is not in the term is lost; another one may be started."""
+        seat = self._instances.index(member)
+        left = [self._instances.index(each) for each in self._terms.present if each != member]
+        if seat in self.seats.wanted and self.seats.failed(seat, left, message):
+            logger.warning("%s; another process takes its place", message)
+            self._start(seat)
+        else:
+            logger.warning("%s; its seat stays empty", message)
+            self._replacements.kill(member)
+        self._terms.gone(member)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Take the next step, now that a seat, a wish or the term has changed."""
+        if not self._has_begun:
+            return
+        for seat, member in enumerate(self._instances):
+            self._fill_or_empty(seat, member)
+        if not self._terms.is_serving:
+            return
+        serving = tuple(map(self._instances.index, self._terms.seats))
+        ready = map(self._instances.index, self._terms.those(Standing.OUT))
+        target = self.seats.target(serving, ready)
+        if target != (self._is_preparing or serving):
+            self._is_preparing = None if target == serving else target
+            self._prepare(target)
+        self.seats.serve(serving)
+
+    def _fill_or_empty(self, seat: int, member: Member) -> None:
+        """Start the process of a seat that is wanted, let one go that is not."""
+        standing, is_coming = self._terms.standing[member], self._replacements.is_coming(member)
+        if seat in self.seats.wanted:
+            if standing is Standing.ABSENT and not is_coming:
+                self._start(seat)
+        elif not self._terms.is_serving:
+            return  # The next term may be waiting for it.
+        elif standing is Standing.OUT:
+            self._replacements.retire(member)
+            self._terms.gone(member)
+            self._retire(member)
+        elif is_coming:
+            self._replacements.kill(member)
+
+    def term_ended(self) -> None:
+        """Whatever was prepared is void."""
+        self._is_preparing = None
+
+    def term_began(self) -> None:
+        """A term serves."""
+        self._has_begun = True
+        self.go_on()
+
+    def settled(self) -> None:
+        """The scheduler has brought the term to its end: the next one has the prepared seats."""
+        if self._terms.is_serving and self._is_preparing is not None:
+            seats = [self._instances[seat] for seat in self._is_preparing]
+            self._terms.change(seats, keeps_rows=True)

@@ -1,0 +1,64 @@
+"""Suspicion: which instance is lost when another says that it cannot go on.
+
+Enters: what members say of their peers, windows that are overdue. Leaves: the instance that is lost
+for it, at the root of the waits. Does not know: streams, processes, what follows a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from control_plane.coordinator.members.deadlines import Deadlines
+from control_plane.coordinator.members.heartbeats import Heartbeats
+from control_plane.coordinator.members.terms import Terms
+from control_plane.ports.member_streams import Member
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+_GONE_MS = 1000
+"""A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
+
+
+class Suspicion:
+    """Whom to lose in the present term. Used from the controller's event loop."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        heartbeats: Heartbeats,
+        deadlines: Deadlines,
+        lose: Callable[[Member, str, str], None],
+    ) -> None:
+        """lose: see Members.lose."""
+        self._terms = terms
+        self._heartbeats = heartbeats
+        self._deadlines = deadlines
+        self._lose = lose
+
+    def blame(self, instances: Sequence[int], message: str) -> None:
+        """These instances do not go on: lose those at the root of their waits.
+
+        message: says of one of them, by the prefix of its name, what it did not do.
+        """
+        members = [Member("instance", instance) for instance in instances]
+        for member in {self._heartbeats.root(member): None for member in members}:
+            self._lose(member, f"{member} {message}", "stuck")
+
+    def suspected(self, member: Member, suspect: pb.Suspect, term: int) -> None:
+        """A member's wait for an instance failed, and it cannot go on in this term."""
+        if term != self._terms.number or not self._terms.may_be_joined:
+            return
+        message = f"{member}: {suspect.message}"
+        if not suspect.HasField("instance"):
+            self._terms.end()
+        elif suspect.is_gone:
+            blamed = Member("instance", suspect.instance)
+            lose = partial(self._lose_if_still_in, blamed, message, term)
+            self._deadlines.start(f"{blamed} gone in term {term}", _GONE_MS, lose)
+        else:
+            root = self._heartbeats.root(Member("instance", suspect.instance))
+            self._lose(root, message, "stuck")
+
+    def _lose_if_still_in(self, member: Member, message: str, term: int) -> None:
+        if self._terms.number == term and self._terms.may_be_joined:
+            self._lose(member, message, "gone")

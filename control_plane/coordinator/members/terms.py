@@ -1,0 +1,151 @@
+"""Terms: where each seat stands, and the way from one term to the next (docs/protocol.md, terms).
+
+Enters: instances that are here, have left, have joined or are lost. Leaves: which to ask to leave,
+when all are to join, when the next term has begun. Does not know: streams, processes, windows,
+requests, time.
+
+A loss on the way begins the next term at its first step again: there is no second path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from control_plane.ports.member_streams import Member
+
+
+class Standing(Enum):
+    """Where the process of a seat stands."""
+
+    ABSENT = "it has not said hello"
+    OUT = "it is in no term"
+    JOINING = "it was asked to join the term"
+    IN = "it is in the term"
+    LEAVING = "it was asked to leave the term"
+
+
+class TermSteps(Protocol):
+    """What is done on the way from term to term. Called from the controller's event loop."""
+
+    def ask_to_leave(self, instance: Member) -> None:
+        """The term is over for this instance, which still may be in it."""
+
+    def ask_to_join(self) -> None:
+        """Every instance of `seats` is here, and none in a term: they are to join the next one."""
+
+    def term_began(self) -> None:
+        """Every instance is in the term."""
+
+    def term_ended(self) -> None:
+        """The term that served is over."""
+
+
+class Terms:
+    """The seats of one cluster, and the number of its term. Used from the controller's loop."""
+
+    def __init__(
+        self,
+        instances: Sequence[Member],
+        steps: TermSteps,
+        waits_for: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """waits_for: called with what the next term waits for, one of recovery_metrics.PHASES."""
+        self._steps = steps
+        self._waits_for = waits_for
+        self.number = 0
+        """The number of the term that serves or is being joined; 0 before the first."""
+        self.is_serving = False
+        """Whether the term has begun and is not over."""
+        self.standing = dict.fromkeys(instances, Standing.ABSENT)
+        self.seats = list(instances)
+        """Instances of the term, or of the next one while it is being joined; ascending."""
+        self.keeps_rows = False
+        """Whether the term takes over the rows of the last one, which came to its end in order."""
+
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether the term has an exchange to join: it serves, or is about to."""
+        return self.number > 0 and all(
+            self.standing[each] in (Standing.JOINING, Standing.IN) for each in self.seats
+        )
+
+    @property
+    def present(self) -> list[Member]:
+        """Instances that have a process, ascending."""
+        return [each for each, where in self.standing.items() if where is not Standing.ABSENT]
+
+    def arrived(self, instance: Member) -> None:
+        """A process for the seat has said hello."""
+        self.standing[instance] = Standing.OUT
+        self._advance()
+
+    def has_left(self, instance: Member, term: int) -> None:
+        """The instance has forgotten the term."""
+        if self.standing[instance] is Standing.LEAVING and term == self.number:
+            self.standing[instance] = Standing.OUT
+            self._advance()
+
+    def has_joined(self, instance: Member, term: int) -> None:
+        """The instance is attached to all others in the term."""
+        if self.standing[instance] is Standing.JOINING and term == self.number:
+            self.standing[instance] = Standing.IN
+            self._advance()
+
+    def lost(self, instance: Member, seats: Sequence[Member]) -> None:
+        """The process of a seat of the term is gone for good: the term is over.
+
+        seats: the instances of the next term.
+        """
+        self.standing[instance] = Standing.ABSENT
+        self.change(seats)
+
+    def change(self, seats: Sequence[Member], keeps_rows: bool = False) -> None:
+        """The term is over; these instances join the next one.
+
+        keeps_rows: whether the scheduler has brought the term to its end.
+        """
+        self.seats = list(seats)
+        self.end(keeps_rows)
+
+    def left_out(self) -> list[Member]:
+        """Instances that have a process and are not in the term."""
+        return [each for each in self.present if each not in self.seats]
+
+    def gone(self, instance: Member) -> None:
+        """The seat's process, which is not in the term, is gone: nobody waits for it to leave."""
+        self.standing[instance] = Standing.ABSENT
+        self._advance()
+
+    def end(self, keeps_rows: bool = False) -> None:
+        """The term is over: every instance leaves it, and those of `seats` join another."""
+        self.keeps_rows = keeps_rows
+        if self.is_serving:
+            self.is_serving = False
+            self._steps.term_ended()
+        for instance, standing in self.standing.items():
+            if standing in (Standing.JOINING, Standing.IN):
+                self.standing[instance] = Standing.LEAVING
+                self._steps.ask_to_leave(instance)
+        self._advance()
+
+    def those(self, standing: Standing) -> list[Member]:
+        """The instances that stand there, ascending."""
+        return [instance for instance, each in self.standing.items() if each is standing]
+
+    def _advance(self) -> None:
+        standings = {self.standing[each] for each in self.seats}
+        has_left = set(self.standing.values()) <= {Standing.OUT, Standing.ABSENT}
+        if Standing.LEAVING in self.standing.values():
+            self._waits_for("leave")
+        elif has_left:
+            self._waits_for("load")
+        if standings == {Standing.OUT} and has_left:
+            self._waits_for("join")
+            self.number += 1
+            self.standing.update(dict.fromkeys(self.seats, Standing.JOINING))
+            self._steps.ask_to_join()
+        elif standings == {Standing.IN} and not self.is_serving:
+            self.is_serving = True
+            self._steps.term_began()

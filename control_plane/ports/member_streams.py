@@ -1,0 +1,392 @@
+"""The controller's gRPC service: one stream for each instance or node, and one for the prefill.
+
+Enters: messages of members. Leaves: the same messages, in order, to a `MemberListener`; messages
+down through each `MemberStream`. Does not know: windows, requests, what a message means beyond
+hello and failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import grpc
+
+from control_plane.ports.members_port import MemberSecrets, bind, caller
+from nanocp.config.whole import Config
+from nanocp.wire.member_metadata import NAME, SECRET
+from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+
+logger = logging.getLogger(__name__)
+
+
+class Member(NamedTuple):
+    """A process that dials the controller: `Member("instance", 3)`, or the prefill.
+
+    `Member("node", 0)` is the process that carries the streams of a node's instances: no member of
+    a term, but started and ended as one.
+    """
+
+    kind: str
+    """`instance`, `prefill` or `node`."""
+    instance: int | None = None
+    """The number of an instance or of a node; None for the prefill."""
+
+    def __str__(self) -> str:
+        return self.kind if self.instance is None else f"{self.kind} {self.instance}"
+
+
+PREFILL = Member("prefill")
+
+_MAX_MESSAGES = 16_384
+"""Messages down that a member may leave unread: two plans, and a ticket and a fence for every
+request it can hold."""
+
+_LEAVING_POLL_S = 0.5
+"""A node without instances notices after this long that the cluster leaves."""
+
+_SILENT_TICKS = 6
+"""Ticks without a message after which the stream of a node is lost."""
+
+FromMember = pb.FromInstance | pb.FromPrefill
+ToMember = pb.ToInstance | pb.ToPrefill
+
+
+class MemberStream:
+    """The stream down to one member. Used from the controller's event loop only."""
+
+    def __init__(
+        self, member: Member, max_messages: int = _MAX_MESSAGES, where: pb.Peer | None = None
+    ) -> None:
+        self.member = member
+        self.where = where or pb.Peer()
+        """Address where the peers of an instance find it."""
+        self.max_messages = max_messages
+        self._messages: asyncio.Queue[ToMember | None] = asyncio.Queue()
+        self._closed = False
+        self.is_filled: Callable[[], None] = lambda: None
+        """Called when `take` has something to return."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def send(self, message: ToMember) -> bool:
+        """Queue a message.
+
+        False if it was dropped: the stream is closed, or the member left too much unread.
+        """
+        if self._closed or self._messages.qsize() >= self.max_messages:
+            return False
+        self._messages.put_nowait(message)
+        self.is_filled()
+        return True
+
+    def close(self) -> None:
+        """End the stream after what is queued. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._messages.put_nowait(None)
+            self.is_filled()
+
+    async def messages(self) -> AsyncIterator[ToMember]:
+        """What is sent down, until close."""
+        while (message := await self._messages.get()) is not None:
+            yield message
+
+    def take(self) -> list[ToMember | None]:
+        """What was sent down and is queued; None stands for the end. It does not wait."""
+        return [self._messages.get_nowait() for _ in range(self._messages.qsize())]
+
+
+class MemberListener(Protocol):
+    """What takes the members' messages. Called from the event loop."""
+
+    leaving: str | None
+    """Why every member is asked to leave; None until then."""
+
+    def attach(self, member: Member, hello: pb.InstanceHello | None) -> MemberStream:
+        """A member dialled and said which it is and, if it is an instance, where its peers find it.
+
+        Raises ValueError if there is no place for it."""
+
+    def loading(self, member: Member, percent: int) -> None:
+        """A member that has yet to say hello has loaded this percentage of its weights."""
+
+    def received(self, member: Member, message: FromMember) -> None:
+        """Take a message that came after hello.
+
+        Raises ValueError if the member cannot have meant it: the stream then ends.
+        """
+
+    def failed(self, member: Member | None, message: str) -> None:
+        """The member said that it cannot go on, or its stream broke: once for a stream.
+
+        member: None if it never said hello. The message names the member."""
+
+
+async def serve_members(
+    listener: MemberListener,
+    config: Config,
+    member_secrets: MemberSecrets,
+    node_lost: Callable[[Member], None],
+) -> tuple[grpc.aio.Server, str]:
+    """Open the controller's port for members: the server, and the host:port to dial.
+
+    node_lost: called with a node whose stream has ended; it may block, and is called in a thread.
+    Raises OSError, naming the port, if the port cannot be opened.
+    """
+    server, address = bind(config.service, member_secrets, 0)
+    silent_s = config.limits.suspect_ms / 1000
+    servicer = MemberServicer(listener, member_secrets, node_lost, silent_s)
+    rpc.add_ControllerServicer_to_server(servicer, server)
+    await server.start()
+    return server, address
+
+
+class MemberServicer(rpc.ControllerServicer):
+    """Carries messages between streams and the listener."""
+
+    def __init__(
+        self,
+        listener: MemberListener,
+        member_secrets: MemberSecrets,
+        node_lost: Callable[[Member], None],
+        silent_s: float,
+    ) -> None:
+        """silent_s: seconds without a message after which the stream of a node is lost."""
+        self._listener = listener
+        self._secrets = member_secrets
+        self._node_lost = node_lost
+        self._silent_s = silent_s
+
+    async def AttachInstance(
+        self, requests: AsyncIterator[pb.FromInstance], context: Any
+    ) -> AsyncIterator[Any]:
+        """See cluster.proto."""
+        requests = _until_it_breaks(requests)
+        async for first in requests:
+            match first.WhichOneof("message"):
+                case "loading":
+                    member = Member("instance", first.loading.instance)
+                    self._listener.loading(member, first.loading.percent)
+                    continue
+                case "heartbeat":
+                    continue  # The member was of another controller, and beats on.
+                case "hello":
+                    member = Member("instance", first.hello.instance)
+                    async for message in self._converse(member, requests, context, first.hello):
+                        yield message
+                case "failure":
+                    # A process that fails before its hello says why; a stream that just ends is no
+                    # member's.
+                    self._listener.failed(None, first.failure.message)
+            return
+
+    async def AttachPrefill(
+        self, requests: AsyncIterator[pb.FromPrefill], context: Any
+    ) -> AsyncIterator[Any]:
+        """See cluster.proto."""
+        async for message in self._converse(PREFILL, _until_it_breaks(requests), context):
+            yield message
+
+    async def _converse(
+        self,
+        member: Member,
+        requests: AsyncIterator[Any],
+        context: Any,
+        hello: pb.InstanceHello | None = None,
+    ) -> AsyncIterator[ToMember]:
+        """Read in a task of its own, so that neither direction waits for the other."""
+        if caller(context) != str(member):
+            sentence = f"{caller(context)} cannot attach as {member}"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
+        try:
+            stream = self._listener.attach(member, hello)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        reader = asyncio.create_task(self._read(stream, requests))
+        try:
+            async for message in stream.messages():
+                yield message
+        finally:
+            reader.cancel()
+            self.end(stream, f"{stream.member}: its stream broke")
+
+    async def _read(self, stream: MemberStream, requests: AsyncIterator[FromMember]) -> None:
+        try:
+            async for message in requests:
+                if not self.take(stream, message):
+                    return
+        except Exception as error:
+            logger.exception("the stream of %s cannot be read", stream.member)
+            self.end(stream, f"{stream.member}: {type(error).__name__}: {error}")
+        self.end(stream, f"{stream.member}: its stream ended")
+
+    def take(self, stream: MemberStream, message: FromMember) -> bool:
+        """Pass a message on that came after hello; False: the stream is over."""
+        try:
+            if message.WhichOneof("message") == "failure":
+                self.end(stream, message.failure.message)
+            elif not stream.closed:
+                self._listener.received(stream.member, message)
+        except ValueError as error:
+            self.end(stream, str(error))
+        except Exception as error:
+            logger.exception("a message of %s could not be handled", stream.member)
+            self.end(stream, f"{stream.member}: {type(error).__name__}: {error}")
+        return not stream.closed
+
+    def end(self, stream: MemberStream, message: str) -> None:
+        """The stream is over; the message says why. Idempotent."""
+        if not stream.closed:
+            stream.close()
+            self._listener.failed(stream.member, message)
+
+    async def AttachNode(
+        self, requests: AsyncIterator[pb.FromNode], context: Any
+    ) -> AsyncIterator[Any]:
+        """See cluster.proto."""
+        name = caller(context)
+        kind, _, number = name.partition(" ")
+        if kind != "node":
+            sentence = f"{name} cannot attach as a node"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
+        node = _NodeStream(self, self._listener, self._secrets)
+        reader = asyncio.create_task(node.read(_until_it_breaks(requests), self._silent_s))
+        try:
+            async for message in node.messages():
+                yield message
+        finally:
+            reader.cancel()
+            node.end(f"the process that carries the streams of {name} is lost")
+            # It may be stopped, and would keep the place of the next one.
+            await asyncio.to_thread(self._node_lost, Member("node", int(number)))
+
+
+class _NodeStream:
+    """One node's stream: the streams of its instances, by the number that the node gave them."""
+
+    def __init__(
+        self, servicer: MemberServicer, listener: MemberListener, member_secrets: MemberSecrets
+    ) -> None:
+        self._servicer = servicer
+        self._listener = listener
+        self._secrets = member_secrets
+        self._names: dict[int, str] = {}
+        """Whose the open streams are."""
+        self._streams: dict[int, MemberStream] = {}
+        """Those of them that have said hello."""
+        self._over: list[int] = []
+        """Streams that end before they said hello."""
+        self._num_silent_ticks = 0
+        self._is_broken = False
+        self._wake = asyncio.Event()
+
+    async def read(self, requests: AsyncIterator[pb.FromNode], silent_s: float) -> None:
+        """Take what comes up until the stream ends, or is silent for too long.
+
+        Silence is counted in ticks that this process has lived through, as that of members is.
+        """
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while not reader.done() and self._num_silent_ticks < _SILENT_TICKS:
+                self._num_silent_ticks += 1
+                await asyncio.wait({reader}, timeout=silent_s / _SILENT_TICKS)
+        finally:
+            reader.cancel()
+            self._is_broken = True
+            self._wake.set()
+
+    async def _read(self, requests: AsyncIterator[pb.FromNode]) -> None:
+        try:
+            async for message in requests:
+                self._num_silent_ticks = 0
+                for item in message.items:
+                    self._take(item)
+        except Exception:
+            logger.exception("the stream of a node cannot be read")
+
+    async def messages(self) -> AsyncIterator[pb.ToNode]:
+        """What goes down: all that is queued for the node's instances, together."""
+        while not self._is_broken:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVING_POLL_S):
+                    await self._wake.wait()
+            self._wake.clear()
+            items = [pb.ToStream(stream=number, end=True) for number in self._over]
+            self._over = []
+            for number, stream in self._streams.items():
+                for message in stream.take():
+                    if message is None:
+                        items.append(pb.ToStream(stream=number, end=True))
+                    else:
+                        encoded = message.SerializeToString()
+                        items.append(pb.ToStream(stream=number, message=encoded))
+            if items:
+                yield pb.ToNode(items=items)
+            if self._listener.leaving is not None and not self._names:
+                return
+
+    def end(self, message: str) -> None:
+        """No stream of the node goes on."""
+        for stream in list(self._streams.values()):
+            self._servicer.end(stream, f"{stream.member}: {message}")
+
+    def _take(self, item: pb.FromStream) -> None:
+        number = item.stream
+        match item.WhichOneof("event"):
+            case "opened":
+                self._names[number] = item.opened.name
+                if not self._secrets.admit({NAME: item.opened.name, SECRET: item.opened.secret}):
+                    self._end_early(number, f"{item.opened.name} has no valid secret")
+            case "message" if stream := self._streams.get(number):
+                self._servicer.take(stream, pb.FromInstance.FromString(item.message))
+            case "message" if number in self._names:
+                self._before_hello(number, pb.FromInstance.FromString(item.message))
+            case "closed":
+                self._names.pop(number, None)
+                if stream := self._streams.pop(number, None):
+                    self._servicer.end(stream, f"{stream.member}: its stream broke")
+
+    def _before_hello(self, number: int, message: pb.FromInstance) -> None:
+        match message.WhichOneof("message"):
+            case "loading":
+                member = Member("instance", message.loading.instance)
+                self._listener.loading(member, message.loading.percent)
+            case "hello":
+                member = Member("instance", message.hello.instance)
+                if self._names[number] != str(member):
+                    self._end_early(number, f"{self._names[number]} cannot attach as {member}")
+                    return
+                try:
+                    stream = self._listener.attach(member, message.hello)
+                except ValueError as error:
+                    self._end_early(number, str(error))
+                    return
+                self._streams[number] = stream
+                stream.is_filled = self._wake.set
+                self._wake.set()
+            case "failure":
+                self._listener.failed(None, message.failure.message)
+                self._end_early(number, message.failure.message)
+
+    def _end_early(self, number: int, reason: str) -> None:
+        logger.warning("a stream is refused: %s", reason)
+        self._names.pop(number, None)
+        self._over.append(number)
+        self._wake.set()
+
+
+async def _until_it_breaks(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages; a connection that is cut in the middle of one ends them as any other end."""
+    try:
+        async for message in requests:
+            yield message
+    except grpc.aio.InternalError as error:
+        logger.debug("a member's connection was cut: %s", error)

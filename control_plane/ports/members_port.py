@@ -1,0 +1,119 @@
+"""The ports where members come in, apart from the clients'. Each member has a secret.
+
+Enters: a member's name; the metadata of calls. Leaves: its secret; a gRPC server that answers
+members alone. Does not know: what a member says.
+
+Secrets are made anew at each start. They travel in a member's spec and in the metadata of its
+calls, and stand in no log, command line, event log or snapshot.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+
+from control_plane.ports.addresses import advertised_host, join
+from nanocp.config.service import ServiceConfig
+from nanocp.wire.member_metadata import NAME, SECRET
+
+REFUSED = "this port is for members of the service, and the call has no valid secret of one"
+
+_MAX_MESSAGE_BYTES = 256 << 20
+"""A full table, or the prompt ids of one request."""
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    # A dead network is noticed within 20 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Every heartbeat would bring pings that measure the bandwidth.
+    ("grpc.http2.bdp_probe", 0),
+)
+
+
+class MemberSecrets:
+    """One secret for each member of this start of the service."""
+
+    def __init__(self) -> None:
+        self._secrets: dict[str, str] = {}
+        self._watcher: Callable[[str, str], None] = lambda name, secret: None
+
+    def issue(self, name: str) -> str:
+        """Make the secret of the member that is called so; an older one is void."""
+        self.take(name, secrets.token_hex(16))
+        return self._secrets[name]
+
+    def take(self, name: str, secret: str) -> None:
+        """Admit a member by a secret that was made elsewhere; an older one is void."""
+        self._secrets[name] = secret
+        self._watcher(name, secret)
+
+    def watch(self, issued: Callable[[str, str], None]) -> None:
+        """Call `issued` with each name and secret from now on, from the thread that issues it."""
+        self._watcher = issued
+
+    def issued(self) -> dict[str, str]:
+        """The valid secrets, by name."""
+        return dict(self._secrets)
+
+    def admit(self, metadata: Mapping[str, str]) -> bool:
+        """Whether the metadata of a call has a member's name and its secret.
+
+        Takes as long for a nearly right secret as for a wrong one.
+        """
+        secret = self._secrets.get(metadata.get(NAME, ""))
+        given = metadata.get(SECRET, "").encode()
+        return secret is not None and hmac.compare_digest(secret.encode(), given)
+
+
+def caller(context: grpc.aio.ServicerContext) -> str:
+    """The name of the member whose call was admitted, such as `instance 3`."""
+    return str(dict(context.invocation_metadata())[NAME])
+
+
+def bind(
+    service: ServiceConfig, members: MemberSecrets, number: int
+) -> tuple[grpc.aio.Server, str]:
+    """A server for members alone, bound but not started, and the host:port that they dial.
+
+    number: of the port, from service.members_port on; any free port if that is 0. Raises OSError,
+    naming the port, if it cannot be bound.
+    """
+    server = grpc.aio.server(interceptors=(_MembersOnly(members),), options=SERVER_OPTIONS)
+    port = service.members_port + number if service.members_port else 0
+    try:
+        port = server.add_insecure_port(join(service.host, port))
+    except RuntimeError as error:  # Its message says nothing but the address.
+        raise OSError(
+            f"cannot listen on port {port} of {service.host} for members (service.host, "
+            "service.members_port): the port is in use, or the address is not this machine's"
+        ) from error
+    return server, join(advertised_host(service), port)
+
+
+class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses every call without a member's secret."""
+
+    def __init__(self, members: MemberSecrets) -> None:
+        self._members = members
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> grpc.RpcMethodHandler | None:
+        """See grpc.aio.ServerInterceptor."""
+        if self._members.admit(dict(handler_call_details.invocation_metadata or ())):
+            return await continuation(handler_call_details)
+
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
+
+        # At once: a refusal does not wait for a message.
+        return grpc.stream_unary_rpc_method_handler(refuse)

@@ -1,0 +1,415 @@
+"""Pages outside the frames: which page is in which slot of which instance, and what is copied when.
+
+Enters: pages that are written, requests that are placed or preempted, answers of instances. Leaves:
+pages to stow and to fetch, in the answer. Does not know: tokens, how a page is copied.
+
+An instance has two tiers: memory, and a file behind it. Each page is stowed once in the cluster,
+as soon as it is full, so that a frame can be taken at any time without a copy. A full memory gives
+its least recently used page to the file, and a full file drops one. A page that is being fetched is
+pinned; one that is being stowed is not found before its instance has confirmed it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
+from control_plane.scheduler.pages.quarantine import Quarantine
+from control_plane.scheduler.pages.tickets import Tickets
+from control_plane.scheduler.pages.tiers import Key, Tier
+from control_plane.scheduler.state.answer import Answer
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.frame_ledger import FrameRun
+from control_plane.scheduler.state.request import Request
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.offload import Fetch, StoredPage, Stow, TransferMissed, WrittenPage
+from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
+
+MAX_COPYING = 16
+"""Pages of one instance that are on their way from frames into slots at a time."""
+
+
+class OffloadReading(NamedTuple):
+    """The slots of a cluster at one time. Pairs are of memory and of files."""
+
+    num_kept: tuple[int, ...]
+    """Pages that can be found."""
+    num_stowed: tuple[int, ...]
+    num_fetched: tuple[int, ...]
+    num_hit_tokens: int
+
+
+class _Stowing(NamedTuple):
+    """Pages on their way into slots of one tier."""
+
+    tier: Tier
+    pages: list[tuple[Key, int]]
+    """(page, slot)."""
+    is_demotion: bool
+
+
+class Offload:
+    """The slots of a cluster. Off, it does nothing and costs nothing."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        state: ClusterState,
+        sharing: PrefixSharing,
+        tickets: Tickets,
+        quarantine: Quarantine,
+        answer: Answer,
+    ) -> None:
+        self._num_slots = config.offload_host_pages, config.offload_file_pages
+        self.is_on = self._num_slots[0] > 0
+        self._state, self._sharing, self._tickets = state, sharing, tickets
+        self._quarantine, self._answer = quarantine, answer
+        instances = range(len(state.frames))
+        self.tiers = [self._empty() for _ in instances]
+        """By instance: memory and file."""
+        self.instance_of: dict[Key, int] = {}
+        """Where each page is that can be found in a slot."""
+        self._queued: list[dict[bytes, int]] = [{} for _ in instances]
+        """By instance: pages to stow and their frames, the oldest first."""
+        self._num_copying = [0 for _ in instances]
+        self._copying: set[Key] = set()
+        """Pages on their way into slots."""
+        self._stowing: dict[tuple[int, int], _Stowing] = {}
+        """By ticket and instance."""
+        self._fetching: dict[int, list[Key]] = {}
+        """By ticket: pages that are read for it."""
+        self.pins: Counter[Key] = Counter()
+        """Tickets that each page is read for, at least 1."""
+        self._tails: dict[int, int] = {}
+        """Preempted request -> tokens of KV that it had, if its last page was not full."""
+        self._leaving: deque[Request] = deque()
+        """Ended requests that a window in flight may still write pages of."""
+        self.num_hit_tokens = 0
+        """Prompt tokens of placed requests whose pages came from slots."""
+        self.num_stowed, self.num_fetched = [0, 0], [0, 0]
+        """Pages that were written to memory and file since the start, and those read from them."""
+        sharing.new_pages = [] if self.is_on else None
+
+    def _empty(self) -> tuple[Tier, Tier]:
+        num_host, num_file = self._num_slots
+        return Tier(0, num_host), Tier(num_host, num_file)
+
+    @property
+    def reading(self) -> OffloadReading:
+        """What metrics show."""
+        num_kept = [sum(len(tiers[kind].kept) for tiers in self.tiers) for kind in (0, 1)]
+        stowed, fetched = tuple(self.num_stowed), tuple(self.num_fetched)
+        return OffloadReading(tuple(num_kept), stowed, fetched, self.num_hit_tokens)
+
+    # --- what requests do
+
+    def written(self, pages: Iterable[WrittenPage]) -> None:
+        """Rows have filled pages: others find them from now on, also those of ended requests."""
+        for request_id, attempt, page, page_hash in pages:
+            request = self._state.requests.get(request_id)
+            is_over = request is None or request.attempt != attempt
+            if is_over:
+                leaving = (each for each in self._leaving if each.request_id == request_id)
+                request = next((each for each in leaving if each.attempt == attempt), None)
+            # Without the pages before it nobody would find this one.
+            if request is not None and len(request.page_hashes) == page:
+                request.page_hashes += (page_hash,)
+                self._sharing.written_page(request, page, is_over)
+
+    def released(self, request: Request) -> None:
+        """The request gives up its frames; windows in flight may have it still."""
+        if self.is_on:
+            if request.ticket is not None:
+                self.over(request.ticket)
+            if request.last_window is not None:
+                self._leaving.append(request)
+            self._use(request.page_hashes)
+
+    def window_reported(self) -> None:
+        """Forget ended requests that no window in flight has."""
+        quarantine = self._quarantine
+        while self._leaving:
+            last_window = self._leaving[0].last_window or 0
+            if any(quarantine.last_reported[i] < last_window for i in quarantine.seats):
+                return
+            self._leaving.popleft()
+
+    def placed(self, request: Request, is_recomputed: bool) -> None:
+        """Let pages of its ticket come from slots, as far as they follow each other.
+
+        Pages that it shares count as used, and are stowed if they are in no slot. is_recomputed:
+        see Arrival.
+        """
+        if not self.is_on:
+            return
+        for run in request.runs:
+            for index in range(min(run.num_pages, request.num_shared - run.first_page)):
+                page_hash = request.page_hashes[run.first_page + index]
+                if page_hash not in self.instance_of:
+                    self._queue(run.instance, page_hash, run.frame + index)
+        found = [] if request.ticket is None or is_recomputed else self._found(request)
+        keys = [key for key, _ in found]
+        if request.ticket is not None and found:
+            self._fetching[request.ticket] = keys
+            self.pins.update(keys)
+            pages: dict[int, list[StoredPage]] = {}
+            for key, page in found:
+                pages.setdefault(self.instance_of[key], []).append(page)
+                self.num_fetched[page.slot >= self._num_slots[0]] += 1
+            for instance, of_instance in pages.items():
+                self._answer.fetches.append(Fetch(request.ticket, instance, tuple(of_instance)))
+            end = min((found[-1][1].page + 1) * PAGE_SIZE, request.prompt_len - 1)
+            self.num_hit_tokens += end - found[0][1].page * PAGE_SIZE
+        if request.request_id not in keys:
+            self.forget(request.request_id)
+        self._use(request.page_hashes)
+
+    def _found(self, request: Request) -> list[tuple[Key, StoredPage]]:
+        """Pages of the request's ticket, from the first on, that are in slots."""
+        num_tokens = request.prompt_len - 1
+        has_tail = self._tails.get(request.request_id) == num_tokens
+        found: list[tuple[Key, StoredPage]] = []
+        for run in request.targets(num_tokens):
+            for page in range(run.first_page, run.first_page + run.num_pages):
+                key: Key = request.request_id
+                if page < len(request.page_hashes):
+                    key = request.page_hashes[page]
+                elif page != num_tokens // PAGE_SIZE or not has_tail:
+                    return found
+                if key not in self.instance_of:
+                    return found
+                slot = self._tier_of(key).kept[key]
+                found.append((key, StoredPage(page, slot, run.instance)))
+        return found
+
+    def over(self, ticket: int) -> None:
+        """All pages of the ticket are there, or it is fenced: what is read now is refused."""
+        for key in self._fetching.pop(ticket, ()):
+            self._unpin(key)
+
+    def missed(self, event: TransferMissed) -> None:
+        """The instance could not read some page of the ticket: forget all that it was asked for."""
+        for key in self._fetching.pop(event.ticket, ()):
+            self._unpin(key)
+            # A page that another ticket reads stays until that one is over.
+            if key not in self.pins and self.instance_of.get(key) == event.instance:
+                self.forget(key)
+
+    def _unpin(self, key: Key) -> None:
+        self.pins[key] -= 1
+        if not self.pins[key]:
+            del self.pins[key]
+            if isinstance(key, int):
+                self.forget(key)
+
+    # --- copies into slots
+
+    def stow_all(self, request: Request) -> tuple[int, tuple[int, ...]] | None:
+        """Stow every page of a stopped request that is in no slot, its last one too.
+
+        Its frames stay until the instances that are returned have answered for the ticket. None if
+        there is nothing to copy.
+        """
+        num_full, rest = divmod(request.position, PAGE_SIZE)
+        if not self.is_on or len(request.page_hashes) < num_full:
+            return None
+        self.forget(request.request_id)
+        if rest:
+            self._tails[request.request_id] = request.position
+        ticket, instances = self._tickets.next_number(), []
+        pages_on: dict[int, list[tuple[Key, int]]] = {}
+        for run in request.runs:
+            end = min(run.first_page + run.num_pages, num_full + bool(rest))
+            for page in range(run.first_page, end):
+                key: Key = request.request_id if page == num_full else request.page_hashes[page]
+                if key not in self.instance_of and key not in self._copying:
+                    frame = run.frame + page - run.first_page
+                    pages_on.setdefault(run.instance, []).append((key, frame))
+        for instance, pages in pages_on.items():
+            slots = self._take_slots(instance, pages)
+            if slots:
+                self._stow(ticket, instance, slots, [frame for _, frame in pages])
+                instances.append(instance)
+        return (ticket, tuple(instances)) if instances else None
+
+    def plan(self) -> None:
+        """Stow queued pages, as far as not too many are on their way."""
+        if not self.is_on:
+            return
+        for instance, frame, page_hash in self._sharing.take_new_pages():
+            self._queue(instance, page_hash, frame)
+        for instance in self._state.open:
+            if not self._queued[instance]:
+                continue
+            pages = self._next_pages(instance)
+            slots = self._take_slots(instance, pages)
+            # What found no slot is stowed when it is shared: pages are taken faster than copied.
+            frames = [FrameRun(frame, 1) for _, frame in pages[: len(slots)]]
+            if not frames:
+                continue
+            # A copy is one more reader, which leaves at its end (docs/protocol.md, quarantine).
+            ledger, ticket = self._state.frames[instance], self._tickets.next_number()
+            for run in frames:
+                ledger.share(run.frame)
+            ledger.quarantine(frames)
+            self._quarantine.hold({instance: frames}, None, (), ticket, (instance,))
+            self._stow(ticket, instance, slots, [run.frame for run in frames])
+
+    def _queue(self, instance: int, page_hash: bytes, frame: int) -> None:
+        queued = self._queued[instance]
+        queued[page_hash] = frame
+        # While copies stand still: of more pages than frames, some are in no frame any more.
+        if len(queued) > self._state.frames[instance].num_frames:
+            del queued[next(iter(queued))]
+
+    def _next_pages(self, instance: int) -> list[tuple[Key, int]]:
+        """(page, frame) of the oldest queued pages that are there and in no slot."""
+        queued, ledger = self._queued[instance], self._state.frames[instance]
+        pages: list[tuple[Key, int]] = []
+        while queued and len(pages) < MAX_COPYING - self._num_copying[instance]:
+            key, frame = next(iter(queued.items()))
+            del queued[key]
+            is_known = key in self.instance_of or key in self._copying
+            if not is_known and ledger.find(key) == frame:
+                pages.append((key, frame))
+        return pages
+
+    def _take_slots(self, instance: int, pages: list[tuple[Key, int]]) -> list[tuple[Key, int]]:
+        """(page, slot) in memory for the first of the pages, as far as there are slots.
+
+        Pages that leave the memory for them go to the file before.
+        """
+        host, file = self.tiers[instance]
+        slots: list[tuple[Key, int]] = []
+        demoted: list[tuple[Key, int]] = []
+        sources: list[int] = []
+        for key, _ in pages:
+            taken = host.take(self.pins)
+            if taken is None:
+                break
+            slots.append((key, taken.slot))
+            if taken.page is None:
+                continue
+            self._dropped(taken.page)
+            place = file.take(self.pins) if isinstance(taken.page, bytes) else None
+            if place is not None:
+                self._dropped(place.page)
+                demoted.append((taken.page, place.slot))
+                sources.append(taken.slot)
+        if demoted:
+            ticket = self._tickets.next_number()
+            self._quarantine.hold({}, None, (), ticket, (instance,))
+            self._stow(ticket, instance, demoted, sources, is_demotion=True)
+        return slots
+
+    def _stow(
+        self,
+        ticket: int,
+        instance: int,
+        slots: list[tuple[Key, int]],
+        sources: list[int],
+        is_demotion: bool = False,
+    ) -> None:
+        pages = tuple((source, slot) for source, (_, slot) in zip(sources, slots, strict=False))
+        self._answer.stows.append(Stow(ticket, instance, pages, is_demotion))
+        tier = self.tiers[instance][is_demotion]
+        self._stowing[ticket, instance] = _Stowing(tier, slots, is_demotion)
+        self._copying.update(key for key, _ in slots)
+        if not is_demotion:
+            self._num_copying[instance] += len(slots)
+
+    def answered(self, event: TransferDone | TransferFenced) -> None:
+        """If the ticket is that of a copy into slots: its pages can be found now, or never."""
+        stowing = self._stowing.pop((event.ticket, event.instance), None)
+        if stowing is None:
+            return
+        tier, slots, is_demotion = stowing
+        self._copying.difference_update(key for key, _ in slots)
+        if not is_demotion:
+            self._num_copying[event.instance] -= len(slots)
+        for key, slot in slots:
+            if isinstance(event, TransferDone) and (isinstance(key, bytes) or key in self._tails):
+                tier.kept[key] = slot
+                self.instance_of[key] = event.instance
+                self.num_stowed[is_demotion] += 1
+            else:
+                tier.free.append(slot)
+
+    # --- slots
+
+    def _tier_of(self, key: Key) -> Tier:
+        host, file = self.tiers[self.instance_of[key]]
+        return host if key in host.kept else file
+
+    def _use(self, page_hashes: Sequence[bytes]) -> None:
+        """A request uses these pages. The first ones are given up last: they come first again."""
+        for key in reversed(page_hashes):
+            if key in self.instance_of:
+                kept = self._tier_of(key).kept
+                kept[key] = kept.pop(key)
+
+    def _dropped(self, key: Key | None) -> None:
+        """The page has left its slot."""
+        if key is not None:
+            del self.instance_of[key]
+            if isinstance(key, int):
+                self._tails.pop(key, None)
+
+    def forget(self, key: Key) -> None:
+        """The page is of no use any more, or cannot be read.
+
+        key: its hash, or the id of a request for the last page that it had, if any.
+        """
+        if key in self.instance_of:
+            tier = self._tier_of(key)
+            tier.free.append(tier.kept.pop(key))
+            self._dropped(key)
+        elif isinstance(key, int):
+            self._tails.pop(key, None)
+
+    # --- terms
+
+    def end_term(self) -> None:
+        """Nothing is copied any more; pages that were confirmed stay where they are."""
+        for stowing in self._stowing.values():
+            stowing.tier.free += [slot for _, slot in stowing.pages]
+        self._stowing.clear()
+        self._copying.clear()
+        self._num_copying = [0] * len(self._num_copying)
+        self._fetching.clear()
+        self.pins.clear()
+        self._leaving.clear()
+        for request_id in list(self._tails):
+            self.forget(request_id)
+
+    def lose(self, instance: int) -> None:
+        """Another process has the seat, or none: its slots are empty."""
+        for tier in self.tiers[instance]:
+            for key in tier.kept:
+                self._dropped(key)
+        self.tiers[instance] = self._empty()
+        self._queued[instance].clear()
+
+    def check(self) -> None:
+        """Every slot is free, being filled, or has a page that is found. For invariants."""
+        filling: dict[int, list[int]] = {}
+        for stowing in self._stowing.values():
+            filling.setdefault(id(stowing.tier), []).extend(slot for _, slot in stowing.pages)
+        kept: dict[Key, int] = {}
+        for instance, (host, file) in enumerate(self.tiers):
+            first = 0
+            for tier, num_slots in zip((host, file), self._num_slots, strict=True):
+                slots = sorted([*tier.free, *tier.kept.values(), *filling.get(id(tier), ())])
+                wanted = list(range(first, first + num_slots))
+                assert slots == wanted, f"slots of instance {instance} are {slots}, not {wanted}"
+                kept |= dict.fromkeys(tier.kept, instance)
+                first += num_slots
+        assert kept == self.instance_of, "pages in slots are not those that are found"
+        pins = Counter(key for keys in self._fetching.values() for key in keys)
+        assert pins == self.pins, f"pinned are {self.pins}, read are {pins}"
+        assert self.pins.keys() <= kept.keys(), "a page is being fetched that is in no slot"
+        copying = [key for stowing in self._stowing.values() for key, _ in stowing.pages]
+        assert sorted(map(repr, copying)) == sorted(map(repr, self._copying))
+        assert not self._copying & kept.keys(), "a page has two slots"

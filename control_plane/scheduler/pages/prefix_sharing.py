@@ -1,0 +1,178 @@
+"""Prefix sharing: several requests read the full pages of a common prompt prefix where they are.
+
+Enters: an arrival's page hashes, a policy's proposal, requests whose prompt is written. Leaves: a
+layout that shares the pages that are there, where that is worth it. Does not know: tokens, tickets,
+when a page goes (a ledger keeps the page of a free frame until the frame is taken).
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.policies.dual_balanced import choose_members
+from control_plane.scheduler.policies.layout import lay_out
+from control_plane.scheduler.policies.waterfill import waterfill
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import Layout, Proposal, SharedPrefix
+from control_plane.scheduler.state.request import Request, num_pages
+from nanocp.values.plan import PAGE_SIZE, Arrival, TargetRun
+
+
+class PrefixSharing:
+    """Finds pages, and says when sharing them is worth it."""
+
+    def __init__(self, state: ClusterState, is_on: bool) -> None:
+        self._state = state
+        self._is_on = is_on
+        self.num_queried_tokens = 0
+        """Prompt tokens of placed requests that brought page hashes."""
+        self.num_hit_tokens = 0
+        """Prompt tokens of placed requests that were in the cluster already."""
+        self.new_pages: list[tuple[int, int, bytes]] | None = None
+        """(instance, frame, hash) of pages that can be found since the last `take_new_pages`.
+
+        None: nobody asks.
+        """
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of looked-up prompt tokens that were in the cluster; 0 before the first look-up."""
+        return self.num_hit_tokens / max(self.num_queried_tokens, 1)
+
+    def layout(self, proposal: Proposal, arrival: Arrival, num_growth: int) -> Layout | None:
+        """Where the arrival's pages go: as proposed, or nearer to pages that are worth sharing.
+
+        num_growth: pages for coming tokens. None if the cluster cannot hold them now.
+        """
+        if self._is_on and arrival.page_hashes and arrival.needs_prefill:
+            shared = self._find(arrival.page_hashes, proposal)
+            drawn = self._drawn(proposal, shared, arrival.prompt_len) if shared.runs else None
+            if drawn and (layout := lay_out(self._state, drawn, num_growth, shared)):
+                return layout
+        return lay_out(self._state, proposal, num_growth)
+
+    def placed(self, request: Request, arrival: Arrival) -> None:
+        """The request has its frames."""
+        if self._is_on and arrival.page_hashes and arrival.needs_prefill:
+            request.page_hashes = arrival.page_hashes
+            self.num_queried_tokens += arrival.prompt_len
+            self.num_hit_tokens += request.num_shared * PAGE_SIZE
+
+    def adopted(self, request: Request, arrival: Arrival) -> None:
+        """The request has frames with the KV of its prompt: others may read its full pages."""
+        if self._is_on and arrival.needs_prefill:
+            request.page_hashes = arrival.page_hashes
+            self.written(request)
+
+    def written(self, request: Request, num_tokens: int | None = None) -> None:
+        """Whoever reads them later finds the request's first num_tokens tokens; None: the prompt.
+
+        From now on others may read the full pages of them.
+        """
+        hashes = request.page_hashes
+        end_page = len(hashes) if num_tokens is None else min(num_tokens // PAGE_SIZE, len(hashes))
+        for run in request.runs:
+            first_page = max(run.first_page, request.num_shared)
+            end = min(run.first_page + run.num_pages, end_page)
+            for page in range(first_page, end):
+                self._cache(run.instance, run.frame + page - run.first_page, hashes[page])
+
+    def written_page(self, request: Request, page: int, is_over: bool) -> None:
+        """A row has filled a page of its own, whose hash the request has now.
+
+        is_over: the request has ended, and its frames are quarantined still.
+        """
+        run = request.runs[request.run_of(page * PAGE_SIZE)]
+        frame = run.frame + page - run.first_page
+        self._cache(run.instance, frame, request.page_hashes[page], is_over)
+
+    def _cache(
+        self, instance: int, frame: int, page_hash: bytes, is_quarantined: bool = False
+    ) -> None:
+        is_new = self._state.frames[instance].cache(frame, page_hash, is_quarantined)
+        if is_new and self.new_pages is not None:
+            self.new_pages.append((instance, frame, page_hash))
+
+    def take_new_pages(self) -> list[tuple[int, int, bytes]]:
+        """See `new_pages`."""
+        taken, self.new_pages = self.new_pages or [], []
+        return taken
+
+    def _find(self, page_hashes: tuple[bytes, ...], proposal: Proposal) -> SharedPrefix:
+        """The pages that are there, on no more instances than the proposal has and all of one node.
+
+        For one request, more links cost more than its prefix is worth.
+        """
+        state = self._state
+        frames, candidates = state.frames, state.open
+        runs: list[TargetRun] = []
+        pages_on: dict[int, int] = {}
+        frames_on: dict[int, int] = {}
+        while sum(pages_on.values()) < len(page_hashes) and len(pages_on) < len(proposal.shares):
+            first_page = sum(pages_on.values())
+            held = {
+                i: self._num_held(i, page_hashes, first_page)
+                for i in candidates
+                if i not in pages_on
+            }
+            instance = max(
+                held,
+                key=lambda i: (held[i], i == proposal.moe_binding, -state.num_rows[i], -i),
+                default=-1,
+            )
+            if instance < 0 or held[instance] == 0:
+                break
+            node = state.nodes[state.cluster.node_of(instance)]
+            candidates = [i for i in node if i in state.open]
+            pages_on[instance] = held[instance]
+            frames_on[instance] = 0
+            for page in range(first_page, first_page + held[instance]):
+                frame = frames[instance].find(page_hashes[page])
+                assert frame is not None
+                last = runs[-1] if runs else None
+                if last and last.instance == instance and last.frame + last.num_pages == frame:
+                    runs[-1] = last._replace(num_pages=last.num_pages + 1)
+                else:
+                    runs.append(TargetRun(page, 1, instance, frame))
+                frames_on[instance] += frames[instance].is_free(frame)
+        return SharedPrefix(tuple(runs), pages_on, frames_on)
+
+    def _num_held(self, instance: int, page_hashes: tuple[bytes, ...], first_page: int) -> int:
+        """Pages in a row, from first_page on, that are on the instance."""
+        find = self._state.frames[instance].find
+        page = first_page
+        while page < len(page_hashes) and find(page_hashes[page]) is not None:
+            page += 1
+        return page - first_page
+
+    def _drawn(self, proposal: Proposal, shared: SharedPrefix, prompt_len: int) -> Proposal | None:
+        """The proposal with the MoE binding where the prefix is; None if it costs too much balance.
+
+        WaterFill spreads the pages that are not shared. Sharing may cost one row more than the
+        policy's MoE binding would have, and twice the prompt's length above the peak of the
+        policy's proposal; up to the cluster's present peaks it costs nothing. So a prefix that many
+        requests have is soon in several places.
+        """
+        state, pages_on, rows = self._state, shared.pages_on, self._state.num_rows
+        moe_binding = proposal.moe_binding
+        if moe_binding not in pages_on:
+            moe_binding = min(pages_on, key=lambda i: (rows[i], state.kv_tokens(i), i))
+        if rows[moe_binding] > max(
+            rows[proposal.moe_binding] + 1, max(rows[i] for i in state.open) - 1
+        ):
+            return None
+        members = list(dict.fromkeys((moe_binding, *pages_on)))
+        more = [
+            i for i in choose_members(state, moe_binding, len(proposal.shares)) if i not in pages_on
+        ]
+        members += more[: max(len(proposal.shares) - len(members), 0)]
+        levels = [num_pages(state.kv_tokens(i)) + pages_on.get(i, 0) for i in members]
+        shares = waterfill(levels, num_pages(prompt_len) - shared.num_pages)
+        own_peak = max(
+            state.kv_tokens(i) + share * PAGE_SIZE for i, share in proposal.shares.items()
+        )
+        limit = max(own_peak + 2 * prompt_len, *map(state.kv_tokens, state.open))
+        for instance, level, share in zip(members, levels, shares, strict=True):
+            if instance in pages_on and (level + share) * PAGE_SIZE > limit:
+                return None
+        return Proposal(
+            moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
+        )

@@ -1,0 +1,114 @@
+"""Tickets: each lets the pages of one transfer be written, until all its receivers confirmed it.
+
+Enters: transfers that begin, confirmations, requests that end. Leaves: transfers and fences for the
+answer. Does not know: frames, windows, what is done once the pages are there.
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.state.answer import Answer
+from control_plane.scheduler.state.request import Request
+from nanocp.values.plan import PAGE_SIZE, Arrival, Fence, TargetRun, Transfer
+
+
+class Tickets:
+    """The tickets in force. A request has at most one."""
+
+    def __init__(self, answer: Answer, arriving_tokens: list[int]) -> None:
+        """arriving_tokens: tokens under way to each instance, kept up to date from now on."""
+        self._answer = answer
+        self._arriving_tokens = arriving_tokens
+        self._owners: dict[int, Request] = {}
+        self._unfilled: dict[int, int] = {}
+        """Tokens of each ticket in force that the prefill fills."""
+        self.num_unfilled_tokens = 0
+        """The sum of these tokens: KV that frames are placed for and may not have yet."""
+        self.num_issued = 0
+        """The number of the newest ticket: those of earlier controllers count too."""
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def are_full(self, arrival: Arrival, max_tokens: int) -> bool:
+        """Whether frames of the request would stand empty beside too many others; 0: no bound."""
+        unfilled = self.num_unfilled_tokens
+        is_over = 0 < max_tokens < unfilled + arrival.prompt_len and unfilled > 0
+        return is_over and arrival.needs_prefill
+
+    def owner(self, ticket: int) -> Request | None:
+        """The request whose pages the ticket lets be written; None if it is not in force."""
+        return self._owners.get(ticket)
+
+    def next_number(self) -> int:
+        """Count one more ticket, of whatever kind."""
+        self.num_issued += 1
+        return self.num_issued
+
+    def issue(
+        self,
+        request: Request,
+        num_tokens: int,
+        targets: tuple[TargetRun, ...],
+        source: int | None = None,
+    ) -> None:
+        """Let pages of the request's first num_tokens tokens be written.
+
+        targets: where they go. source: the instance that sends them; None: the prefill.
+        """
+        request.ticket = self.next_number()
+        request.receivers = {}
+        for target in targets:
+            before = target.first_page * PAGE_SIZE
+            tokens = min(target.num_pages * PAGE_SIZE, num_tokens - before)
+            request.receivers[target.instance] = request.receivers.get(target.instance, 0) + tokens
+        self._count(request, +1)
+        self._owners[request.ticket] = request
+        if source is None:
+            self._unfilled[request.ticket] = num_tokens
+            self.num_unfilled_tokens += num_tokens
+        self._answer.transfers.append(
+            Transfer(request.ticket, request.request_id, num_tokens, targets, source)
+        )
+
+    def confirmed(self, request: Request, instance: int) -> bool:
+        """Note that the receiver has all its pages of the request's ticket.
+
+        True: it was the last, and the ticket is over.
+        """
+        assert request.ticket is not None
+        self._arriving_tokens[instance] -= request.receivers.pop(instance, 0)
+        if request.receivers:
+            return False
+        self._forget(request.ticket)
+        request.ticket = None
+        return True
+
+    def _count(self, request: Request, sign: int) -> None:
+        for instance, tokens in request.receivers.items():
+            self._arriving_tokens[instance] += sign * tokens
+
+    def _forget(self, ticket: int) -> None:
+        del self._owners[ticket]
+        self.num_unfilled_tokens -= self._unfilled.pop(ticket, 0)
+
+    def end_term(self) -> None:
+        """No ticket is in force any more: receivers have forgotten theirs, prefill is to stop."""
+        for ticket, request in self._owners.items():
+            self._answer.fences.append(Fence(ticket, ()))
+            self._count(request, -1)
+            request.ticket = None
+            request.receivers = {}
+        self._owners.clear()
+        self._unfilled.clear()
+        self.num_unfilled_tokens = 0
+
+    def fence(self, request: Request) -> None:
+        """The request ends: receivers of its ticket, if it has one, refuse what has not come.
+
+        The request keeps ticket and receivers: its frames wait for their answers (docs/protocol.md,
+        quarantine).
+        """
+        if request.ticket is not None:
+            self._forget(request.ticket)
+            self._count(request, -1)
+            self._answer.fences.append(Fence(request.ticket, tuple(sorted(request.receivers))))

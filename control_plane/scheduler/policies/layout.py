@@ -1,0 +1,170 @@
+"""Which instance takes which pages of a request, when it is placed and when its row needs one more.
+
+Enters: the decided state, a proposal or a request. Leaves: layouts and holders. Changes nothing.
+Does not know: how a policy proposes, windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.proposal import NOTHING_SHARED, Layout, Proposal, SharedPrefix
+from control_plane.scheduler.state.request import Request, num_pages
+
+
+def num_growth_pages(length: int, num_tokens: int) -> int:
+    """Count the pages that num_tokens coming tokens need after those of `length` tokens.
+
+    The last token has no KV.
+    """
+    return num_pages(length + num_tokens - 1) - num_pages(length) if num_tokens else 0
+
+
+def lay_out(
+    state: ClusterState, proposal: Proposal, num_growth: int, shared: SharedPrefix = NOTHING_SHARED
+) -> Layout | None:
+    """Where a request's pages go if it is placed as proposed; None if the cluster has no room now.
+
+    num_growth: pages for coming tokens. shared: pages that are in the cluster already.
+    """
+    moe_binding = proposal.moe_binding
+    frames_on = dict(shared.frames_on)
+    _add(frames_on, proposal.shares.items())
+    growth = _promised(state, proposal, frames_on, num_growth)
+    if growth is None:
+        return None
+    _add(frames_on, growth)
+    if not state.can_allocate(moe_binding, frames_on):
+        return None
+    if not shared.runs and len(frames_on) == 1:
+        return Layout(proposal, list(frames_on.items()), frames_on)
+    # The MoE binding's pages come last: the prompt's last page is where the row appends first.
+    shares = proposal.shares.items()
+    prompt = sorted(shares, key=lambda share: (share[0] == moe_binding, share[0]))
+    pages = _joined([*prompt, *growth])
+    pages_on = frames_on
+    if shared.runs:
+        pages_on = dict(shared.pages_on)
+        _add(pages_on, pages)
+    return Layout(proposal, pages, pages_on, shared)
+
+
+def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[str, str]:
+    """Why lay_out returns None: the bound or resource that is short, and a sentence."""
+    for instance, count in proposal.shares.items():
+        if count > (free := state.frames[instance].num_free):
+            text = (
+                f"instance {instance} should take {count:,} of its pages and has {free:,} free "
+                "frames"
+            )
+            return "frames", text
+    growth = _promised(state, proposal, proposal.shares, num_growth)
+    if growth is None:
+        text = (
+            f"{num_growth:,} frames for its coming tokens cannot be promised on the instances it "
+            "can reach"
+        )
+        return "promise", text
+    reached = state.committed.bound_reached(
+        proposal.moe_binding, dict.fromkeys([*proposal.shares, *(i for i, _ in growth)])
+    )
+    assert reached is not None, "frames, the promise or a bound: nothing else stops a placement"
+    bound, instance = reached
+    limit = getattr(state.bounds, bound)
+    text = (
+        f"instance {instance} is at {bound} ({limit}), with instance {proposal.moe_binding} as MoE "
+        "binding"
+    )
+    return bound, text
+
+
+def choose_holder(state: ClusterState, request: Request) -> int | None:
+    """Holder of the request's next page, None if no instance can take it now.
+
+    The MoE binding if it has a frame; else a member of the KV binding; else an extension, its node
+    before the rest.
+    """
+    for instance in _by_preference(state, request.moe_binding, request.pages_on):
+        if can_hold_next(state, request, instance):
+            return instance
+    return None
+
+
+def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
+    """Whether the request's next page may go to the instance.
+
+    It needs a frame there, and a link if the instance is new to the KV binding.
+    """
+    return state.frames[instance].num_free > 0 and state.can_reach(request, instance)
+
+
+def _promised(
+    state: ClusterState, proposal: Proposal, frames_on: Mapping[int, int], num_growth: int
+) -> list[tuple[int, int]] | None:
+    """(instance, pages) of the next num_growth pages in order; None if they cannot be promised now.
+
+    frames_on: the KV binding so far, and the frames that it takes. The pages go in turns if the
+    proposal has turns and frames allow it; else to the MoE binding first, then to members by load,
+    then to others, its node before the rest.
+    """
+    moe_binding, turns = proposal.moe_binding, proposal.turns
+    promise: list[tuple[int, int]] = []
+    if turns and (in_turns := _in_turns(state, frames_on, turns, num_growth)):
+        return in_turns
+    if num_growth == 0:
+        return promise
+    num_linked = len(frames_on) - (moe_binding in frames_on)
+    for instance in _by_preference(state, moe_binding, frames_on):
+        room = min(num_growth, state.frames[instance].num_free - frames_on.get(instance, 0))
+        if room <= 0:
+            continue
+        if instance not in frames_on and instance != moe_binding:
+            if state.committed.link_bound_reached(moe_binding, instance, num_linked) is not None:
+                continue
+            num_linked += 1
+        promise.append((instance, room))
+        num_growth -= room
+        if num_growth == 0:
+            return promise
+    return None
+
+
+def _in_turns(
+    state: ClusterState, frames_on: Mapping[int, int], turns: Sequence[int], num_pages: int
+) -> list[tuple[int, int]] | None:
+    """One page each, in turns; None if an instance has too few frames."""
+    pages = [(turns[page % len(turns)], 1) for page in range(num_pages)]
+    for rank, instance in enumerate(turns):
+        count = len(range(rank, num_pages, len(turns)))
+        if count > state.frames[instance].num_free - frames_on.get(instance, 0):
+            return None
+    return pages
+
+
+def _add(counts: dict[int, int], more: Iterable[tuple[int, int]]) -> None:
+    for instance, count in more:
+        counts[instance] = counts.get(instance, 0) + count
+
+
+def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]) -> Iterable[int]:
+    """The MoE binding, the other members by KV load, then the rest by (other node, KV load)."""
+    yield moe_binding
+    inside = [instance for instance in members if instance != moe_binding]
+    yield from sorted(inside, key=lambda i: (state.kv_tokens(i), i))
+    node = state.cluster.node_of(moe_binding)
+    outside = [i for i in state.open if i != moe_binding and i not in inside]
+    yield from sorted(
+        outside, key=lambda i: (state.cluster.node_of(i) != node, state.kv_tokens(i), i)
+    )
+
+
+def _joined(pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(instance, pages) with neighbours of the same instance as one."""
+    joined: list[tuple[int, int]] = []
+    for instance, count in pages:
+        if joined and joined[-1][0] == instance:
+            joined[-1] = instance, joined[-1][1] + count
+        else:
+            joined.append((instance, count))
+    return joined

@@ -1,0 +1,164 @@
+"""Who is in the waiting queue, on its way back to it, or refused; who may be placed next.
+
+Enters: arrivals, time, a way to place one. Leaves: requests to place in order, and ends of those
+that never were placed. Does not know: rows, frames, windows, passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from control_plane.scheduler.queue.deferral import Deferral
+from control_plane.scheduler.queue.fair_share import FairShare
+from control_plane.scheduler.queue.first_windows import FATAL, FirstWindows
+from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest, invalidity
+from control_plane.scheduler.state.answer import Answer
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, FinishReason
+
+_MAX_PASSED = 32
+"""Requests that one walk tries to place and leaves in the queue, at most."""
+
+_NOTE_US = 1_000_000
+"""Time between two notes of one request."""
+
+
+class Admission:
+    """The waiting queue, and the preempted requests that are away from it."""
+
+    def __init__(
+        self, cluster: ClusterConfig, config: SchedulerConfig, answer: Answer, deferral: Deferral
+    ) -> None:
+        """deferral: says who waits although it could be placed."""
+        self._cluster = cluster
+        self._deferral = deferral
+        self._config = config
+        self._answer = answer
+        self.fair_share = FairShare()
+        self.queue = WaitingQueue(config, self.fair_share)
+        self.first_windows = FirstWindows()
+        self.away: dict[int, int] = {}
+        """Preempted requests that are away from the queue -> since when, in us, ascending."""
+        self.should_walk = False
+        """Something changed since the queue was last walked."""
+        self.noted: dict[int, str] = {}
+        """Request -> what kept it from being placed in this call, for people; see `note`."""
+        self._told: set[int] = set()
+        """Requests that were noted since `_told_since_us`."""
+        self._told_since_us = 0
+        self.failure: str | None = None
+        """Why no request can be served any more."""
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self.away)
+
+    def arrive(self, arrival: Arrival, now_us: int) -> bool:
+        """Queue a new request, or end it; False if it was admitted before and is to come back."""
+        if self.failure is not None:
+            self._answer.end(arrival.request_id, FinishReason.FAILED, self.failure)
+        elif invalid := invalidity(arrival, self._cluster):
+            self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
+        elif arrival.request_id in self.first_windows.fatal:
+            self._answer.end(arrival.request_id, FinishReason.FATAL, FATAL)
+        elif arrival.resumes or arrival.attempt > 0:
+            return False
+        else:
+            refusals = self.queue.admit(arrival, now_us)
+            for refused, sentence in refusals:
+                self._answer.end(refused, FinishReason.REFUSED, sentence)
+            self.should_walk |= arrival.request_id in self.queue
+            self._deferral.admitted(1 - len(refusals))
+        return True
+
+    def come_back(self, arrival: Arrival, now_us: int) -> None:
+        """Queue a request that was admitted before."""
+        self.away.pop(arrival.request_id, None)
+        self.queue.append(arrival, now_us)
+        self.should_walk = True
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When the next waiting request expires, or is waited for or deferred no longer, in us."""
+        until_us = self._deferral.next_deadline_us
+        return earliest(self.queue.next_deadline_us, self._away_until_us, until_us)
+
+    @property
+    def _away_until_us(self) -> int | None:
+        """When the queue waits no longer for the first preempted request to come back."""
+        since_us = next(iter(self.away.values()), None)
+        return None if since_us is None else since_us + self._config.held_timeout_us
+
+    def expire(self, now_us: int) -> list[int]:
+        """End those whose deadline has passed; wait no longer for those that stay away.
+
+        Returns all of these requests. Those that were deferred long enough are to be placed.
+        """
+        gone: list[int] = []
+        self.should_walk |= self._deferral.expire(now_us)
+        while self._away_until_us is not None and now_us >= self._away_until_us:
+            gone.append(next(iter(self.away)))
+            del self.away[gone[-1]]
+            self.should_walk = True
+        while (waiting := self.queue.expired(now_us)) is not None:
+            waited_ms = (now_us - waiting.arrived_us) // 1000
+            message = (
+                "the request was not placed before its deadline: "
+                f"it waited {waited_ms} ms in the queue"
+            )
+            gone.append(waiting.arrival.request_id)
+            self.end(gone[-1], FinishReason.EXPIRED, message)
+        return gone
+
+    def end(self, request_id: int, reason: FinishReason, message: str) -> None:
+        """End a request that is not placed; nothing if it is unknown."""
+        if request_id in self.queue:
+            self.queue.remove(request_id)
+        elif self.away.pop(request_id, None) is None:
+            return
+        self.should_walk = True
+        self._answer.end(request_id, reason, message)
+
+    def note(self, request_id: int, now_us: int, obstacle: Callable[[], str]) -> None:
+        """Note why a request was not placed, once a second: it is tried again and again."""
+        if now_us - self._told_since_us >= _NOTE_US:
+            self._told.clear()
+            self._told_since_us = now_us
+        if request_id not in self._told:
+            self._told.add(request_id)
+            self.noted[request_id] = obstacle()
+
+    def walk(self, place: Callable[[Arrival], bool], now_us: int, num_open: int = 0) -> None:
+        """Place waiting requests in their order, as far as some may be passed by others.
+
+        num_open: instances that may be placed on; 0: all. While they are not all, a request that is
+        too large for them waits, and others pass it.
+
+        Nothing is placed while a preempted request is away: it has tokens to continue.
+        """
+        if not self.should_walk or self.away:
+            return
+        self.should_walk = False
+        placed: list[int] = []
+        num_passed = 0
+        is_shrunk = 0 < num_open < self._cluster.num_instances
+        for arrival, arrived_us in self.queue:
+            if is_shrunk and (reason := invalidity(arrival, self._cluster, num_open)):
+                self.note(arrival.request_id, now_us, partial(str, f"{reason} now"))
+                continue
+            if self._deferral.defers(arrival, arrived_us, now_us):
+                self.note(arrival.request_id, now_us, self._deferral.sentence)
+                continue
+            if place(arrival):
+                placed.append(arrival.request_id)
+                if not arrival.resumes and not arrival.attempt:
+                    self.fair_share.placed(arrival.tenant, arrival.prompt_len)
+                continue
+            num_passed += 1
+            since_us = self._deferral.may_be_passed_since_us(arrival.request_id, arrived_us)
+            may_be_passed = now_us - since_us < self._config.max_overtake_us and not arrival.resumes
+            if num_passed == _MAX_PASSED or not may_be_passed:
+                break
+        for request_id in placed:
+            self.queue.remove(request_id)

@@ -1,0 +1,448 @@
+"""What is decided for every instance: placed requests, their loads and frames, and what still fits.
+
+Enters: placed requests and changes to them. Leaves: loads for the policies, and the one check that
+guards placement, re-binding and extension (can_allocate). Does not know: events, windows in flight,
+what an instance reports.
+
+Two pairs of numbers are never mixed. `kv_tokens` is what attention reads: WaterFill and every cost
+use it; frames, committed for coming tokens too, are for the check of room only. `num_rows` is what
+policies balance; `committed.rows` counts parked rows too, and is what max_rows bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from control_plane.scheduler.state.commitments import Commitments
+from control_plane.scheduler.state.frame_ledger import FrameLedger, FrameRun, cut_runs, frame_run
+from control_plane.scheduler.state.linked_rows import LinkedRows
+from control_plane.scheduler.state.proposal import Layout
+from control_plane.scheduler.state.request import (
+    HELD,
+    PARKED,
+    RUNNING,
+    PageMove,
+    Request,
+    holders_of,
+    runs_in,
+)
+from nanocp.config.cluster import ClusterConfig
+from nanocp.values.plan import PAGE_SIZE, Arrival, InstanceLoad, TargetRun
+
+_CLOSED = 1 << 40
+"""Rows and tokens that a closed instance counts beside its own: every policy takes it last."""
+
+
+class ClusterState:
+    """The decided state. Policies read it; only the scheduler changes it."""
+
+    def __init__(self, cluster: ClusterConfig, steps_in_flight: int = 2) -> None:
+        """steps_in_flight: most steps that are planned and that some instance may not have run."""
+        num = cluster.num_instances
+        self.cluster = cluster
+        self.bounds = cluster.bounds
+        self._instances_per_node = cluster.instances_per_node
+        self.nodes = tuple(
+            range(first, min(first + cluster.instances_per_node, num))
+            for first in range(0, num, cluster.instances_per_node)
+        )
+        self.requests: dict[int, Request] = {}
+        """Placed requests that have not ended."""
+        self.committed = Commitments(cluster)
+        self.linked = LinkedRows(num)
+        self._steps_in_flight = steps_in_flight
+        self.step = 0
+        """First step of the next window."""
+        self.num_falls = 0
+        """How often a load fell. While this and the step stay the same, loads only rise."""
+        self.frames = [FrameLedger(cluster.num_frames) for _ in range(num)]
+        self.num_rows = [0] * num
+        """Rows decided for each instance, in transfer or running; parked rows left out."""
+        self.node_rows = [0] * len(self.nodes)
+        """Sums of `num_rows` by node."""
+        self.arriving_tokens = [0] * num
+        """Tokens of KV under way to each instance: of tickets in force that it has not confirmed.
+        """
+        self._fixed_tokens = [0] * num
+        self._growing_rows = [0] * num
+        self._weights = [0] * num
+        self.open = list(range(num))
+        """Instances on which something may be placed, ascending."""
+
+    def close(self, instance: int) -> None:
+        """Nothing is placed on the instance from now on. What is there may stay."""
+        if instance in self.open:
+            self.open.remove(instance)
+            self.frames[instance].close()
+            self._weigh(instance, _CLOSED)
+
+    def reopen(self, instance: int) -> None:
+        """Requests may be placed on the instance again."""
+        if instance not in self.open:
+            self.open = sorted([*self.open, instance])
+            self.frames[instance].reopen()
+            self._weigh(instance, -_CLOSED)
+
+    def _weigh(self, instance: int, weight: int) -> None:
+        self._weights[instance] += weight
+        self.num_rows[instance] += weight
+        self._fixed_tokens[instance] += weight
+        # A node counts as full only if all of its instances are closed.
+        node = instance // self._instances_per_node
+        if all(each not in self.open for each in self.nodes[node] if each != instance):
+            self.node_rows[node] += weight
+        self.num_falls += 1
+
+    def weight(self, instance: int) -> int:
+        """What the instance counts beside its own rows and tokens."""
+        return self._weights[instance]
+
+    # --- loads
+
+    def kv_tokens(self, instance: int) -> int:
+        """Tokens that attention on the instance reads in the next step, with those in transfer."""
+        return self._fixed_tokens[instance] + self._growing_rows[instance] * self.step
+
+    def kv_tokens_on(self, node: range) -> int:
+        """The sum of `kv_tokens` over a node's instances."""
+        first, last = node.start, node.stop
+        return sum(self._fixed_tokens[first:last]) + sum(self._growing_rows[first:last]) * self.step
+
+    def load(self, instance: int) -> InstanceLoad:
+        """The instance's load as a value. On one that is closed nothing is free."""
+        pool, weight = self.frames[instance], self.weight(instance)
+        return InstanceLoad(
+            kv_tokens=self.kv_tokens(instance) - weight,
+            num_rows=self.num_rows[instance] - weight,
+            frames_free=pool.num_free,
+            frames_quarantined=pool.num_quarantined,
+            frames_committed=pool.num_committed,
+        )
+
+    # --- can it be carried? (can_allocate)
+
+    def can_allocate(self, moe_binding: int, pages_on: Mapping[int, int]) -> bool:
+        """Whether frames and every bound have room for a row with its pages and links.
+
+        pages_on: instance -> pages. Shared pages in frames that are not free are left out.
+        """
+        frames = self.frames
+        for instance, count in pages_on.items():
+            if count > frames[instance].num_free:
+                return False
+        return self.committed.bound_reached(moe_binding, pages_on) is None
+
+    def can_reach(self, request: Request, instance: int) -> bool:
+        """Whether the request has the link that pages there need, or could have it."""
+        return (
+            instance == request.moe_binding
+            or instance in request.span
+            or self.committed.link_bound_reached(request.moe_binding, instance) is None
+        )
+
+    def is_told(self, request: Request) -> bool:
+        """Whether every instance surely knows where the request's pages moved last."""
+        return request.moved_step == 0 or request.moved_step + self._steps_in_flight <= self.step
+
+    def movable_pages(self, request: Request, run: TargetRun) -> range:
+        """Pages of one run of a running request that its holder could send now.
+
+        They are full, written by steps that every instance has surely run, and announced in windows
+        that every instance has surely begun: the sender finds them in its table.
+        """
+        num_full = 0
+        if self.is_told(request) and request.since_step + self._steps_in_flight <= self.step:
+            num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE
+        end = min(run.first_page + run.num_pages, num_full)
+        return range(run.first_page, max(end, run.first_page))
+
+    def can_move(
+        self, request: Request, pages: range, destination: int, is_stopped: bool = False
+    ) -> bool:
+        """Whether pages of one run could be copied to another instance now.
+
+        Each page needs a frame there, and the row a link. is_stopped: whether the row is in no
+        window that some instance has not run.
+        """
+        if request.ticket is not None or request.move is not None:
+            return False
+        run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
+        movable = self.movable_pages(request, run)
+        if request.state is not RUNNING:
+            if not is_stopped:
+                return False
+            movable = range(run.first_page, run.first_page + run.num_pages)
+        return (
+            pages.start in movable
+            and pages.stop <= movable.stop
+            and run.instance != destination
+            and self.frames[destination].num_free >= len(pages)
+            and self.can_reach(request, destination)
+        )
+
+    # --- changes
+
+    def place(self, request: Request, layout: Layout) -> None:
+        """Commit frames, the row and its links as laid out; the caller has checked that it can."""
+        request.pages_on = layout.pages_on
+        for run in layout.shared.runs:
+            self._add_runs(request, run.instance, [FrameRun(run.frame, run.num_pages)])
+            for index in range(run.num_pages):
+                self.frames[run.instance].share(run.frame + index)
+        request.num_shared = request.num_pages
+        if len(layout.pages) == 1:
+            instance, count = layout.pages[0]
+            self._add_runs(request, instance, self.frames[instance].take(count))
+        else:
+            counts: dict[int, int] = {}
+            for instance, count in layout.pages:
+                counts[instance] = counts.get(instance, 0) + count
+            taken = {i: self.frames[i].take(count) for i, count in counts.items()}
+            for instance, count in layout.pages:
+                self._add_runs(request, instance, cut_runs(taken[instance], count))
+        self._count_row(request.moe_binding, +1)
+        self._enter(request)
+
+    def adopt(self, request: Request, runs: Iterable[TargetRun]) -> None:
+        """Park a request over its pages; the caller has checked that bounds have room."""
+        for run in runs:
+            self._add_runs(request, run.instance, [FrameRun(run.frame, run.num_pages)])
+        request.state = PARKED
+        self._enter(request)
+
+    def append_pages(self, request: Request, holder: int, count: int) -> list[TargetRun]:
+        """Commit the request's next `count` pages on the holder, and return the new runs.
+
+        The caller has checked that the holder has the frames and the row its link.
+        """
+        pages_on = request.pages_on
+        is_new = holder not in pages_on
+        if holder not in request.span:
+            self.committed.count_links(request.moe_binding, (holder,), +1)
+        frames = self.frames[holder].take(
+            count, after=None if is_new else request.last_frame(holder)
+        )
+        runs = self._add_runs(request, holder, frames)
+        pages_on[holder] = pages_on.get(holder, 0) + count
+        if request.state is RUNNING:
+            self.linked.update(request, added=runs)
+        return runs
+
+    def run(self, request: Request) -> None:
+        """The row runs from the next window on; the page of its position is committed."""
+        if request.state is PARKED:
+            self._count_row(request.moe_binding, +1)
+        request.state = RUNNING
+        request.since_step = self.step
+        self.linked.update(request)
+        request.tail = request.run_of(request.position)
+        self._count_growing(request, self.step, +1)
+
+    def enter_next_run(self, request: Request) -> None:
+        """From the first position of its next run on, a running row appends there."""
+        run = request.runs[request.tail + 1]
+        step = request.since_step + run.first_page * PAGE_SIZE - request.position
+        self.num_falls += 1
+        self._count_growing(request, step, -1)
+        request.tail += 1
+        self._count_growing(request, step, +1)
+
+    def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
+        """Commit frames for full pages of one run at another instance.
+
+        From now on they count in its load. The caller has checked that it can.
+        """
+        run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
+        if destination not in request.pages_on:
+            self.committed.count_links(request.moe_binding, (destination,), +1)
+        targets = runs_in(pages.start, destination, self.frames[destination].take(len(pages)))
+        self.num_falls += 1
+        is_stopped = request.state is PARKED
+        request.move = PageMove(
+            pages.start, len(pages), run.instance, destination, tuple(targets), is_stopped
+        )
+        self._count_move(request.move, +1)
+        return request.move
+
+    def finish_move(self, request: Request) -> dict[int, list[FrameRun]]:
+        """The pages have arrived and are read at their new place from the next window on.
+
+        Returns the frames that they leave, by instance, quarantined.
+        """
+        assert request.move is not None
+        is_stopped = request.move.is_stopped
+        if is_stopped:
+            self._count_kv(request, -1)
+        request.moved_step = self.step
+        move, request.move = request.move, None
+        source, destination, num_pages = move.source, move.destination, move.num_pages
+        index = request.run_of(move.first_page * PAGE_SIZE)
+        run = request.runs[index]
+        num_before = move.first_page - run.first_page
+        parts = [run._replace(num_pages=num_before)] if num_before else []
+        parts += move.targets
+        num_until = num_before + num_pages
+        if num_after := run.num_pages - num_until:
+            first_page, frame = run.first_page + num_until, run.frame + num_until
+            parts.append(TargetRun(first_page, num_after, source, frame))
+        request.runs[index : index + 1] = parts
+        request.holders = tuple(holders_of(request.runs))
+        if is_stopped:
+            request.tail = request.run_of(request.position)
+            self._count_kv(request, +1)
+        elif request.tail >= index:
+            request.tail += len(parts) - 1
+        request.pages_on[destination] = request.pages_on.get(destination, 0) + num_pages
+        request.pages_on[source] -= num_pages
+        if not request.pages_on[source]:
+            del request.pages_on[source]
+            self.committed.count_links(request.moe_binding, (source,), -1)
+        if request.state is RUNNING:
+            self.linked.update(request, cut=(run,), added=parts)
+        frames = [FrameRun(run.frame + num_before, num_pages)]
+        self.frames[source].quarantine(frames)
+        return {source: frames}
+
+    def advance(self, request: Request, position: int) -> None:
+        """A row that takes no part in steps, but in passes of a pipeline, came to a position."""
+        self._count_kv(request, -1)
+        request.position = position
+        request.tail = request.run_of(position)
+        self._count_kv(request, +1)
+
+    def park(self, request: Request) -> None:
+        """The row leaves the windows from the next one on. It keeps its place under every bound."""
+        if request.state is RUNNING:
+            self._halt(request)
+        request.state = PARKED
+        self.num_falls += 1
+        self._count_row(request.moe_binding, -1)
+
+    # --- a term ends and the next begins
+
+    def cancel_move(self, request: Request) -> None:
+        """The request's pages stay where they are read; the frames for them elsewhere are free."""
+        move, request.move = request.move, None
+        assert move is not None
+        self._count_move(move, -1)
+        if move.destination not in request.pages_on:
+            self.committed.count_links(request.moe_binding, (move.destination,), -1)
+        frames = [FrameRun(run.frame, run.num_pages) for run in move.targets]
+        self.frames[move.destination].quarantine(frames)
+        self.frames[move.destination].free(frames)
+
+    def hold(self, request: Request) -> None:
+        """The request keeps its frames and its place under every bound, but has no row."""
+        if request.state not in (PARKED, HELD):
+            self.park(request)
+        # Steps may be planned beyond its last token.
+        self._count_kv(request, -1)
+        request.position = min(request.position, request.kv_len_max)
+        self._count_kv(request, +1)
+        request.lose_row()
+        request.state = HELD
+
+    def begin_attempt(self, request: Request, arrival: Arrival) -> None:
+        """A held request is parked, and its row starts at another position."""
+        self._count_kv(request, -1)
+        request.begin_attempt(arrival)
+        request.tail = request.run_of(request.position)
+        self._count_kv(request, +1)
+        request.state = PARKED
+        self.num_falls += 1
+
+    def lose(self, instance: int) -> None:
+        """Another process has the seat: its frames are empty. No request has a page there."""
+        assert not self.frames[instance].num_committed, f"instance {instance} still holds pages"
+        self.frames[instance] = FrameLedger(self.cluster.num_frames)
+        if instance not in self.open:
+            self.frames[instance].close()
+        self.num_falls += 1
+
+    def rebind(self, request: Request, moe_binding: int) -> None:
+        """Move the row; the caller has checked that it can."""
+        old = request.moe_binding
+        self.num_falls += 1
+        self.committed.rebind(request.pages_on, old, moe_binding)
+        request.moe_binding = moe_binding
+        if request.state is not HELD:
+            self._count_row(old, -1)
+            self._count_row(moe_binding, +1)
+            self.linked.update(request)
+
+    def remove(self, request: Request) -> dict[int, list[FrameRun]]:
+        """Give up what the ended request holds. Returns its frames, by instance, quarantined."""
+        self.num_falls += 1
+        if request.state is RUNNING:
+            self._halt(request)
+        if request.state not in (PARKED, HELD):
+            self._count_row(request.moe_binding, -1)
+        self.committed.count_row(request.moe_binding, request.span, -1)
+        self._count_kv(request, -1)
+        runs = request.runs
+        if request.move is not None:
+            self._count_move(request.move, -1)
+            runs = [*runs, *request.move.targets]
+        held: dict[int, list[FrameRun]] = {}
+        for run in runs:
+            if run.instance not in held:
+                held[run.instance] = []
+            held[run.instance].append(frame_run((run.frame, run.num_pages)))
+        for instance, frames in held.items():
+            self.frames[instance].quarantine(frames)
+        del self.requests[request.request_id]
+        return held
+
+    def free(self, held: Mapping[int, list[FrameRun]]) -> None:
+        """Quarantined frames become free."""
+        for instance, runs in held.items():
+            self.frames[instance].free(runs)
+
+    # --- inside
+
+    def _enter(self, request: Request) -> None:
+        self.committed.count_row(request.moe_binding, request.pages_on, +1)
+        request.tail = request.run_of(request.position)
+        self._count_kv(request, +1)
+        self.requests[request.request_id] = request
+
+    def _count_row(self, moe_binding: int, sign: int) -> None:
+        self.num_rows[moe_binding] += sign
+        self.node_rows[moe_binding // self._instances_per_node] += sign
+
+    def _add_runs(
+        self, request: Request, instance: int, frames: Iterable[FrameRun]
+    ) -> list[TargetRun]:
+        runs = runs_in(request.num_pages, instance, frames)
+        if not request.runs or request.runs[-1].instance != instance:
+            request.holders += ((request.num_pages, instance),)
+        request.runs += runs
+        request.num_pages = runs[-1].first_page + runs[-1].num_pages
+        return runs
+
+    def _halt(self, request: Request) -> None:
+        self._count_growing(request, self.step, -1)
+        request.position = request.position_at(self.step)
+        self.linked.remove(request)
+
+    # A row appends one token each step. Instead of visiting every row each step, an instance counts
+    # the rows that grow there: a row growing since step s adds step - (s - 1) tokens.
+
+    def _count_growing(self, request: Request, step: int, sign: int) -> None:
+        holder = request.runs[request.tail].instance
+        self._growing_rows[holder] += sign
+        self._fixed_tokens[holder] -= sign * (step - 1)
+
+    def _count_kv(self, request: Request, sign: int) -> None:
+        """Count the tokens of a row that does not grow; pages that move count where they are."""
+        for run in request.runs[: request.tail]:
+            self._fixed_tokens[run.instance] += sign * run.num_pages * PAGE_SIZE
+        tail = request.runs[request.tail]
+        self._fixed_tokens[tail.instance] += sign * (request.position - tail.first_page * PAGE_SIZE)
+
+    def _count_move(self, move: PageMove, sign: int) -> None:
+        """Count pages that move where they will be, and no more where they are."""
+        if move.is_stopped:
+            return
+        self._fixed_tokens[move.source] -= sign * move.num_pages * PAGE_SIZE
+        self._fixed_tokens[move.destination] += sign * move.num_pages * PAGE_SIZE

@@ -1,0 +1,117 @@
+"""Adoption: requests whose pages instances kept though their controller was lost.
+
+Enters: what the instances hold, later attempts, the time. Leaves: requests placed over their old
+pages. Does not know: rows, windows, tickets, what instances are.
+
+The frames stay in quarantine until the request comes back, or for held_timeout_us. A request is
+adopted if every page that its next attempt needs was kept (docs/protocol.md, kept KV).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.frame_ledger import FrameRun
+from control_plane.scheduler.state.request import Request, num_pages
+from nanocp.values.plan import Arrival, TargetRun
+
+
+class Adoption:
+    """Pages that wait for their requests."""
+
+    def __init__(self, state: ClusterState, sharing: PrefixSharing, timeout_us: int) -> None:
+        self._state = state
+        self._sharing = sharing
+        self._timeout_us = timeout_us
+        self._kept: dict[int, tuple[TargetRun, ...]] = {}
+        self._reserved: set[tuple[int, int]] = set()
+        """(instance, frame) that no request has yet."""
+        self.next_deadline_us: int | None = None
+        """When requests are waited for no longer, in us; None if none is."""
+
+    def __len__(self) -> int:
+        """Requests that may come back."""
+        return len(self._kept)
+
+    def begin(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]], now_us: int) -> None:
+        """Reserve the frames of these requests; every frame is free."""
+        self.end()
+        self._kept = dict(kept)
+        for _, runs in kept:
+            for instance, frame in _places(runs):
+                if (instance, frame) not in self._reserved:
+                    self._state.frames[instance].reserve(frame)
+                    self._reserved.add((instance, frame))
+        self.next_deadline_us = now_us + self._timeout_us if kept else None
+
+    def adopt(self, arrival: Arrival) -> Request | None:
+        """Place a request that comes back over the pages that it had; None if that cannot be.
+
+        It is parked, and its row starts with its next window.
+        """
+        runs = self._kept.pop(arrival.request_id, None)
+        if runs is None:
+            return None
+        request = self._adopted(arrival, runs)
+        if not self._kept:
+            self.end()
+        return request
+
+    def _adopted(self, arrival: Arrival, runs: tuple[TargetRun, ...]) -> Request | None:
+        state = self._state
+        if arrival.is_recomputed or not self._can_have(arrival, runs):
+            return None
+        pages_on: dict[int, int] = {}
+        for run in runs:
+            pages_on[run.instance] = pages_on.get(run.instance, 0) + run.num_pages
+        bound_reached = state.committed.bound_reached
+        can_have_row = [i for i in pages_on if bound_reached(i, pages_on) is None]
+        if not can_have_row:
+            return None
+        moe_binding = min(can_have_row, key=lambda i: (state.committed.rows[i], i))
+        request = Request.from_arrival(arrival, moe_binding)
+        request.pages_on = pages_on
+        for instance, frame in _places(runs):
+            if (instance, frame) in self._reserved:
+                state.frames[instance].take_reserved()
+                self._reserved.remove((instance, frame))
+            else:
+                state.frames[instance].share(frame)
+        state.adopt(request, runs)
+        self._sharing.adopted(request, arrival)
+        return request
+
+    def end(self) -> None:
+        """Nobody is waited for any more: what no request has is free."""
+        for instance, frame in self._reserved:
+            self._state.frames[instance].free([FrameRun(frame, 1)])
+        self._reserved.clear()
+        self._kept.clear()
+        self.next_deadline_us = None
+
+    def frames(self) -> Iterator[tuple[int, int]]:
+        """Every reserved (instance, frame). For invariants."""
+        yield from self._reserved
+
+    def _can_have(self, arrival: Arrival, runs: tuple[TargetRun, ...]) -> bool:
+        """Whether all pages are there, from the first on, for it alone or to be shared."""
+        page = 0
+        for run in runs:
+            if run.first_page != page:
+                return False
+            page += run.num_pages
+        frames, hashes = self._state.frames, arrival.page_hashes
+        return page >= num_pages(arrival.prompt_len - 1) and all(
+            place in self._reserved
+            or (page < len(hashes) and frames[place[0]].find(hashes[page]) == place[1])
+            for page, place in enumerate(_places(runs))
+        )
+
+
+def _places(runs: tuple[TargetRun, ...]) -> Iterator[tuple[int, int]]:
+    """(instance, frame) of every page."""
+    for run in runs:
+        for index in range(run.num_pages):
+            yield run.instance, run.frame + index

@@ -1,0 +1,118 @@
+"""Held requests: what becomes of placed requests when a term ends.
+
+Enters: requests of the term that ended, the seats that were lost, the time, later attempts. Leaves:
+requests that keep their pages, and those that have lost one. Does not know: rows, windows, tickets.
+
+A request keeps its pages if every page is on an instance that survived (docs/protocol.md, kept KV).
+It then has no row, and is held until its front end submits its next attempt: only the front end
+knows how many tokens it has. A request that is not among those that its front end submits was over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+
+from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
+from control_plane.scheduler.queue.waiting_queue import earliest
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import HELD, TRANSFERRING, Request
+from control_plane.scheduler.terms.adoption import Adoption
+from nanocp.values.plan import PAGE_SIZE, Arrival, TargetRun
+
+
+class HeldRequests:
+    """Requests with pages and without a row that wait for their next attempt.
+
+    They are placed, or an earlier controller had placed them.
+    """
+
+    def __init__(self, state: ClusterState, sharing: PrefixSharing, timeout_us: int) -> None:
+        self._state = state
+        self._adoption = Adoption(state, sharing, timeout_us)
+        self._timeout_us = timeout_us
+        self._held: dict[int, Request] = {}
+        """By request id."""
+        self._until_us: int | None = None
+        """When front ends are waited for no longer; None if all have submitted."""
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._adoption)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some front end may still have open requests to submit."""
+        return self._until_us is not None
+
+    def wait(self, now_us: int) -> None:
+        """A term begins: every front end is to submit its open requests again."""
+        self._until_us = now_us + self._timeout_us
+        self._adoption.end()
+
+    def take_over(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]], now_us: int) -> None:
+        """Wait for requests of an earlier controller, whose pages are kept."""
+        self._adoption.begin(kept, now_us)
+
+    def reserved_frames(self) -> Iterator[tuple[int, int]]:
+        """Every (instance, frame) that is kept for a request of an earlier controller."""
+        return self._adoption.frames()
+
+    def end_term(self, request: Request, lost: Set[int], absent: Set[int]) -> bool:
+        """Hold the request. False: it has lost a page, or its KV was still on its way.
+
+        lost: instances whose frames are gone. absent: instances that the next term has not. A row
+        whose MoE binding is one of them goes to another instance of its KV binding, if it can.
+        """
+        state, pages_on = self._state, request.pages_on
+        is_whole = request.state is not TRANSFERRING and pages_on.keys().isdisjoint(lost | absent)
+        moe_binding = request.moe_binding
+        if is_whole and moe_binding in absent:
+            moe_binding = min(
+                (i for i in pages_on if state.committed.can_rebind(pages_on, i)), default=-1
+            )
+        if not is_whole or moe_binding < 0:
+            self.drop(request)  # It may be held since an earlier term.
+            return False
+        state.hold(request)
+        if moe_binding != request.moe_binding:
+            state.rebind(request, moe_binding)
+        self._held[request.request_id] = request
+        return True
+
+    def begin_attempt(self, request: Request | None, arrival: Arrival) -> Request | None:
+        """Let a request's row start where its front end's new attempt says.
+
+        request: None if it is not placed. Returns the parked request; None if no pages are held for
+        it, the prompt is to be computed again, or it would write to a page that others may find.
+        """
+        if request is None:
+            return self._adoption.adopt(arrival)
+        # A row must not write to a page that others may find.
+        rewrites = arrival.prompt_len - 1 < len(request.page_hashes) * PAGE_SIZE
+        if request.state is not HELD or arrival.is_recomputed or rewrites:
+            return None
+        del self._held[request.request_id]
+        self._state.begin_attempt(request, arrival)
+        return request
+
+    def drop(self, request: Request) -> None:
+        """The request ends."""
+        self._held.pop(request.request_id, None)
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When front ends are waited for no longer, in us; None if all have submitted."""
+        return earliest(self._until_us, self._adoption.next_deadline_us)
+
+    def is_overdue(self, now_us: int) -> bool:
+        """Whether front ends have been waited for long enough: `end_wait` is due."""
+        deadline_us = self.next_deadline_us
+        return deadline_us is not None and now_us >= deadline_us
+
+    def end_wait(self) -> list[Request]:
+        """Every front end has submitted, or is waited for no longer.
+
+        Returns the requests that are over: each is held until it is dropped.
+        """
+        self._until_us = None
+        self._adoption.end()
+        return list(self._held.values())

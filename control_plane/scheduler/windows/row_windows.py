@@ -1,0 +1,310 @@
+"""Which rows are in which window: rows start, get pages ahead of their tokens, park and leave.
+
+Enters: requests whose KV is in place, requests that end, reports of windows. Leaves: the rows of
+the next window, in `Lowering`. Does not know: the queue, tickets, why a request ends.
+
+A row is runnable until the next window, then in every window, or parked between two of them. It is
+in a window only if every page that it writes there is committed (docs/protocol.md, pages ahead).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator, Set
+from itertools import chain
+
+from control_plane.scheduler.policies.layout import num_growth_pages
+from control_plane.scheduler.policies.policy import Policy
+from control_plane.scheduler.queue.fair_share import FairShare
+from control_plane.scheduler.state.answer import Answer
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.promise import Promise
+from control_plane.scheduler.state.request import PARKED, RUNNABLE, RUNNING, Request
+from control_plane.scheduler.windows.lanes import Lanes
+from control_plane.scheduler.windows.lowering import Lowering
+from nanocp.values.plan import PAGE_SIZE, InstancePlan
+
+MAX_WINDOWS_IN_FLIGHT = 2
+
+
+class RowWindows:
+    """The rows of a cluster by what they do in the next window, and the windows in flight."""
+
+    def __init__(
+        self,
+        state: ClusterState,
+        lowering: Lowering,
+        policy: Policy,
+        promise: Promise,
+        answer: Answer,
+        num_steps: int,
+        lanes: Lanes,
+        fair_share: FairShare,
+    ) -> None:
+        """num_steps: steps of a window."""
+        self._state = state
+        self._lowering = lowering
+        self._policy = policy
+        self._promise = promise
+        self._answer = answer
+        self._num_steps = num_steps
+        self._lanes = lanes
+        self._fair_share = fair_share
+        self.next_window = 0
+        self.in_flight: list[int] = []
+        """Windows that some instance has not reported, ascending."""
+        self.num_running = 0
+        """Rows that are in every window from the last one issued on."""
+        self.runnable: dict[int, Request] = {}
+        """By request id: rows that start with the next window."""
+        self.parked: list[tuple[int, int]] = []
+        """(priority, request id), ascending: the last is the newest of the lowest class."""
+        self.stopped: set[int] = set()
+        """Ids of requests whose rows are parked until their pages have moved."""
+        self._due: dict[int, list[tuple[int, int]]] = {}
+        """Window -> (priority, request id) of rows that come to the end of a run of pages in it."""
+        self._exits: dict[int, list[int]] = {}
+        """Window -> ids of rows whose max_tokens steps are all in earlier windows."""
+
+    # --- windows
+
+    @property
+    def may_issue(self) -> bool:
+        """Whether fewer than two windows are in flight."""
+        return len(self.in_flight) < MAX_WINDOWS_IN_FLIGHT
+
+    def issue(self) -> tuple[int, tuple[InstancePlan, ...]]:
+        """The next window goes to every instance: its number and its plans."""
+        window, state = self.next_window, self._state
+        two_lanes = False
+        if self._lanes.is_on:
+            self._lowering.level_lanes(state.requests)
+            num_links = max(map(state.committed.num_links, range(len(state.num_rows))))
+            num_rows = max((state.num_rows[i] for i in state.open), default=0)
+            two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
+        plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes)
+        self.in_flight.append(window)
+        self.next_window += 1
+        state.step += self._num_steps
+        self._fair_share.window(self._num_steps)
+        return window, plans
+
+    def reported(self, last_window: int) -> None:
+        """Every instance has run every step of the windows up to this one."""
+        while self.in_flight and self.in_flight[0] <= last_window:
+            del self.in_flight[0]
+
+    def lost_in_first_window(self, lost: Set[int]) -> list[int] | None:
+        """Requests of lost instances whose rows have begun with a window in flight.
+
+        None if no window is in flight, or no instance is lost.
+        """
+        if not (self.in_flight and lost):
+            return None
+        first_step = self.in_flight[0] * self._num_steps
+        return [
+            request.request_id
+            for request in self._state.requests.values()
+            if request.state is RUNNING
+            and request.since_step >= first_step
+            and not lost.isdisjoint(request.ever_bound)
+        ]
+
+    def end_term(self) -> None:
+        """No row is in any window, and no window is in flight."""
+        self.in_flight.clear()
+        self.num_running = 0
+        self._fair_share.end_term()
+        self.runnable.clear()
+        self.parked.clear()
+        self.stopped.clear()
+        self._due.clear()
+        self._exits.clear()
+
+    # --- rows that come and go
+
+    def add(self, request: Request) -> None:
+        """The request's KV is in place: its row starts with the next window."""
+        request.state = RUNNABLE
+        self.runnable[request.request_id] = request
+
+    def come_back(self, request: Request) -> None:
+        """A parked request without a row starts one as soon as its pages can be committed."""
+        insort(self.parked, (request.priority, request.request_id))
+
+    def remove(self, request: Request) -> int | None:
+        """The request ends: its row is in no window from the next one on.
+
+        Returns the last window sent that contains it, None if there is none.
+        """
+        self.stopped.discard(request.request_id)
+        if request.state is RUNNING:
+            self._suspend(request)
+        elif request.state is PARKED:
+            self.parked.remove((request.priority, request.request_id))
+        elif request.state is RUNNABLE:
+            del self.runnable[request.request_id]
+        return request.last_window
+
+    def exits(self) -> Iterator[Request]:
+        """Running rows whose max_tokens steps are all planned; the caller ends each."""
+        for request_id in self._exits.pop(self.next_window, ()):
+            request = self._state.requests.get(request_id)
+            if request and request.state is RUNNING and request.exit_window == self.next_window:
+                yield request
+
+    def start_runnable(self) -> None:
+        """Every runnable row starts, or is parked if its pages cannot be committed."""
+        runnable, self.runnable = self.runnable, {}
+        for request in runnable.values():
+            if self._fill_window(request):
+                self._run(request)
+            else:
+                self._park(request)
+
+    def unpark(self) -> None:
+        """Parked rows come back, as far as their pages can be committed: by class and by age."""
+        for _, request_id in list(self.parked):
+            self._unpark(self._state.requests[request_id])
+
+    def stop(self, request: Request) -> None:
+        """The row is in no window until its id leaves `stopped`."""
+        if request.state is RUNNING:
+            self._suspend(request)
+            self._park(request)
+        self.stopped.add(request.request_id)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether rows are parked and nothing in any window can free a frame for them."""
+        is_parked = len(self.parked) > len(self.stopped)
+        return is_parked and not self.num_running and not self.in_flight
+
+    # --- pages ahead
+
+    def grow(self) -> None:
+        """Commit the pages that rows write in the next window, or park those that cannot have them.
+
+        By class and by age (docs/protocol.md, pages ahead).
+        """
+        for _, request_id in sorted([*self.parked, *self._due.pop(self.next_window, ())]):
+            request = self._state.requests.get(request_id)
+            if request is not None and request.state is PARKED:
+                self._unpark(request)
+                continue
+            if request is None or request.state is not RUNNING:
+                continue
+            if self._window_of(request, request.tail_end) != self.next_window:
+                continue  # it was parked after it was entered here
+            if self._fill_window(request):
+                self._enter_runs(request)
+                continue
+            self._suspend(request)
+            self._park(request)
+
+    def _fill_window(self, request: Request) -> bool:
+        """Commit the pages that the row needs up to the end of the next window.
+
+        Returns False if some of them have no frame.
+        """
+        while True:
+            position = request.num_pages * PAGE_SIZE
+            if (
+                position >= request.kv_len_max
+                or self._window_of(request, position) > self.next_window
+            ):
+                return True
+            holder = self._policy.holder(self._state, request, self.next_window)
+            if holder is None:
+                return False
+            num_promised = self._promise.num_tokens(request.kv_len_max - position + 1)
+            wanted = max(num_growth_pages(position, num_promised), 1)
+            self._append_pages(request, holder, min(wanted, self._state.frames[holder].num_free))
+
+    def _append_pages(self, request: Request, holder: int, count: int) -> None:
+        is_new = holder not in request.pages_on
+        if holder != request.runs[-1].instance:
+            self._answer.placed[request.request_id] = request
+        runs = self._state.append_pages(request, holder, count)
+        if request.is_started:
+            self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
+
+    def _enter_runs(self, request: Request) -> None:
+        """Let the running row pass every run that ends in the next window.
+
+        It is due again in the window in which the next run ends.
+        """
+        while (position := request.tail_end) < request.kv_len_max:
+            window = self._window_of(request, position)
+            if window > self.next_window:
+                self._due.setdefault(window, []).append((request.priority, request.request_id))
+                return
+            self._state.enter_next_run(request)
+
+    def _window_of(self, request: Request, position: int) -> int:
+        """The window in which the row appends at the position."""
+        since_step = request.since_step if request.state is RUNNING else self._state.step
+        return (since_step + position - request.position) // self._num_steps
+
+    # --- states of a row
+
+    def _run(self, request: Request) -> None:
+        """The row is in every window from the next one on."""
+        self._state.run(request)
+        self.num_running += 1
+        self._fair_share.row_starts(request.tenant)
+        num_left = request.kv_len_max - request.position
+        request.exit_window = -(-(request.since_step + num_left) // self._num_steps)
+        self._exits.setdefault(request.exit_window, []).append(request.request_id)
+        self._enter_runs(request)
+        if request.is_started:
+            self._lowering.resume(request)
+        else:
+            self._lowering.start(request, self.next_window)
+
+    def _suspend(self, request: Request) -> None:
+        """The running row is in no window from the next one on."""
+        self._lowering.suspend(request)
+        request.last_window = self.next_window - 1
+        self.num_running -= 1
+        self._fair_share.row_stops(request.tenant)
+
+    def _park(self, request: Request) -> None:
+        self._state.park(request)
+        insort(self.parked, (request.priority, request.request_id))
+
+    def _unpark(self, request: Request) -> None:
+        if request.request_id not in self.stopped and self._fill_window(request):
+            self.parked.remove((request.priority, request.request_id))
+            self._run(request)
+
+    # --- re-binding
+
+    def rebind(self, wishes: Iterable[tuple[Request, int]]) -> None:
+        """Move rows as wished, then as the policy wishes, as far as the bounds allow (4.2.1).
+
+        One row is moved before the next is looked at.
+        """
+        max_hand_offs = self._state.bounds.max_hand_offs
+        num_hand_offs: dict[tuple[int, int], int] = {}
+        moved: set[int] = set()
+        of_policy = self._policy.rebindings(self._state, self.next_window)
+        for request, new in chain(wishes, of_policy):
+            old = request.moe_binding
+            num = num_hand_offs.get((old, new), 0)
+            # A row moves once at an edge, and not at the one where it starts or comes back.
+            # Nor does it while pages of it move: its links are committed for where it is.
+            is_still = (
+                request.request_id in moved
+                or request.since_step == self._state.step
+                or request.move
+            )
+            if new == old or is_still or num >= max_hand_offs:
+                continue
+            if not self._state.committed.can_rebind(request.pages_on, new):
+                continue
+            num_hand_offs[old, new] = num + 1
+            moved.add(request.request_id)
+            self._state.rebind(request, new)
+            self._lowering.rebind(request, old, request.position_at(self._state.step))
+            self._answer.placed[request.request_id] = request

@@ -1,0 +1,101 @@
+"""How many instances, on which nodes, and what each has room for.
+
+Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
+know: files, the environment, the command line. Standard library only: the scheduler imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanocp.config.choices import check_at_least, check_one_of, require
+
+LAYOUTS = ("instances", "pipeline")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundsConfig:
+    """Ahead-of-time bounds of one instance (arXiv 2605.21100, 5.2).
+
+    They size its pools, and no plan exceeds them.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    max_rows: int = 64
+    """Most requests whose MoE binding is one instance at a time."""
+    max_links: int = 16
+    """Most rows that one instance sends to one other instance: slots of an exchange region."""
+    max_attention_rows: int = 96
+    """Most rows that an instance runs attention for: its own and those received."""
+    max_partials: int = 48
+    """Most remote partials that return to one MoE binding in a step."""
+    max_hand_offs: int = 4
+    """Most rows that one instance hands to one other instance at one edge of a window."""
+    max_grammar_bytes: int = 32_768
+    """Longest grammar of structured output; a hand-off has room for it. 0: structured output is
+    refused."""
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1,
+            max_rows=self.max_rows,
+            max_links=self.max_links,
+            max_attention_rows=self.max_attention_rows,
+        )
+        check_at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
+        check_at_least(0, max_grammar_bytes=self.max_grammar_bytes)
+        require(
+            self.max_attention_rows >= self.max_rows,
+            f"max_attention_rows is {self.max_attention_rows}; it must be at least max_rows "
+            f"({self.max_rows})",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """How many instances, on which nodes, and what each holds."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    num_instances: int = 4
+    """Instances of the cluster; stages of a pipeline."""
+    instances_per_node: int = 4
+    """Instances of one machine: instance i is on node i // instances_per_node."""
+    num_frames: int = 256
+    """Frames of 64 tokens in each instance's pool, without the scratch frame."""
+    max_model_len: int = 8192
+    """Most tokens of prompt and output of one request."""
+    bounds: BoundsConfig = field(default_factory=BoundsConfig)
+    redundant_experts: int = 0
+    """Slots for experts that each instance has in every layer beyond its share of them. The cluster
+    goes on without an instance if the others have slots for all experts. On CPUs only."""
+    spares: int = 0
+    """Processes that stand by with all weights but experts, and take the seats of lost instances:
+    these then load experts only. On the machine of `nanocp serve`, on CPUs."""
+    layout: str = "instances"
+    """instances: each has some experts of every layer, and a request's KV may be on several.
+    pipeline: each has some layers, with all their experts and KV, and prompts are computed there
+    too (docs/pipeline.md)."""
+
+    def __post_init__(self) -> None:
+        check_one_of(LAYOUTS, layout=self.layout)
+        check_at_least(
+            1, num_instances=self.num_instances, instances_per_node=self.instances_per_node
+        )
+        check_at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
+        check_at_least(0, redundant_experts=self.redundant_experts, spares=self.spares)
+
+    def node_of(self, instance: int) -> int:
+        """The node that the instance is on."""
+        return instance // self.instances_per_node
+
+    def num_holders(self, num_open: int = 0) -> int:
+        """Most instances that hold pages of one request, of so many that serve; 0: of all.
+
+        They are its MoE binding and as many others as partials may return. Stages of a pipeline
+        hold the same pages.
+        """
+        if self.layout == "pipeline":
+            return 1
+        return min(num_open or self.num_instances, 1 + self.bounds.max_partials)

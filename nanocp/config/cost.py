@@ -1,0 +1,63 @@
+"""What the scheduler is told of costs and of times to keep: what a link costs, which prompts hurry.
+
+Enters: numbers. Leaves: a frozen CostConfig, checked targets. Does not know: policies. Standard
+library only: the scheduler imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanocp.config.choices import check_at_least, require
+
+
+@dataclass(frozen=True, slots=True)
+class CostConfig:
+    """Costs for policy cost_aware, in KV tokens that attention reads in the same time.
+
+    The defaults here are those of DeepSeek-V3 on 32 H200, as the simulator knows them; a
+    configuration that is loaded for CPUs has CPU_COSTS in their place.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    exchange_tokens: int = 72_708
+    """Cost of an instance's first link: both routes and the merge."""
+    exchange_tokens_between_nodes: int = 20_000
+    """Additional cost of the first link to another node."""
+    link_tokens: int = 608
+    """Cost of each link within a node."""
+    link_tokens_between_nodes: int = 4207
+    """Cost of each link to another node."""
+    dispatch_tokens_per_row: int = 12_438
+    """Cost of a row's dispatch and combine."""
+    ingest_ns_per_token: int = 1405
+    """Nanoseconds in which an instance receives a token's KV from prefill (not in KV tokens); with
+    it scheduler.ttft_targets foresee when a prompt's KV is there."""
+
+    def __post_init__(self) -> None:
+        check_at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
+        check_at_least(0, exchange_tokens_between_nodes=self.exchange_tokens_between_nodes)
+        check_at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
+        check_at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
+        check_at_least(0, ingest_ns_per_token=self.ingest_ns_per_token)
+
+
+CPU_COSTS = CostConfig(
+    exchange_tokens=4500,
+    link_tokens=1000,
+    dispatch_tokens_per_row=1200,
+    ingest_ns_per_token=6000,
+)
+"""Costs of two instances on a 2-core VM, for a model of 162M parameters
+(docs/decisions/0053-costs-of-the-device.md)."""
+
+
+def check_ttft_targets(targets: tuple[tuple[int, int], ...]) -> None:
+    """Raises ValueError unless these are (priority, ms) pairs of different classes, ms from 1."""
+    priorities = [priority for priority, _ in targets]
+    require(
+        len(set(priorities)) == len(priorities) and all(ms >= 1 for _, ms in targets),
+        f"ttft_targets is {targets}; it must be (priority, ms) pairs, one for a priority, with ms "
+        "from 1",
+    )

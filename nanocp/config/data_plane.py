@@ -1,0 +1,122 @@
+"""How an instance computes and exchanges.
+
+Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
+know: files, the environment, the command line. Standard library only: the scheduler imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanocp.config.choices import check_at_least, check_one_of, require
+
+DEVICES = ("cpu", "cuda")
+
+DTYPES = ("float32", "bfloat16")
+
+KV_DTYPES = ("auto", "fp8")
+
+WIRE_FORMS = ("latent", "absorbed")
+
+CPU_KERNELS = ("auto", "torch", "native", "avx2")
+
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashmla", "flash_attention")
+
+EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
+
+DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "fused")
+
+MOE_SCHEDULES = ("auto", "barrier", "arrival")
+
+EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
+
+PAGE_BACKENDS = ("auto", "nixl")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlaneConfig:
+    """How an instance computes and exchanges."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    device: str = "cpu"
+    """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the
+    node's instances."""
+    dtype: str = "float32"
+    """Weights (native kernels keep stored bfloat16), activations and KV: float32 or bfloat16."""
+    kv_dtype: str = "auto"
+    """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at
+    DeepSeek-V3's widths)."""
+    wire_form: str = "latent"
+    """What Q-route carries: `latent` (the normed q latent; the receiver projects) or `absorbed`
+    (the paper's form)."""
+    cpu_kernels: str = "auto"
+    """What computes a layer on a CPU. torch: PyTorch. native: kernels that this machine's C++
+    compiler builds on first use (10 s), for the fastest instructions that the CPU has: AMX
+    (bfloat16), AVX-512, or AVX2. avx2: native, with no more than AVX2. auto: native where it is
+    available, else torch."""
+    attention_backend: str = "auto"
+    """What computes attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else
+    torch."""
+    expert_backend: str = "auto"
+    """What multiplies the experts' weights: one of EXPERT_BACKENDS."""
+    dispatch_backend: str = "auto"
+    """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
+    mixture of experts is one call, with native kernels on a CPU (docs/mixture.md). auto: fused
+    where it can run, else deep_ep where it can, else exchange."""
+    moe_schedule: str = "auto"
+    """What a fused mixture runs when, on a CPU (docs/mixture.md). barrier: the shared expert, then,
+    once all rows are here, the experts. arrival: first what other instances wait for; while rows
+    are awaited, the shared expert, and experts that will have ended by then, unless another lane
+    computes. auto: arrival where the mixture is fused. Tokens are the same."""
+    exchange_backend: str = "auto"
+    """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
+    shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
+    memory, on one node. nvshmem is refused (docs/gpu.md)."""
+    page_backend: str = "auto"
+    """What carries pages of prefill and page moves. auto: the exchange's backend. nixl: NIXL (RDMA
+    where available, TCP, or memory to memory within a node)."""
+    threads_per_instance: int = 1
+    """Threads of an instance. Native kernels share their tasks out among them and refuse more than
+    there are cores; with torch they are intra-op threads. More than one per core is slower
+    (docs/log.md)."""
+    eager: bool = False
+    """On a GPU: launch every kernel of every step instead of replaying captured graphs. For
+    debugging."""
+    row_buckets: tuple[int, ...] = ()
+    """Rows of the captured steps, ascending; the last must be max_rows. Empty: powers of two up to
+    max_rows."""
+
+    def __post_init__(self) -> None:
+        check_one_of(DEVICES, device=self.device)
+        check_one_of(DTYPES, dtype=self.dtype)
+        check_one_of(KV_DTYPES, kv_dtype=self.kv_dtype)
+        check_one_of(WIRE_FORMS, wire_form=self.wire_form)
+        check_one_of(CPU_KERNELS, cpu_kernels=self.cpu_kernels)
+        check_one_of(ATTENTION_BACKENDS, attention_backend=self.attention_backend)
+        check_one_of(EXPERT_BACKENDS, expert_backend=self.expert_backend)
+        check_one_of(DISPATCH_BACKENDS, dispatch_backend=self.dispatch_backend)
+        check_one_of(MOE_SCHEDULES, moe_schedule=self.moe_schedule)
+        check_one_of(EXCHANGE_BACKENDS, exchange_backend=self.exchange_backend)
+        check_one_of(PAGE_BACKENDS, page_backend=self.page_backend)
+        require(
+            self.kv_dtype != "fp8" or self.device == "cuda",
+            "kv_dtype is fp8, which needs a GPU: device must be cuda",
+        )
+        require(
+            self.exchange_backend == "auto"
+            or (self.exchange_backend in ("cuda_ipc", "nvshmem")) == (self.device == "cuda"),
+            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and tcp "
+            "are for cpu, cuda_ipc and nvshmem for cuda",
+        )
+        require(
+            self.page_backend != "nixl" or self.exchange_backend != "shm",
+            "page_backend is nixl and exchange_backend shm; NIXL's agents meet over TCP, which shm "
+            "does without: take auto",
+        )
+        check_at_least(1, threads_per_instance=self.threads_per_instance)
+        require(
+            list(self.row_buckets) == sorted(set(self.row_buckets))
+            and all(rows >= 1 for rows in self.row_buckets),
+            f"row_buckets is {self.row_buckets}; it must be ascending positive integers",
+        )

@@ -1,0 +1,72 @@
+"""Bounds of every wait and every queue.
+
+Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
+know: files, the environment, the command line. Standard library only: the scheduler imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanocp.config.choices import check_at_least, require
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Bounds of every wait and every queue (docs/protocol.md, bounded waits)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    tick_ms: int = 100
+    """A waiting instance checks this often that its peer is alive."""
+    exchange_timeout_ms: int = 30_000
+    """Longest wait for a peer inside a step."""
+    plan_timeout_ms: int = 20_000
+    """Longest wait for the full table after a digest mismatch. A window's report may take this and
+    exchange_timeout_ms together."""
+    retry_ms: int = 2_000
+    """Pause between two attempts to reach the controller or a front end at start-up."""
+    start_timeout_ms: int = 120_000
+    """Longest wait for all instances to be ready."""
+    suspect_ms: int = 3_000
+    """A member that has sent nothing for this long is taken for lost."""
+    recovery_timeout_ms: int = 120_000
+    """After a member is lost, longest wait until the service goes on; then it ends. 0: it ends with
+    the first loss. On GPUs it does so too, unless data_plane.dispatch_backend is exchange or
+    fused."""
+    orphan_ms: int = 120_000
+    """Members and front ends that have lost the controller wait so long for another one. Time in
+    which their process does not run is not counted."""
+    drain_timeout_ms: int = 30_000
+    """Time that running requests get to finish after SIGTERM."""
+    max_undelivered_tokens: int = 4096
+    """A request is aborted once this many of its tokens wait for a slow client."""
+    http_request_timeout_ms: int = 30_000
+    """An HTTP client that takes longer to send its request is disconnected."""
+    max_http_connections: int = 4096
+    """Most HTTP connections, idle ones too; requests beyond them are answered with 503. Fewer where
+    ulimit -n leaves fewer (docs/operate.md)."""
+
+    def __post_init__(self) -> None:
+        require(
+            10 <= self.tick_ms <= 1000,
+            f"tick_ms is {self.tick_ms}; it must be from 10 to 1000 (it detects dead peers)",
+        )
+        require(
+            self.exchange_timeout_ms > self.plan_timeout_ms > self.retry_ms > 0,
+            "the limits must be ordered exchange_timeout_ms > plan_timeout_ms > retry_ms > 0, not "
+            f"{self.exchange_timeout_ms}, {self.plan_timeout_ms}, {self.retry_ms}",
+        )
+        check_at_least(
+            1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms
+        )
+        check_at_least(300, suspect_ms=self.suspect_ms)
+        check_at_least(0, recovery_timeout_ms=self.recovery_timeout_ms, orphan_ms=self.orphan_ms)
+        check_at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
+        check_at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
+        check_at_least(1, max_http_connections=self.max_http_connections)
+
+    @property
+    def longest_change_s(self) -> float:
+        """Longest wait for a change of seats or layers: processes load, requests end."""
+        return (self.start_timeout_ms + self.drain_timeout_ms) / 1000

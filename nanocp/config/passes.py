@@ -1,0 +1,125 @@
+"""How a pipeline forms its passes, and what it is told of their time.
+
+Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
+know: files, the environment, the command line. Standard library only: the scheduler imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanocp.config.choices import check_at_least, require
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """Constants of the time that a pass takes, in microseconds.
+
+    DynaPipe's paper has a term for tokens, one for what they attend to and one for requests; with
+    the other constants at 0 this is its form.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    token_us: float = 1.0
+    """For each token, in each layer (phi 1)."""
+    token_length_us: float = 0.001
+    """For each token and each token that it attends to, in each layer (phi 2)."""
+    request_us: float = 0.0
+    """For each request, in each layer (epsilon)."""
+    sampled_us: float = 3.0
+    """For each token that is sampled (alpha)."""
+    sampling_us: float = 0.0
+    """For each pass that samples (beta)."""
+    sampled_together: int = 0
+    """Sampled tokens for which the weights of the logits are read in the time of computing."""
+    more_sampled_us: float = 0.0
+    """For each token that is sampled beyond these, besides sampled_us."""
+    layer_us: float = 0.0
+    """For each layer."""
+    decode_length_us: float = 0.0
+    """For each token that a decoding row attends to, in each layer, besides token_length_us."""
+    chunk_us: float = 0.0
+    """For a pass with a chunk of a prompt, in each layer."""
+    cached_us: float = 0.0
+    """For each earlier token of a chunk's prompt, in each layer."""
+    expert_us: float = 0.0
+    """For each expert that a pass is expected to visit, in each layer."""
+    num_experts: int = 0
+    """Routed experts of a layer; 0: a dense model."""
+    experts_per_token: int = 0
+    """Experts that a token visits."""
+    drawn_us: float = 0.0
+    """For each token that is drawn by chance, besides sampled_us."""
+    nucleus_us: float = 0.0
+    """For each token with top-p, top-k or min-p, besides that."""
+    controls_us: float = 0.0
+    """For each token with penalties, biases, bad words or a grammar, besides that."""
+    logprobs_us: float = 0.0
+    """For each token with log probabilities, besides that."""
+    dense_layers: int = 0
+    """First layers that are dense, where the others have experts."""
+    dense_layer_us: float = 0.0
+    """For each of them."""
+    dense_layer_token_us: float = 0.0
+    """For each token in each of them."""
+    dense_layer_token_length_us: float = 0.0
+    """For each token and each token that it attends to, in each of them."""
+    dense_layer_together: int = 0
+    """Tokens for which a dense layer's weights are read in the time of computing."""
+    dense_layer_more_us: float = 0.0
+    """For each token beyond these, besides dense_layer_token_us."""
+    stage_us: float = 0.0
+    """For each stage, besides its layers and sampling."""
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            0,
+            sampled_together=self.sampled_together,
+            dense_layers=self.dense_layers,
+            dense_layer_together=self.dense_layer_together,
+        )
+        of_a_dense_layer = (
+            self.dense_layer_us,
+            self.dense_layer_token_us,
+            self.dense_layer_token_length_us,
+        )
+        require(
+            not self.dense_layers or max(of_a_dense_layer) > 0,
+            f"dense_layers is {self.dense_layers}, but no constant says what such a layer takes "
+            "(dense_layer_us); run nanocp profile again",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PassesConfig:
+    """How passes of a pipeline are formed, and when layers change their stage."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    max_layers: int = 0
+    """Layers whose KV and weights a stage has room for, its own included. 0: all."""
+    max_pass_tokens: int = 2048
+    """Most tokens of a pass: one for each row that decodes, the rest for chunks of prompts."""
+    layer_policy: str = "even"
+    """Which layers each stage gets: a name of control_plane.scheduler.pipeline.layer_policies, such
+    as even, static:17,17,17,13, delta or level."""
+    layout_window: int = 25
+    """Passes in a row that must want the same layout before layers move (delta); passes after a
+    change before layers move again (level)."""
+    copy_ahead: bool = True
+    """Full pages of moving layers travel before the layout changes."""
+    frame_move_us: float = 50.0
+    """Time to move one layer's KV of one frame, in us (policy level)."""
+    chaos_seed: int = 0
+    """Seed of policy chaos_layers."""
+    costs: PassCosts = field(default_factory=PassCosts)
+
+    def __post_init__(self) -> None:
+        check_at_least(1, max_pass_tokens=self.max_pass_tokens)
+        check_at_least(1, layout_window=self.layout_window)
+        check_at_least(0, max_layers=self.max_layers, chaos_seed=self.chaos_seed)
+        require(
+            self.frame_move_us >= 0,
+            f"frame_move_us is {self.frame_move_us}; it must be at least 0",
+        )

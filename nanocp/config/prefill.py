@@ -1,0 +1,91 @@
+"""Knobs of the prefill: who computes prompts.
+
+Enters: values from nanocp.config.file or from tests. Leaves: a PrefillConfig. Does not know: files,
+the environment, the command line, engines.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from nanocp.config.choices import check_at_least, require
+from nanocp.values.passes import even_split, layers_of
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Who computes prompts (3): vLLM servers, or the embedded prefill, for small models."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    engines: tuple[str, ...] = ()
+    """vLLM servers that compute prompts, as http://host:port (docs/prefill.md). Empty: the
+    embedded prefill."""
+    api_key: str = field(default="", repr=False)
+    """The key that these servers ask for (vLLM's --api-key); best given as NANOCP_PREFILL__API_KEY,
+    since it is a secret. Empty: they ask for none."""
+    stages: int = 1
+    """Processes that compute prompts together, each with some layers of the model. 1: the embedded
+    prefill, one process with all layers. All are on one machine."""
+    synthetic_kv: bool = False
+    """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
+    chunk_tokens: int = 512
+    """Most tokens of a pass through the stages of the prefill."""
+    ring_pages: int = 8
+    """Pages in each receive ring; an instance has one ring for each engine or stage."""
+    timeout_ms: int = 60_000
+    """Longest time that an engine may take for a prompt, or stages for a pass, besides
+    timeout_us_per_token."""
+    timeout_us_per_token: int = 10_000
+    """Time that an engine may take for each token of a prompt, besides timeout_ms."""
+    max_attempts: int = 3
+    """Engines that are asked for one prompt, one after the other, before its request fails."""
+    max_tokens_in_flight: int = 65_536
+    """Prompt tokens that one engine is asked for at a time; it is asked for one prompt in any
+    case."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, stages=self.stages)
+        require(
+            self.stages == 1 or not (self.engines or self.synthetic_kv),
+            f"stages is {self.stages}, and engines or synthetic_kv is set too; with these nothing "
+            "here computes prompts: take 1",
+        )
+        check_at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
+        check_at_least(1, timeout_ms=self.timeout_ms, max_attempts=self.max_attempts)
+        check_at_least(1, max_tokens_in_flight=self.max_tokens_in_flight)
+        check_at_least(0, timeout_us_per_token=self.timeout_us_per_token)
+        for url in self.engines:
+            require(
+                re.fullmatch(r"https?://[^/\s]+/?", url) is not None,
+                f"engines has {url!r}; it must be the address of a vLLM server, as http://host:port",
+            )
+        require(
+            self.api_key.isascii()
+            and self.api_key.isprintable()
+            and self.api_key == self.api_key.strip(),
+            "api_key has a character that no header can carry; it must be printable ASCII, without "
+            "space at its ends",
+        )
+        require(
+            len(set(self.engines)) == len(self.engines),
+            f"engines is {', '.join(self.engines)}; each address must be there once",
+        )
+        require(
+            not (self.engines and self.synthetic_kv),
+            "synthetic_kv is set and engines too; with synthetic KV no engine computes anything",
+        )
+
+    def limit_ms(self, num_tokens: int) -> float:
+        """Longest time for a prompt, or for a pass, of this many tokens."""
+        return self.timeout_ms + self.timeout_us_per_token * num_tokens / 1000
+
+    @property
+    def num_writers(self) -> int:
+        """Processes that write pages of prompts, each into rings of its own."""
+        return 0 if self.synthetic_kv else max(self.stages, len(self.engines))
+
+    def layers_from(self, writer: int, num_layers: int) -> range:
+        """The layers of the pages that this writer writes: those of a stage, or all."""
+        return layers_of(even_split(num_layers, self.stages), writer % self.stages)

@@ -1,0 +1,154 @@
+"""How requests are admitted, placed and moved.
+
+Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
+know: files, the environment, the command line. Standard library only: the scheduler imports it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from nanocp.config.choices import check_at_least, check_one_of, require
+from nanocp.config.cost import CostConfig, check_ttft_targets
+
+LANES = ("off", "measured", "always", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How the scheduler admits, places and moves requests (arXiv 2605.21100, 4.2)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    policy: str = "cost_aware"
+    """How requests are placed: a name of control_plane.scheduler.policies, such as cost_aware,
+    dual_balanced (the paper's rule) or fixed_degree:2."""
+    steps_per_window: int = 1
+    """Steps k that one plan covers (arXiv 2605.21100, 6.1)."""
+    cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
+    """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`.
+    cost_aware takes from it and from cp_degree_max only which requests get degree 1, and chooses
+    the degree of others by `costs`."""
+    cp_degree_max: int = 4
+    """CP degree of requests at or above the last bucket's length."""
+    ttft_targets: tuple[tuple[int, int], ...] = ()
+    """(priority, ms) pairs: KV of that class's prompts should be there within this time of their
+    placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
+    class has a target."""
+    tpot_target_ms: int = 0
+    """While steps take longer than this, one in 110 requests may wait up to 20 s to be placed, and
+    at most 8 at once: long prompts, so that the others keep their time per token. 0: nobody waits
+    for that."""
+    growth_promise: str = "max_tokens"
+    """Output tokens whose frames are promised at admission. `max_tokens`: all, so that no row
+    ever parks. `percentile:90`: as many as 90% of the latest finished requests had, at most
+    max_tokens. `tokens:64`: 64."""
+    prefix_sharing: bool = True
+    """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
+    offload_host_pages: int = 0
+    """Pages that each instance's memory holds outside frames. 0: what kv_offload.host_gib says."""
+    offload_file_pages: int = 0
+    """Pages that each instance's file holds. 0: what kv_offload.file_gib says."""
+    max_moving_pages: int = 1024
+    """Most pages on their way between instances at a time (policies cost_aware and chaos)."""
+    max_unfilled_tokens: int = 0
+    """Most prompt tokens of placed requests whose pages have not all arrived; one request may be
+    placed in any case. 0: as many as the engines may have in flight (prefill.engines), or any
+    number without engines."""
+    max_overtake_us: int = 10_000_000
+    """How long other requests may pass one that cannot be placed, after its deferral if any."""
+    held_timeout_us: int = 10_000_000
+    """How long front ends may take to submit their requests again after a loss."""
+    max_queued_requests: int = 1024
+    """Most requests in the waiting queue."""
+    max_queued_tokens: int = 4_000_000
+    """Most prompt tokens in the waiting queue."""
+    chaos_seed: int = 0
+    """Seed of the chaos policy's draws."""
+    chaos_period_windows: int = 2
+    """The chaos policy moves or extends a request in one of this many windows on average."""
+    lanes: str = "off"
+    """Whether rows run in two lanes, one of which computes while the other awaits its peers
+    (docs/overlap.md). off: one lane. measured: as `lane_table` says for each window. always, or
+    drawn for each window and row (random): for tests."""
+    lane_table: tuple[tuple[int, int, int], ...] = ()
+    """(rows, links, percent): what two lanes take of the time of one, for an instance of so many
+    rows and links, as `nanocp profile --overlap` measured it."""
+    lane_gain_percent: int = 3
+    """Two lanes run only where they save at least this much."""
+    costs: CostConfig = field(default_factory=CostConfig)
+
+    def __post_init__(self) -> None:
+        check_one_of(LANES, lanes=self.lanes)
+        check_at_least(0, lane_gain_percent=self.lane_gain_percent)
+        require(
+            all(
+                rows >= 1 and links >= 0 and percent >= 1
+                for rows, links, percent in self.lane_table
+            ),
+            f"lane_table is {self.lane_table}; it must be (rows, links, percent) with rows and "
+            "percent from 1 and links from 0",
+        )
+        require(
+            self.lanes != "measured" or bool(self.lane_table),
+            "lanes is measured and lane_table is empty; nanocp profile --overlap writes it",
+        )
+        check_at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
+        check_at_least(
+            1,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+        )
+        check_at_least(1, chaos_period_windows=self.chaos_period_windows)
+        check_at_least(0, max_moving_pages=self.max_moving_pages)
+        check_at_least(
+            0, max_unfilled_tokens=self.max_unfilled_tokens, tpot_target_ms=self.tpot_target_ms
+        )
+        host, file = self.offload_host_pages, self.offload_file_pages
+        check_at_least(0, offload_host_pages=host, offload_file_pages=file)
+        check_at_least(
+            0,
+            max_overtake_us=self.max_overtake_us,
+            held_timeout_us=self.held_timeout_us,
+            chaos_seed=self.chaos_seed,
+        )
+        require(
+            re.fullmatch(
+                r"max_tokens|tokens:\d{1,9}|percentile:([1-9]\d?|100)", self.growth_promise
+            )
+            is not None,
+            f"growth_promise is {self.growth_promise!r}; it must be max_tokens, percentile:N with "
+            "N from 1 to 100, or tokens:N",
+        )
+        check_ttft_targets(self.ttft_targets)
+        require(
+            not self.ttft_targets or self.policy == "cost_aware",
+            f"ttft_targets is {self.ttft_targets} and policy {self.policy}; only cost_aware goes "
+            "by targets: take it, or no targets",
+        )
+        lengths = [length for length, _ in self.cp_degree_buckets]
+        require(
+            lengths == sorted(set(lengths))
+            and all(length >= 1 and degree >= 1 for length, degree in self.cp_degree_buckets),
+            f"cp_degree_buckets is {self.cp_degree_buckets}; it must be (length, degree) pairs of "
+            "positive integers with ascending lengths",
+        )
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether a window may run in two lanes, so that every instance has regions for both."""
+        return self.lanes != "off"
+
+    def lane_point(self, num_rows: int, num_links: int) -> tuple[int, int, int] | None:
+        """The entry of `lane_table` that speaks for a window of this size; None in an empty table.
+
+        It is the smallest that holds the size, else the largest.
+        """
+        holds = [p for p in self.lane_table if p[0] >= num_rows and p[1] >= num_links]
+        return min(holds) if holds else max(self.lane_table, default=None)
+
+    def lanes_pay(self, num_rows: int, num_links: int) -> bool:
+        """Whether two lanes save enough for a window of this size, as measured."""
+        point = self.lane_point(num_rows, num_links)
+        return point is not None and point[2] <= 100 - self.lane_gain_percent

@@ -1,0 +1,149 @@
+"""What the service is for clients and operators: addresses, keys, names, parsers, its log.
+
+Enters: values from nanocp.config.file or from tests. Leaves: frozen, validated values. Does not
+know: instances, the scheduler. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nanocp.config.choices import check_at_least, check_one_of, require
+
+LOG_FORMATS = ("text", "json")
+TOOL_CALL_PARSERS = (
+    "auto", "none", "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "glm47",
+    "qwen3_coder",
+)  # fmt: skip
+REASONING_PARSERS = ("auto", "none", "think")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """Addresses, keys and names that the service has for clients and members."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    host: str = "127.0.0.1"
+    """Address to listen on for clients and members; 0.0.0.0: every interface. With a loopback
+    address, all instances run on this machine."""
+    advertised_host: str = ""
+    """Address at which members on other machines reach this one. Empty: `host` or, if that is every
+    interface, the address of this machine's route to the others."""
+    grpc_port: int = 50051
+    """Port of the gRPC API. 0 picks a free port."""
+    metrics_port: int = 9464
+    """Port of /metrics and /cluster. 0 picks a free port."""
+    http_port: int = 8000
+    """Port of OpenAI's API. 0 picks a free port."""
+    members_port: int = 0
+    """Port at which members dial the controller; the ports after it are for the front ends, one
+    each. 0 picks free ports."""
+    served_model_name: str = ""
+    """The model's name for clients. Empty: the checkpoint's path, as it was given."""
+    api_keys: tuple[str, ...] = ()
+    """API keys; clients send one as `Authorization: Bearer KEY`, over gRPC as metadata. Empty: no
+    key is needed. A key on the command line is visible in `ps`, one in a file is not."""
+    api_keys_file: str = ""
+    """File with further API keys, one a line, that is read again when it changes. Empty: none."""
+    operator_keys_file: str = ""
+    """File with keys of operators, one a line, each with a name before it if you like: `alice KEY`.
+    It is read again when it changes. A service with keys of any kind needs one for /metrics, the
+    data of /cluster, and changes of seats and layers. Empty: nobody has one."""
+    public_status: bool = False
+    """/metrics and the data of /cluster need no operator's key."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: auto (as its chat template does), none, hermes (Qwen too),
+    deepseek_v3, deepseek_v31, kimi_k2, glm45, glm47 or qwen3_coder (Qwen3.5 too)."""
+    reasoning_parser: str = "auto"
+    """Whether text between <think> and </think> is reasoning: think, none, or auto (if the chat
+    template has the marker)."""
+    ssl_keyfile: str = ""
+    """Private key (PEM) of both APIs' certificate. Empty: no TLS."""
+    ssl_certfile: str = ""
+    """Certificate (PEM) of both APIs, with its chain."""
+    ssl_ca_certs: str = ""
+    """Certificates (PEM) by which clients' certificates are judged."""
+    ssl_cert_reqs: int = 0
+    """Whether clients must show a certificate: 0 no, 2 yes."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the HTTP API, such as https://chat.example. `*`: any.
+    Empty: none."""
+    event_log: str = ""
+    """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
+    A log of an earlier start is kept, under a name with its time. Empty: none."""
+    event_log_part_mb: int = 1024
+    """An event log goes on in another file (FILE.part2) when one has this size, in MB (10^6 bytes).
+    0: never."""
+    log_format: str = "text"
+    """Lines of the log on standard error: text or json. json: the start-up output too."""
+    log_level: str = "info"
+    """Least level of the log: debug, info, warning or error. info has a line for each request that
+    ends, and the load every 10 s."""
+    otlp_traces_endpoint: str = ""
+    """OpenTelemetry collector that gets a trace of each request, by OTLP over gRPC, such as
+    http://localhost:4317. Empty: no traces. It needs `pip install '.[otel]'`."""
+    check_invariants: bool = False
+    """Check the scheduler's whole state while no window is in flight, for tests: it visits every
+    request, page and frame. What is broken is reported and ends the service."""
+    front_ends: int = 1
+    """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
+    front_end_processes: bool = False
+    """Run each front end in a process of its own, which is started again if it is lost."""
+    controller_process: bool = False
+    """Run the controller in a process of its own too, which is started again if it is lost."""
+    node_streams: bool = False
+    """One stream to the controller for each node instead of one for each instance, carried by a
+    process of its own on the node. It pays for a hundred instances and more."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients or operators have keys, so that what is theirs alone asks for one."""
+        return bool(self.api_keys or self.api_keys_file or self.operator_keys_file)
+
+    def __post_init__(self) -> None:
+        check_at_least(0, event_log_part_mb=self.event_log_part_mb)
+        require(
+            bool(self.ssl_keyfile) == bool(self.ssl_certfile),
+            "ssl_keyfile and ssl_certfile go together: give both or neither",
+        )
+        require(
+            self.ssl_cert_reqs in (0, 2)
+            and (self.ssl_cert_reqs == 0 or bool(self.ssl_certfile and self.ssl_ca_certs)),
+            f"ssl_cert_reqs is {self.ssl_cert_reqs}; it must be 0, or 2 beside ssl_certfile and "
+            "ssl_ca_certs",
+        )
+        require(
+            re.fullmatch(r"(https?://[^/\s]+/?)?", self.otlp_traces_endpoint) is not None,
+            f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
+            "http://localhost:4317",
+        )
+        require(
+            self.front_end_processes or not self.controller_process,
+            "controller_process is true; it needs front_end_processes: front ends must outlive the "
+            "controller",
+        )
+        check_one_of(TOOL_CALL_PARSERS, tool_call_parser=self.tool_call_parser)
+        check_one_of(REASONING_PARSERS, reasoning_parser=self.reasoning_parser)
+        check_one_of(LOG_FORMATS, log_format=self.log_format)
+        check_one_of(LOG_LEVELS, log_level=self.log_level)
+        for name in ("grpc_port", "metrics_port", "http_port", "members_port"):
+            port = getattr(self, name)
+            require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
+        require(
+            all(
+                key.isascii() and key.isprintable() and key == key.strip() != ""
+                for key in self.api_keys
+            ),
+            "api_keys has a key that no header can carry; each must be printable ASCII, without "
+            "space at its ends",
+        )
+        require(
+            1 <= self.front_ends <= 64
+            and max(self.grpc_port, self.http_port, self.members_port + 2) + self.front_ends
+            <= 65536,
+            f"front_ends is {self.front_ends}; it must be from 1 to 64, and grpc_port, http_port "
+            "and members_port + 2 at most 65536 with it added",
+        )

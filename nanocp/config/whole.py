@@ -1,0 +1,215 @@
+"""The whole configuration: every section, and every refusal of settings that do not go together.
+
+Enters: values from nanocp.config.file (file < environment < flag) or from tests. Leaves: a Config.
+Does not know: files, the environment, the command line. Standard library only: the scheduler
+imports it. The docstring below a field is also its help on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from nanocp.config.choices import require
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.kv_offload import KvOffloadConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.passes import PassesConfig
+from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.service import ServiceConfig
+from nanocp.values.plan import PAGE_SIZE
+
+SECRETS = ("api_key", "api_keys", "tenant_keys")
+"""Keys whose values are never shown, in whatever section."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration of a cluster."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    pipeline: PassesConfig = field(default_factory=PassesConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    kv_offload: KvOffloadConfig = field(default_factory=KvOffloadConfig)
+
+    def __post_init__(self) -> None:
+        for sentence in _refusals(self):
+            raise ValueError(sentence)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether pages are kept outside the frames."""
+        return self.kv_offload.host_gib > 0 or self.scheduler.offload_host_pages > 0
+
+    def with_slots(self, page_bytes: int) -> Config:
+        """This configuration, with as many slots as kv_offload has room for.
+
+        page_bytes: of the model that is served. Raises ValueError if there is no room for one page.
+        """
+        num_host, num_file = self.kv_offload.num_pages(page_bytes)
+        for name, number in (("host_gib", num_host), ("file_gib", num_file)):
+            require(
+                number > 0 or not getattr(self.kv_offload, name),
+                f"kv_offload.{name} is {getattr(self.kv_offload, name)}; a page of this model has "
+                f"{page_bytes:,} bytes, and one at least must fit",
+            )
+        sized = replace(
+            self.scheduler,
+            offload_host_pages=self.scheduler.offload_host_pages or num_host,
+            offload_file_pages=self.scheduler.offload_file_pages or num_file,
+        )
+        return replace(self, scheduler=sized)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the cluster goes on after it has lost a member."""
+        own, timeout_ms = self.data_plane, self.limits.recovery_timeout_ms
+        can_regroup = own.device == "cpu" or own.dispatch_backend in ("exchange", "fused")
+        return can_regroup and own.page_backend != "nixl" and timeout_ms > 0
+
+    @property
+    def has_prefill_member(self) -> bool:
+        """Whether prompts are computed by a member of their own, or by engines behind it."""
+        return self.cluster.layout != "pipeline" and not self.prefill.synthetic_kv
+
+    @property
+    def of_prefill_stages(self) -> Config:
+        """What the stages of the prefill are configured with: a pipeline that serves nobody.
+
+        A stage has frames for two prompts of the greatest length. Its kernels are torch's: of their
+        weights long chunks can make the keys and values of all heads.
+        """
+        num_frames = 2 * -(-self.cluster.max_model_len // PAGE_SIZE)
+        mine = self.data_plane
+        return Config(
+            cluster=ClusterConfig(
+                num_instances=self.prefill.stages,
+                num_frames=num_frames,
+                max_model_len=self.cluster.max_model_len,
+                bounds=BoundsConfig(max_grammar_bytes=0),
+                layout="pipeline",
+            ),
+            # Nothing but its stages limits what waits for them, and a page is written once.
+            scheduler=SchedulerConfig(
+                prefix_sharing=False, max_queued_requests=10**6, max_queued_tokens=10**12
+            ),
+            data_plane=DataPlaneConfig(
+                dtype=mine.dtype,
+                cpu_kernels="torch",
+                threads_per_instance=mine.threads_per_instance,
+            ),
+            pipeline=PassesConfig(max_pass_tokens=self.prefill.chunk_tokens),
+            limits=self.limits,
+        )
+
+
+def _refusals(config: Config) -> Iterator[str]:
+    """Every reason why sections of a configuration do not go together, the first one first."""
+    cluster, scheduler, data_plane = config.cluster, config.scheduler, config.data_plane
+    on_cpu, dispatch = data_plane.device == "cpu", data_plane.dispatch_backend
+    if scheduler.has_lanes and not on_cpu and dispatch != "exchange":
+        yield (
+            f"scheduler.lanes is {scheduler.lanes} and dispatch_backend {dispatch}; on a GPU "
+            "it must be exchange, the only one that both lanes can use at once"
+        )
+    if not on_cpu and cluster.num_instances > cluster.instances_per_node:
+        yield (
+            f"device is cuda, and {cluster.num_instances} instances are on more than one node of "
+            f"{cluster.instances_per_node} (cluster.instances_per_node); GPUs exchange only within "
+            "one node so far (docs/gpu.md)"
+        )
+    if cluster.spares and not (config.recovers and on_cpu):
+        yield (
+            f"cluster.spares is {cluster.spares}, for a service that ends at its first loss; "
+            "spares need device cpu, page_backend auto and recovery_timeout_ms above 0"
+        )
+    if config.prefill.stages != 1 and data_plane.page_backend != "auto":
+        yield (
+            f"prefill.stages is {config.prefill.stages} and data_plane.page_backend "
+            f"{data_plane.page_backend}; pages of stages go as auto says: take it, or 1 stage"
+        )
+    if cluster.layout == "pipeline":
+        for is_asked, sentence in _of_pipeline(config):
+            if is_asked:
+                yield f"cluster.layout is pipeline, and {sentence}"
+    if scheduler.offload_file_pages and not config.kv_offload.file_dir:
+        yield (
+            "kv_offload is on, and scheduler.offload_file_pages is set without kv_offload.file_dir"
+        )
+    if config.has_slots:
+        for is_asked, sentence in _of_slots(config):
+            if is_asked:
+                yield f"kv_offload is on, and {sentence}"
+
+
+def _of_pipeline(config: Config) -> tuple[tuple[bool, str], ...]:
+    """What a pipeline cannot do: whether it is asked for, and a sentence."""
+    scheduler, prefill, data_plane = config.scheduler, config.prefill, config.data_plane
+    cluster = config.cluster
+    return (
+        (data_plane.device != "cpu", f"data_plane.device {data_plane.device}: stages run on CPUs"),
+        (
+            data_plane.page_backend != "auto",
+            f"data_plane.page_backend {data_plane.page_backend}: KV of layers goes as auto says",
+        ),
+        (
+            scheduler.steps_per_window != 1,
+            f"scheduler.steps_per_window {scheduler.steps_per_window}: a pass is one step",
+        ),
+        (scheduler.lanes != "off", f"scheduler.lanes {scheduler.lanes}: passes have no lanes"),
+        (
+            scheduler.policy not in (SchedulerConfig().policy, "dual_balanced"),
+            f"scheduler.policy {scheduler.policy}: a pipeline places no request on instances, so "
+            "take the default, and see pipeline.layer_policy",
+        ),
+        (
+            scheduler.tpot_target_ms != 0,
+            f"scheduler.tpot_target_ms {scheduler.tpot_target_ms}: its prompts are not deferred",
+        ),
+        (bool(prefill.engines), "prefill.engines is set: its stages compute prompts"),
+        (prefill.synthetic_kv, "prefill.synthetic_kv is set: its stages compute prompts"),
+        (
+            prefill.stages != 1,
+            f"prefill.stages {prefill.stages}: its own stages (cluster.num_instances) compute "
+            "prompts",
+        ),
+        (
+            cluster.redundant_experts != 0,
+            f"cluster.redundant_experts {cluster.redundant_experts}: a stage has all experts of "
+            "its layers",
+        ),
+        (
+            cluster.spares != 0,
+            f"cluster.spares {cluster.spares}: a spare has loaded no layers of a stage",
+        ),
+    )
+
+
+def _of_slots(config: Config) -> tuple[tuple[bool, str], ...]:
+    """What does not go with pages outside the frames: whether it is asked for, and a sentence."""
+    return (
+        (
+            config.cluster.layout == "pipeline",
+            "cluster.layout is pipeline: stages keep pages",
+        ),
+        (
+            config.data_plane.device != "cpu",
+            "data_plane.device is cuda: copies run on CPUs only",
+        ),
+        (
+            config.prefill.synthetic_kv,
+            "prefill.synthetic_kv is set: no page has content to keep",
+        ),
+        (
+            not config.scheduler.prefix_sharing,
+            "scheduler.prefix_sharing is off: pages have no hashes",
+        ),
+    )

@@ -1,0 +1,78 @@
+"""The configuration as commented YAML: every key with its unit, its sentence and its value.
+
+Enters: a Config, and where its values are from. Leaves: a text that `--config` reads again. Does
+not know: files, the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from nanocp.config.field_docs import field_docs
+from nanocp.config.whole import SECRETS, Config
+
+_COLUMNS = 100
+_UNITS = {
+    "ms": "milliseconds",
+    "us": "microseconds",
+    "mb": "MB",
+    "gb": "GB",
+    "gib": "GiB",
+    "tokens": "tokens",
+    "pages": "pages",
+    "windows": "windows",
+    "bytes": "bytes",
+}
+
+
+def config_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """The text. `origins`: key -> where its value is from; keys without one have their default.
+
+    Without origins each key has its sentence instead.
+    """
+    return "\n".join(_section(config, (), origins)).strip() + "\n"
+
+
+def unit_of(key: str) -> str:
+    """The unit that the key's name ends with; empty if it has none."""
+    return _UNITS.get(key.rpartition("_")[2], "")
+
+
+def _section(
+    section: Any, path: tuple[str, ...], origins: Mapping[str, str] | None
+) -> Iterator[str]:
+    indent, docs = "  " * len(path), field_docs(type(section))
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield ""
+            if origins is None:
+                yield from _comment((type(value).__doc__ or "").partition("\n")[0], indent)
+            yield f"{indent}{field.name}:"
+            yield from _section(value, (*path, field.name), origins)
+            continue
+        shown = f"{indent}{field.name}: {_shown(field.name, value)}"
+        if origins is None:
+            unit = unit_of(field.name)
+            yield from _comment(docs.get(field.name, "") + f" ({unit})" * bool(unit), indent)
+            yield shown
+        else:
+            origin = origins.get(".".join((*path, field.name)), "default")
+            yield f"{shown}  # {origin}"
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    width = _COLUMNS - len(indent) - 2
+    for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
+        yield f"{indent}# {line}"
+
+
+def _shown(name: str, value: Any) -> str:
+    if name in SECRETS and value:
+        hidden = "(not shown)"
+        return json.dumps(hidden if isinstance(value, str) else [hidden] * len(value))
+    return json.dumps(value)

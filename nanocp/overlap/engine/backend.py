@@ -1,0 +1,96 @@
+"""`torch.compile(model, backend=overlap_backend(policy))`: a model in the order of a policy.
+
+Enters: a model, a policy. Leaves: the model, compiled. Does not know: orders, graphs' insides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from nanocp.overlap.engine.batch import CannotSplit
+from nanocp.overlap.engine.engine import OverlapEngine
+from nanocp.overlap.engine.inductor import compiled, compiled_module
+from nanocp.overlap.engine.partition import partition
+from nanocp.overlap.ops import OverlapPolicy
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def overlap_backend(
+    policy: OverlapPolicy,
+    built: Callable[[OverlapEngine], None] = lambda engine: None,
+    inductor: bool = False,
+) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """Make a backend of torch.compile that runs operators in the order of a policy.
+
+    The batch is the dynamic first dimension of the inputs (`torch._dynamo.mark_dynamic`); `overlap`
+    marks it. A graph that cannot be split safely runs in program order, and a warning says why.
+    `built` gets the engine of every other graph. inductor: compile operators, and graphs that run
+    whole; merging then copies.
+    """
+
+    def whole_of(graph: GraphModule) -> Callable[..., Any]:
+        return compiled_module(graph) if inductor else graph.forward
+
+    def compile_graph(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            program = partition(graph, policy.rules, example_inputs)
+        except CannotSplit as reason:
+            logger.warning("the graph runs in program order: %s", reason)
+            return whole_of(graph)
+        engine = OverlapEngine(compiled(program) if inductor else program, policy, whole_of(graph))
+        built(engine)
+        return engine
+
+    return compile_graph
+
+
+def overlap(
+    model: nn.Module,
+    policy: OverlapPolicy,
+    built: Callable[[OverlapEngine], None] = lambda engine: None,
+    inductor: bool = False,
+) -> Callable[..., Any]:
+    """Compile a model so that its operators run in the order of a policy.
+
+    The batch is the first dimension of the first tensor that the model is called with, and of every
+    other that is as long there: also inside lists, dictionaries and plain objects, such as a cache.
+    inductor: see overlap_backend.
+    """
+    made = torch.compile(model, backend=overlap_backend(policy, built, inductor))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        batch_size = 0
+        for tensor in _tensors((args, kwargs), set()):
+            batch_size = batch_size or tensor.shape[0]
+            if tensor.shape[0] == batch_size:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return made(*args, **kwargs)
+
+    return call
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Every tensor with a dimension in a value that a model is called with, in order."""
+    if id(value) in seen or isinstance(value, nn.Module | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each, seen)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each, seen)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), seen)

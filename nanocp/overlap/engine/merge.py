@@ -1,0 +1,137 @@
+"""Operators that write an output where it is wanted, so that merging micro-batches copies nothing.
+
+Enters: an operator's module. Leaves: one that takes a tensor to write to, if its last step can do
+that. Does not know: micro-batches, which memory it is (DynaFlow, Algorithm 2).
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from nanocp.overlap.engine.partition import Program
+
+Place = Callable[[Sequence[int], Tensor], Tensor]
+"""Gives the memory for an output of a shape, of the type and on the device of a tensor like it."""
+
+
+def linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:
+    """`torch.nn.functional.linear` that writes to `place`, which must be contiguous there."""
+    out = place((*rows.shape[:-1], weight.shape[0]), rows)
+    flat, target = rows.reshape(-1, rows.shape[-1]), out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(flat, weight.t(), out=target)
+    else:
+        torch.addmm(bias, flat, weight.t(), out=target)
+    return out
+
+
+def add_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
+    """`one + other` that writes to `place`; both are of the same type."""
+    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+    return torch.add(one, other, out=place(shape, one))
+
+
+def mul_into(one: Tensor, other: Tensor, place: Place) -> Tensor:
+    """`one * other` that writes to `place`; both are of the same type."""
+    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+    return torch.mul(one, other, out=place(shape, one))
+
+
+_INTO: dict[Any, Callable[..., Tensor]] = {
+    operator.add: add_into,
+    torch.add: add_into,
+    operator.mul: mul_into,
+    torch.mul: mul_into,
+}
+
+
+def writer(module: nn.Module, place: int | None) -> GraphModule | None:
+    """The module with one more input, the `Place` that output number `place` is written to.
+
+    place: None if the module returns that output alone. None is returned if the step that makes the
+    output cannot write to given memory, if the module reads the output again, or if it was
+    compiled.
+    """
+    if not isinstance(module, GraphModule):
+        return None
+    module = copy.deepcopy(module)
+    (returned,) = (node.args[0] for node in module.graph.find_nodes(op="output"))
+    made_by = returned if place is None else returned[place]
+    if not isinstance(made_by, Node) or made_by.op != "call_function" or len(made_by.users) > 1:
+        return None
+    last_input = list(module.graph.find_nodes(op="placeholder"))[-1]
+    with module.graph.inserting_after(last_input):
+        out = module.graph.placeholder("out_of_micro_batches")
+    with module.graph.inserting_after(made_by):
+        if made_by.target is torch.nn.functional.linear:
+            arguments = [*made_by.args, *made_by.kwargs.values(), None][:3]
+            written = module.graph.call_function(linear_into, (*arguments, out))
+        elif made_by.target in _INTO and not made_by.kwargs and _are_alike(made_by.args):
+            written = module.graph.call_function(_INTO[made_by.target], (*made_by.args, out))
+        else:
+            return None
+    made_by.replace_all_uses_with(written, propagate_meta=True)
+    module.graph.erase_node(made_by)
+    module.recompile()
+    return module
+
+
+def _are_alike(arguments: Sequence[Any]) -> bool:
+    """Whether they are two tensors of one type."""
+    values = [node.meta.get("example_value") for node in arguments if isinstance(node, Node)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return len(arguments) == len(tensors) == 2 and tensors[0].dtype == tensors[1].dtype
+
+
+class Writers:
+    """Operators that write one of their outputs into a given tensor, made when first asked for."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._made: dict[tuple[int, Set[int]], tuple[int, GraphModule] | None] = {}
+        """By operator and its merged outputs: batch sizes may merge different ones."""
+
+    def of(self, number: int, merged: Set[int]) -> tuple[int, GraphModule] | None:
+        """(the output's place, the operator that writes it).
+
+        None if the operator has no merged output, or cannot write it to given memory.
+        """
+        operator = self._program.operators[number]
+        key = number, merged & frozenset(operator.outputs)
+        if key not in self._made:
+            self._made[key] = None
+            for place, value in enumerate(operator.outputs):
+                if value in merged:
+                    module = writer(operator.module, place if operator.is_tuple else None)
+                    if module is not None:
+                        self._made[key] = place, module
+                        break
+        return self._made[key]
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The tensor whose neighbouring slices along `dim` the parts are; None if they are not."""
+    first = parts[0]
+    offset = first.storage_offset()
+    total = 0
+    for part in parts:
+        is_next = (
+            part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and part.stride() == first.stride()
+            and part.storage_offset() == offset
+            and part.dtype == first.dtype
+        )
+        if not is_next:
+            return None
+        offset += part.shape[dim] * part.stride(dim)
+        total += part.shape[dim]
+    shape = list(first.shape)
+    shape[dim] = total
+    return first.as_strided(shape, first.stride(), first.storage_offset())

@@ -1,0 +1,58 @@
+"""What two lanes take of the time of one, by the size of a batch: `scheduler.lane_table`.
+
+Enters: a configuration, what measures a batch. Leaves: the table. Does not know: how a batch is
+measured, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from data_plane.profiling.batch import Batch, linked_batches, local_batches
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from data_plane.profiling.cluster import LaneTimes
+
+LaneTable = tuple[tuple[int, int, int], ...]
+_LENGTH = 256
+
+
+def lane_batches(config: Config) -> Iterator[tuple[int, int, Batch]]:
+    """(rows, links, batch): sizes of an instance, without links and with a link for each row."""
+    num_instances, bounds = config.cluster.num_instances, config.cluster.bounds
+    tokens = min(config.cluster.num_frames * PAGE_SIZE, bounds.max_rows * _LENGTH)
+    batches = (
+        *local_batches(num_instances, bounds.max_rows, tokens),
+        *linked_batches(num_instances, bounds, tokens),
+    )
+    sizes = set()
+    for batch in batches:
+        rows = len(batch) // num_instances
+        size = rows, rows * (len(batch[0].kv_binding) - 1)
+        if rows > 1 and size not in sizes:
+            sizes.add(size)
+            yield *size, batch
+
+
+def measure_lane_table(config: Config, measure: Callable[[Batch], LaneTimes]) -> LaneTable:
+    """Measure every size once."""
+    points = []
+    for rows, links, batch in lane_batches(config):
+        times = measure(batch)
+        points.append((rows, links, max(1, round(100 * times.two_us / times.one_us))))
+    return tuple(sorted(points))
+
+
+def with_lane_table(config: Config, table: LaneTable) -> Config:
+    """The configuration that runs two lanes where the table says so.
+
+    If they pay nowhere it has one lane, whose instances need no regions for a second one.
+    """
+    scheduler = replace(config.scheduler, lanes="measured", lane_table=table)
+    if not any(scheduler.lanes_pay(rows, links) for rows, links, _ in table):
+        scheduler = replace(scheduler, lanes="off")
+    return replace(config, scheduler=scheduler)

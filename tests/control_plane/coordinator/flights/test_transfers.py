@@ -1,0 +1,86 @@
+"""What a prefill is sent: a new one begins again with every ticket that the lost one left."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from control_plane.coordinator.flights.transfers import Transfers
+from control_plane.frontend.controller_interface import Submission
+from control_plane.ports.member_streams import PREFILL
+from harness.member_cluster import FIRST, in_a_loop, running
+from nanocp.values.plan import Fence, TargetRun, Transfer, TransferFailed
+
+TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))
+
+
+class FakeMembers(SimpleNamespace):
+    """Keeps what is sent to the prefill."""
+
+    def send(self, member, message):
+        if member == PREFILL:
+            self.sent.append(message)
+
+    def taken(self):
+        """(kind, ticket) of each message since the last call."""
+        taken = [
+            (kind, message.prefill.transfer.ticket if kind == "prefill" else getattr(message, kind))
+            for message in self.sent
+            for kind in [message.WhichOneof("message")]
+        ]
+        self.sent.clear()
+        return taken
+
+
+@pytest.fixture
+def members():
+    return FakeMembers(expected=[PREFILL], sent=[])
+
+
+def started(transfers, tickets):
+    for ticket in tickets:
+        transfer = Transfer(ticket, ticket, 190, TWO)
+        submission = Submission(ticket, range(191), 191, 8, b"")
+        assert transfers.start(transfer, submission) is None
+
+
+def test_a_new_prefill_gets_what_the_lost_one_had_not_filled(members):
+    transfers = Transfers(members)
+    started(transfers, [1, 2, 3])
+    assert members.taken() == [("prefill", 1), ("prefill", 2), ("prefill", 3)]
+    transfers.fence(Fence(1, (2, 3)))
+    transfers.answered(2, 2)
+    transfers.answered(2, 3)
+    transfers.answered(3, 2)
+    assert members.taken() == [("cancel", 1), ("arrived", 2)]
+    transfers.prefill_arrived()
+    assert members.taken() == [("prefill", 3)], "neither the fenced one nor the filled one"
+    assert transfers.num_pages_awaited == 6
+
+
+def test_without_a_new_prefill_every_open_ticket_fails(members):
+    transfers = Transfers(members)
+    started(transfers, [1, 2])
+    for instance in (2, 3):
+        transfers.answered(1, instance)
+    assert [failed.ticket for failed in transfers.prefill_lost()] == [2]
+    late = transfers.start(Transfer(3, 3, 190, TWO), Submission(3, range(191), 191, 8, b""))
+    assert isinstance(late, TransferFailed)
+    assert late.ticket == 3
+
+
+@in_a_loop
+async def test_a_stream_that_is_full_in_the_middle_of_a_ticket_leaves_no_ticket_open():
+    """The loss ends the term: a ticket that was begun before may not come into the empty table."""
+    cluster = running()
+    transfers = Transfers(cluster.members)
+    cluster.events.term_ended = transfers.end_term
+    cluster.streams[FIRST].max_messages = 0
+    on_both = (TargetRun(0, 2, 0, 5), TargetRun(2, 1, 1, 0))
+    transfer, submission = Transfer(1, 1, 190, on_both), Submission(1, range(191), 191, 8, b"")
+    assert transfers.start(transfer, submission) is None
+    assert transfers.num_prefilling == 1, "the term goes on until the plan is carried out"
+    await cluster.until(lambda: ("lost", 0) in cluster.events.calls)
+    assert (transfers.num_prefilling, transfers.num_pages_awaited) == (0, 0), (
+        "they were of the term"
+    )
+    assert cluster.events.calls.count(("lost", 0)) == 1

@@ -1,0 +1,105 @@
+"""Windows in flight, and the full table of one of them."""
+
+from random import Random
+
+import pytest
+
+from control_plane.coordinator.flights.windows import WindowsInFlight
+from control_plane.scheduler.scheduler import Scheduler
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, InstancePlan, TransferDone, WindowDone
+from nanocp.values.table import InstanceTable
+from nanocp.wire.convert import instance_plan_to_wire
+
+
+def plans(window, num_instances=2):
+    return tuple(
+        InstancePlan(instance, window, window, 1, 0, 0) for instance in range(num_instances)
+    )
+
+
+def test_a_window_leaves_the_flight_when_everybody_has_reported_it():
+    windows = WindowsInFlight(2)
+    windows.sent(plans(0))
+    windows.sent(plans(1))
+    assert not windows.reported(0, 0)
+    assert not windows.reported(0, 1)
+    assert (windows.oldest, windows.missing()) == (0, [1])
+    assert windows.reported(1, 0)
+    assert (windows.oldest, windows.missing(), len(windows)) == (1, [1], 1)
+    assert windows.reported(1, 1)
+    assert (windows.oldest, windows.missing(), len(windows)) == (None, [], 0)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_report_of_a_window_that_does_not_run_is_refused(window):
+    windows = WindowsInFlight(2)
+    windows.sent(plans(0))
+    windows.reported(0, 0)
+    with pytest.raises(
+        ValueError, match=f"instance 0 reported window {window}, which it was not running"
+    ):
+        windows.reported(0, window)
+
+
+def test_a_report_out_of_order_is_refused():
+    windows = WindowsInFlight(2)
+    windows.sent(plans(0))
+    windows.sent(plans(1))
+    with pytest.raises(ValueError, match="instance 0 reported window 1, which it was not running"):
+        windows.reported(0, 1)
+    assert windows.missing() == [0, 1], "nothing was taken"
+
+
+def test_a_full_table_of_a_window_that_is_over_is_refused():
+    with pytest.raises(ValueError, match="instance 1 asked for window 7"):
+        WindowsInFlight(2).full_plan(1, 7)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(seed):
+    """Requests of every kind come and go; a window's full plan replaces all deltas before it."""
+    random = Random(seed)
+    cluster = ClusterConfig(num_instances=3, num_frames=64)
+    scheduler = Scheduler(
+        cluster, SchedulerConfig(policy="chaos", chaos_seed=seed, cp_degree_buckets=((100, 1),))
+    )
+    windows = WindowsInFlight(3)
+    events, unreported, num_checked = [], [], 0
+    deltas = [InstanceTable(instance, 3) for instance in range(3)]
+    for number in range(120):
+        if number % 3 == 0:
+            events.append(Arrival(number + 1, random.randrange(1, 300), random.randrange(1, 20)))
+        plan = scheduler.plan_window(events, number)
+        events = [
+            TransferDone(transfer.ticket, instance)
+            for transfer in plan.transfers
+            for instance in transfer.receivers
+        ]
+        if plan.window is not None:
+            windows.sent(plan.instances)
+            unreported.append(plan.window)
+            for table, instance_plan in zip(deltas, plan.instances, strict=True):
+                table.apply(instance_plan.changes)
+                full = windows.full_plan(instance_plan.instance, plan.window)
+                fresh = InstanceTable(instance_plan.instance, 3)
+                fresh.apply(full.changes)
+                assert fresh.digest == table.digest == full.result_digest
+                assert (full.is_full, full.base_digest) == (True, instance_plan.base_digest)
+                again = windows.full_plan(instance_plan.instance, plan.window)
+                assert _bytes(again) == _bytes(full)
+                num_checked += len(full.changes.rows)
+        if unreported and (len(unreported) == 2 or random.random() < 0.5):
+            window = unreported.pop(0)
+            assert [windows.reported(instance, window) for instance in range(3)] == [
+                False,
+                False,
+                True,
+            ]
+            events += [WindowDone(instance, window) for instance in range(3)]
+    assert num_checked > 100
+
+
+def _bytes(plan):
+    return instance_plan_to_wire(plan).SerializeToString(deterministic=True)

@@ -1,0 +1,181 @@
+"""The way from term to term, without streams and processes."""
+
+from control_plane.coordinator.members.terms import Standing, Terms
+from control_plane.ports.member_streams import Member
+
+FIRST, SECOND, THIRD = (Member("instance", number) for number in range(3))
+
+
+class Steps:
+    """Records what is to be done."""
+
+    def __init__(self):
+        self.calls = []
+
+    def ask_to_leave(self, instance):
+        self.calls.append(("leave", instance.instance))
+
+    def ask_to_join(self):
+        self.calls.append("join")
+
+    def term_began(self):
+        self.calls.append("began")
+
+    def term_ended(self):
+        self.calls.append("ended")
+
+    def take(self):
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def serving():
+    """Three instances in term 1."""
+    steps = Steps()
+    terms = Terms([FIRST, SECOND, THIRD], steps)
+    for instance in terms.standing:
+        terms.arrived(instance)
+    for instance in terms.standing:
+        terms.has_joined(instance, 1)
+    assert steps.take() == ["join", "began"] and terms.is_serving
+    return terms, steps
+
+
+def test_a_term_is_joined_when_all_are_here_and_begins_when_all_have_joined():
+    steps = Steps()
+    terms = Terms([FIRST, SECOND], steps)
+    terms.arrived(SECOND)
+    assert (terms.number, terms.may_be_joined, steps.take()) == (0, False, [])
+    terms.arrived(FIRST)
+    assert (terms.number, terms.may_be_joined, steps.take()) == (1, True, ["join"])
+    terms.has_joined(FIRST, 1)
+    assert not terms.is_serving
+    terms.has_joined(SECOND, 1)
+    assert terms.is_serving and steps.take() == ["began"]
+
+
+def test_a_term_without_a_loss_ends_when_every_instance_has_left_it():
+    terms, steps = serving()
+    terms.end()
+    terms.end()
+    assert steps.take() == ["ended", ("leave", 0), ("leave", 1), ("leave", 2)]
+    terms.has_left(FIRST, 1)
+    terms.has_left(SECOND, 1)
+    assert terms.those(Standing.LEAVING) == [THIRD] and steps.take() == []
+    terms.has_left(THIRD, 1)
+    assert (terms.number, steps.take()) == (2, ["join"])
+
+
+def test_a_lost_seat_is_waited_for():
+    terms, steps = serving()
+    terms.lost(SECOND, terms.seats)
+    assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
+    terms.has_left(FIRST, 1)
+    terms.has_left(THIRD, 1)
+    assert steps.take() == [] and not terms.may_be_joined
+    terms.arrived(SECOND)
+    assert steps.take() == ["join"]
+
+
+def test_a_loss_while_others_leave_changes_nothing_for_them():
+    terms, steps = serving()
+    terms.lost(SECOND, terms.seats)
+    terms.lost(THIRD, terms.seats)
+    terms.has_left(FIRST, 1)
+    assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
+    terms.arrived(THIRD)
+    terms.arrived(SECOND)
+    assert (terms.number, steps.take()) == (2, ["join"])
+
+
+def test_a_loss_while_others_join_begins_the_term_after():
+    terms, steps = serving()
+    terms.end()
+    for instance in terms.standing:
+        terms.has_left(instance, 1)
+    terms.has_joined(FIRST, 2)
+    steps.take()
+    terms.lost(SECOND, terms.seats)
+    assert steps.take() == [("leave", 0), ("leave", 2)], "term 2 has not served"
+    terms.has_joined(THIRD, 2)
+    terms.has_left(FIRST, 1)
+    assert terms.those(Standing.LEAVING) == [FIRST, THIRD], "one was late, one of term 1"
+    terms.has_left(FIRST, 2)
+    terms.has_left(THIRD, 2)
+    terms.arrived(SECOND)
+    assert (terms.number, steps.take()) == (3, ["join"])
+
+
+def test_it_is_known_what_the_next_term_waits_for():
+    waited_for = []
+    terms = Terms([FIRST, SECOND], Steps(), waited_for.append)
+    terms.arrived(FIRST)
+    terms.arrived(SECOND)
+    assert waited_for[-1] == "join"
+    for instance in (FIRST, SECOND):
+        terms.has_joined(instance, 1)
+    terms.lost(SECOND, terms.seats)
+    assert waited_for[-1] == "leave"
+    terms.has_left(FIRST, 1)
+    assert waited_for[-1] == "load"
+    terms.arrived(SECOND)
+    assert waited_for[-1] == "join"
+    terms.lost(SECOND, terms.seats)
+    assert waited_for[-1] == "leave"
+    terms.lost(FIRST, terms.seats)
+    assert waited_for[-1] == "load", "nobody is left who could leave"
+
+
+def test_words_of_another_term_are_not_taken():
+    terms, steps = serving()
+    terms.end()
+    steps.take()
+    for instance in terms.standing:
+        terms.has_left(instance, 0)
+    assert steps.take() == []
+    for instance in terms.standing:
+        terms.has_left(instance, 1)
+        terms.has_left(instance, 1)
+    for instance in terms.standing:
+        terms.has_joined(instance, 1)
+    assert steps.take() == ["join"] and not terms.is_serving
+
+
+def test_survivors_go_on_without_a_lost_seat_and_take_it_back_in_order():
+    terms, steps = serving()
+    terms.lost(SECOND, [FIRST, THIRD])
+    assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
+    terms.has_left(FIRST, 1)
+    terms.has_left(THIRD, 1)
+    assert terms.number == 2 and terms.standing[SECOND] is Standing.ABSENT
+    terms.has_joined(FIRST, 2)
+    terms.has_joined(THIRD, 2)
+    assert terms.is_serving and steps.take() == ["join", "began"] and not terms.keeps_rows
+    terms.arrived(SECOND)
+    assert terms.is_serving and terms.left_out() == [SECOND] and steps.take() == []
+    terms.change([FIRST, SECOND, THIRD], keeps_rows=True)
+    assert steps.take() == ["ended", ("leave", 0), ("leave", 2)]
+    terms.has_left(FIRST, 2)
+    terms.has_left(THIRD, 2)
+    assert steps.take() == ["join"] and terms.keeps_rows
+
+
+def test_a_loss_in_a_planned_change_keeps_no_rows():
+    terms, steps = serving()
+    terms.change([FIRST, SECOND], keeps_rows=True)
+    terms.has_left(FIRST, 1)
+    terms.lost(SECOND, [FIRST, THIRD])
+    assert not terms.keeps_rows
+    terms.has_left(THIRD, 1)
+    assert steps.take()[-1] == "join" and terms.standing[THIRD] is Standing.JOINING
+
+
+def test_an_instance_that_is_not_in_the_next_term_leaves_and_waits():
+    terms, _ = serving()
+    terms.change([FIRST, SECOND], keeps_rows=True)
+    terms.has_left(FIRST, 1)
+    terms.has_left(SECOND, 1)
+    assert terms.number == 1, "the third may still write"
+    terms.has_left(THIRD, 1)
+    assert terms.number == 2 and terms.standing[THIRD] is Standing.OUT
+    assert terms.left_out() == [THIRD]

@@ -1,0 +1,312 @@
+"""A term ends: which requests keep their pages, what is void, and where rows go on."""
+
+import pytest
+
+from control_plane.scheduler.invariants import check
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.state.request import State
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
+    AbortRequested,
+    Arrival,
+    ClusterLost,
+    Finished,
+    FinishReason,
+    InstanceLost,
+    Regrouped,
+    Resubmitted,
+    TermEnded,
+    TransferDone,
+    WindowDone,
+)
+
+NUM_FRAMES = 20
+HELD_US = 1000
+
+
+class Story:
+    """Two instances. Requests of up to 255 tokens live on one of them, longer ones on both."""
+
+    def __init__(self, **scheduler):
+        cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES)
+        config = SchedulerConfig(
+            policy="dual_balanced",
+            cp_degree_buckets=((256, 1),),
+            cp_degree_max=2,
+            held_timeout_us=HELD_US,
+            **scheduler,
+        )
+        self.scheduler = Scheduler(cluster, config)
+        self.window = 0
+        self.now_us = 0
+        self.term = 1
+
+    def plan(self, *events):
+        plan = self.scheduler.plan_window(events, self.now_us)
+        check(self.scheduler)
+        return plan
+
+    def place(self, request_id, prompt_len=100, max_tokens=50):
+        """The request's row is in the windows from here on; returns its KV binding."""
+        self.plan(Arrival(request_id, prompt_len, max_tokens, b"first", needs_prefill=False))
+        return {instance for _, instance in self.scheduler.placement(request_id).holders}
+
+    def step(self):
+        done = [WindowDone(instance, self.window) for instance in range(2)]
+        self.window += 1
+        return self.plan(*done)
+
+    def regroup(self, *lost, seats=()):
+        """The term ends by these losses, or by none, and the next begins, with these seats."""
+        ends = [InstanceLost(instance) for instance in lost] or [TermEnded()]
+        assert self.plan(*ends).window is None
+        assert self.plan().window is None, "no window between two terms"
+        self.term += 1
+        plan = self.plan(Regrouped(self.term, seats))
+        self.window = self.scheduler._rows.next_window
+        return plan
+
+    def again(self, request_id, prompt_len, max_tokens, attempt=1, row=b"again"):
+        """The front end submits the request's next attempt, and has no other open request."""
+        arrival = Arrival(request_id, prompt_len, max_tokens, row, attempt=attempt)
+        return self.plan(arrival, Resubmitted())
+
+    def state(self, request_id):
+        request = self.scheduler.decided[0].requests.get(request_id)
+        return None if request is None else request.state
+
+    def free(self):
+        return [load.frames_free for load in self.scheduler.loads()]
+
+
+def test_a_request_keeps_its_pages_if_all_survived_and_restarts_at_its_last_token():
+    story = Story()
+    assert story.place(1) == {0}
+    assert story.place(2) == {1}
+    runs = list(story.scheduler.decided[0].requests[1].runs)
+    for _ in range(5):
+        story.step()
+    story.regroup(1)
+    assert (story.state(1), story.state(2)) == (State.HELD, None)
+    assert story.free()[1] == NUM_FRAMES, "the new process has empty frames"
+    # The front end has 3 of the 5 to 7 tokens: a row of its own, over the same pages.
+    plan = story.again(1, 103, 47)
+    assert plan.transfers == () and plan.window == story.window
+    (start,) = plan.instances[0].starts
+    assert (start.request_id, start.position, start.max_tokens, start.row_start) == (
+        1,
+        102,
+        47,
+        b"again",
+    )
+    assert story.scheduler.decided[0].requests[1].runs == runs
+    assert plan.instances[0].base_digest == 0, "the instance's table is empty"
+
+
+def test_a_request_that_lost_a_page_is_prefilled_again():
+    story = Story()
+    assert story.place(1, prompt_len=300) == {0, 1}
+    story.step()
+    story.regroup(0)
+    assert story.state(1) is None and story.free() == [NUM_FRAMES, NUM_FRAMES]
+    plan = story.again(1, 302, 48)
+    (transfer,) = plan.transfers
+    assert (transfer.request_id, transfer.num_tokens) == (1, 301)
+    assert story.state(1) is State.TRANSFERRING
+
+
+def test_a_held_request_may_lose_a_page_in_the_next_loss():
+    story = Story()
+    story.place(1)
+    story.regroup()
+    assert story.state(1) is State.HELD
+    story.regroup(0)
+    assert story.state(1) is None and story.free() == [NUM_FRAMES] * 2
+    assert len(story.again(1, 101, 49, attempt=2).transfers) == 1
+
+
+def test_a_row_whose_steps_are_planned_beyond_its_end_counts_no_more_than_it_has():
+    story = Story(steps_per_window=4)
+    story.place(1, prompt_len=63, max_tokens=1)
+    story.regroup()
+    assert story.state(1) is State.HELD
+    assert story.scheduler.loads()[0].kv_tokens <= 63
+
+
+def test_a_prompt_under_way_begins_anew_under_another_ticket():
+    story = Story()
+    (old,) = story.plan(Arrival(1, 100, 50, b"first")).transfers
+    plan = story.regroup()
+    assert [(fence.ticket, fence.instances) for fence in plan.fences] == [(old.ticket, ())], (
+        "the prefill is to stop"
+    )
+    assert story.scheduler.newest_ticket == old.ticket, "receivers refuse all up to this one"
+    (new,) = story.again(1, 100, 50).transfers
+    assert new.ticket > old.ticket
+    story.plan(TransferDone(old.ticket, old.receivers[0]))
+    assert story.state(1) is State.TRANSFERRING, "an old ticket's confirmation starts no row"
+    assert story.plan(TransferDone(new.ticket, new.receivers[0])).window is not None
+
+
+def test_what_arrives_between_two_terms_waits_and_nothing_is_placed():
+    story = Story()
+    story.plan(InstanceLost(0))
+    plan = story.plan(Arrival(1, 100, 50))
+    assert plan.placements == () and plan.transfers == () and story.scheduler.num_waiting == 1
+    assert story.plan(Regrouped(2)).placements == (), "requests of the last term come first"
+    assert len(story.plan(Resubmitted()).placements) == 1
+
+
+def test_a_cluster_that_has_shrunk_does_not_promise_all_of_max_tokens():
+    """A preempted request would need all frames of the instance for that, and others have some."""
+    story = Story(growth_promise="tokens:0")
+    story.regroup(1, seats=(0,))
+    story.plan(Resubmitted())
+    story.place(1)
+    again = Arrival(2, 100, NUM_FRAMES * 64 - 100, b"again", resumes=True)
+    assert story.plan(again).transfers
+
+
+def test_a_late_submission_of_an_earlier_attempt_is_ignored():
+    story = Story()
+    story.place(1)
+    story.regroup()
+    story.again(1, 103, 47, attempt=2)
+    story.again(1, 101, 49, attempt=1, row=b"late")
+    request = story.scheduler.decided[0].requests[1]
+    assert (request.attempt, request.row_start, request.prompt_len) == (2, b"again", 103)
+
+
+def test_a_later_attempt_replaces_a_row_that_runs():
+    """Tokens were lost on the way to the front end: the row starts anew, in the same term."""
+    story = Story()
+    story.place(1)
+    for _ in range(3):
+        story.step()
+    plan = story.again(1, 102, 48)
+    assert len(plan.placements) == 1 and story.state(1) is State.TRANSFERRING
+    assert not plan.ended, "the request goes on"
+
+
+def test_the_end_of_an_earlier_attempts_row_is_not_that_of_the_present_one():
+    """The row stops in a window in flight, after its tokens were lost on their way."""
+    story = Story()
+    story.place(1)
+    story.step()
+    story.again(1, 102, 48)
+    stopped = (Finished(1, 3, FinishReason.STOP),)
+    story.plan(*(WindowDone(instance, story.window, stopped) for instance in range(2)))
+    assert story.state(1) is State.TRANSFERRING
+
+
+def test_a_later_attempt_replaces_a_waiting_one_with_its_deadline():
+    story = Story()
+    story.plan(InstanceLost(0), Arrival(1, 100, 50, b"first", deadline_us=500))
+    story.plan(Arrival(1, 100, 50, b"again", attempt=1))
+    (waiting,) = story.scheduler.decided[1]
+    assert (waiting.arrival.row_start, waiting.arrival.deadline_us) == (b"again", 500)
+
+
+def test_a_held_request_that_its_front_end_does_not_submit_is_over():
+    story = Story()
+    story.place(1)
+    story.regroup()
+    plan = story.plan(Resubmitted())
+    assert story.state(1) is None and not plan.ended and story.free() == [NUM_FRAMES] * 2
+    assert len(story.again(1, 101, 49).transfers) == 1, "it is taken in again if it comes after all"
+
+
+def test_front_ends_are_waited_for_a_bounded_time():
+    story = Story()
+    story.place(1)
+    story.regroup()
+    story.plan(Arrival(2, 100, 50, needs_prefill=False))
+    assert story.scheduler.next_deadline_us == story.now_us + HELD_US
+    story.now_us += HELD_US - 1
+    assert story.plan().placements == () and story.state(1) is State.HELD
+    story.now_us += 1
+    assert len(story.plan().placements) == 1 and story.state(1) is None
+
+
+def test_requests_of_the_last_term_are_placed_before_new_ones():
+    story = Story()
+    story.place(2)
+    story.regroup(0, 1)
+    story.plan(Arrival(3, 64 * NUM_FRAMES - 100, 100))
+    plan = story.plan(Arrival(2, 100, 50, attempt=1), Resubmitted())
+    assert plan.placements[0].request_id == 2
+
+
+def test_a_held_request_can_be_aborted():
+    story = Story()
+    story.place(1)
+    story.regroup()
+    (ended,) = story.plan(AbortRequested(1)).ended
+    assert (ended.request_id, ended.reason) == (1, FinishReason.ABORTED)
+
+
+def test_a_request_that_can_never_be_served_is_refused_in_a_later_attempt_too():
+    story = Story()
+    (ended,) = story.again(1, 64 * 2 * NUM_FRAMES, 50).ended
+    assert ended.reason is FinishReason.INVALID
+
+
+@pytest.mark.parametrize("is_between_terms", [False, True])
+def test_a_cluster_that_cannot_go_on_ends_every_request(is_between_terms):
+    story = Story()
+    story.place(1)
+    if is_between_terms:
+        story.plan(InstanceLost(0))
+    plan = story.plan(ClusterLost("no instance could be started"), Arrival(2, 10, 10))
+    assert [(each.request_id, each.reason, each.message) for each in plan.ended] == [
+        (1, FinishReason.FAILED, "no instance could be started"),
+        (2, FinishReason.FAILED, "no instance could be started"),
+    ]
+    assert plan.window is None and story.free() == [NUM_FRAMES] * 2
+
+
+def test_a_request_whose_first_window_is_the_last_of_three_terms_is_ended():
+    story = Story()
+    story.place(1)
+    for _ in range(3):
+        story.step()
+    story.place(2)  # It begins with a window in which an instance is lost.
+    for attempt in (1, 2, 3):
+        story.regroup(0, 1)
+        plan = story.plan(
+            Arrival(2, 100, 50, b"again", attempt=attempt, needs_prefill=False),
+            Arrival(1, 103, 47, b"again", attempt=attempt, needs_prefill=False),
+            Resubmitted(),
+        )
+        assert [ended.request_id for ended in plan.ended] == ([2] if attempt == 3 else [])
+    (ended,) = plan.ended
+    assert ended.reason is FinishReason.FATAL and "3 times in a row" in ended.message
+    assert story.state(1) is State.RUNNING, "it had run before the first of the losses"
+    assert story.state(2) is None and not story.scheduler.num_held
+
+
+def test_losses_with_whole_windows_between_blame_no_request():
+    story = Story()
+    story.place(1)
+    for attempt in range(1, 7):
+        story.regroup(0, 1)
+        plan = story.plan(
+            Arrival(1, 100, 50, b"again", attempt=attempt, needs_prefill=False), Resubmitted()
+        )
+        if attempt % 2 == 0:
+            story.step()
+            story.step()
+        assert not plan.ended
+
+
+def test_a_held_request_is_prefilled_again_for_its_missing_log_probabilities():
+    story = Story()
+    story.place(1)
+    story.step()
+    story.regroup()
+    assert story.state(1) is State.HELD
+    arrival = Arrival(1, 101, 49, b"again", attempt=1, is_recomputed=True)
+    plan = story.plan(arrival, Resubmitted())
+    assert [each.request_id for each in plan.transfers] == [1]
+    assert story.state(1) is State.TRANSFERRING
