@@ -18,11 +18,11 @@ import json as json_lib
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,14 +30,15 @@ import typer
 from machine import describe, write_results
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.judge_beside import JudgeBeside, judge_in_one_thread
 from harness.nodes import Node, nodes, why_not
 from harness.ray_machines import RayCluster, Serve, make_checkpoint_of_12, serve
+from nanocp.chaos.judge import ReferenceJudge
+from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of, pauses_by_kind, serving_share, total_losses
-from nanocp.chaos.run import ChaosRun, ask_all, settled
-from nanocp.cli.console import output, print_claims
+from nanocp.chaos.run import JUDGE_S, ChaosRun, ask_all, settled
+from nanocp.cli.console import counted, output, print_claims
 from nanocp.serve.process import HELD_FRAMES
 
 NUM_MACHINES = 3
@@ -46,8 +47,6 @@ KILLED, STOPPED = "member killed", "member stopped"
 WHILE, FOR_GOOD = "machine unplugged for a while", "machine unplugged"
 _PAUSES_S = (5.0, 30.0)
 _WHILE_S = (2.0, 12.0)
-_JUDGE_S = 300.0
-"""Longest wait, after the run, for requests that are not yet judged."""
 _HTTP_PORT, _STATUS_PORT = 8000, 9464
 _SETTINGS = {
     "CLUSTER__REDUNDANT_EXPERTS": 2,
@@ -118,7 +117,8 @@ def main(
             cluster = RayCluster(machines, folder)
             service = serve(machines, checkpoint, NUM_MACHINES, 1, **_SETTINGS)
             run = ChaosRun(checkpoint, seconds=60 * minutes, seed=seed)
-            result = play(machines, service, run)
+            with closing(JudgeBeside(ReferenceJudge, checkpoint)) as judge:
+                result = play(machines, service, run, judge)
             cluster.down()
     if json is not None:
         write_results(json, [result], describe(load_before))
@@ -131,10 +131,12 @@ def main(
     raise typer.Exit(not print_claims(console, claims))
 
 
-def play(machines: Sequence[Node], service: Serve, run: ChaosRun) -> dict[str, Any]:
+def play(
+    machines: Sequence[Node], service: Serve, run: ChaosRun, judge: JudgeBeside
+) -> dict[str, Any]:
     """Load the service, cause losses, and judge what came of it."""
     asked: list[Asked] = []
-    losses, judge = Unplugging(machines, run.seed), JudgeBeside(judge_in_one_thread, run.checkpoint)
+    losses = Unplugging(machines, run.seed)
     began_s = time.monotonic()
     http_urls = [f"http://{machines[0].address}:{_HTTP_PORT}"]
 
@@ -151,7 +153,8 @@ def play(machines: Sequence[Node], service: Serve, run: ChaosRun) -> dict[str, A
         frames = settled(lambda: _sum_of(machines[0], HELD_FRAMES))
         tickets = settled(lambda: _sum_of(machines[0], ("nanocp:tickets_open",)))
     exit_status, there = service.interrupt(), machines[:-1]
-    found = judge.found(asked, _JUDGE_S, lambda progress: print(progress, file=sys.stderr))
+    with counted("judged") as judged:
+        found = judge.found(asked, JUDGE_S, judged)
     return {
         "seed": run.seed,
         "seconds": round(took_s, 1),

@@ -93,16 +93,16 @@ def main(
     load_before = os.getloadavg()[0]
     console = output()
     checkpoint = checkpoint_of(preset)
-    judge = ReferenceJudge(checkpoint)
     results: list[dict[str, Any]] = []
     if only is not RegroupPhase.LOSING:
-        results.append(regrouping(checkpoint, judge, 10.0 if quick else 60 * minutes, preset))
+        judge, seconds = ReferenceJudge(checkpoint), 10.0 if quick else 60 * minutes
+        results.append(regrouping(checkpoint, judge, seconds, preset))
     if only is not RegroupPhase.REGROUPING:
         settings = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
         run = ChaosRun(
             checkpoint, NUM_INSTANCES, 25.0 if quick else 60 * minutes, seed, settings=settings
         )
-        found = play(run, lambda: judge, lambda step: print(step, file=sys.stderr))
+        found = play(run, ReferenceJudge, lambda step: print(step, file=sys.stderr))
         results.append({"phase": RegroupPhase.LOSING, **found})
     if json is not None:
         write_results(json, results, describe(load_before))

@@ -74,12 +74,14 @@ def below_highest(logits: torch.Tensor, output_ids: Sequence[int]) -> torch.Tens
 
 
 class Oracle:
-    """The reference model, loaded once, in fp32."""
+    """The reference model, loaded once, in fp32; torch has one thread in its process from then."""
 
     def __init__(self, checkpoint: str | Path) -> None:
         """Raises what `transformers` raises if it cannot read the checkpoint."""
         import transformers
 
+        # On a busy machine two threads, which wait for each other, took 20 times as long.
+        torch.set_num_threads(1)
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         transformers.AttentionInterface.register(_ATTENTION, _attention)

@@ -9,8 +9,9 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ import psutil
 
 from control_plane.frontend.default_sampling import default_sampling
 from nanocp.chaos.judge import Judge
+from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import APIS, KINDS, Apis, Asked, ask_for_ever
 from nanocp.chaos.losses import KINDS as MEMBER_KINDS
 from nanocp.chaos.losses import PROCESS_KINDS, Losses
-from nanocp.chaos.report import judged, pauses_by_kind, serving_share, total_losses
+from nanocp.chaos.report import pauses_by_kind, serving_share, total_losses
 from nanocp.client import AsyncClient
 from nanocp.serve.process import HELD_FRAMES, PROGRAM, Serving, serving
 
 NUM_CLIENTS = len(KINDS) * len(APIS)
 """One for each kind of request and each API."""
+JUDGE_S = 1200.0
+"""Longest wait, once all answers have ended, for requests that are not yet judged."""
 _NUM_FRONT_ENDS = 2
 _PROCESSES = {
     "service.front_ends": _NUM_FRONT_ENDS,
@@ -66,11 +70,16 @@ class ChaosRun:
     """Whether front ends and the controller are processes, which are lost too."""
 
 
-def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None]) -> dict[str, Any]:
+def play(
+    run: ChaosRun,
+    make_judge: Callable[[Path], Judge],
+    said: Callable[[str], None],
+    judged: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
     """Start a service, load it, lose members, and judge what came of it.
 
-    judge: makes the judge once the service has ended. said: called with each step as it begins.
-    Raises RuntimeError if the service does not start.
+    make_judge: see JudgeBeside. said: called with each step as it begins. judged: see
+    JudgeBeside.found. Raises RuntimeError if the service does not start.
     """
     said("starting the service")
     asked: list[Asked] = []
@@ -78,30 +87,31 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
     if run.has_processes:
         settings, kinds = {**_PROCESSES, **settings}, run.kinds or MEMBER_KINDS + PROCESS_KINDS
         num_front_ends = _NUM_FRONT_ENDS
-    with serving(
-        run.checkpoint,
-        run.instances,
-        settings,
-        *run.flags,
-        ray=False,
-        synthetic_kv=False,
-        http=True,
-        program=run.program,
-    ) as service:
+    with (
+        closing(JudgeBeside(make_judge, run.checkpoint)) as judge,
+        serving(
+            run.checkpoint,
+            run.instances,
+            settings,
+            *run.flags,
+            ray=False,
+            synthetic_kv=False,
+            http=True,
+            program=run.program,
+        ) as service,
+    ):
         prefix = service.segment_prefix()
         losses = Losses(service.member_pids, run.seed, run.pauses_s, kinds)
         started = _with_children(service.pid)
         said(f"losing processes for {run.seconds:.0f} s")
         began_s = time.monotonic()
         host, _, port = service.target.rpartition(":")
-        offsets = range(num_front_ends)
-        targets = [f"{host}:{int(port) + offset}" for offset in offsets]
-        http_urls = [f"http://{host}:{service.http_port + offset}" for offset in offsets]
-        asyncio.run(
-            ask_all(run, targets, http_urls, losses.cause_until, asked, lambda: not _runs(service))
-        )
+        targets = [f"{host}:{int(port) + number}" for number in range(num_front_ends)]
+        http_urls = [f"http://{host}:{service.http_port + n}" for n in range(num_front_ends)]
+        disturb, has_ended = losses.cause_until, partial(_has_ended, service)
+        asyncio.run(ask_all(run, targets, http_urls, disturb, asked, has_ended, judge.take))
         took_s = time.monotonic() - began_s
-        ended_early = not _runs(service)
+        ended_early = has_ended()
         if ended_early:
             said(f"the service has ended with status {service.stop()} after {took_s:.0f} s")
         said("looking for what is left")
@@ -109,24 +119,25 @@ def play(run: ChaosRun, judge: Callable[[], Judge], said: Callable[[str], None])
         processes = {*started, *_with_children(service.pid)}
         exit_status = service.stop()
         log = service.log.read_text()
-    left |= {
-        "segments_left": settled(lambda: sum(n.startswith(prefix) for n in os.listdir("/dev/shm"))),
-        "processes_left": settled(lambda: sum(process.is_running() for process in processes)),
-        "exit_status": exit_status,
-        "ended_early": ended_early,
-    }
-    said(f"judging {len(asked)} requests")
-    found = judged(asked, judge())
-    happened = losses.happened
+        left |= {
+            "segments_left": settled(
+                lambda: sum(n.startswith(prefix) for n in os.listdir("/dev/shm"))
+            ),
+            "processes_left": settled(lambda: sum(process.is_running() for process in processes)),
+            "exit_status": exit_status,
+            "ended_early": ended_early,
+        }
+        said(f"judging {len(asked)} requests, most of which were judged as they ended")
+        found = judge.found(asked, JUDGE_S, judged)
     return {
         "seed": run.seed,
         "seconds": round(took_s, 1),
         **found,
-        "losses": total_losses(happened),
+        "losses": total_losses(losses.happened),
         **left,
         "tokens_per_s": round(found["tokens"] / took_s, 1),
         "serving_share": serving_share(asked, began_s, run.seconds),
-        "by_kind": pauses_by_kind(asked, happened),
+        "by_kind": pauses_by_kind(asked, losses.happened),
         "log_end": log.splitlines()[-_LOG_LINES:] if exit_status or ended_early else [],
     }
 
@@ -177,8 +188,8 @@ async def ask_all(
                     break
 
 
-def _runs(service: Serving) -> bool:
-    return service.process.poll() is None
+def _has_ended(service: Serving) -> bool:
+    return service.process.poll() is not None
 
 
 def _left_in_service(service: Serving) -> dict[str, int]:
@@ -187,7 +198,7 @@ def _left_in_service(service: Serving) -> dict[str, int]:
     And prompt tokens that were found outside the frames: as far as the last controller knows, if it
     has a process of its own.
     """
-    if not _runs(service):
+    if _has_ended(service):
         return {"frames_left": 0, "tickets_left": 0, "outside_tokens": 0}
     return {
         "frames_left": service.settled(*HELD_FRAMES),

@@ -42,7 +42,7 @@ def chaos(
     from nanocp.chaos.judge import ReferenceJudge
     from nanocp.chaos.report import claims_of
     from nanocp.chaos.run import ChaosRun, play
-    from nanocp.cli.console import output, print_claims, terminal
+    from nanocp.cli.console import counted, output, print_claims, terminal
 
     said, console = terminal(), output()
     settings = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
@@ -56,7 +56,8 @@ def chaos(
         has_processes=processes,
     )
     try:
-        result = play(run, lambda: ReferenceJudge(checkpoint), said.print)
+        with counted("judged") as judged:
+            result = play(run, ReferenceJudge, said.print, judged)
     except RuntimeError as error:
         print(f"nanocp chaos: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

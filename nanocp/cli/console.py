@@ -5,7 +5,8 @@ Enters: nothing. Leaves: consoles of rich. Does not know: what is printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -35,6 +36,14 @@ def terminal() -> Console:
 def progress() -> Progress:
     """A progress bar on standard error that leaves nothing behind."""
     return Progress(console=terminal(), transient=True)
+
+
+@contextmanager
+def counted(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, from when its caller first says (done, total); nothing stays."""
+    with progress() as bar:
+        task = bar.add_task(description, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
 def print_claims(console: Console, claims: Iterable[tuple[str, bool]]) -> bool:

@@ -152,6 +152,7 @@ class Members:
             self.leaving = reason
             self._deadlines.end_all()
             self._seats.end(reason)
+            self._replacements.kill_coming()
             for stream in self._streams.values():
                 self._shut_down(stream, reason)
 

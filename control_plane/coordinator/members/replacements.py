@@ -101,6 +101,11 @@ class Replacements:
         self.retire(member)
         self._run(asyncio.to_thread(self.processes.kill, member))
 
+    def kill_coming(self) -> None:
+        """End every process that has yet to dial: it cannot read that it should leave."""
+        for member in tuple(self._coming):
+            self.kill(member)
+
     def expect(self, member: Member) -> None:
         """The member has a process, which is to dial."""
         sentence = f"{member}: its process has not dialled in {self._dial_s:.0f} s"
@@ -156,6 +161,8 @@ class Replacements:
                     return  # It is not wanted any more, or another one comes.
                 self.expect(member)
                 await asyncio.to_thread(self.processes.start, member, number + 1, term())
+                if not self.is_latest(member, number + 1):
+                    await asyncio.to_thread(self.processes.kill, member)
             except (OSError, RuntimeError) as error:
                 self.dialled(member)
                 failed(str(error))

@@ -35,6 +35,13 @@ def test_what_the_reference_generates_is_exact(tiny_oracle, generated):
     assert tiny_oracle.judge(PROMPT, generated).exact
 
 
+def test_it_has_one_thread(tiny_checkpoint):
+    """Threads wait for each other at every operation, and on a busy machine for cores."""
+    torch.set_num_threads(2)
+    Oracle(tiny_checkpoint)
+    assert torch.get_num_threads() == 1
+
+
 def test_its_attention_is_the_one_that_keeps_all_scores(tiny_checkpoint, tiny_oracle):
     model = AutoModelForCausalLM.from_pretrained(
         tiny_checkpoint, dtype=torch.float32, attn_implementation="eager"

@@ -5,25 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.hash_members import MODEL
+from harness.judges import HashJudge
 from harness.paths import TESTS
 from nanocp.chaos.losses import PROCESS_KINDS
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
-from nanocp.values.sampling import SamplingParams
 
 SEED = 6
 SETTINGS = {"cluster.num_frames": 64, "cluster.max_model_len": 2048, "limits.tick_ms": 50}
-
-
-class HashJudge:
-    """Knows the one right output of a HashModel."""
-
-    def first_wrong(self, prompt_ids, params, output_ids):
-        seed, max_tokens = params.seed, max(len(output_ids), params.max_tokens)
-        expected = MODEL.generate(prompt_ids, SamplingParams(max_tokens=max_tokens, seed=seed))
-        pairs = enumerate(zip(output_ids, expected, strict=False))
-        return next((index for index, (one, other) in pairs if one != other), None), 0
 
 
 def chaos(fault, timeout_s=300.0, seconds=12.0, pauses_s=(1.0, 4.0), **more):

@@ -35,7 +35,7 @@ def test_fused_mixtures_and_lanes_give_every_token_through_losses(tiny_checkpoin
             "scheduler.lanes": "random",
         },
     )
-    result = play(run, lambda: ReferenceJudge(tiny_checkpoint), lambda step: None)
+    result = play(run, ReferenceJudge, lambda step: None)
     assert [claim for claim, holds in claims_of(result) if not holds] == [], (
         result["failures"],
         result["log_end"],
@@ -60,7 +60,7 @@ def test_pages_outside_the_frames_give_every_token_through_losses(tiny_checkpoin
             "kv_offload.file_dir": str(tmp_path),
         },
     )
-    result = play(run, lambda: ReferenceJudge(tiny_checkpoint), lambda step: None)
+    result = play(run, ReferenceJudge, lambda step: None)
     assert [claim for claim, holds in claims_of(result) if not holds] == [], (
         result["failures"],
         result["log_end"],

@@ -5,19 +5,20 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from data_plane.instance.sampler import sample_rows
-from harness.counting_judge import CountingJudge
-from harness.judge_beside import JudgeBeside
+from harness.judges import CountingJudge
 from nanocp.chaos.judge import ReferenceJudge
+from nanocp.chaos.judge_beside import JudgeBeside
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import KINDS, Loss, Losses
 from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share
-from nanocp.values.sampling import SamplingParams
+from nanocp.values.sampling import SamplingParams, penalized_prompt_ids
 
 SOUND = {
     "lost": 0,
@@ -85,14 +86,16 @@ def test_lost_wrong_and_doubled_are_counted(request_, counts):
 
 def test_a_judge_beside_a_run_says_what_one_says_after_it():
     requests = [asked([10, 11, 12, 13]), asked([10, 11, 11, 12]), asked([10], error="it broke")]
-    judge, said = JudgeBeside(CountingJudge, Path("no-checkpoint")), []
-    for request in requests:
-        judge.take(request)
-    assert judge.found(requests, 300, said.append) == judged(requests, CountingJudge())
-    assert said[0] == "3 of 3 requests are to be judged"
-    late = JudgeBeside(CountingJudge, Path("no-checkpoint"))
-    late.take(requests[0])
-    assert late.found(requests, 0, said.append)["unjudged"] == 3
+    told = []
+    with closing(JudgeBeside(CountingJudge, Path("no-checkpoint"))) as judge:
+        for request in requests:
+            judge.take(request)
+        found = judge.found(requests, 300, lambda *counts: told.append(counts))
+    assert found == judged(requests, CountingJudge())
+    assert told[0] == (0, 3)
+    with closing(JudgeBeside(CountingJudge, Path("no-checkpoint"))) as late:
+        late.take(requests[0])
+        assert late.found(requests, 0, lambda *counts: None)["unjudged"] == 3
     assert not all(holds for _, holds in claims_of(SOUND | {"unjudged": 3}))
 
 
@@ -127,6 +130,39 @@ def test_the_judge_knows_greedy_sampled_and_penalised_tokens(tiny_checkpoint, ti
         other = SamplingParams(**options | {"seed": 99})
         output[5] = (output[5] - 1) % 512
         assert (judge.first_wrong(prompt, other, output)[0] is None) == (params.temperature == 0)
+
+
+def test_one_wrong_one_lost_and_one_doubled_are_found_in_the_judges_process(
+    tiny_checkpoint, tiny_oracle
+):
+    draw, requests = random.Random(2), []
+    for number in range(8):
+        options = {"max_tokens": 12, "temperature": 0.9, "seed": number}
+        request = Asked("sampled", "http", [draw.randrange(2, 512) for _ in range(30)], options)
+        request.default_sampling = {"repetition_penalty": 1.15}
+        params, output = request.params(0), []
+        for _ in range(12):
+            logits = tiny_oracle.logits([*request.prompt_ids, *output], [0])
+            prompt = penalized_prompt_ids(request.prompt_ids, params)
+            output += sample_rows(logits, [params], [output], [prompt])
+        request.outputs = [output]
+        requests.append(request)
+    wrong, lost, doubled = requests[1], requests[3], requests[6]
+    wrong.outputs[0][11] = (wrong.outputs[0][11] + 1) % 512
+    del lost.outputs[0][7:]
+    lost.error = "[7] tokens came of 12"
+    doubled.outputs[0].insert(5, doubled.outputs[0][4])
+    del doubled.outputs[0][12:]
+    with closing(JudgeBeside(ReferenceJudge, tiny_checkpoint)) as judge:
+        for request in requests:
+            judge.take(request)
+        found = judge.found(requests, 300, lambda done, total: None)
+    assert (found["lost"], found["wrong"], found["doubled"], found["unjudged"]) == (1, 2, 1, 0)
+    assert [each.split(":")[1].strip()[:24] for each in found["failures"]] == [
+        "choice 0 of 12 tokens",
+        "[7] tokens came of 12",
+        "choice 0 of 12 tokens",
+    ]
 
 
 def test_front_ends_and_the_controller_are_ended_by_name():

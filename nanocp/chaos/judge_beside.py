@@ -20,8 +20,8 @@ from nanocp.chaos.report import Judgement, judgement_of, summed
 if TYPE_CHECKING:  # it imports torch
     from nanocp.chaos.judge import Judge
 
-_SAY_S = 10.0
-"""Time between two lines about what is left to judge."""
+_LOOK_S = 1.0
+"""Time between two reports of what is judged."""
 
 
 class JudgeBeside:
@@ -35,6 +35,10 @@ class JudgeBeside:
         self._checkpoint = checkpoint
         self._judgements: list[Future[Judgement]] = []
 
+    def close(self) -> None:
+        """Judge no more; what the process is at ends first."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def take(self, request: Asked) -> None:
         """Judge a request that has ended."""
         try:
@@ -45,32 +49,22 @@ class JudgeBeside:
         self._judgements.append(made)
 
     def found(
-        self, asked: Sequence[Asked], limit_s: float, said: Callable[[str], None]
+        self, asked: Sequence[Asked], limit_s: float, judged: Callable[[int, int], None]
     ) -> dict[str, Any]:
         """Sum up what is judged within a time from now.
 
         What is not judged by then, or never since the judge's process died, counts as `unjudged`.
-        said: called with the progress. Raises what the judge raised.
+        judged: called now and then with how many requests are judged, of how many. Raises what the
+        judge raised.
         """
         end_s, pending = time.monotonic() + limit_s, set(self._judgements)
         while (pending := wait(pending, 0).not_done) and (left_s := end_s - time.monotonic()) > 0:
-            said(f"{len(pending)} of {len(self._judgements)} requests are to be judged")
-            wait(pending, min(_SAY_S, left_s))
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            judged(len(self._judgements) - len(pending), len(self._judgements))
+            wait(pending, min(_LOOK_S, left_s))
         ended = [each for each in self._judgements if each not in pending]
         return summed(
             asked, [e.result() for e in ended if not isinstance(e.exception(), BrokenExecutor)]
         )
-
-
-def judge_in_one_thread(checkpoint: Path) -> Judge:
-    """Make a judge that leaves other cores to what runs beside it."""
-    import torch
-
-    from nanocp.chaos.judge import ReferenceJudge
-
-    torch.set_num_threads(1)
-    return ReferenceJudge(checkpoint)
 
 
 @cache
