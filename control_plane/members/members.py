@@ -150,6 +150,7 @@ class Members:
         """Ask every member to leave, also those that attach from now on. Idempotent."""
         if self.leaving is None:
             self.leaving = reason
+            self._replacements.kill_unheard()
             self._deadlines.end_all()
             self._seats.end(reason)
             for stream in self._streams.values():

@@ -101,6 +101,12 @@ class Replacements:
         self.retire(member)
         self._run(asyncio.to_thread(self.processes.kill, member))
 
+    def kill_unheard(self) -> None:
+        """End processes that import or load: they cannot read that they should leave."""
+        for member in self._numbers:
+            if member in self._coming or self._deadlines.met(f"{member} dials"):
+                self.kill(member)
+
     def expect(self, member: Member) -> None:
         """The member has a process, which is to dial."""
         sentence = f"{member}: its process has not dialled in {self._dial_s:.0f} s"

@@ -400,29 +400,6 @@ async def test_an_instance_that_does_not_leave_its_term_is_lost():
     assert "it did not leave its term in plan_timeout_ms (30 ms)" in cluster.members._last_loss
 
 
-# --- the end
-
-
-@in_a_loop
-async def test_who_was_asked_to_leave_is_not_lost():
-    cluster = running(synthetic_kv=True)
-    members = cluster.members
-    members.leave("the service is stopping")
-    members.leave("again")
-    members.lose(FIRST, "instance 0: its actor left", "stuck")
-    members.fail("late")
-    assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["shutdown", None]] * 2
-    assert not members.failure.done() and cluster.events.calls == []
-
-
-def test_who_attaches_late_is_asked_to_leave_too():
-    cluster = Cluster()
-    cluster.members.leave("the service is stopping")
-    cluster.attach(FIRST)
-    shutdown, end = sent_to(cluster.streams[FIRST])
-    assert (shutdown.shutdown.reason, end) == ("the service is stopping", None)
-
-
 @in_a_loop
 async def test_each_further_process_comes_later_until_a_term_begins(monkeypatch):
     assert list(replacements._PAUSES_S) == sorted(replacements._PAUSES_S)
