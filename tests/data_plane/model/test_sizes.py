@@ -65,7 +65,7 @@ def test_a_size_that_the_folder_has_not_is_named_at_once(folder, fields, sentenc
 @pytest.mark.parametrize("field", ["num_hidden_layers", "n_routed_experts"])
 def test_no_list_is_made_of_layers_and_experts_that_nobody_has(folder, field):
     say(folder, **{field: 10**9})
-    sentence = r"config.json: \d+ layers \(num_hidden_layers\) with \d+ experts each have 1?[\d,]+,000"
+    sentence = r"config.json: \d+ layers \(num_hidden_layers\) with \d+ experts each have [\d,]+"
     with pytest.raises(ValueError, match=sentence):
         ModelConfig.from_folder(folder)
 
