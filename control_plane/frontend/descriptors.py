@@ -10,6 +10,7 @@ import logging
 import resource
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 from nanocp.config.choices import require
@@ -39,13 +40,14 @@ def max_connections(config: Config) -> int:
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     service = config.service
-    num_apis = 2 * (1 if service.front_end_processes else service.front_ends)
+    num_kinds = 3 if service.ssl_certfile else 2  # HTTP, gRPC, and those in a TLS handshake
+    num_kinds *= 1 if service.front_end_processes else service.front_ends
     reserved = _reserved(config)
     require(
-        limit >= reserved + num_apis,
-        f"{limit} files may be open (ulimit -n); the service needs {reserved + num_apis}",
+        limit >= reserved + num_kinds,
+        f"{limit} files may be open (ulimit -n); the service needs {reserved + num_kinds}",
     )
-    return (limit - reserved) // num_apis
+    return (limit - reserved) // num_kinds
 
 
 def _reserved(config: Config) -> int:
@@ -55,22 +57,36 @@ def _reserved(config: Config) -> int:
 class Listener(socket.socket):
     """Closes at once what would take a descriptor of the last that are reserved.
 
-    The event loop would not stop to report that no descriptor is left.
+    The event loop would not stop to report that no descriptor is left. Of too many connections that
+    have not begun, such as those in a TLS handshake, the oldest is cut.
     """
 
     most = 0
     """A connection's descriptor must be below this: the lowest free number is taken."""
+    _most_waiting = 0
     _said_s = float("-inf")
 
     def keep_for(self, config: Config) -> None:
-        """Keep half of what is reserved; connections that wait for TLS are in no other count."""
+        """Keep half of what is reserved, and a share of the rest for those that have not begun."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most = limit - _reserved(config) // 2
+        self._most_waiting = max_connections(config)
+        self._waiting: dict[int, socket.socket] = {}
+
+    def began(self, descriptor: int) -> None:
+        """The connection with this descriptor is another's to bound from now on."""
+        self._waiting.pop(descriptor, None)
 
     def accept(self) -> tuple[socket.socket, Any]:
         """See socket.accept. Raises ConnectionAbortedError, which event loops pass over."""
         connection, address = super().accept()
-        if connection.fileno() < self.most:
+        if (descriptor := connection.fileno()) < self.most:
+            self.began(descriptor)  # One that had it before is closed.
+            self._waiting[descriptor] = connection
+            if len(self._waiting) > self._most_waiting:
+                oldest = self._waiting.pop(next(iter(self._waiting)))
+                with suppress(OSError):  # It may be closed.
+                    oldest.shutdown(socket.SHUT_RDWR)
             return connection, address
         connection.close()
         if (now_s := time.monotonic()) - self._said_s >= _SAY_S:

@@ -212,7 +212,7 @@ class FrontEnd:
         service = self._config.service
         if self._http:
             self.http_address = self._http.bind(self._index)
-        options = _server_options(self._limits.max_model_len, max_connections(self._config))
+        options = _server_options(self._limits.max_model_len, self._config)
         keys = self._keys = ApiKeys(service.api_keys, service.api_keys_file)
         server = grpc.aio.server(interceptors=(AdmitCalls(keys),), options=options)
         port = members_port.add_port(
@@ -342,9 +342,11 @@ def _max_request_bytes(max_model_len: int) -> int:
     return max(4 << 20, 16 * max_model_len)
 
 
-def _server_options(max_model_len: int, most_connections: int) -> tuple[tuple[str, int], ...]:
+def _server_options(max_model_len: int, config: Config) -> tuple[tuple[str, int], ...]:
     return (
-        ("grpc.max_allowed_incoming_connections", most_connections),
+        ("grpc.max_allowed_incoming_connections", max_connections(config)),
+        # Until then a client that says nothing holds one of these.
+        ("grpc.server_handshake_timeout_ms", config.limits.http_request_timeout_ms),
         ("grpc.max_receive_message_length", _max_request_bytes(max_model_len)),
         # Two services on one port would share its connections at random.
         ("grpc.so_reuseport", 0),

@@ -43,7 +43,7 @@ class Tracing:
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"otlp_traces_endpoint is set and the package {error.name} is not installed; pip "
-                "install 'nanocp[otel]' brings it"
+                "install '.[otel]' brings it"
             ) from error
         exporter = OTLPSpanExporter(
             endpoint=endpoint,

@@ -15,6 +15,9 @@ from data_plane.model.config_fields import Fields, is_int, read_json
 from data_plane.model.families import PLAIN_NAMES, MixtureNames, family_of
 from data_plane.model.rope_config import RopeConfig, read_rope
 
+_MOST_EXPERTS = 1_000_000
+"""Most layers times experts, which are listed before anything is read; Kimi-K2 has 23,000."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -96,6 +99,13 @@ def _check_shape(config: ModelConfig) -> None:
                 f"config.json or generation_config.json: eos_token_id has {token_id}; ids must be "
                 f"from 0 to {config.vocab_size - 1}, the last of the vocabulary (vocab_size)"
             )
+    num_experts = config.num_layers * max(1, config.num_experts)
+    if num_experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"config.json: {config.num_layers} layers (num_hidden_layers) with "
+            f"{config.num_experts} experts each have {num_experts:,} together; {_MOST_EXPERTS:,} "
+            "is the limit"
+        )
     if config.num_dense_layers == config.num_layers and not config.num_experts:
         return
     if config.num_dense_layers >= config.num_layers:

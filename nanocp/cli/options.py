@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from nanocp.config.choices import one_of
 from nanocp.config.field_docs import field_docs
@@ -127,7 +128,7 @@ def field_option(
         f"({key})" if key else "",
     ]
     option = typer.Option(
-        help=" ".join(filter(None, sentences)),
+        help=escape(" ".join(filter(None, sentences))),
         metavar=metavar,
         show_default=shows_default and _shown(_default(field)),
     )

@@ -42,7 +42,8 @@ class LimitsConfig:
     max_undelivered_tokens: int = 4096
     """A request is aborted once this many of its tokens wait for a slow client."""
     http_request_timeout_ms: int = 30_000
-    """An HTTP client that takes longer to send its request is disconnected."""
+    """A client that takes longer to send its HTTP request, or for a handshake with gRPC, is
+    disconnected."""
     max_http_connections: int = 4096
     """Most HTTP connections, idle ones too; requests beyond them are answered with 503. Fewer where
     ulimit -n leaves fewer (docs/operate.md)."""

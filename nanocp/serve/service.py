@@ -7,6 +7,7 @@ not know: the command line, terminals. It names factories of the data plane, and
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -70,6 +71,10 @@ def member_environment(config: Config) -> dict[str, str]:
     """Environment variables that members' processes need before they import torch."""
     threads = str(config.data_plane.threads_per_instance)
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    # Torch would keep a program of each of the latest 1024 shapes: a prefill's prompts have all
+    # lengths, and its memory tripled.
+    kept = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    environment[kept] = os.environ.get(kept, "64")
     if config.data_plane.device == "cuda":
         # Ray would show each actor one GPU, as number 0. Streams of several instances on one GPU
         # need a queue each.

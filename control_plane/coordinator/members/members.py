@@ -150,9 +150,9 @@ class Members:
         """Ask every member to leave, also those that attach from now on. Idempotent."""
         if self.leaving is None:
             self.leaving = reason
+            self._replacements.kill_unheard()
             self._deadlines.end_all()
             self._seats.end(reason)
-            self._replacements.kill_coming()
             for stream in self._streams.values():
                 self._shut_down(stream, reason)
 

@@ -101,10 +101,11 @@ class Replacements:
         self.retire(member)
         self._run(asyncio.to_thread(self.processes.kill, member))
 
-    def kill_coming(self) -> None:
-        """End every process that has yet to dial: it cannot read that it should leave."""
-        for member in tuple(self._coming):
-            self.kill(member)
+    def kill_unheard(self) -> None:
+        """End processes that import or load: they cannot read that they should leave."""
+        for member in self._numbers:
+            if member in self._coming or self._deadlines.met(f"{member} dials"):
+                self.kill(member)
 
     def expect(self, member: Member) -> None:
         """The member has a process, which is to dial."""

@@ -7,6 +7,7 @@ endpoints, sockets.
 from __future__ import annotations
 
 from asyncio import TimerHandle
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -25,9 +26,10 @@ _MAX_CROWDED = 32
 class Crowd:
     """The connections of a server that are beyond its limit."""
 
-    def __init__(self, most: int) -> None:
-        """most: connections within the limit."""
+    def __init__(self, most: int, began: Callable[[int], None]) -> None:
+        """most: connections within the limit. began: called with the descriptor of each."""
         self._most = most
+        self._began = began
         self._beyond: dict[BoundedProtocol, None] = {}
         """The oldest first."""
         crowded = ApiError(
@@ -42,6 +44,7 @@ class Crowd:
 
         Of many such connections the oldest is closed.
         """
+        self._began(connection.transport.get_extra_info("socket").fileno())
         if len(connection.connections) > self._most:
             connection.app = partial(self._answer_probes, connection.app)
             self._beyond[connection] = None

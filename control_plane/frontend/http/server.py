@@ -106,7 +106,7 @@ class HttpServer:
         protocol: Any = partial(
             BoundedProtocol,
             request_timeout_s=limits.http_request_timeout_ms / 1000,
-            crowd=Crowd(most),
+            crowd=Crowd(most, self._socket.began),
         )
         config = uvicorn.Config(
             build_app(parts, max_body_bytes, keys, self._config.service.cors_origins),

@@ -59,6 +59,8 @@ _NUMBER = FuncFormatter(lambda value, _: f"{value:,g}")
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:,g}%")
 _COLUMNS_PER_INCH = 15
 """Characters of 8 points."""
+_LEGEND_CHARACTERS_PER_INCH, _CHARACTERS_OF_A_HANDLE = 13, 6
+"""Characters of 9 points, and how many a handle takes."""
 _RELATIVE_MAX = 3.0
 """Loads above this times the mean look alike."""
 
@@ -129,7 +131,7 @@ def latency_cdf(runs: Runs) -> Figure:
     panels[0].set(xlabel="time to the first token (TTFT), ms", ylabel="share of requests")
     panels[1].set(xlabel="time per later token (TPOT), ms")
     panels[0].yaxis.set_major_formatter(_PERCENT)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    _legend(figure, panels[0], 4)
     return figure
 
 
@@ -207,7 +209,7 @@ def queue(runs: Runs) -> Figure:
     most = max(1, *(sample.num_waiting for run in runs.values() for sample in run.samples))
     panels[-1].set_ylim(0, 1.05 * most)
     panels[-1].yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    _legend(figure, panels[0], 3)
     return figure
 
 
@@ -230,7 +232,7 @@ def scheduler(runs: Runs) -> Figure:
         )
     axes.set(xlabel="simulated time, s", ylabel="scheduler's time / step time", yscale="log")
     axes.yaxis.set_major_formatter(_PERCENT)
-    figure.legend(loc="outside upper center", ncols=2)
+    _legend(figure, axes, 2)
     return figure
 
 
@@ -258,7 +260,7 @@ def cp_over_time(runs: Runs) -> Figure:
     above.set(ylabel="requests with CP", ylim=(0, None))
     above.yaxis.set_major_formatter(_PERCENT)
     below.set(ylabel="exchange, µs a layer", xlabel="simulated time, s", ylim=(0, None))
-    figure.legend(loc="outside upper center", ncols=4)
+    _legend(figure, above, 4)
     return figure
 
 
@@ -296,7 +298,7 @@ def attainment(
         axes.set(title=workload, xlabel="requests/s", ylim=(0, 1.04))
     figure.supylabel("requests within the SLO", fontsize="medium")
     panels[0].yaxis.set_major_formatter(_PERCENT)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    _legend(figure, panels[0], 4)
     return figure
 
 
@@ -329,9 +331,7 @@ def layer_groups(groups: Mapping[str, Mapping[str, LayerTime]]) -> Figure:
         axes.grid(False, axis="y")
         axes.margins(x=0.14)
     figure.supxlabel("microseconds a layer, slowest instance", fontsize="medium")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(_PHASES)
-    )
+    _legend(figure, panels[0], len(_PHASES))
     return figure
 
 
@@ -373,6 +373,15 @@ def _panels(
         panel.xaxis.set_major_formatter(_NUMBER)
         panel.yaxis.set_major_formatter(_NUMBER)
     return figure, panels
+
+
+def _legend(figure: Figure, axes: Axes, most_columns: int) -> None:
+    """A legend above the panels, of at most so many columns, as wide as the figure at most."""
+    handles, labels = axes.get_legend_handles_labels()
+    room = _LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
+    ncols = int(room // (max(map(len, labels)) + _CHARACTERS_OF_A_HANDLE))
+    ncols = max(1, min(most_columns, ncols))
+    figure.legend(handles, labels, loc="outside upper center", ncols=ncols)
 
 
 def _grid(num: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:

@@ -175,6 +175,9 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
 def test_another_controller_gets_every_open_request_again(remote: Remote) -> None:
     link, front_end = remote.links[0]
     link._orphan_s = WAIT_S
+    # The front end is back before its requests would be ended, however slow it dials.
+    scheduler = replace(remote.config.scheduler, held_timeout_us=round(WAIT_S * 1e6))
+    remote.port._config = replace(remote.config, scheduler=scheduler)
     member = FakeMember(Member("instance", 0), front_end.members_address)
     with Client(front_end.address) as client:
         chunks = client.generate([5], max_tokens=3)

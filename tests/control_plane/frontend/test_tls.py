@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
+from control_plane.frontend import descriptors, front_end
+from control_plane.frontend.http import server
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.tls import check_tls
 from harness.frontend_fakes import LIMITS, Service, make_config, running
+from harness.service_recovery import until
 from nanocp.cli.bench.target import Target
 from nanocp.client import Client, Unavailable
 from nanocp.config.service import ServiceConfig
@@ -108,6 +113,31 @@ def test_bench_trusts_the_certificates_that_it_is_given(server_pair: tuple[str, 
         assert asyncio.run(by_grpc(service)) == LIMITS.vocab_size
     with pytest.raises(ValueError, match="--ca /absent cannot be read"):
         asyncio.run(asked(service, Path("/absent")))
+
+
+def test_clients_that_never_finish_a_handshake_keep_nobody_out(
+    server_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ca = server_pair
+    config, most = with_tls(server_pair), 5
+    config = replace(config, limits=replace(config.limits, http_request_timeout_ms=2000))
+    for module in (descriptors, server, front_end):
+        monkeypatch.setattr(module, "max_connections", lambda config: most)
+
+    def is_served(address: str) -> bool:
+        try:
+            with Client(address, ca=ca) as client:
+                return client.server_info().vocab_size == LIMITS.vocab_size
+        except Unavailable:
+            return False
+
+    with running(config, model=ServedModel("tiny", "c")) as service, ExitStack() as stack:
+        for address in (service.url.removeprefix("http://"), service.address):
+            host, port = address.split(":")
+            for _ in range(40):
+                stack.enter_context(socket.create_connection((host, int(port))))
+        assert https(service.url, ca).status_code == 200, "the oldest of them makes room"
+        until(lambda: is_served(service.address))  # They are cut once their time is over.
 
 
 def test_clients_must_show_a_certificate_if_the_service_asks(

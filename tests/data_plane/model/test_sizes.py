@@ -45,8 +45,8 @@ def say(folder, **fields):
         ),
         ({"hidden_size": 10**9}, r"has shape .*; by config.json .* \(hidden_size is 1000000000\)"),
         ({"intermediate_size": 10**9}, r"by config.json it must have \[1000000000, 256\]"),
-        ({"num_hidden_layers": 10**9}, r"there are 1000000000 layers, and the folder has \d+ tens"),
-        ({"n_routed_experts": 10**9}, r"there are 1000000000 experts, and the folder has \d+ tens"),
+        ({"num_hidden_layers": 10**4}, r"there are 10000 layers, and the folder has \d+ tens"),
+        ({"n_routed_experts": 10**4}, r"there are 10000 experts, and the folder has \d+ tens"),
     ],
 )
 def test_a_size_that_the_folder_has_not_is_named_at_once(folder, fields, sentence, monkeypatch):
@@ -61,6 +61,14 @@ def test_a_size_that_the_folder_has_not_is_named_at_once(folder, fields, sentenc
         with pytest.raises(ValueError, match=sentence):
             open_folder()
     assert time.process_time() - began_s < 5
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_routed_experts"])
+def test_no_list_is_made_of_layers_and_experts_that_nobody_has(folder, field):
+    say(folder, **{field: 10**9})
+    sentence = r"config.json: \d+ layers \(num_hidden_layers\) with \d+ experts each have [\d,]+"
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig.from_folder(folder)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -1,6 +1,7 @@
 """Dataclasses and fields become options of a command, and come back as values."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from nanocp.cli.main import app
 from nanocp.cli.options import FieldOptions, field_option, with_options
 from nanocp.config.field_docs import field_docs
 
@@ -114,3 +116,19 @@ def test_two_options_of_one_name_are_refused():
 
     with pytest.raises(ValueError, match="duplicate parameter name: 'needed'"):
         with_options(clash)
+
+
+def commands_of(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from commands_of(each, (*words, name))
+
+
+def test_help_is_printed_whole():
+    """Rich would take what is in brackets, such as the name of an extra, for markup."""
+    for words, each in commands_of(typer.main.get_command(app)):
+        shown = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*words, "--help"]).output
+        text = " ".join(re.sub("[│╭╰─╮╯]", " ", shown).split())
+        for option in each.params:
+            said = " ".join((getattr(option, "help", "") or "").replace("\\[", "[").split())
+            assert said in text, (words, option.name)

@@ -184,12 +184,14 @@ def four_runs():
     return {policy: played(policy)[0] for policy in policies}
 
 
+@pytest.mark.parametrize("num_policies", [1, 2, 4])
 @pytest.mark.parametrize("name", pictures.RUN_PICTURES)
-def test_no_text_of_a_picture_is_cut_or_overlaps_another(four_runs, name):
+def test_no_text_of_a_picture_is_cut_or_overlaps_another(four_runs, name, num_policies):
+    runs = dict(list(four_runs.items())[:num_policies])
     with matplotlib.rc_context(pictures.LOOKS):
-        figure = pictures.titled(pictures.RUN_PICTURES[name](four_runs), ABOUT)
+        figure = pictures.titled(pictures.RUN_PICTURES[name](runs), ABOUT)
         texts = list(texts_of(figure))
-    assert ABOUT in dict(texts), "it says what was simulated"
+    assert ABOUT in {" ".join(text.split()) for text, _ in texts}, "it says what was simulated"
     width, height = figure.canvas.get_width_height()
     for text, box in texts:
         assert min(box.x0, box.y0, width - box.x1, height - box.y1) > -1, f"{text} is cut"

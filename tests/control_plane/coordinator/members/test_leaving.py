@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+from control_plane.ports.member_streams import PREFILL
 from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop, running, sent_to
 
 
@@ -58,3 +59,19 @@ async def test_a_process_that_starts_while_all_are_to_leave_is_killed_once_it_ha
     may_start.set()
     await cluster.until(lambda: len(calls) >= 4)
     assert [call[0] for call in calls] == ["kill", "kill", "start", "kill"]
+
+
+@in_a_loop
+async def test_who_has_joined_no_term_is_ended_at_a_stop():
+    """It imports or loads, and cannot read that it should leave."""
+    cluster = running()
+    for member in (SECOND, PREFILL):
+        cluster.members.lose(member, f"{member}: its process ended", "exit")
+        await cluster.until_replaced(member, 1, 2)
+    cluster.attach(PREFILL)
+    calls = cluster.processes.calls
+    calls.clear()
+    cluster.members.leave("the service is stopping")
+    await cluster.until(lambda: len(calls) == 2)
+    assert set(calls) == {("kill", str(SECOND)), ("kill", str(PREFILL))}
+    assert "shutdown" in cluster.kinds(FIRST)
