@@ -103,8 +103,8 @@ def _check_shape(config: ModelConfig) -> None:
     if num_experts > _MOST_EXPERTS:
         raise ValueError(
             f"config.json: {config.num_layers} layers (num_hidden_layers) with "
-            f"{config.num_experts} experts each have {num_experts:,} together; {_MOST_EXPERTS:,} "
-            "is the limit"
+            f"{config.num_experts} experts each have {num_experts:,} together; "
+            f"{_MOST_EXPERTS:,} is the limit"
         )
     if config.num_dense_layers == config.num_layers and not config.num_experts:
         return

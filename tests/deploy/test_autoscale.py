@@ -18,10 +18,12 @@ class Service:
     def __init__(self, folder):
         self.waiting, self.usage, self.serving = 0, 0.9, [0, 1]
         self.folder, self.calls, self.key = folder, folder / "calls", "a key"
+        self.num_looks = 0
         service = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
+                service.num_looks += self.path == "/cluster/seats"
                 body = service.seats() if self.path == "/cluster/seats" else service.metrics()
                 self.send_response(200 if service.key in self.headers["Authorization"] else 401)
                 self.end_headers()
@@ -45,6 +47,13 @@ class Service:
 
     def said(self):
         return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+    def let_it_look(self, times=5):
+        """Wait until the script has seen what is now so often: it decides after 3 or 20 looks."""
+        looks, deadline = self.num_looks + times, time.monotonic() + 60
+        while self.num_looks < looks:
+            assert time.monotonic() < deadline, "it does not look"
+            time.sleep(0.02)
 
     def until(self, num_calls):
         deadline = time.monotonic() + 60
@@ -74,7 +83,7 @@ def service(tmp_path):
 
 
 def test_it_adds_an_instance_while_requests_wait_and_takes_one_back_while_none_do(service):
-    time.sleep(0.3)
+    service.let_it_look(25)
     assert service.said() == [], "nothing waits, and most frames are taken"
     service.waiting = 4
     service.until(1)
@@ -100,10 +109,10 @@ def test_a_key_that_is_not_valid_is_said(service):
 
 def test_it_stays_within_its_bounds(service):
     service.serving, service.usage = [1], 0.0
-    time.sleep(1.5)
+    service.let_it_look(25)
     # The script reads one after the other: it must not see three instances and nobody waiting.
     service.usage = 1.0
-    time.sleep(0.3)
+    service.let_it_look()
     service.serving, service.waiting = [0, 1, 2], 9
-    time.sleep(0.5)
+    service.let_it_look()
     assert service.said() == []

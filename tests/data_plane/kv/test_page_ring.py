@@ -205,7 +205,7 @@ def test_a_writer_wakes_a_sleeping_wait(ring, writer, monkeypatch):
         answer = pool.submit(ring.wait, 30_000)
         time.sleep(0.05)
         write(writer, 0)
-        assert answer.result(10)
+        assert answer.result(60)
 
 
 def test_close_ends_a_sleeping_wait_and_those_after_it(ring):
@@ -213,7 +213,7 @@ def test_close_ends_a_sleeping_wait_and_those_after_it(ring):
         answers = pool.submit(lambda: [ring.wait(30_000), ring.wait(30_000)])
         time.sleep(0.05)
         ring.close()
-        assert answers.result(10) == [False, False]
+        assert answers.result(60) == [False, False]
 
 
 def test_two_writers_at_one_time_are_refused(ring, writer, cluster_id):

@@ -77,7 +77,7 @@ def running(link, prober, clock, url):
             yield
         finally:
             link.inbox.put(pb.ToPrefill(shutdown=pb.Shutdown(reason="enough")))
-            done.result(10)
+            done.result(60)
 
 
 def prompt(ticket, num_tokens=100):
