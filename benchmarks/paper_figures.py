@@ -3,7 +3,7 @@
     python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
 
 DeepSeek-V3 on 32 H200, fitted constants, the paper's wire form. Writes the pictures of
-docs/paper-figures.md and prints its table. The scheduler's times of Figure 16 are this machine's.
+docs/research/paper-figures.md and prints its table. Figure 16 has this machine's scheduler.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def most_sustained(points: list[tuple[float, float]]) -> float:
 
 
 def markdown(claims: list[Claim]) -> str:
-    """The table of docs/paper-figures.md."""
+    """The table of docs/research/paper-figures.md."""
     rows = [
         f"| {c.figure} | {c.claim} | {c.paper} | {c.here} | {'yes' if c.holds else '**no**'} |"
         for c in claims

@@ -1,4 +1,4 @@
-"""The cost model beside the paper's numbers: the source of docs/simulator-residuals.md's table.
+"""The cost model beside the paper's numbers: the source of simulator-residuals.md (docs/research).
 
     python benchmarks/paper_residuals.py [--constants fitted|peak] [--seeds N]
 

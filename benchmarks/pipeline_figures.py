@@ -2,8 +2,9 @@
 
     python benchmarks/pipeline_figures.py [--quick] [--json PATH] [--processes N]
 
-4 A100-PCIe-40GB as a pipeline, Qwen2.5-14B and 32B, fitted constants; docs/pipeline-figures.md has
-the table. Nothing is timed on this machine. CRITERIA says when each claim holds.
+4 A100-PCIe-40GB as a pipeline, Qwen2.5-14B and 32B, fitted constants;
+docs/research/pipeline-figures.md has the table. Nothing is timed on this machine. CRITERIA says
+when each claim holds.
 """
 
 from __future__ import annotations
@@ -266,7 +267,7 @@ def between(points: list[tuple[float, float]], rate: float) -> float:
 
 
 def markdown(claims: list[PipelineClaim]) -> str:
-    """The table of docs/pipeline-figures.md."""
+    """The table of docs/research/pipeline-figures.md."""
     rows = [f"| {c.criterion} | {c.here} | {'yes' if c.holds else '**no**'} |" for c in claims]
     return "\n".join(["| criterion | here | holds |", "|---|---|---|", *rows])
 

@@ -1,4 +1,4 @@
-"""Commands and examples of README, the quick start and docs/api.md, run as they are printed."""
+"""Commands and examples of README, the quick start and docs/use/api.md, run as they are printed."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ import pytest
 from harness.paths import ROOT
 from nanocp.serve.process import serving
 
-DOCUMENTS = ("README.md", "docs/quick-start.md", "docs/api.md")
+DOCUMENTS = ("README.md", "docs/use/quick-start.md", "docs/use/api.md")
 WAIT_S = 120
 """Longest time of a command; they take seconds on a machine that is not busy."""
 ASKS = r"curl |nanocp (generate|batch|why|top|bench serve) "
@@ -169,14 +169,14 @@ def test_what_asks_a_service_runs_as_printed(document, service, folder):
             answers.append(asked(command, service, folder))
             assert '"error":{' not in answers[-1], (command, answers[-1])
     text = (ROOT / document).read_text()
-    if document == "docs/quick-start.md":
+    if document == "docs/use/quick-start.md":
         # Which instances have it, and how many pages, depends on what was asked before.
         finish = r"cp_degree=[2-4], moe_binding=\d, kv_split=\(\(\d, \d+\), \(.*?\)\)"
         why = r"split because an instance has 64 frames, and it needs \d+"
         for shown, pattern in ((said[-1], finish), ("".join(answers), why)):
             assert re.search(pattern, shown), f"no long prompt on several instances: {shown}"
             assert re.search(pattern, " ".join(text.split()))
-    if document == "docs/api.md":
+    if document == "docs/use/api.md":
         assert any("'weather'" in one for one in said), "the model called the tool"
         (tokens,) = [json.loads(a)["tokens"] for a in answers if '"token_strs":[' in a]
         assert f'"tokens":{json.dumps(tokens, separators=(",", ":"))}' in text
@@ -191,7 +191,7 @@ def test_what_starts_a_service_has_flags_that_there_are(command, folder):
 
 @pytest.mark.system
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("document", ("README.md", "docs/quick-start.md"))
+@pytest.mark.parametrize("document", ("README.md", "docs/use/quick-start.md"))
 def test_slow_commands_run_as_printed(document, folder, monkeypatch):
     monkeypatch.setattr(f"{__name__}.WAIT_S", 900)
     for command in commands(document):

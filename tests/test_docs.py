@@ -92,7 +92,7 @@ def test_a_decision_has_a_number_and_its_parts(document):
 def test_every_yes_of_the_comparison_names_a_test_that_exists():
     rows = [
         line
-        for line in (ROOT / "docs/comparison.md").read_text().splitlines()
+        for line in (ROOT / "docs/research/comparison.md").read_text().splitlines()
         if re.match(r"\| \d+ \|", line)
     ]
     assert len(rows) > 30
@@ -117,7 +117,9 @@ def test_every_yes_of_the_comparison_names_a_test_that_exists():
 
 
 def test_the_architecture_has_every_room():
-    (tree,) = re.findall(r"```\n(nanocp/.*?)```", (ROOT / "docs/architecture.md").read_text(), re.S)
+    (tree,) = re.findall(
+        r"```\n(nanocp/.*?)```", (ROOT / "docs/develop/architecture.md").read_text(), re.S
+    )
     listed = re.findall(r"^(\S+) ", tree, re.M)
     rooms = [
         f"{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}"
@@ -129,7 +131,7 @@ def test_the_architecture_has_every_room():
 
 
 def test_the_architecture_has_the_floors_of_the_import_rules():
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/develop/architecture.md").read_text()
     shown = [line.split("|") for line in text.splitlines() if re.match(r"\| \d \|", line)]
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = {
@@ -143,7 +145,7 @@ def test_the_architecture_has_the_floors_of_the_import_rules():
 
 
 def test_every_policy_is_explained():
-    text = (ROOT / "docs/tune.md").read_text()
+    text = (ROOT / "docs/use/tune.md").read_text()
     assert not [name for name in POLICY_NAMES if f"`{name}`" not in text]
 
 
@@ -175,7 +177,7 @@ def test_commands_and_their_flags_exist(document):
 
 
 def test_a_command_that_is_not_there_would_be_seen():
-    assert [words[0] for words in commands(ROOT / "docs/quick-start.md")].count("serve") == 2
-    assert ["serve", "/models/v3"] in [words[:2] for words in commands(ROOT / "docs/deploy.md")], (
-        "within ray's quotes"
-    )
+    assert [words[0] for words in commands(ROOT / "docs/use/quick-start.md")].count("serve") == 2
+    assert ["serve", "/models/v3"] in [
+        words[:2] for words in commands(ROOT / "docs/use/deploy.md")
+    ], "within ray's quotes"

@@ -130,7 +130,9 @@ def test_modules_exist():
 
 RETIRED = [
     word
-    for row in re.findall(r"^\|.+\|.+\|(.+)\|$", (ROOT / "docs/vocabulary.md").read_text(), re.M)
+    for row in re.findall(
+        r"^\|.+\|.+\|(.+)\|$", (ROOT / "docs/develop/vocabulary.md").read_text(), re.M
+    )
     for word in re.findall(r"`([^`]+)`", row)
 ]
 

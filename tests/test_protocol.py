@@ -1,4 +1,4 @@
-"""Every law has a name, a place in docs/protocol.md, and a test that guards it."""
+"""Every law has a name, a place in docs/develop/protocol.md, and a test that guards it."""
 
 import re
 
@@ -24,7 +24,7 @@ LAWS = [
     "kept KV",
     "planned terms",
 ]
-PROTOCOL = (ROOT / "docs/protocol.md").read_text()
+PROTOCOL = (ROOT / "docs/develop/protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", PROTOCOL, re.M | re.S))
 
 
@@ -44,13 +44,13 @@ def test_a_law_has_its_parts_and_a_test_that_exists(name):
 
 
 def citations(text):
-    """Find what names the law at each "(docs/protocol.md...)".
+    """Find what names the law at each "(docs/develop/protocol.md...)".
 
     It is the words after the comma, else those before the parenthesis.
     """
     words = re.sub(r"\s+(?:(?:#|//|\*) )?\s*", " ", text)
     for before, after in re.findall(
-        r"([\w-]+(?: \w+)*) \(docs/protocol\.md(?:, ([^)]*))?\)", words
+        r"([\w-]+(?: \w+)*) \((?:docs/develop/)?protocol\.md(?:, ([^)]*))?\)", words
     ):
         yield after or before
 
@@ -76,6 +76,6 @@ def test_laws_are_cited_by_name_and_not_by_number():
 
 
 def test_a_wrong_citation_would_be_seen():
-    place = "docs/protocol.md"
+    place = "docs/develop/protocol.md"
     text = f"a ({place},\n    # number 5) b. Isolation ({place}): c"
     assert list(citations(text)) == ["number 5", "Isolation"]

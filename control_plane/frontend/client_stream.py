@@ -1,6 +1,6 @@
 """One request of the cluster as its client sees it: its tokens in order, and how it ended.
 
-Enters: tokens in any order and any number of times (docs/protocol.md, ordered tokens), the
+Enters: tokens in any order and any number of times (protocol.md, ordered tokens), the
 beginning of later attempts. Leaves: output ids in order, which are the authority; times and
 lengths. Does not know: other requests, the controller.
 """
@@ -142,7 +142,7 @@ class ClientStream:
         )
 
     def begin_attempt(self, cause: str) -> None:
-        """Go on from the tokens that are in order (docs/protocol.md, one history).
+        """Go on from the tokens that are in order (protocol.md, one history).
 
         Tokens that came early are forgotten: the new attempt may generate others in their place.
         cause: see Observer.on_token; until the next token the first one counts.

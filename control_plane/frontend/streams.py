@@ -1,6 +1,6 @@
 """The open requests: their tokens in order, their placements, and how each one ends.
 
-Enters: tokens in any order and any number of times (docs/protocol.md, ordered tokens), placements,
+Enters: tokens in any order and any number of times (protocol.md, ordered tokens), placements,
 preemptions, ends. Leaves: output ids in order, which are the authority, also for a later attempt;
 the end of each request. Does not know: gRPC, tokenizers, where tokens come from.
 

@@ -1,7 +1,8 @@
 """Metrics of the prefill's engines, from the prefill's latest report.
 
 Enters: reports, on the controller's thread. Leaves: samples for scrapes, rows for the cluster page.
-Does not know: engines, which report nothing themselves. The names are explained in docs/operate.md.
+Does not know: engines, which report nothing themselves. The names are explained in
+docs/use/operate.md.
 """
 
 from __future__ import annotations

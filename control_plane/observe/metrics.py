@@ -1,7 +1,7 @@
 """All metrics of the service, in a registry of their own: one part for each source.
 
 Enters: a configuration. Leaves: a registry for /metrics. Does not know: what is measured. The names
-are listed and explained in docs/operate.md.
+are listed and explained in docs/use/operate.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Enters: losses, ends and beginnings of terms, dropped messages, on the controller's thread. Leaves:
 samples for scrapes, a row for the cluster page. Does not know: how a service recovers. The names
-are explained in docs/operate.md.
+are explained in docs/use/operate.md.
 """
 
 from __future__ import annotations

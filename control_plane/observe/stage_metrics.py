@@ -1,7 +1,7 @@
 """What the stages of a pipeline waited for, by cause: their bubbles.
 
 Enters: reports of passes, on the controller's thread. Leaves: samples for scrapes, shares for the
-cluster page. Does not know: passes, layers. The names are explained in docs/operate.md.
+cluster page. Does not know: passes, layers. The names are explained in docs/use/operate.md.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _check_requests(scheduler: Scheduler) -> None:
             request.request_id in scheduler._rows.runnable
         ), request
         if request.state is State.RUNNING:
-            # Pages ahead (docs/protocol.md): the windows issued so far have their pages.
+            # Pages ahead (protocol.md): the windows issued so far have their pages.
             end = min(request.position_at(state.step), request.kv_len_max)
             assert request.num_pages * PAGE_SIZE >= end, (
                 f"{request} writes up to {end} without a page"

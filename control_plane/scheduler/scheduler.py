@@ -344,7 +344,7 @@ class Scheduler(Readings):
     def _release(self, request: Request, stowed: tuple[int, Sequence[int]] | None = None) -> None:
         """Give up the request's row, ticket and frames.
 
-        The frames are free when quarantine ends (docs/protocol.md, quarantine). stowed: the ticket
+        The frames are free when quarantine ends (protocol.md, quarantine). stowed: the ticket
         under which they are copied, and who answers for it.
         """
         last_window = self._rows.remove(request)
@@ -435,7 +435,7 @@ class Scheduler(Readings):
 
     def _finish_moves(self) -> None:
         for request, frames in self._moves.finish():
-            # The windows sent so far read the old frames (docs/protocol.md, quarantine).
+            # The windows sent so far read the old frames (protocol.md, quarantine).
             last = self._rows.next_window - 1
             self._free(self._quarantine.hold(frames, last, request.ever_bound, None, ()))
             self._answer.placed[request.request_id] = request

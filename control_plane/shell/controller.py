@@ -343,7 +343,7 @@ class Controller:
             self._deadlines.start("scheduler", delay_ms, self._due.set)
 
     def _watch_window(self) -> None:
-        """End the cluster if the oldest window takes too long (docs/protocol.md, bounded waits).
+        """End the cluster if the oldest window takes too long (protocol.md, bounded waits).
 
         Instances find a dead peer first, and name it.
         """
@@ -446,5 +446,5 @@ _NOTHING = Plan(None)
 
 
 def _now_us() -> int:
-    """The controller's monotonic clock, in microseconds (docs/protocol.md, one clock)."""
+    """The controller's monotonic clock, in microseconds (protocol.md, one clock)."""
     return time.monotonic_ns() // 1000

@@ -25,7 +25,7 @@ class EngineTicket:
     cluster: str
     """Prefix of the names of the receivers' rings."""
     term: int
-    """The term of these rings (docs/protocol.md, terms)."""
+    """The term of these rings (protocol.md, terms)."""
     ticket: int
     num_tokens: int
     """Positions whose KV is wanted: 0 .. num_tokens - 1, the whole prompt that the engine gets."""

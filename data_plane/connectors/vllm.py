@@ -1,4 +1,4 @@
-"""NanoCP's KV connector for vLLM: prefill there, decode here (docs/prefill.md).
+"""NanoCP's KV connector for vLLM: prefill there, decode here (docs/use/prefill.md).
 
 Enters: vLLM's calls, in its scheduler's process and in its workers'. Leaves: pages of KV in the
 rings of NanoCP's instances. Does not know: how prompts are computed, who waits for the pages.

@@ -21,7 +21,7 @@ from nanocp.values.table_changes import PageRun
 
 @dataclass(frozen=True, slots=True)
 class ResyncNeeded:
-    """The answer to a plan that was made for another table (docs/protocol.md, table digests).
+    """The answer to a plan that was made for another table (protocol.md, table digests).
 
     Only the full table of this window can be applied now.
     """
@@ -88,7 +88,7 @@ class Instance(Protocol):
         """Leave the term: forget the window, tickets, what was not polled, and the ends.
 
         Rows and table stay until `join` says whether they go on. Frames keep their KV, which the
-        next term may read (docs/protocol.md, kept KV). It may be called at any point between two
+        next term may read (protocol.md, kept KV). It may be called at any point between two
         other calls, also after one that raised, and twice.
         """
 

@@ -1,4 +1,4 @@
-"""The lanes of a window: their rows and routes, and generators that take turns (docs/overlap.md).
+"""The lanes of a window: their rows and routes, and generators that take turns (overlap.md).
 
 Enters: an instance's table, whether the window has two lanes, a step for each lane. Leaves: steps
 that run in one thread, one computing while the other awaits its peers. Does not know: what a step

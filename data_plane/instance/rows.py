@@ -19,7 +19,7 @@ from nanocp.wire.convert import decode_row_input
 class Row:
     """One request's state at its MoE binding; a hand-off carries all of it.
 
-    See docs/protocol.md, hand-offs.
+    See protocol.md, hand-offs.
     """
 
     request_id: int
@@ -101,7 +101,7 @@ class Row:
     def commit(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token:
         """Commit one sampled token at the end of a step; the row stops if it was the last.
 
-        See docs/protocol.md, step commit.
+        See protocol.md, step commit.
         """
         self.output_ids.append(token_id)
         reason = None

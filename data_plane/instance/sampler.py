@@ -240,7 +240,7 @@ def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
 def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) that depends on (seed, index) only.
 
-    A counter needs no state that could be lost in a hand-off (docs/protocol.md, hand-offs).
+    A counter needs no state that could be lost in a hand-off (protocol.md, hand-offs).
     """
     digest = blake2b(
         seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8

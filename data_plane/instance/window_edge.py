@@ -204,7 +204,7 @@ class WindowEdge(PageTransfers):
         for request_id in plan.ends:
             del self._rows[request_id]
         # Post every hand-off before awaiting one: two instances may hand rows to each other
-        # (docs/protocol.md, hand-offs).
+        # (protocol.md, hand-offs).
         self._post_hand_offs(plan)
         yield from self._await_hand_offs(plan)
         for start in plan.starts:
@@ -214,7 +214,7 @@ class WindowEdge(PageTransfers):
         return None
 
     def _apply(self, plan: InstancePlan) -> str:
-        """Bring the table to the plan's (docs/protocol.md, table digests).
+        """Bring the table to the plan's (protocol.md, table digests).
 
         Returns what differed, or an empty string.
         """
@@ -275,7 +275,7 @@ class WindowEdge(PageTransfers):
     def _commit(
         self, window: Window, row: Row, token_id: int, logprobs: TokenLogprobs | None
     ) -> None:
-        """Commit the token that a step sampled for a row (docs/protocol.md, step commit)."""
+        """Commit the token that a step sampled for a row (protocol.md, step commit)."""
         token = row.commit(token_id, logprobs)
         self._tokens.append(token)
         window.num_tokens += 1

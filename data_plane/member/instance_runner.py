@@ -227,7 +227,7 @@ class DecodeLoop(TermLoop):
     def _await_full_plan(self, window: int) -> InstancePlan:
         """Wait for the full table of this window, the only one that can be applied now.
 
-        Tickets are handled meanwhile (docs/protocol.md, table digests).
+        Tickets are handled meanwhile (protocol.md, table digests).
         """
         limit_ms = self._limits.plan_timeout_ms
         deadline = time.monotonic() + limit_ms / 1000

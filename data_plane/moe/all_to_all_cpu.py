@@ -125,7 +125,7 @@ class ExpertExchange:
         """Send the live rows to the instances that hold their experts.
 
         x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool. epoch: number of
-        this use of the channel. Every peer gets a flag, also for zero rows (docs/protocol.md, equal
+        this use of the channel. Every peer gets a flag, also for zero rows (protocol.md, equal
         epochs).
         """
         regions: list[Region | None] = [

@@ -32,7 +32,7 @@ _MAX_PROGRAMS = 16
 _MAX_BLOCK = 1024
 """4-byte words that a program copies at once."""
 _POLLS_PER_MS = 1_000
-"""A poll of device memory takes about a microsecond or less; not measured yet (docs/gpu.md)."""
+"""A poll of device memory takes about a microsecond or less; not measured yet (docs/use/gpu.md)."""
 
 _FOLLOWS = {
     Channel.Q: (Channel.RES, 1),

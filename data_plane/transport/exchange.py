@@ -5,7 +5,7 @@ routes, layers, models. (The paper's section 5.3.)
 
 Every ordered pair of instances has two regions for each channel (parity = epoch & 1), in the
 *receiver's* memory. The sender writes the region, then its flag. The receiver waits until the flag
-EQUALS the epoch, never at least (docs/protocol.md, equal epochs). A newer flag means that a region
+EQUALS the epoch, never at least (protocol.md, equal epochs). A newer flag means that a region
 was reused too early, and raises EpochError.
 
 That two regions are enough follows from the protocol, not from this code. Where instances have a
@@ -36,7 +36,7 @@ class Channel(IntEnum):
     COMBINE = 3
     """Weighted sums over the sender's experts, for the receiver's rows."""
     MAILBOX = 4
-    """Row state handed over at the edge of a window (docs/protocol.md, hand-offs)."""
+    """Row state handed over at the edge of a window (protocol.md, hand-offs)."""
     Q_OF_LANE_1 = 5
     RES_OF_LANE_1 = 6
     DISPATCH_OF_LANE_1 = 7
@@ -46,7 +46,7 @@ class Channel(IntEnum):
         """The channel of a lane that is for the same as this one of lane 0.
 
         A lane has regions and epochs of its own, because its uses and those of the other lane come
-        in an order that differs between instances (docs/protocol.md, equal epochs).
+        in an order that differs between instances (protocol.md, equal epochs).
         """
         return _CHANNELS[self + lane * _LANE_OFFSET]
 
@@ -120,7 +120,7 @@ NO_TERM = 2**62
 
 
 class Term:
-    """The term that a process is in, and whether it is over (docs/protocol.md, terms).
+    """The term that a process is in, and whether it is over (protocol.md, terms).
 
     A thread that reads messages ends it; a thread that waits for a peer looks whether it is over.
     """

@@ -5,7 +5,7 @@ memory. Does not know: epochs, kernels, what rows mean, how another process's me
 (ipc_memory.py).
 
 The memory is of one term, as the segments of the host's exchange are: a process that was lost may
-still write what it has mapped (docs/protocol.md, terms).
+still write what it has mapped (protocol.md, terms).
 """
 
 from __future__ import annotations

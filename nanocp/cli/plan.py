@@ -91,8 +91,8 @@ def plan(
         fits = report(checkpoint, model, config, device, memory_gb)
         if fits and device != _CPU and instances > _GPUS_OF_A_NODE:
             typer.echo(
-                "It cannot run yet: GPUs exchange only within one node so far (docs/gpu.md), and "
-                f"that has {_GPUS_OF_A_NODE}."
+                "It cannot run yet: GPUs exchange only within one node so far (docs/use/gpu.md), "
+                f"and that has {_GPUS_OF_A_NODE}."
             )
             fits = False
     except ValueError as error:

@@ -81,7 +81,7 @@ CONFIG_OPTIONS = FieldOptions(
 @with_options
 def serve(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder of a model that docs/models.md lists.")
+        Path, typer.Argument(help="A Hugging Face folder of a model that docs/use/models.md lists.")
     ],
     flags: Annotated[dict[str, Any], CONFIG_OPTIONS],
     config: Annotated[

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _ADVICE = {
-    "queue": "frames or rows were short: see NanoCPHeadOfLineWaits in docs/operate.md",
+    "queue": "frames or rows were short: see NanoCPHeadOfLineWaits in docs/use/operate.md",
     "prefill": "the prefill was busy, or the prompt is long: see NanoCPSlowFirstToken in "
-    "docs/operate.md",
-    "start": "the cluster was slow to start a window: see NanoCPSchedulerSlow in docs/operate.md",
-    "decode": "divide it by the tokens: see NanoCPSlowTokens in docs/operate.md if a step is slow",
-    "away": "its frames went to other requests: see NanoCPPreempts in docs/operate.md",
+    "docs/use/operate.md",
+    "start": "the cluster was slow to start a window: see NanoCPSchedulerSlow in "
+    "docs/use/operate.md",
+    "decode": "divide it by the tokens: see NanoCPSlowTokens in docs/use/operate.md if a step is "
+    "slow",
+    "away": "its frames went to other requests: see NanoCPPreempts in docs/use/operate.md",
 }
 
 

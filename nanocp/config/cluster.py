@@ -76,7 +76,7 @@ class ClusterConfig:
     layout: str = "instances"
     """instances: each has some experts of every layer, and a request's KV may be on several.
     pipeline: each has some layers, with all their experts and KV, and prompts are computed there
-    too (docs/pipeline.md)."""
+    too (docs/develop/pipeline.md)."""
 
     def __post_init__(self) -> None:
         check_one_of(LAYOUTS, layout=self.layout)

@@ -62,17 +62,17 @@ class DataPlaneConfig:
     """What multiplies the experts' weights: one of EXPERT_BACKENDS."""
     dispatch_backend: str = "auto"
     """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
-    mixture of experts is one call, with native kernels on a CPU (docs/mixture.md). auto: fused
-    where it can run, else deep_ep where it can, else exchange."""
+    mixture of experts is one call, with native kernels on a CPU (docs/develop/mixture.md). auto:
+    fused where it can run, else deep_ep where it can, else exchange."""
     moe_schedule: str = "auto"
-    """What a fused mixture runs when, on a CPU (docs/mixture.md). barrier: the shared expert, then,
-    once all rows are here, the experts. arrival: first what other instances wait for; while rows
-    are awaited, the shared expert, and experts that will have ended by then, unless another lane
-    computes. auto: arrival where the mixture is fused. Tokens are the same."""
+    """What a fused mixture runs when, on a CPU (docs/develop/mixture.md). barrier: the shared
+    expert, then, once all rows are here, the experts. arrival: first what other instances wait for;
+    while rows are awaited, the shared expert, and experts that will have ended by then, unless
+    another lane computes. auto: arrival where the mixture is fused. Tokens are the same."""
     exchange_backend: str = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
     shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
-    memory, on one node. nvshmem is refused (docs/gpu.md)."""
+    memory, on one node. nvshmem is refused (docs/use/gpu.md)."""
     page_backend: str = "auto"
     """What carries pages of prefill and page moves. auto: the exchange's backend. nixl: NIXL (RDMA
     where available, TCP, or memory to memory within a node)."""

@@ -13,7 +13,7 @@ from nanocp.config.choices import check_at_least, require
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Bounds of every wait and every queue (docs/protocol.md, bounded waits)."""
+    """Bounds of every wait and every queue (protocol.md, bounded waits)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -46,7 +46,7 @@ class LimitsConfig:
     disconnected."""
     max_http_connections: int = 4096
     """Most HTTP connections, idle ones too; requests beyond them are answered with 503. Fewer where
-    ulimit -n leaves fewer (docs/operate.md)."""
+    ulimit -n leaves fewer (docs/use/operate.md)."""
 
     def __post_init__(self) -> None:
         require(

@@ -20,7 +20,7 @@ class PrefillConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     engines: tuple[str, ...] = ()
-    """vLLM servers that compute prompts, as http://host:port (docs/prefill.md). Empty: the
+    """vLLM servers that compute prompts, as http://host:port (docs/use/prefill.md). Empty: the
     embedded prefill."""
     api_key: str = field(default="", repr=False)
     """The key that these servers ask for (vLLM's --api-key); best given as NANOCP_PREFILL__API_KEY,

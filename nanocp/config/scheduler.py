@@ -70,8 +70,8 @@ class SchedulerConfig:
     """The chaos policy moves or extends a request in one of this many windows on average."""
     lanes: str = "off"
     """Whether rows run in two lanes, one of which computes while the other awaits its peers
-    (docs/overlap.md). off: one lane. measured: as `lane_table` says for each window. always, or
-    drawn for each window and row (random): for tests."""
+    (docs/develop/overlap.md). off: one lane. measured: as `lane_table` says for each window.
+    always, or drawn for each window and row (random): for tests."""
     lane_table: tuple[tuple[int, int, int], ...] = ()
     """(rows, links, percent): what two lanes take of the time of one, for an instance of so many
     rows and links, as `nanocp profile --overlap` measured it."""

@@ -124,7 +124,7 @@ def _refusals(config: Config) -> Iterator[str]:
         yield (
             f"device is cuda, and {cluster.num_instances} instances are on more than one node of "
             f"{cluster.instances_per_node} (cluster.instances_per_node); GPUs exchange only within "
-            "one node so far (docs/gpu.md)"
+            "one node so far (docs/use/gpu.md)"
         )
     if cluster.spares and not (config.recovers and on_cpu):
         yield (

@@ -125,7 +125,7 @@ class CostModel:
         return StepTime(round(total), LayerTime(*first, dispatch_combine, expert))
 
     def step_in_two_lanes(self, loads: Loads) -> StepTime:
-        """The step's time if half of each instance's rows are in each lane (docs/overlap.md).
+        """The step's time if half of each instance's rows are in each lane (overlap.md).
 
         While a lane's rows travel the other one computes. So a layer takes as long as both lanes
         compute, as both travel, or as one lane computes and travels, whichever is longest. Each

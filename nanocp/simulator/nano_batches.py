@@ -1,4 +1,4 @@
-"""Steps of a simulated cluster in the order of a searched schedule (docs/overlap.md).
+"""Steps of a simulated cluster in the order of a searched schedule (docs/develop/overlap.md).
 
 Enters: what a step costs, a schedule. Leaves: a layer's operations for a search; step times. Does
 not know: how a schedule is found.

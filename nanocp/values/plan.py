@@ -4,7 +4,7 @@ Enters: nothing. Leaves: frozen values that the scheduler, the controller, the w
 and the instances share. Does not know: sockets, clocks, tensors, tokens (a request's parameters
 travel as opaque bytes).
 
-Vocabulary: docs/vocabulary.md. Paper sections refer to the NanoCP paper (arXiv 2605.21100).
+Vocabulary: docs/develop/vocabulary.md. Paper sections refer to the NanoCP paper (arXiv 2605.21100).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class RowStart(NamedTuple):
 class HandOff(NamedTuple):
     """State of a row that changes its MoE binding at the edge before this window.
 
-    It travels through the exchange's mailbox (docs/protocol.md, hand-offs).
+    It travels through the exchange's mailbox (protocol.md, hand-offs).
     """
 
     request_id: int
@@ -270,7 +270,7 @@ class InstancePlan(NamedTuple):
     """Number of the window's first step: counts from 0 since the cluster started."""
     num_steps: int
     base_digest: int
-    """Digest of the table before the changes (docs/protocol.md, table digests)."""
+    """Digest of the table before the changes (protocol.md, table digests)."""
     result_digest: int
     """Digest of the table after the changes."""
     is_full: bool = False

@@ -134,7 +134,7 @@ def penalized_prompt_ids(prompt_ids: Sequence[int], params: SamplingParams) -> t
 
 @dataclass(frozen=True, slots=True)
 class HandOffState:
-    """State of a row that changes its MoE binding (docs/protocol.md, hand-offs).
+    """State of a row that changes its MoE binding (protocol.md, hand-offs).
 
     It goes from the old MoE binding to the new one through the exchange's mailbox.
     """
@@ -171,7 +171,7 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token on its way to the front end (docs/protocol.md, ordered tokens).
+    """One generated token on its way to the front end (protocol.md, ordered tokens).
 
     It has the request's id and an index, never a row.
     """
@@ -187,4 +187,4 @@ class Token:
     logprobs: TokenLogprobs | None = None
     """Set if the request asks for them."""
     attempt: int = 0
-    """The attempt that generated it (docs/protocol.md, one history)."""
+    """The attempt that generated it (protocol.md, one history)."""

@@ -5,7 +5,7 @@ every endpoint checks. Does not know: prompts, tokens' text, the sampler's arith
 
 Flags of the command line, the endpoints' reading, validation and the messages between members come
 from here. tests/nanocp/values/test_sampling_fields.py names what must spell a new parameter by
-itself: the protos, the HTTP body, the client's TypedDict and docs/api.md.
+itself: the protos, the HTTP body, the client's TypedDict and docs/use/api.md.
 """
 
 from __future__ import annotations

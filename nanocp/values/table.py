@@ -23,7 +23,7 @@ DIGEST_MASK = (1 << 64) - 1
 ROW, LINK, PAGE, HOLDER = range(1, 5)
 """Kinds of entries."""
 NUM_LANES = 2
-"""Lanes that a table may have rows and links in (docs/overlap.md)."""
+"""Lanes that a table may have rows and links in (docs/develop/overlap.md)."""
 _LANE_KINDS = 16
 _no_entry = blake2b(digest_size=8)  # a copy of it costs less than a new one
 _pack_entry = struct.Struct("<QQQQQ").pack
@@ -71,7 +71,7 @@ class InstanceTable:
     res_route: those of all lanes, lane 0 first, as a window of one lane runs them.
     pages: request id -> its runs on this instance, ascending. holders:
     request id -> (first page, instance), ascending, at the MoE binding. digest: sum mod 2^64 of an
-    8-byte blake2b per entry; an empty table has 0 (docs/protocol.md, table digests).
+    8-byte blake2b per entry; an empty table has 0 (protocol.md, table digests).
     """
 
     __slots__ = (

@@ -1,6 +1,6 @@
 """One question, one answer: four programs, asked how much a cluster sustains, agree within 10%.
 
-They are the command of docs/quick-start.md, `nanocp simulate sweep`, scheduling_quality.py and
+They are the command of docs/use/quick-start.md, `nanocp simulate sweep`, scheduling_quality.py and
 paper_figures.py. The cluster is small, so that a question takes seconds.
 """
 
@@ -47,7 +47,7 @@ def by_command(line, cluster):
 
 
 def by_quick_start(cluster):
-    text = (ROOT / "docs/quick-start.md").read_text()
+    text = (ROOT / "docs/use/quick-start.md").read_text()
     (line,) = re.findall(r"^nanocp simulate sweep .*$", text, re.MULTILINE)
     assert f"--policy {POLICY}" in line
     return by_command(line, cluster)

@@ -51,7 +51,7 @@ def test_the_page_says_of_each_criterion_that_does_not_hold_why_with_a_number():
     results = json.loads((ROOT / "benchmarks/results/pipeline_figures.json").read_text())
     criteria = [one for one in results if "criterion" in one]
     failed = {one["criterion"] for one in criteria if one["holds"] is False}
-    page = (ROOT / "docs/pipeline-figures.md").read_text()
+    page = (ROOT / "docs/research/pipeline-figures.md").read_text()
     rows = dict(re.findall(r"^\| (.*?) \| .* \| (yes|\*\*no\*\*) \|$", page, re.MULTILINE))
     assert {name for name, holds in rows.items() if holds != "yes"} == failed and failed
     reasons = dict(re.findall(r"^- \*\*(.*?)\*\*: (.*?)(?=\n- |\n\n)", page, re.MULTILINE | re.S))

@@ -15,7 +15,7 @@ from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
 
 CONFIG = Config(prefill=PrefillConfig(engines=("http://engine:8000",)))
-OPERATE = (ROOT / "docs" / "operate.md").read_text()
+OPERATE = (ROOT / "docs/use/operate.md").read_text()
 
 EXPRESSIONS = [
     *((name, filled(expression)) for name, expression in dashboard_expressions()),
@@ -85,13 +85,13 @@ def test_every_metric_of_ours_is_explained_and_shown(exposed):
             f"{family} is on no dashboard"
         )
         assert re.search(rf"`{family.removeprefix('nanocp:')}(_total)?`", OPERATE), (
-            f"{family} is not in docs/operate.md"
+            f"{family} is not in docs/use/operate.md"
         )
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_to_do(rule):
-    section = f"/docs/operate.md#{rule['alert'].lower()}"
+    section = f"/docs/use/operate.md#{rule['alert'].lower()}"
     assert rule["annotations"]["runbook_url"] == "{{ $externalLabels.runbooks }}" + section
     assert f"### {rule['alert']}\n" in OPERATE
     assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["summary"]

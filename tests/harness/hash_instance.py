@@ -221,7 +221,7 @@ class HashInstance(WindowEdge):
     def _moe(self, epoch: int, lane: WindowLane, hidden: list[int]) -> Iterator[Awaited]:
         """Send the live rows to their experts and await what they return.
 
-        Every instance sends to every peer, zero rows too (docs/protocol.md, equal epochs).
+        Every instance sends to every peer, zero rows too (protocol.md, equal epochs).
         """
         rows = lane.rows
         sent: list[list[int]] = [[] for _ in range(self._num_instances)]

@@ -141,7 +141,7 @@ def is_seen(num_seeds: int = 60) -> bool:
 
 
 def test_it_sees_frames_that_are_freed_too_early(monkeypatch):
-    """Windows that were sent and contain the request count (docs/protocol.md, quarantine)."""
+    """Windows that were sent and contain the request count (protocol.md, quarantine)."""
     hold = quarantine.Quarantine.hold
 
     def hold_too_short(self, frames, last_window, bound, ticket, receivers):

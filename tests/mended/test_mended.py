@@ -21,14 +21,14 @@ SAID = {
         ("Makefile", r"TORCH_INDEX \?="),
         ("README.md", r"TORCH_INDEX=https://\S+.*0\.2 GB to download.*2\.7 GB to download"),
     ],
-    "a-closed-ssh": [("docs/deploy.md", r"ray exec --tmux .*without it, that is a SIGHUP")],
+    "a-closed-ssh": [("docs/use/deploy.md", r"ray exec --tmux .*without it, that is a SIGHUP")],
     "a-contributors-metric": [
         ("CONTRIBUTING.md", r"## Add a metric.*metric_families\.py"),
         ("CONTRIBUTING.md", r"It may read what `ClusterState` and `Request`"),
     ],
     "flags-in-readme": [("README.md", r"`nanocp --help` lists the commands")],
     "output-of-the-quick-start": [
-        ("docs/quick-start.md", r'native \(avx512\).*\{"requests": 8, "exact": 8'),
+        ("docs/use/quick-start.md", r'native \(avx512\).*\{"requests": 8, "exact": 8'),
     ],
     "prometheus": [
         ("deploy/prometheus/prometheus.yml", r"promtool check config.*--syntax-only"),

@@ -9,7 +9,7 @@ class Mutant:
 
     name: str
     why: str
-    """What goes wrong; if it breaks a law of docs/protocol.md, its name in brackets."""
+    """What goes wrong; if it breaks a law of protocol.md, its name in brackets."""
     path: str
     text: str
     """Stands in the file once. White space may differ, and a comma before a closing bracket."""

@@ -34,7 +34,7 @@ SUPPORT = ("__init__", "tool_parsers/__init__", "tool_parsers/common_tests", "to
            "tool_parsers/conftest", "parser/__init__", "parser/engine/__init__",
            "parser/engine/replay_harness")  # fmt: skip
 HABITS = {
-    "what does not parse whole stays content, as docs/api.md says": [
+    "what does not parse whole stays content, as docs/use/api.md says": [
         "kimi_k2.TestExtractToolCalls.test_invalid_json_still_extracted",
         "kimi_k2.TestStreamingEdgeCases.test_truncated_tool_call_no_end_marker",
         "qwen3coder.test_extract_tool_calls_missing_closing_parameter_tag[chat_completion]",

@@ -2,7 +2,7 @@
 
 Enters: plans as they are sent, and which instance reported which window. Leaves: when a window is
 complete, and the full plan of a window in flight. Does not know: sockets, clocks, why a table
-changed. (docs/protocol.md, table digests.)
+changed. (protocol.md, table digests.)
 """
 
 from __future__ import annotations

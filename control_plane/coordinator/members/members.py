@@ -5,7 +5,7 @@ streams; reports of members, losses and terms to `MemberEvents`; processes to en
 not know: plans, tickets, how a member's process is started.
 
 A cluster starts when every member is ready. When one is lost later, its process is killed, another
-is started, and the instances begin the next term (docs/protocol.md, terms): those that are left, if
+is started, and the instances begin the next term (protocol.md, terms): those that are left, if
 they have slots for all experts, or all. A lost prefill is replaced without a new term.
 """
 

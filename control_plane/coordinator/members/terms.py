@@ -1,4 +1,4 @@
-"""Terms: where each seat stands, and the way from one term to the next (docs/protocol.md, terms).
+"""Terms: where each seat stands, and the way from one term to the next (protocol.md, terms).
 
 Enters: instances that are here, have left, have joined or are lost. Leaves: which to ask to leave,
 when all are to join, when the next term has begun. Does not know: streams, processes, windows,

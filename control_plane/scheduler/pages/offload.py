@@ -249,7 +249,7 @@ class Offload:
             frames = [FrameRun(frame, 1) for _, frame in pages[: len(slots)]]
             if not frames:
                 continue
-            # A copy is one more reader, which leaves at its end (docs/protocol.md, quarantine).
+            # A copy is one more reader, which leaves at its end (protocol.md, quarantine).
             ledger, ticket = self._state.frames[instance], self._tickets.next_number()
             for run in frames:
                 ledger.share(run.frame)

@@ -1,4 +1,4 @@
-"""Freed frames that an instance or a prefill may still write to (docs/protocol.md, quarantine).
+"""Freed frames that an instance or a prefill may still write to (protocol.md, quarantine).
 
 Enters: frames, the last window sent that contains their request, the instances of its binding, the
 receivers of its ticket that have not answered. Leaves: frames that nothing can write to any more.

@@ -105,7 +105,7 @@ class Tickets:
     def fence(self, request: Request) -> None:
         """The request ends: receivers of its ticket, if it has one, refuse what has not come.
 
-        The request keeps ticket and receivers: its frames wait for their answers (docs/protocol.md,
+        The request keeps ticket and receivers: its frames wait for their answers (protocol.md,
         quarantine).
         """
         if request.ticket is not None:

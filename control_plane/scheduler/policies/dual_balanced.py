@@ -81,7 +81,7 @@ class DualBalanced:
         """Move rows within their KV binding where that lowers the higher of two instances' counts.
 
         within_node: only to instances of the node where the row is. (The paper's section 4.2.1;
-        docs/protocol.md, hand-offs.)
+        protocol.md, hand-offs.)
         """
         rows, requests = state.num_rows, state.requests
         most_kept = min(rows) + 1

@@ -45,7 +45,7 @@ class State(Enum):
     RUNNING = "running"
     """The row is in every window issued since it started or came back."""
     PARKED = "parked"
-    """The row waits for a frame (docs/protocol.md, pages ahead).
+    """The row waits for a frame (protocol.md, pages ahead).
 
     The request keeps frames, MoE binding, row state and its place under every bound.
     """

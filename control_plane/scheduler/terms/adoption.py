@@ -4,7 +4,7 @@ Enters: what the instances hold, later attempts, the time. Leaves: requests plac
 pages. Does not know: rows, windows, tickets, what instances are.
 
 The frames stay in quarantine until the request comes back, or for held_timeout_us. A request is
-adopted if every page that its next attempt needs was kept (docs/protocol.md, kept KV).
+adopted if every page that its next attempt needs was kept (protocol.md, kept KV).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Enters: requests of the term that ended, the seats that were lost, the time, later attempts. Leaves:
 requests that keep their pages, and those that have lost one. Does not know: rows, windows, tickets.
 
-A request keeps its pages if every page is on an instance that survived (docs/protocol.md, kept KV).
+A request keeps its pages if every page is on an instance that survived (protocol.md, kept KV).
 It then has no row, and is held until its front end submits its next attempt: only the front end
 knows how many tokens it has. A request that is not among those that its front end submits was over.
 """

@@ -6,7 +6,7 @@ pages to move, and when the term may end. Does not know: processes, why instance
 Nothing is placed on an instance that leaves. Its rows are re-bound, and full pages move while their
 rows run. A row whose last pages are on it is stopped until these have moved, too. Then placement
 waits for the last tickets, and no window is issued any more. So the term ends with every row at its
-place, and the rows go on in the next one (docs/protocol.md, planned terms).
+place, and the rows go on in the next one (protocol.md, planned terms).
 """
 
 from __future__ import annotations

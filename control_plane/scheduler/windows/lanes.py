@@ -1,4 +1,4 @@
-"""Which lane each row is in, and whether a window runs in two lanes (docs/overlap.md).
+"""Which lane each row is in, and whether a window runs in two lanes (docs/develop/overlap.md).
 
 Enters: rows that enter and leave the windows, with their pages; the sizes of the next window.
 Leaves: a lane for each row, rows that should change theirs, and one decision for all instances.

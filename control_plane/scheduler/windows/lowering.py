@@ -1,7 +1,7 @@
 """Decisions become changes of tables, and once per window a plan with digests for each instance.
 
 Enters: rows that start, come back, leave, move and grow. Leaves: an InstancePlan for every instance
-(4.2.4; docs/protocol.md, table digests). Does not know: why a row changes.
+(4.2.4; protocol.md, table digests). Does not know: why a row changes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Enters: requests whose KV is in place, requests that end, reports of windows. Le
 the next window, in `Lowering`. Does not know: the queue, tickets, why a request ends.
 
 A row is runnable until the next window, then in every window, or parked between two of them. It is
-in a window only if every page that it writes there is committed (docs/protocol.md, pages ahead).
+in a window only if every page that it writes there is committed (protocol.md, pages ahead).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class RowWindows:
     def grow(self) -> None:
         """Commit the pages that rows write in the next window, or park those that cannot have them.
 
-        By class and by age (docs/protocol.md, pages ahead).
+        By class and by age (protocol.md, pages ahead).
         """
         for _, request_id in sorted([*self.parked, *self._due.pop(self.next_window, ())]):
             request = self._state.requests.get(request_id)

@@ -60,9 +60,9 @@ class PipelineOptions:
     layout: Annotated[
         str,
         typer.Option(
-            help="instances; or pipeline, where each stage has some layers (docs/pipeline.md). Its "
-            "policies are even, static:13,13,13,9, delta, level, chaos_layers, spread_sampling "
-            "(also :passes, :vocabulary) and fluid, the bound."
+            help="instances; or pipeline, where each stage has some layers "
+            "(docs/develop/pipeline.md). Its policies are even, static:13,13,13,9, delta, level, "
+            "chaos_layers, spread_sampling (also :passes, :vocabulary) and fluid, the bound."
         ),
     ] = "instances"
     passes: Annotated[

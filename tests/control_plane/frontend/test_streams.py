@@ -1,4 +1,4 @@
-"""Tokens come out in order and once, however they come (docs/protocol.md, ordered tokens)."""
+"""Tokens come out in order and once, however they come (protocol.md, ordered tokens)."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_late_word_about_an_ended_request_changes_nothing():
 def test_a_fence_is_answered_before_a_frame_is_free():
     """A receiver that has not answered might still copy a page of the old ticket over a new one.
 
-    (docs/protocol.md, quarantine.)
+    (protocol.md, quarantine.)
     """
     cluster = ClusterConfig(num_instances=2, num_frames=4)
     scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))

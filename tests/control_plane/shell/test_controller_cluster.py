@@ -30,7 +30,7 @@ from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.simulator.replay import replay
 
 END_S = 15.0
-"""All streams have ended this long after an instance is lost (docs/protocol.md, bounded waits):
+"""All streams have ended this long after an instance is lost (protocol.md, bounded waits):
 sooner than by any timeout.
 """
 SLOW = "harness.hash_members:build_slow"

@@ -97,7 +97,7 @@ def test_experts_anywhere(tiny_checkpoint, tiny_oracle, cpu_kernels, num_instanc
 def test_reports_count_what_the_steps_did(tiny_checkpoint):
     """Two rows, three steps a window; the second row stops in the middle of a window.
 
-    It goes on exchanging until the window ends (docs/protocol.md, frozen window).
+    It goes on exchanging until the window ends (protocol.md, frozen window).
     """
     config = Config(
         cluster=CLUSTER, scheduler=SchedulerConfig(policy="fixed_degree:2", steps_per_window=3)

@@ -92,7 +92,7 @@ def test_a_page_of_a_newer_ticket_waits_and_one_of_an_unknown_older_is_refused(r
 
 
 def test_a_survivor_takes_no_page_of_a_ticket_of_the_term_before(ring):
-    """The frame may belong to another request by now (docs/protocol.md, terms)."""
+    """The frame may belong to another request by now (protocol.md, terms)."""
     instance = Transfers(ring)
     instance.expect(transfer(1))
     instance.leave()

@@ -89,7 +89,7 @@ def test_a_full_plan_replaces_the_table_whatever_was_in_it(instances):
 
 
 def test_two_instances_hand_rows_to_each_other_in_one_window(instances):
-    """Both post before either waits (docs/protocol.md, hand-offs)."""
+    """Both post before either waits (protocol.md, hand-offs)."""
     tables = [Tables(), Tables()]
     for number, changes in enumerate((ROW_7, ROW_8)):
         plan = tables[number].plan(number, changes, starts=[7 + number])

@@ -138,7 +138,7 @@ def test_of_equal_scores_the_first_wins_and_nan_chooses_experts_too():
 
 
 def sums_in_order(case, instance):
-    """Compute an instance's results in fp32 as docs/mixture.md orders them: [B, X]."""
+    """Compute an instance's results in fp32 as docs/develop/mixture.md orders them: [B, X]."""
     (layer,), sizes = case.layers[instance], case.sizes
     state = case.fused[instance].state()
     total = np.zeros(layer.x.shape, np.float32)

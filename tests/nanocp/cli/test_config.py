@@ -16,7 +16,7 @@ from nanocp.config.file import load_config
 from nanocp.config.whole import Config
 from nanocp.config.yaml import config_yaml, unit_of
 
-DOCUMENT = ROOT / "docs/config.md"
+DOCUMENT = ROOT / "docs/use/config.md"
 
 
 def nanocp(*arguments, **environment):

@@ -1,4 +1,4 @@
-"""docs/restart.md: no request is lost while a service restarts, with one service and with two."""
+"""No request is lost while a service restarts, with one and with two (docs/use/restart.md)."""
 
 import itertools
 import re

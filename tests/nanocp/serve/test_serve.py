@@ -133,7 +133,7 @@ def test_an_instance_lost_in_mid_run_is_replaced_and_the_stream_goes_on(number):
     ids=lambda each: each.name,
 )
 def test_without_recovery_a_lost_instance_ends_the_service_in_the_stated_time(number):
-    documented = (ROOT / "docs" / "architecture.md").read_text()
+    documented = (ROOT / "docs/develop/architecture.md").read_text()
     words = " ".join(documented.split())
     limit_s = int(re.search(r"at the first loss, within (\d+) seconds", words)[1])
     with Serve(*TWO, factory="build_slow", environment=NO_RECOVERY) as serve:

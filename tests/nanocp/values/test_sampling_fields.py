@@ -293,4 +293,4 @@ def test_a_number_out_of_bounds_is_named_with_what_it_must_be(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_document_of_the_apis_names_it(name):
-    assert f"`{name}`" in (ROOT / "docs/api.md").read_text()
+    assert f"`{name}`" in (ROOT / "docs/use/api.md").read_text()

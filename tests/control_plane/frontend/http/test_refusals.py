@@ -314,7 +314,7 @@ def test_what_is_not_there_is_a_sentence_too(
 
 
 def test_the_page_of_the_api_names_every_field_and_endpoint(service: Service) -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
+    page = (ROOT / "docs/use/api.md").read_text()
     named = set(re.findall(r"`([\w/]+)`", page)) | set(re.findall(r"(?:GET|POST) (/[\w/.]+)", page))
     fields = {*protocol.CompletionRequest.model_fields, *protocol.ChatRequest.model_fields}
     paths = {

@@ -91,7 +91,7 @@ def test_rows_are_balanced_and_kv_is_levelled():
 def test_dual_balanced_rebinds_only_where_it_lowers_the_higher_count():
     """It re-binds where rows[new] + 1 < rows[old], by ascending degree, then id.
 
-    Counts move with each re-binding. (The paper's section 4.2.1; docs/protocol.md, hand-offs.)
+    Counts move with each re-binding. (The paper's section 4.2.1; protocol.md, hand-offs.)
     """
     scheduler = Scheduler(
         ClusterConfig(num_instances=2, num_frames=64), SchedulerConfig(policy="fixed_degree:2")

@@ -1,4 +1,4 @@
-"""The example of docs/overlap.md runs exactly as it is printed, and its model is cut."""
+"""The example of docs/develop/overlap.md runs exactly as it is printed, and its model is cut."""
 
 import re
 
@@ -13,7 +13,9 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_the_documents_example_runs_as_printed(monkeypatch):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/overlap.md").read_text(), re.S)
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/develop/overlap.md").read_text(), re.S
+    )
     engines = []
     monkeypatch.setattr(backend.overlap, "__defaults__", (engines.append, False))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

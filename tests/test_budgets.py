@@ -1,0 +1,113 @@
+"""Budgets of the house: each is a ratchet. What is over it today is listed, and may only shrink.
+
+A number here goes down with the change that makes it possible. Only a decision record raises one.
+"""
+
+import ast
+
+import typer
+from test_house import ROOMS, SOURCES, tree_of
+
+from harness.paths import ROOT
+from nanocp.cli.main import app
+
+MAX_LINES = {"nanocp": 23_600, "control_plane": 24_200, "data_plane": 27_150}
+"""Of Python, C++ and CUDA, without generated code."""
+MAX_OPTIONS = 298
+"""Of all commands together."""
+MAX_ROOMS = 16
+LARGE_FOLDERS = {
+    "control_plane/frontend": 22,
+    "control_plane/frontend/http": 24,
+    "control_plane/observe": 19,
+    "data_plane/moe": 18,
+    "data_plane/transport": 18,
+    "nanocp/cli": 25,
+    "nanocp/simulator": 18,
+}
+MAX_METHODS = 25
+LARGE_CLASSES = {
+    "ClusterState": 36,
+    "Controller": 40,
+    "ExternalLoop": 26,
+    "FrontEndPort": 28,
+    "Members": 34,
+    "PipelineScheduler": 34,
+    "Scheduler": 31,
+}
+MAX_PARAMETERS = 8
+LONG_SIGNATURES = {
+    "data_plane/instance/decode.py:__init__": 15,
+    "data_plane/step/cpu.py:__init__": 10,
+    "data_plane/step/stage.py:__init__": 10,
+    "nanocp/serve/front_end_processes.py:__init__": 11,
+    "nanocp/simulator/simulation.py:make_simulation": 13,
+}
+"""Without kernels, and commands, whose parameters are their options."""
+
+
+def test_a_plane_has_no_more_lines():
+    for plane, most in MAX_LINES.items():
+        files = [
+            path
+            for path in (ROOT / plane).rglob("*")
+            if path.suffix in (".py", ".cpp", ".h", ".cu") and "wire/v1" not in path.as_posix()
+        ]
+        lines = sum(len(path.read_text().splitlines()) for path in files)
+        assert most - 600 <= lines <= most, f"{plane} has {lines} lines: at most {most}, or less"
+
+
+def test_a_folder_has_few_rooms():
+    rooms = {}
+    for plane in ROOMS:
+        for folder in [ROOT / plane, *(ROOT / plane).rglob("*/")]:
+            inside = [
+                each
+                for each in folder.iterdir()
+                if (each / "__init__.py").exists()
+                or (each.suffix == ".py" and each.name != "__init__.py")
+            ]
+            if len(inside) > MAX_ROOMS and "wire/v1" not in folder.as_posix():
+                rooms[folder.relative_to(ROOT).as_posix()] = len(inside)
+    assert rooms == LARGE_FOLDERS
+
+
+def classes_and_functions():
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def test_a_class_has_few_methods():
+    found = {}
+    for _, node in classes_and_functions():
+        if isinstance(node, ast.ClassDef):
+            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+            num = sum(isinstance(each, functions) for each in node.body)
+            if num > MAX_METHODS:
+                found[node.name] = num
+    assert found == LARGE_CLASSES
+
+
+def test_a_function_has_few_parameters():
+    found = {}
+    for path, node in classes_and_functions():
+        place = path.relative_to(ROOT).as_posix()
+        if isinstance(node, ast.ClassDef) or place.startswith("nanocp/cli/"):
+            continue
+        names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+        num = len(names) + len(node.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
+        if num > MAX_PARAMETERS and "triton" not in path.read_text():
+            found[f"{place}:{node.name}"] = num
+    assert found == LONG_SIGNATURES
+
+
+def options_of(command):
+    inside = getattr(command, "commands", {})
+    own = sum(parameter.param_type_name == "option" for parameter in command.params)
+    return own + sum(map(options_of, inside.values()))
+
+
+def test_the_command_line_has_no_more_options():
+    assert options_of(typer.main.get_command(app)) <= MAX_OPTIONS
