@@ -21,10 +21,11 @@ import numpy as np
 
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "uint8", (32 * 1024,)),)}
 NUM_WARM_STEPS, NUM_STEPS = 500, 5000

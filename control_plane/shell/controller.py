@@ -26,10 +26,11 @@ from control_plane.coordinator.members.seats import SeatsNow
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from control_plane.ports.member_streams import FromMember, Member, serve_members
+from control_plane.ports.member_streams import serve_members
 from control_plane.ports.members_port import MemberSecrets
 from control_plane.shell.event_log import open_event_log
 from nanocp.config.whole import Config
+from nanocp.values.members import EnginesNow, Member, Report, TokensLost
 from nanocp.values.passes import LayoutWanted, ServiceEvent
 from nanocp.values.plan import (
     AbortRequested,
@@ -48,8 +49,6 @@ from nanocp.values.plan import (
     TransferFailed,
     WindowDone,
 )
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -359,14 +358,23 @@ class Controller:
 
     # --- members.MemberEvents ---
 
-    def reported(self, member: Member, message: FromMember) -> None:
+    def reported(self, member: Member, report: Report) -> None:
         """See members.MemberEvents."""
-        if isinstance(message, pb.FromPrefill) and message.WhichOneof("message") == "engines":
-            self._metrics.engines.reported(message.engines)
-        elif isinstance(message, pb.FromPrefill):
-            self._happened(TransferFailed(message.failed.ticket, message.failed.message))
-        elif member.instance is not None:
-            self._from_instance(member.instance, message)
+        match report:
+            case WindowDone():
+                self._window_done(report)
+            case TokensLost():
+                # The requests begin their next attempt (one history).
+                for request_id in report.request_ids:
+                    self._front_end.tokens_lost(request_id, f"{member}: {report.reason}")
+            case EnginesNow():
+                self._metrics.engines.reported(report.engines)
+            case TransferFailed():
+                self._happened(report)
+            case _:
+                event = self._flights.reported(member, report)
+                self._events += [] if event is None else [event]
+                self._look()
 
     @property
     def newest_ticket(self) -> int:
@@ -418,20 +426,6 @@ class Controller:
         """See members.MemberEvents."""
         for failed in self._flights.prefill_lost():
             self._happened(failed)
-
-    def _from_instance(self, instance: int, message: pb.FromInstance) -> None:
-        match message.WhichOneof("message"):
-            case "window_done":
-                self._window_done(convert.window_done_from_wire(instance, message.window_done))
-            case "tokens_lost":
-                # The requests begin their next attempt (one history).
-                for request_id in message.tokens_lost.request_ids:
-                    reason = f"instance {instance}: {message.tokens_lost.reason}"
-                    self._front_end.tokens_lost(request_id, reason)
-            case _:
-                event = self._flights.reported(instance, message)
-                self._events += [] if event is None else [event]
-                self._look()
 
     def _window_done(self, done: WindowDone) -> None:
         is_complete = self._flights.window_done(done)

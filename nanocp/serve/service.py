@@ -36,7 +36,6 @@ from control_plane.observe.status_server import (
 )
 from control_plane.observe.tracing import TracedObserver, Tracing
 from control_plane.ports.addresses import advertised_host, join
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.ports.members_port import MemberSecrets
 from control_plane.shell.controller import Controller
 from data_plane.member.lifetime import MemberSpec, SpareSpec
@@ -53,6 +52,7 @@ from nanocp.serve.served import PREFILL_PLANNER
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
+from nanocp.values.members import PREFILL, Member
 
 logger = logging.getLogger(__name__)
 

@@ -22,25 +22,25 @@ from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.remote.attendance import Attendance
-from control_plane.ports.member_streams import Member
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import Request
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
 from harness.hash_parts import Expected
 from harness.hash_recovery import RecoveringCluster, Seat
 from nanocp.config.whole import Config
+from nanocp.values.members import Hello, Member, Peer
 from nanocp.values.plan import (
     Event,
     FinishReason,
     Plan,
     Resubmitted,
+    TargetRun,
     TookOver,
 )
 from nanocp.values.sampling import Token
 from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageRun
 from nanocp.wire.convert import decode_row_input
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 _TERMS_OF_A_CONTROLLER = 1000
 _TICKETS_OF_A_CONTROLLER = 1_000_000
@@ -354,13 +354,7 @@ class FailoverCluster(RecoveringCluster):
         members = [Member("instance", index) for index in range(len(self.seats))]
         kept_pages = KeptPages()
         for index, runs in self.kept.items():
-            kept = pb.KeptPages(
-                request_id=[run.request_id for run in runs],
-                first_page=[run.first_page for run in runs],
-                num_pages=[run.num_pages for run in runs],
-                frame=[run.frame for run in runs],
-            )
-            kept_pages.say(members[index], pb.InstanceHello(kept=kept))
+            kept_pages.say(members[index], Hello(index, Peer(), kept_runs(index, runs)))
         newest_ticket = self.num_failovers * _TICKETS_OF_A_CONTROLLER
         self._call_scheduler([TookOver(newest_ticket, kept_pages.of(members))])
 
@@ -398,3 +392,10 @@ class FailoverCluster(RecoveringCluster):
         """Letters of the controller are under way in the queue of each front end."""
         while self.letters:
             self.letters.popleft()()
+
+
+def kept_runs(index: int, runs: list[PageRun]) -> tuple[tuple[int, TargetRun], ...]:
+    """What an instance says that it has kept."""
+    return tuple(
+        (run.request_id, TargetRun(run.first_page, run.num_pages, index, run.frame)) for run in runs
+    )

@@ -21,13 +21,13 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.coordinator.members.members import Members
 from control_plane.observe.recovery_metrics import RecoveryMetrics
-from control_plane.ports.member_streams import Member, MemberStream
+from control_plane.ports.member_streams import MemberStream
 from data_plane.fake.instance import region_layout
 from data_plane.fake.local_pages import LocalPageRing, local_peer_rings
 from data_plane.fake.model import NUM_EXPERTS
 from data_plane.instance.interface import TermEnds
 from data_plane.transport.local import LocalExchange
-from harness.hash_failover import FailoverCluster
+from harness.hash_failover import FailoverCluster, kept_runs
 from harness.hash_parts import draw_config
 from harness.hash_recovery import Seat
 from harness.turn_loop import TurnLoop
@@ -35,6 +35,7 @@ from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Hello, Left, Member, Peer, Ready
 from nanocp.values.plan import (
     Event,
     InstanceLost,
@@ -229,22 +230,16 @@ class OperatedCluster(FailoverCluster):
     def _dial(self, seat: int) -> None:
         """The process that comes has loaded its weights, or has lost its controller."""
         self.coming.discard(seat)
-        hello = pb.InstanceHello()
+        kept = None
         if self.seats[seat] is Seat.IN:
             self._leave(seat)
         if seat in self.kept and self.seats[seat] is Seat.OUT:
-            runs = self.kept[seat]
-            hello.kept.CopyFrom(
-                pb.KeptPages(
-                    request_id=[run.request_id for run in runs],
-                    first_page=[run.first_page for run in runs],
-                    num_pages=[run.num_pages for run in runs],
-                    frame=[run.frame for run in runs],
-                )
-            )
+            kept = kept_runs(seat, self.kept[seat])
         member = Member("instance", seat)
         try:
-            self.streams_of[seat] = self.loop.within(self.members.attach, member, hello)
+            self.streams_of[seat] = self.loop.within(
+                self.members.attach, member, Hello(seat, Peer(), kept)
+            )
         except ValueError as error:
             self._die(seat, str(error))
         self._settle()
@@ -261,12 +256,10 @@ class OperatedCluster(FailoverCluster):
         elif kind == "leave":
             if self.seats[seat] is Seat.IN:
                 self._leave(seat)
-            message = pb.FromInstance(term=order.term, left=pb.Left())
-            self.loop.within(self.members.received, member, message)
+            self.loop.within(self.members.received, member, Left(), order.term)
         elif kind == "join":
             self._join_term(seat, order.term, order.join)
-            message = pb.FromInstance(term=order.term, ready=pb.InstanceReady())
-            self.loop.within(self.members.received, member, message)
+            self.loop.within(self.members.received, member, Ready(), order.term)
             if self.members.terms.is_serving and not self.is_serving and not self.pending:
                 self.pending.append(order.term)  # The first of a controller.
         self._settle()

@@ -7,12 +7,11 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.coordinator.members.members import Members
 from control_plane.observe.recovery_metrics import RecoveryMetrics
-from control_plane.ports.member_streams import PREFILL, Member
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import PREFILL, Hello, Member, Peer, Ready
 
 FIRST, SECOND = Member("instance", 0), Member("instance", 1)
 LIMITS = LimitsConfig()
@@ -38,8 +37,8 @@ class Events:
     def __init__(self):
         self.reports, self.calls = [], []
 
-    def reported(self, member, message):
-        self.reports.append((member, message.WhichOneof("message")))
+    def reported(self, member, report):
+        self.reports.append((member, report))
 
     def prefill_arrived(self):
         self.calls.append("prefill arrived")
@@ -103,19 +102,17 @@ class Cluster:
         )
         self.streams = {}
 
-    def attach(self, *members, **kept):
+    def attach(self, *members, kept=None):
         for member in members:
-            hello = pb.InstanceHello(where=pb.Peer(node=str(member)), **kept)
+            hello = Hello(member.instance, Peer(node=str(member)), kept)
             self.streams[member] = self.members.attach(member, hello)
 
-    def say(self, member, term, **message):
-        kind = pb.FromPrefill if member == PREFILL else pb.FromInstance
-        self.members.received(member, kind(term=term, **message))
+    def say(self, member, term, said):
+        self.members.received(member, said, term)
 
     def ready(self, *members, term=1):
         for member in members:
-            ready = pb.PrefillReady(pid=9) if member == PREFILL else pb.InstanceReady()
-            self.say(member, term, ready=ready)
+            self.say(member, term, Ready(("process 9",) if member == PREFILL else ()))
 
     def kinds(self, member):
         return [

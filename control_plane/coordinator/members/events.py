@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from control_plane.ports.member_streams import FromMember, Member
+from nanocp.values.members import Member, Report
 from nanocp.values.plan import TargetRun
 
 
@@ -23,7 +23,7 @@ class MemberEvents(Protocol):
     def has_windows(self) -> bool:
         """Whether a window was sent that some instance has not reported."""
 
-    def reported(self, member: Member, message: FromMember) -> None:
+    def reported(self, member: Member, report: Report) -> None:
         """Take a member's report on its work in this term.
 
         Raises ValueError if the member cannot have meant it: its stream then ends.

@@ -29,8 +29,11 @@ from control_plane.coordinator.members.start import Start
 from control_plane.coordinator.members.suspicion import Suspicion
 from control_plane.coordinator.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
-from control_plane.ports.member_streams import PREFILL, FromMember, Member, MemberStream, ToMember
+from control_plane.ports.member_streams import MemberStream, ToMember
 from nanocp.config.whole import Config
+from nanocp.values import members as values
+from nanocp.values.members import PREFILL, Hello, Member, Peer, Said
+from nanocp.values.plan import WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -131,8 +134,8 @@ class Members:
     def _send(self, member: Member, message: ToMember) -> None:
         """Queue a message down. A member that leaves too many unread is lost.
 
-        Its loss is taken up once what sends now has come to its end, such as a plan's carrying out:
-        in the middle it would end the term under messages of that term which are yet to be sent.
+        Its loss is taken up once what sends now has come to its end: in the middle it would end the
+        term under messages of that term which are yet to be sent.
         """
         stream = self._streams.get(member)
         if stream is None:
@@ -301,7 +304,9 @@ class Members:
         table = self._seats.table(self.seats)
         self._join = pb.Join(
             peers=[
-                self._streams[each].where if each in self.terms.seats else pb.Peer()
+                pb.Peer(**self._streams[each].where._asdict())
+                if each in self.terms.seats
+                else pb.Peer()
                 for each in self._instances
             ],
             newest_ticket=self._events.newest_ticket,
@@ -363,7 +368,7 @@ class Members:
 
     # --- member_streams.MemberListener
 
-    def attach(self, member: Member, hello: pb.InstanceHello | None = None) -> MemberStream:
+    def attach(self, member: Member, hello: Hello | None = None) -> MemberStream:
         """See member_streams.MemberListener."""
         if member not in self.expected:
             expected = ", ".join(map(str, self.expected))
@@ -375,7 +380,8 @@ class Members:
             # It dials before it loads, and beats after it.
             self._replacements.expect(member)
         self._kept_pages.say(member, hello)
-        stream = self._streams[member] = MemberStream(member, where=hello.where if hello else None)
+        where = hello.where if hello is not None else Peer()
+        stream = self._streams[member] = MemberStream(member, where=where)
         if self.leaving is not None:
             self._shut_down(stream, self.leaving)
         elif member != PREFILL:
@@ -393,29 +399,28 @@ class Members:
             self._replacements.loads(member)
             self._loading(member, percent)
 
-    def received(self, member: Member, message: FromMember) -> None:
+    def received(self, member: Member, said: Said, term: int) -> None:
         """See member_streams.MemberListener."""
-        match message.WhichOneof("message"):
-            case "heartbeat":
-                beat = message.heartbeat
+        match said:
+            case values.Beat():
                 self._replacements.dialled(member)
-                self._heartbeats.heard(member, beat.awaited if beat.HasField("awaited") else None)
-            case "loading_percent":
-                assert isinstance(message, pb.FromPrefill)
-                self.loading(member, message.loading_percent)
-            case "ready":
-                self._is_ready(member, message)
-            case "left":
-                self.terms.has_left(member, message.term)
-            case "suspect":
-                self.suspicion.suspected(member, message.suspect, message.term)
-            case kind if message.term != self.terms.number or not self.terms.is_serving:
-                logger.debug("dropped: %s of %s in term %d", kind, member, message.term)
-                self._metrics.dropped(kind or "nothing")
-            case kind:
-                if kind == "window_done":
+                self._heartbeats.heard(member, said.awaited)
+            case values.Loading():
+                self.loading(member, said.percent)
+            case values.Ready():
+                self._is_ready(member, said.chosen, term)
+            case values.Left():
+                self.terms.has_left(member, term)
+            case values.Suspect():
+                self.suspicion.suspected(member, said, term)
+            case Hello() | values.Failure():
+                raise ValueError(f"{member} says {said}, which has no meaning here")
+            case _ if term != self.terms.number or not self.terms.is_serving:
+                self._metrics.dropped(said)
+            case _:
+                if isinstance(said, WindowDone):
                     self._short_terms.reported()
-                self._events.reported(member, message)
+                self._events.reported(member, said)
 
     def failed(self, member: Member | None, message: str) -> None:
         """See member_streams.MemberListener."""
@@ -427,18 +432,17 @@ class Members:
         else:
             self.fail(message)
 
-    def _is_ready(self, member: Member, message: FromMember) -> None:
+    def _is_ready(self, member: Member, chosen: tuple[str, ...], term: int) -> None:
         # From now on its silence counts, also if it is stopped before its first heartbeat.
         self._heartbeats.heard(member)
-        if isinstance(message, pb.FromPrefill):
+        if member == PREFILL:
             if self._deadlines.met(PREFILL.kind):
                 logger.info("the prefill serves again")
-            self.start.ready(member, (f"process {message.ready.pid}",))
+            self.start.ready(member, chosen)
             return
-        self.terms.has_joined(member, message.term)
+        self.terms.has_joined(member, term)
         if self.terms.standing[member] is Standing.IN:
-            graphs = f"graphs: {message.ready.num_graphs} prepared"
-            self.start.ready(member, (*message.ready.selected, graphs))
+            self.start.ready(member, chosen)
 
     def _shut_down(self, stream: MemberStream, reason: str) -> None:
         kind = pb.ToPrefill if stream.member == PREFILL else pb.ToInstance

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from control_plane.coordinator.members.deadlines import Deadlines
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
 

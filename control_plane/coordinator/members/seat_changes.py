@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from control_plane.coordinator.members.replacements import Replacements
 from control_plane.coordinator.members.seats import Seats
 from control_plane.coordinator.members.terms import Standing, Terms
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 from prometheus_client import CollectorRegistry
 
 from control_plane.observe.recovery_metrics import PHASES, RecoveryMetrics
-from control_plane.ports.member_streams import PREFILL
 from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import PREFILL, Left
+from nanocp.values.plan import WindowDone
 
 
 def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
@@ -83,13 +83,13 @@ async def test_members_say_what_was_lost_and_why_and_what_came_too_late():
     cluster.members.exited(SECOND, 0, "its process ended")
     cluster.members.failed(PREFILL, "prefill: its stream broke")
     await cluster.until_replaced(SECOND, 1, 2)
-    cluster.say(FIRST, 1, window_done=pb.WindowDone())
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.say(FIRST, 1, WindowDone(0, 0))
+    cluster.say(FIRST, 1, Left())
     cluster.attach(SECOND)
     cluster.ready(FIRST, SECOND, term=2)
     cluster.members.terms.end()
-    cluster.say(FIRST, 2, left=pb.Left())
-    cluster.say(SECOND, 2, left=pb.Left())
+    cluster.say(FIRST, 2, Left())
+    cluster.say(SECOND, 2, Left())
     cluster.ready(FIRST, SECOND, term=3)
     sample = cluster.registry.get_sample_value
     lost = [

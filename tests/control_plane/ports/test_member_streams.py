@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import grpc
 
-from control_plane.ports.member_streams import Member, MemberServicer
+from control_plane.ports.member_streams import MemberServicer
 from control_plane.shell.controller import Controller
+from nanocp.values.members import Member
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 
@@ -22,7 +23,8 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_message_is_no_fault_of_ours
 
     async def attach():
         servicer = MemberServicer(listener, None, None, 1.0)
-        return [each async for each in servicer.AttachInstance(requests(), None)]
+        context = SimpleNamespace(invocation_metadata=lambda: (("nanocp-member", "instance 1"),))
+        return [each async for each in servicer.AttachInstance(requests(), context)]
 
     with caplog.at_level(logging.INFO):
         assert asyncio.run(attach()) == []

@@ -6,8 +6,8 @@ import pytest
 
 from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.frontend.controller_interface import Submission
-from control_plane.ports.member_streams import PREFILL
 from harness.member_cluster import FIRST, in_a_loop, running
+from nanocp.values.members import PREFILL
 from nanocp.values.plan import Fence, TargetRun, Transfer, TransferFailed
 
 TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))

@@ -6,7 +6,7 @@ import pytest
 
 from harness.member_cluster import FIRST, SECOND, in_a_loop, running
 from nanocp.config.limits import LimitsConfig
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import Left
 
 
 async def asked_of(cluster, seats):
@@ -56,7 +56,7 @@ async def test_a_seat_that_leaves_and_is_lost_gets_no_other_process():
     cluster.members._seats.fewest = 1
     change = await asked_of(cluster, [0])
     cluster.members.exited(SECOND, 0, "its process ended")
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.say(FIRST, 1, Left())
     cluster.ready(FIRST, term=2)
     assert (await asyncio.wait_for(change, 10)).serving == (0,)
     await cluster.until(lambda: cluster.processes.calls == [("kill", "instance 1")])
@@ -70,7 +70,7 @@ async def test_a_process_that_comes_for_an_undone_change_is_let_go():
     change = await asked_of(cluster, [0])
     cluster.members.changes.settled()
     for instance in (FIRST, SECOND):
-        cluster.say(instance, 1, left=pb.Left())
+        cluster.say(instance, 1, Left())
     cluster.ready(FIRST, term=2)
     await change
     change = await asked_of(cluster, [0, 1])
@@ -88,13 +88,13 @@ async def test_a_seat_that_is_asked_for_while_its_process_comes_gets_no_second_o
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
     cluster.members.exited(SECOND, 0, "its process ended")
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.say(FIRST, 1, Left())
     cluster.ready(FIRST, term=2)
     change = await asked_of(cluster, [0, 1])
     await cluster.until_replaced(SECOND, 1, 3)
     cluster.attach(SECOND)
     cluster.members.changes.settled()
-    cluster.say(FIRST, 2, left=pb.Left())
+    cluster.say(FIRST, 2, Left())
     cluster.ready(FIRST, SECOND, term=3)
     assert (await asyncio.wait_for(change, 10)).serving == (0, 1)
     assert [call[0] for call in cluster.processes.calls].count("start") == 1
@@ -107,7 +107,7 @@ async def test_more_seats_than_there_is_room_for_are_refused_by_name_and_nothing
     change = await asked_of(cluster, [0])
     cluster.members.changes.settled()
     for member in (FIRST, SECOND):
-        cluster.say(member, 1, left=pb.Left())
+        cluster.say(member, 1, Left())
     cluster.ready(FIRST, term=2)
     await asyncio.wait_for(change, 10)
     cluster.processes.obstacle = "needed are 9.0 MiB of /dev/shm, which has 1.0 MiB free"

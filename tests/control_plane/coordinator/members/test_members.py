@@ -8,7 +8,7 @@ import pytest
 from control_plane.coordinator.members import replacements
 from control_plane.coordinator.members.heartbeats import TICKS
 from control_plane.coordinator.members.start import StartError
-from control_plane.ports.member_streams import PREFILL, Member, MemberStream
+from control_plane.ports.member_streams import MemberStream
 from harness.member_cluster import (
     FIRST,
     LIMITS,
@@ -20,6 +20,8 @@ from harness.member_cluster import (
     sent_to,
 )
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import PREFILL, Beat, Left, Loading, Member, Ready, Suspect
+from nanocp.values.plan import TransferDone, WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 
@@ -85,18 +87,17 @@ def test_the_cluster_has_started_when_the_last_member_is_ready():
     members = cluster.members
     members.loading(FIRST, 50)
     members.loading(Member("instance", 7), 50)
-    members.received(PREFILL, pb.FromPrefill(loading_percent=100))
+    cluster.say(PREFILL, 1, Loading(100))
     cluster.attach(FIRST, SECOND)
     for member in (SECOND, FIRST):
-        ready = pb.InstanceReady(selected=["kernels: torch"], num_graphs=3)
-        cluster.say(member, 1, ready=ready)
+        cluster.say(member, 1, Ready(("kernels: torch", "graphs: 3 prepared")))
     cluster.ready(PREFILL)
     assert cluster.loaded == [(FIRST, 50), (PREFILL, 100)]
     assert cluster.progress == [f"{num} of 3 processes are ready" for num in (1, 2, 3)]
     choices = ("kernels: torch", "graphs: 3 prepared")
     assert members.start.wait() == {FIRST: choices, SECOND: choices, PREFILL: ("process 9",)}
-    cluster.say(FIRST, 1, window_done=pb.WindowDone())
-    assert cluster.events.reports == [(FIRST, "window_done")]
+    cluster.say(FIRST, 1, WindowDone(0, 0))
+    assert cluster.events.reports == [(FIRST, WindowDone(0, 0))]
     assert "began" not in str(cluster.events.calls), "the first term begins with the service"
 
 
@@ -117,11 +118,10 @@ async def test_a_lost_instance_is_killed_and_replaced_and_all_begin_the_next_ter
     cluster = running(synthetic_kv=True)
     cluster.members.exited(SECOND, 0, "its process ended")
     assert cluster.events.calls == ["ended", ("lost", 1)]
-    (leave,) = sent_to(cluster.streams[FIRST])
-    assert (leave.WhichOneof("message"), leave.term) == ("leave", 1)
+    assert [each.WhichOneof("message") for each in sent_to(cluster.streams[FIRST])] == ["leave"]
     await cluster.until_replaced(SECOND, 1, 2)
     assert cluster.processes.calls[0] == ("kill", "instance 1")
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.say(FIRST, 1, Left())
     cluster.attach(SECOND)
     assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["join"]] * 2
     cluster.ready(FIRST, SECOND, term=2)
@@ -148,14 +148,14 @@ async def test_a_loss_is_noticed_once_and_the_old_process_does_not_end_the_new_o
 async def test_reports_of_an_earlier_term_are_dropped():
     cluster = running(synthetic_kv=True)
     cluster.members.terms.end()
-    cluster.say(FIRST, 1, window_done=pb.WindowDone())
+    cluster.say(FIRST, 1, WindowDone(0, 0))
     for member in (FIRST, SECOND):
-        cluster.say(member, 1, left=pb.Left())
+        cluster.say(member, 1, Left())
     cluster.ready(FIRST, SECOND, term=2)
-    cluster.say(FIRST, 1, transfer_done=pb.TransferAnswer(ticket=3))
+    cluster.say(FIRST, 1, TransferDone(3, 0))
     assert cluster.events.reports == []
-    cluster.say(FIRST, 2, transfer_done=pb.TransferAnswer(ticket=4))
-    assert cluster.events.reports == [(FIRST, "transfer_done")]
+    cluster.say(FIRST, 2, TransferDone(4, 0))
+    assert cluster.events.reports == [(FIRST, TransferDone(4, 0))]
 
 
 @in_a_loop
@@ -228,11 +228,11 @@ async def test_terms_that_end_as_soon_as_they_begin_end_the_cluster(num_windows)
         assert not cluster.members.failure.done()
         for member in (FIRST, SECOND):
             for _ in range(num_windows):
-                cluster.say(member, term, window_done=pb.WindowDone())
+                cluster.say(member, term, WindowDone(0, 0))
         cluster.members.exited(SECOND, term - 1, "its process ended")
         if term < 4:
             await cluster.until_replaced(SECOND, term, term + 1)
-            cluster.say(FIRST, term, left=pb.Left())
+            cluster.say(FIRST, term, Left())
             cluster.attach(SECOND)
             cluster.ready(FIRST, SECOND, term=term + 1)
     assert cluster.members.failure.result(0) == (
@@ -247,13 +247,13 @@ async def test_a_seat_that_ends_three_short_terms_stays_empty_if_the_others_can_
     cluster.members._seats.fewest = 1
     for term in (1, 3, 5):
         cluster.members.exited(SECOND, term // 2, "its process ended")
-        cluster.say(FIRST, term, left=pb.Left())
+        cluster.say(FIRST, term, Left())
         cluster.ready(FIRST, term=term + 1)  # It goes on alone.
         if term < 5:
             await cluster.until_replaced(SECOND, 1 + term // 2, term + 2)
             cluster.attach(SECOND)
             cluster.members.changes.settled()
-            cluster.say(FIRST, term + 1, left=pb.Left())
+            cluster.say(FIRST, term + 1, Left())
             cluster.ready(FIRST, SECOND, term=term + 2)
     await cluster.until(lambda: cluster.processes.calls[-1] == ("kill", "instance 1"))
     assert [call[0] for call in cluster.processes.calls].count("start") == 2
@@ -271,10 +271,10 @@ async def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_firs
     cluster.members.changes.want([1], "a test")
     cluster.members.changes.settled()
     if not is_first:
-        cluster.say(SECOND, 1, left=pb.Left())
+        cluster.say(SECOND, 1, Left())
     cluster.members.exited(FIRST, 0, "its process ended")
     if is_first:
-        cluster.say(SECOND, 1, left=pb.Left())
+        cluster.say(SECOND, 1, Left())
     assert cluster.kinds(SECOND) == ["leave", "join"]
     cluster.ready(SECOND, term=2)
     assert cluster.members.seats == [1] and cluster.members.terms.is_serving
@@ -286,10 +286,10 @@ async def test_pages_of_a_seat_that_leaves_are_lost_with_its_process():
     cluster.members._seats.fewest = 1
     cluster.members.changes.want([1], "a test")
     cluster.members.changes.settled()
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.say(FIRST, 1, Left())
     cluster.members.exited(FIRST, 0, "its process ended")
     assert cluster.events.calls[-2:] == ["ended", ("lost", 0)]
-    cluster.say(SECOND, 1, left=pb.Left())
+    cluster.say(SECOND, 1, Left())
     cluster.ready(SECOND, term=2)
     assert cluster.members.seats == [1]
 
@@ -301,10 +301,10 @@ async def test_losses_of_an_idle_cluster_or_after_a_while_go_on(num_windows):
     for term in (1, 2, 3, 4):
         for member in (FIRST, SECOND):
             for _ in range(num_windows):
-                cluster.say(member, term, window_done=pb.WindowDone())
+                cluster.say(member, term, WindowDone(0, 0))
         cluster.members.exited(SECOND, term - 1, "its process ended")
         await cluster.until_replaced(SECOND, term, term + 1)
-        cluster.say(FIRST, term, left=pb.Left())
+        cluster.say(FIRST, term, Left())
         cluster.attach(SECOND)
         cluster.ready(FIRST, SECOND, term=term + 1)
     assert not cluster.members.failure.done()
@@ -341,10 +341,10 @@ async def test_a_member_that_reads_nothing_is_lost():
 async def test_a_silent_member_is_lost():
     cluster = running(LimitsConfig(suspect_ms=300), synthetic_kv=True)
     for member in (FIRST, SECOND):
-        cluster.say(member, 0, heartbeat=pb.Heartbeat())
+        cluster.say(member, 0, Beat())
     watch = asyncio.create_task(cluster.members.watch_heartbeats())
     for _ in range(2 * TICKS):
-        cluster.say(FIRST, 0, heartbeat=pb.Heartbeat())
+        cluster.say(FIRST, 0, Beat())
         await asyncio.sleep(0.3 / TICKS)
     watch.cancel()
     assert cluster.events.calls == ["ended", ("lost", 1)]
@@ -354,24 +354,24 @@ async def test_a_silent_member_is_lost():
 @in_a_loop
 async def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits():
     cluster = running(synthetic_kv=True)
-    cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
-    cluster.say(SECOND, 0, heartbeat=pb.Heartbeat())
-    cluster.say(SECOND, 1, suspect=pb.Suspect(instance=0, message="ExchangeTimeout"))
+    cluster.say(FIRST, 0, Beat(1))
+    cluster.say(SECOND, 0, Beat())
+    cluster.say(SECOND, 1, Suspect(0, False, "ExchangeTimeout"))
     assert cluster.events.calls == ["ended", ("lost", 1)]
 
 
 @in_a_loop
 async def test_without_recovery_the_culprit_is_named_too():
     cluster = running(NO_RECOVERY, synthetic_kv=True)
-    cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
-    cluster.say(SECOND, 1, suspect=pb.Suspect(instance=0, message="ExchangeTimeout"))
+    cluster.say(FIRST, 0, Beat(1))
+    cluster.say(SECOND, 1, Suspect(0, False, "ExchangeTimeout"))
     assert cluster.events.calls == [("cluster lost", "instance 1 was lost")]
 
 
 @in_a_loop
 async def test_instances_that_report_no_window_are_blamed_by_their_waits():
     cluster = running(synthetic_kv=True)
-    cluster.say(FIRST, 0, heartbeat=pb.Heartbeat(awaited=1))
+    cluster.say(FIRST, 0, Beat(1))
     cluster.members.suspicion.blame([0, 1], "did not report window 3 in 50 s")
     assert cluster.events.calls == ["ended", ("lost", 1)]
     assert cluster.members._last_loss == "instance 1 did not report window 3 in 50 s"
@@ -381,11 +381,11 @@ async def test_instances_that_report_no_window_are_blamed_by_their_waits():
 async def test_a_peer_that_is_called_gone_is_lost_if_no_better_reason_comes(monkeypatch):
     monkeypatch.setattr("control_plane.coordinator.members.suspicion._GONE_MS", 20)
     cluster = running(synthetic_kv=True)
-    suspect = pb.Suspect(instance=1, is_gone=True, message="PeerLost")
-    cluster.say(FIRST, 1, suspect=suspect)
+    suspect = Suspect(1, True, "PeerLost")
+    cluster.say(FIRST, 1, suspect)
     assert cluster.events.calls == []
     await cluster.until(lambda: cluster.events.calls == ["ended", ("lost", 1)])
-    cluster.say(FIRST, 1, suspect=suspect)
+    cluster.say(FIRST, 1, suspect)
     await asyncio.sleep(0.1)
     assert cluster.events.calls == ["ended", ("lost", 1)], "the term is over"
 
@@ -395,7 +395,7 @@ async def test_an_instance_that_does_not_leave_its_term_is_lost():
     limits = replace(LIMITS, plan_timeout_ms=30, retry_ms=20)
     cluster = running(limits, synthetic_kv=True)
     cluster.members.terms.end()
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.say(FIRST, 1, Left())
     await cluster.until(lambda: ("lost", 1) in cluster.events.calls)
     assert "it did not leave its term in plan_timeout_ms (30 ms)" in cluster.members._last_loss
 
@@ -443,7 +443,7 @@ async def test_losses_with_terms_between_them_are_replaced_at_once(monkeypatch):
     cluster = running(synthetic_kv=True)
     for term in range(2, 5):
         cluster.members.exited(SECOND, term - 2, "it was killed")
-        cluster.say(FIRST, term - 1, left=pb.Left())
+        cluster.say(FIRST, term - 1, Left())
         await cluster.until_replaced(SECOND, term - 1, term=term)
         cluster.attach(SECOND)
         cluster.ready(FIRST, SECOND, term=term)

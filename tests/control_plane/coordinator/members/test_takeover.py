@@ -6,10 +6,9 @@ import pytest
 
 from control_plane.coordinator.members import replacements
 from control_plane.coordinator.members.start import StartError
-from control_plane.ports.member_streams import PREFILL
 from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop, running
+from nanocp.values.members import PREFILL, Left
 from nanocp.values.plan import TargetRun
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 TERM = 1_000_001
 """The first of the second controller."""
@@ -35,16 +34,12 @@ async def test_an_instance_that_is_lost_before_it_has_dialled_the_next_controlle
     assert cluster.events.calls == [("took over", ())]
 
 
-def kept(**columns):
-    return pb.KeptPages(**columns)
-
-
 def test_the_first_term_begins_with_the_pages_that_all_instances_kept():
     cluster = taking_over()
-    of_first = kept(request_id=[7, 7, 8], first_page=[2, 0, 0], num_pages=[1] * 3, frame=[3, 4, 9])
-    cluster.attach(FIRST, kept=of_first)
+    of_first = [(7, TargetRun(2, 1, 0, 3)), (7, TargetRun(0, 1, 0, 4)), (8, TargetRun(0, 1, 0, 9))]
+    cluster.attach(FIRST, kept=tuple(of_first))
     assert cluster.events.calls == []
-    cluster.attach(SECOND, kept=kept(request_id=[7], first_page=[1], num_pages=[1], frame=[5]))
+    cluster.attach(SECOND, kept=((7, TargetRun(1, 1, 1, 5)),))
     pages = {
         7: (TargetRun(0, 1, 0, 4), TargetRun(1, 1, 1, 5), TargetRun(2, 1, 0, 3)),
         8: (TargetRun(0, 1, 0, 9),),
@@ -56,11 +51,11 @@ def test_the_first_term_begins_with_the_pages_that_all_instances_kept():
 @in_a_loop
 async def test_no_page_goes_on_if_an_instance_is_gone():
     cluster = taking_over()
-    cluster.attach(FIRST, kept=kept(request_id=[7], first_page=[0], num_pages=[1], frame=[5]))
-    cluster.attach(SECOND, kept=kept())
+    cluster.attach(FIRST, kept=((7, TargetRun(0, 1, 0, 5)),))
+    cluster.attach(SECOND, kept=())
     assert len(cluster.events.calls.pop()[1]) == 1
     cluster.members.exited(SECOND, 0, "its process was ended by SIGKILL")
-    cluster.say(FIRST, TERM, left=pb.Left())
+    cluster.say(FIRST, TERM, Left())
     await cluster.until_replaced(SECOND, 1, TERM + 1)
     cluster.attach(SECOND)
     assert cluster.events.calls == [("took over", ())], "what went before is void"
@@ -74,7 +69,7 @@ async def test_an_instance_that_is_lost_while_it_joins_is_waited_for_with_all_ot
     cluster.members.exited(SECOND, 0, "its process was ended by SIGKILL")
     # What was under way is of a term that is over.
     cluster.ready(FIRST, term=TERM)
-    cluster.say(FIRST, TERM, left=pb.Left())
+    cluster.say(FIRST, TERM, Left())
     await cluster.until_replaced(SECOND, 1, TERM + 1)
     cluster.attach(SECOND)
     cluster.ready(SECOND, term=TERM + 1)
