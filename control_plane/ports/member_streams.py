@@ -17,9 +17,9 @@ import grpc
 
 from control_plane.ports.members_port import MemberSecrets, bind, caller
 from nanocp.config.whole import Config
-from nanocp.values.members import PREFILL, Failure, Hello, Loading, Member, Peer, Said
+from nanocp.values.members import PREFILL, Failure, Hello, Loading, Member, Said
 from nanocp.wire.member_metadata import NAME, SECRET
-from nanocp.wire.members import FromMember, said_from_wire
+from nanocp.wire.members import FromMember, ToMember, said_from_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
@@ -36,18 +36,12 @@ _LEAVING_POLL_S = 0.5
 _SILENT_TICKS = 6
 """Ticks without a message after which the stream of a node is lost."""
 
-ToMember = pb.ToInstance | pb.ToPrefill
-
 
 class MemberStream:
     """The stream down to one member. Used from the controller's event loop only."""
 
-    def __init__(
-        self, member: Member, max_messages: int = _MAX_MESSAGES, where: Peer | None = None
-    ) -> None:
+    def __init__(self, member: Member, max_messages: int = _MAX_MESSAGES) -> None:
         self.member = member
-        self.where = where or Peer()
-        """Address where the peers of an instance find it."""
         self.max_messages = max_messages
         self._messages: asyncio.Queue[ToMember | None] = asyncio.Queue()
         self._closed = False
@@ -90,8 +84,9 @@ class MemberStream:
 class MemberListener(Protocol):
     """What takes the members' messages. Called from the event loop."""
 
-    leaving: str | None
-    """Why every member is asked to leave; None until then."""
+    @property
+    def leaving(self) -> str | None:
+        """Why every member is asked to leave; None until then."""
 
     def attach(self, member: Member, hello: Hello | None) -> MemberStream:
         """A member dialled. hello: of an instance. Raises ValueError if it has no place."""

@@ -260,11 +260,11 @@ class Service:
         """Let these instances serve and no others, None: as now; returns once they do.
 
         Raises ValueError if they cannot, RuntimeError if the change failed and nothing changed,
-        TimeoutError if it takes longer: it goes on (see Members.want).
+        TimeoutError if it takes longer: it goes on (see Controller.want_seats).
         """
         if not self._has_served:
             raise ValueError("the service is starting")
-        asked = self._controller.ask(self._controller.members.want(seats, by))
+        asked = self._controller.want_seats(seats, by)
         if seats is None:
             return asked.result(_ANSWER_S)
         try:
@@ -277,7 +277,7 @@ class Service:
 
     def undo_seats(self) -> SeatsNow:
         """Undo the change of seats that is under way. Raises ValueError if none is."""
-        now = self._controller.ask(self._controller.members.undo()).result(_ANSWER_S)
+        now = self._controller.undo_seats().result(_ANSWER_S)
         self.seats_changed(now.wanted)
         return now
 

@@ -35,6 +35,7 @@ from nanocp.wire.convert import window_done_from_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 FromMember = pb.FromInstance | pb.FromPrefill
+ToMember = pb.ToInstance | pb.ToPrefill
 
 
 def said_from_wire(instance: int | None, message: FromMember | bytes) -> tuple[Said, int]:

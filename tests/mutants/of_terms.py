@@ -6,6 +6,7 @@ IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
 SEATS = "tests/control_plane/coordinator/members/test_seats.py"
 CHANGES = "tests/control_plane/coordinator/members/test_changes.py"
+SHELL = "tests/control_plane/shell/test_members_shell.py"
 OPERATORS = "tests/data_plane/fake/test_hash_operators.py"
 
 OF_TERMS = [
@@ -61,8 +62,8 @@ OF_TERMS = [
         name="old-member-reports",
         why="the controller takes a report of the term before (terms)",
         path="control_plane/coordinator/members/members.py",
-        text="case kind if message.term != self.terms.number or not self.terms.is_serving:",
-        fault="case kind if not self.terms.is_serving:",
+        text="case _ if term != self.terms.number or not self.terms.is_serving:",
+        fault="case _ if not self.terms.is_serving:",
         tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
@@ -77,17 +78,16 @@ OF_TERMS = [
         name="two-prefills",
         why="a prefill that may live on shares its rings with its successor (terms)",
         path="control_plane/coordinator/members/replacements.py",
-        text="if not gone.done():",
-        fault="if False:",
+        text="lost.lives_on()",
+        fault="pass",
         tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="no-fence",
         why="a lost process that is only stopped is not killed (terms)",
         path="control_plane/coordinator/members/replacements.py",
-        text="""await asyncio.to_thread(self.processes.kill, member)
-                await asyncio.wait({gone}, timeout=_FENCE_S)""",
-        fault="await asyncio.wait({gone}, timeout=_FENCE_S)",
+        text="self._output.processes.append(KillProcess(lost.member, lost.number))",
+        fault="self.done(KillProcess(lost.member, lost.number), None)",
         tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
@@ -123,12 +123,12 @@ OF_TERMS = [
         tests=("tests/data_plane/transport/test_room.py",),
     ),
     Mutant(
-        name="lost-in-the-middle",
-        why="a full stream ends the term under the messages of a plan (terms)",
-        path="control_plane/coordinator/members/members.py",
-        text="asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)",
-        fault="self._lose_unread(member, stream)",
-        tests=("tests/control_plane/coordinator/flights/test_transfers.py",),
+        name="gap-in-a-stream",
+        why="a stream that was full goes on without what it did not hold (terms)",
+        path="control_plane/shell/members_shell.py",
+        text="stream.close()  # It has a gap: nothing may follow.",
+        fault="pass",
+        tests=(SHELL, "-k", "reads_nothing"),
     ),
     Mutant(
         name="locked-change",

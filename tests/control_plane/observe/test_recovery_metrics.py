@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from control_plane.observe.recovery_metrics import PHASES, RecoveryMetrics
-from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop
+from harness.member_cluster import FIRST, SECOND, Cluster
 from nanocp.values.members import PREFILL, Left
 from nanocp.values.plan import WindowDone
 
@@ -74,20 +74,19 @@ def test_seats_are_counted_by_state_and_spares_beside_them():
     assert metrics.row()["seats"] == ("serving", "loading", "draining", "serving")
 
 
-@in_a_loop
-async def test_members_say_what_was_lost_and_why_and_what_came_too_late():
+def test_members_say_what_was_lost_and_why_and_what_came_too_late():
     cluster = Cluster()
     members = (FIRST, SECOND, PREFILL)
     cluster.attach(*members)
     cluster.ready(*members)
-    cluster.members.exited(SECOND, 0, "its process ended")
-    cluster.members.failed(PREFILL, "prefill: its stream broke")
-    await cluster.until_replaced(SECOND, 1, 2)
+    cluster.exited(SECOND, 0, "its process ended")
+    cluster.failed(PREFILL, "prefill: its stream broke")
+    cluster.until_replaced(SECOND, 1, 2)
     cluster.say(FIRST, 1, WindowDone(0, 0))
     cluster.say(FIRST, 1, Left())
     cluster.attach(SECOND)
     cluster.ready(FIRST, SECOND, term=2)
-    cluster.members.terms.end()
+    cluster.regroup()
     cluster.say(FIRST, 2, Left())
     cluster.say(SECOND, 2, Left())
     cluster.ready(FIRST, SECOND, term=3)
