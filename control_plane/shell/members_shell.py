@@ -100,9 +100,10 @@ class MembersShell:
         if isinstance(said, Loading):
             self.loading(member, said.percent)
             return
-        is_report = self._members.heard(member, said, term)
-        if is_report:
+        if self._members.heard(member, said, term):
             self._reported(member, said)  # type: ignore[arg-type]
+            if not self._members.has_output:
+                return  # As after most reports, of which every instance sends one a window.
         self.settle()
 
     def failed(self, member: Member | None, message: str) -> None:
@@ -208,7 +209,7 @@ class MembersShell:
                 error = str(failure)
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
-            self.within(self._members.done, command, error)
+            self.within(self._members.replacements.done, command, error)
         del self._commands[member]
 
     def _do(self, command: KillProcess | StartProcess) -> None:

@@ -53,7 +53,10 @@ def said_from_wire(instance: int | None, message: FromMember | bytes) -> tuple[S
 
 
 def _said(instance: int | None, message: FromMember) -> Said:
-    match message.WhichOneof("message"):
+    kind = message.WhichOneof("message")
+    match kind:
+        case "window_done" if instance is not None and isinstance(message, pb.FromInstance):
+            return window_done_from_wire(instance, message.window_done)
         case "heartbeat":
             beat = message.heartbeat
             return Beat(beat.awaited if beat.HasField("awaited") else None)
@@ -64,16 +67,14 @@ def _said(instance: int | None, message: FromMember) -> Said:
             peer = suspect.instance if suspect.HasField("instance") else None
             return Suspect(peer, suspect.is_gone, suspect.message)
         case _ if isinstance(message, pb.FromPrefill):
-            return _by_prefill(message)
+            return _by_prefill(kind, message)
         case _ if instance is not None:
-            return _by_instance(instance, message)
+            return _by_instance(kind, instance, message)
     raise ValueError("a prefill does not speak as an instance")
 
 
-def _by_instance(instance: int, message: pb.FromInstance) -> Said:
-    match message.WhichOneof("message"):
-        case "window_done":
-            return window_done_from_wire(instance, message.window_done)
+def _by_instance(kind: str | None, instance: int, message: pb.FromInstance) -> Said:
+    match kind:
         case "transfer_done":
             return TransferDone(message.transfer_done.ticket, instance)
         case "transfer_fenced":
@@ -96,7 +97,7 @@ def _by_instance(instance: int, message: pb.FromInstance) -> Said:
             return Loading(message.loading.percent)
         case "hello":
             return _hello(message.hello)
-        case kind:
+        case _:
             raise ValueError(f"an instance says {kind}, which has no meaning here")
 
 
@@ -112,8 +113,8 @@ def _hello(hello: pb.InstanceHello) -> Hello:
     return Hello(hello.instance, Peer(hello.where.node, hello.where.address), kept)
 
 
-def _by_prefill(message: pb.FromPrefill) -> Said:
-    match message.WhichOneof("message"):
+def _by_prefill(kind: str | None, message: pb.FromPrefill) -> Said:
+    match kind:
         case "ready":
             return Ready((f"process {message.ready.pid}",))
         case "failed":
@@ -128,5 +129,5 @@ def _by_prefill(message: pb.FromPrefill) -> Said:
                     for each in engines
                 )
             )
-        case kind:
+        case _:
             raise ValueError(f"a prefill says {kind}, which has no meaning here")

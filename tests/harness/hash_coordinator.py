@@ -87,7 +87,7 @@ class HashCoordinator:
             for command in output.processes:
                 if isinstance(command, KillProcess):
                     self.to_kill.append(command.member.instance or 0)
-                    self.members.done(command, None)
+                    self.members.replacements.done(command, None)
                 else:
                     self.to_start.append(command)
             self.events += output.events
@@ -102,7 +102,7 @@ class HashCoordinator:
             seat = command.member.instance or 0
             self.numbers[seat] = command.number
             self.coming.add(seat)
-        self.members.done(command, error)
+        self.members.replacements.done(command, error)
 
     def die(self, seat: int, how: str, is_seen: bool = True) -> None:
         """The latest process of the seat ends. is_seen: the controller hears of that too."""

@@ -56,7 +56,7 @@ class Cluster:
             for command in output.processes:
                 is_kill = isinstance(command, KillProcess)
                 self.commands += [command] if is_kill or not self.error else []
-                self.members.done(command, None if is_kill else self.error)
+                self.members.replacements.done(command, None if is_kill else self.error)
             self.members.tick(self.now_us)
 
     def after(self, result):

@@ -7,6 +7,7 @@ import of_kernels
 import of_mixture
 import overlap
 from mutant import Mutant as Mutant
+from mutant import seen_by
 from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
 from of_resuming import OF_RESUMING
@@ -16,11 +17,6 @@ from of_terms import OF_TERMS
 
 HASH = ("tests/data_plane/fake/test_hash_cluster.py",)
 EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
-
-
-def seen_by(seed: int) -> tuple[str, ...]:
-    """The play of one seed, which this fault turns red."""
-    return ("tests/data_plane/fake/test_hash_recovery.py", "-k", f"planted and {seed}")
 
 
 MUTANTS = [

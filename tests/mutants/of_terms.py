@@ -1,6 +1,6 @@
 """Mutants of terms: of what a lost member and the term before could still do."""
 
-from mutant import Mutant
+from mutant import Mutant, seen_by
 
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
@@ -64,7 +64,7 @@ OF_TERMS = [
         path="control_plane/coordinator/members/members.py",
         text="case _ if term != self.terms.number or not self.terms.is_serving:",
         fault="case _ if not self.terms.is_serving:",
-        tests=("tests/control_plane/coordinator/members/test_members.py",),
+        tests=seen_by(50007),
     ),
     Mutant(
         name="old-words",
@@ -129,6 +129,38 @@ OF_TERMS = [
         text="stream.close()  # It has a gap: nothing may follow.",
         fault="pass",
         tests=(SHELL, "-k", "reads_nothing"),
+    ),
+    Mutant(
+        name="forgotten-rows",
+        why="instances forget rows that the scheduler goes on with (planned terms)",
+        path="control_plane/coordinator/members/members.py",
+        text="keeps_rows=self.terms.keeps_rows,",
+        fault="keeps_rows=False,",
+        tests=seen_by(50003),
+    ),
+    Mutant(
+        name="half-kept",
+        why="pages are trusted though an instance that may have had newer ones is gone (kept KV)",
+        path="control_plane/coordinator/members/kept_pages.py",
+        text="if not self._said.keys() >= {*seats}:",
+        fault="if not self._said:",
+        tests=seen_by(50018),
+    ),
+    Mutant(
+        name="late-start",
+        why="a process is started for a seat that has another one by now (terms)",
+        path="control_plane/coordinator/members/replacements.py",
+        text="if not self.is_latest(member, number):",
+        fault="if False:",
+        tests=seen_by(50053),
+    ),
+    Mutant(
+        name="joined-early",
+        why="instances join a term while one may still write into the last (terms)",
+        path="control_plane/coordinator/members/terms.py",
+        text="if standings == {Standing.OUT} and has_left:",
+        fault="if standings == {Standing.OUT}:",
+        tests=(OPERATORS,),
     ),
     Mutant(
         name="locked-change",
@@ -208,7 +240,7 @@ OF_TERMS = [
         path="control_plane/coordinator/members/terms.py",
         text="self.keeps_rows = keeps_rows",
         fault="self.keeps_rows = self.keeps_rows or keeps_rows",
-        tests=("tests/control_plane/coordinator/members/test_terms.py",),
+        tests=seen_by(50004),
     ),
     Mutant(
         name="dead-spare",

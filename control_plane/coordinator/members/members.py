@@ -21,11 +21,9 @@ from control_plane.coordinator.members.heartbeats import TICKS, Heartbeats
 from control_plane.coordinator.members.kept_pages import KeptPages
 from control_plane.coordinator.members.output import (
     Facts,
-    KillProcess,
     MembersOutput,
     PrefillArrived,
     PrefillLost,
-    StartProcess,
 )
 from control_plane.coordinator.members.replacements import Replacements
 from control_plane.coordinator.members.seat_changes import SeatChanges
@@ -78,7 +76,7 @@ class Members:
         self.takes_over = False
         """Whether members of a controller that was lost are to dial this one."""
         self._deadlines = Deadlines()
-        self._replacements = Replacements(
+        self.replacements = Replacements(
             self.expected,
             self._deadlines,
             self._output,
@@ -102,7 +100,7 @@ class Members:
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
         self.changes = SeatChanges(
-            self._seats, self.terms, self._replacements, facts, self._output, self._retire
+            self._seats, self.terms, self.replacements, facts, self._output, self._retire
         )
 
     def begin(self) -> None:
@@ -110,7 +108,7 @@ class Members:
         self._watch_heartbeats()
         if self.takes_over:
             for member in self.expected:
-                self._replacements.expect(member)
+                self.replacements.expect(member)
 
     def tick(self, now_us: int) -> None:
         """Take the time, on a clock that only goes on: what is overdue is taken up."""
@@ -120,6 +118,11 @@ class Members:
     def next_deadline_us(self) -> float | None:
         """When `tick` is to be called at the latest, as of its last call; None if at no time."""
         return self._deadlines.next_us
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `take` has something to return."""
+        return bool(self._output)
 
     def take(self) -> MembersOutput:
         """Return what is to be done now, each of it once."""
@@ -168,14 +171,10 @@ class Members:
 
     def exited(self, member: Member, number: int, message: str) -> None:
         """The process of this number has ended, expected or not."""
-        if self._replacements.is_latest(member, number):
+        if self.replacements.is_latest(member, number):
             self.lose(member, f"{member}: {message}", "exit")
             message = ""
-        self._replacements.exited(member, number, message)
-
-    def done(self, command: KillProcess | StartProcess, error: str | None) -> None:
-        """A command of the output was carried out. error: why it could not be."""
-        self._replacements.done(command, error)
+        self.replacements.exited(member, number, message)
 
     def lose(self, member: Member, message: str, cause: str) -> None:
         """Take note that the member's process is gone for good, and get another one.
@@ -191,14 +190,14 @@ class Members:
         self._kept_pages.lose(member)
         self._attached.drop(member)
         if not self._goes_on:
-            self._replacements.kill(member)
+            self.replacements.kill(member)
             self._give_up(member, message, f"{member} was lost")
             return
         if self.terms.is_serving and member.instance is not None and member in self.terms.seats:
             num_seats, has_windows = len(self.terms.seats), self._facts.has_windows
             self._short_terms.lost(member.instance, num_seats, has_windows)
             if self._short_terms.are_too_many:
-                self._replacements.kill(member)
+                self.replacements.kill(member)
                 reason = f"{message}; the {MAX_SHORT_TERMS - 1} terms before ended as soon"
                 self._give_up(member, reason, f"{member} was lost")
                 return
@@ -220,12 +219,12 @@ class Members:
         is_to_blame = self._short_terms.is_to_blame(member.instance)
         if is_to_blame and self._seats.leave_out(member.instance, left, message):
             self._output.warn(f"{message}, as soon as in the terms before; its seat stays empty")
-            self._replacements.kill(member)
+            self.replacements.kill(member)
         elif member.instance in {*self._seats.wanted, *self._seats.to_go_on(left)}:
             self._replace(member, message)
         else:
             self._output.warn(f"{message}; it was to leave")
-            self._replacements.kill(member)
+            self.replacements.kill(member)
         if self.start.has_succeeded:
             self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
             self._output.events.append(InstanceLost(member.instance))
@@ -236,7 +235,7 @@ class Members:
 
     def _replace(self, member: Member, message: str) -> None:
         self._output.warn(f"{message}; another process takes its place")
-        self._replacements.replace(
+        self.replacements.replace(
             member,
             # It may still write into the rings: the next term has others.
             lives_on=self.terms.end,
@@ -338,7 +337,7 @@ class Members:
     def term_began(self) -> None:
         """See terms.TermSteps."""
         self._short_terms.began()
-        self._replacements.begin_term()
+        self.replacements.begin_term()
         if self._deadlines.met("instance"):
             cause = "loss" if self._is_after_loss else "request"
             self._metrics.term_began(self.terms.number, cause)
@@ -373,10 +372,10 @@ class Members:
             raise ValueError(f"this cluster has no {member}; it has {expected}")
         if member in self._attached:
             raise ValueError(f"{member} is attached already")
-        self._replacements.dialled(member)
+        self.replacements.dialled(member)
         if member == PREFILL and self._goes_on:
             # It dials before it loads, and beats after it.
-            self._replacements.expect(member)
+            self.replacements.expect(member)
         self._kept_pages.say(member, hello)
         self._attached.add(member, hello.where if hello is not None else Peer())
         if self.leaving is not None:
@@ -392,7 +391,7 @@ class Members:
     def loading(self, member: Member) -> bool:
         """A member has loaded some of its weights; returns whether it is one of this cluster."""
         if member in self.expected:
-            self._replacements.loads(member)
+            self.replacements.loads(member)
         return member in self.expected
 
     def heard(self, member: Member, said: Said, term: int) -> bool:
@@ -403,7 +402,7 @@ class Members:
         """
         match said:
             case values.Beat():
-                self._replacements.dialled(member)
+                self.replacements.dialled(member)
                 self._heartbeats.heard(member, said.awaited)
             case values.Loading():
                 self.loading(member)

@@ -146,7 +146,7 @@ class Replacements:
         self._output.processes.append(KillProcess(lost.member, lost.number))
 
     def done(self, command: KillProcess | StartProcess, error: str | None) -> None:
-        """A command was carried out. error: why it could not be."""
+        """A command of the output was carried out. error: why it could not be."""
         is_start = isinstance(command, StartProcess)
         lost = self._lost.get((command.member, command.number - is_start))
         if lost is None:

@@ -49,7 +49,7 @@ def test_a_seat_that_leaves_and_is_lost_gets_no_other_process():
     change.result(0)
     assert cluster.members.seats_now.serving == (0,)
     assert cluster.commands == [KillProcess(SECOND, 0)]
-    assert not cluster.members._replacements.is_coming(SECOND)
+    assert not cluster.members.replacements.is_coming(SECOND)
 
 
 def test_a_process_that_comes_for_an_undone_change_is_let_go():
@@ -102,8 +102,8 @@ def test_more_seats_than_there_is_room_for_are_refused_by_name_and_nothing_chang
         cluster.want([0, 1], "a test").result(0)
     now = cluster.members.seats_now
     assert (now.serving, now.wanted, now.asked_by) == ((0,), (0,), "")
-    assert not cluster.members._replacements.is_coming(SECOND)
+    assert not cluster.members.replacements.is_coming(SECOND)
     assert cluster.want([0], "a test").done(), "no process is to come"
     cluster.facts.obstacle = ""
     change = cluster.want([0, 1], "a test")
-    assert cluster.members._replacements.is_coming(SECOND)
+    assert cluster.members.replacements.is_coming(SECOND)

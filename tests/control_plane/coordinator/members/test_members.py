@@ -65,7 +65,7 @@ def test_with_synthetic_kv_there_is_no_prefill():
 
 def test_a_process_that_never_dials_leaves_time_for_another():
     limit_s = LimitsConfig().recovery_timeout_ms / 1000
-    replacements = Cluster().members._replacements
+    replacements = Cluster().members.replacements
     assert 30 <= replacements._dial_s <= limit_s / 2
 
 
