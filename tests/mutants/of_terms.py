@@ -123,8 +123,8 @@ OF_TERMS = [
         tests=("tests/data_plane/transport/test_room.py",),
     ),
     Mutant(
-        name="gap-in-a-stream",
-        why="a stream that was full goes on without what it did not hold (terms)",
+        name="lost-again",
+        why="a member is lost once for each message that its stream did not hold (terms)",
         path="control_plane/shell/members_shell.py",
         text="stream.close()  # It has a gap: nothing may follow.",
         fault="pass",

@@ -13,7 +13,7 @@ from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.coordinator.members.terms import Standing
 from control_plane.frontend.controller_interface import Submission
 from control_plane.shell.members_shell import MembersShell, wait_for
-from harness.member_cluster import FIRST, LIMITS, NO_RECOVERY, SECOND, Cluster
+from harness.member_cluster import FIRST, LIMITS, SECOND, Cluster
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Failure, Hello, Left, Peer, Ready
 from nanocp.values.plan import InstanceLost, TargetRun, TermEnded, Transfer, WindowDone
@@ -73,16 +73,17 @@ class Shell(MembersShell):
 
 @in_a_loop
 async def test_a_member_that_reads_nothing_is_lost_once_all_that_goes_with_it_is_sent():
-    shell = Shell(NO_RECOVERY, synthetic_kv=True)
+    shell = Shell(synthetic_kv=True)
     shell.streams[FIRST].max_messages = 2
     for _ in range(4):
         shell.members.send(FIRST, pb.ToInstance(fence=1))
     shell.members.send(SECOND, pb.ToInstance(fence=1))
-    assert not shell.members.failure.done()
+    assert shell.events == []
     shell.settle()
-    assert shell.members.failure.result(0) == "instance 0 left 2 messages unread"
+    assert shell.events == [TermEnded(), InstanceLost(0)], "it is lost once"
+    assert shell.members._last_loss == "instance 0 left 2 messages unread"
     assert shell.kinds(FIRST) == ["fence", "fence", None]
-    assert shell.kinds(SECOND) == ["fence"]
+    assert shell.kinds(SECOND) == ["fence", "leave"]
 
 
 @in_a_loop
