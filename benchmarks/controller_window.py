@@ -36,7 +36,7 @@ from control_plane.coordinator.flights.decode import DecodeFlights
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from control_plane.ports.member_streams import Member, MemberStream, _NodeStream
+from control_plane.ports.member_streams import MemberStream, _NodeStream
 from control_plane.ports.members_port import MemberSecrets
 from control_plane.shell.controller import Controller
 from nanocp.config.limits import LimitsConfig
@@ -49,6 +49,7 @@ from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
+from nanocp.values.members import Member
 from nanocp.values.plan import Ended, Placement, Preempted
 from nanocp.wire.v1 import cluster_pb2 as pb
 

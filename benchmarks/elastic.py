@@ -34,7 +34,6 @@ from machine import describe, write_results
 from service import checkpoint_of
 
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.ports.member_streams import Member
 from data_plane.member.lifetime import SpareSpec
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_experts
@@ -49,6 +48,7 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment, open_checkpoint
+from nanocp.values.members import Member
 
 Kind = TypeVar("Kind", int, str)
 

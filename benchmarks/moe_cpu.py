@@ -61,7 +61,7 @@ from data_plane.profiling.batch import BatchRequest
 from data_plane.profiling.cluster import measuring
 from data_plane.profiling.late_puts import LateExchange
 from data_plane.transport.regions import TensorExchange, step_layout
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -72,6 +72,7 @@ from nanocp.config.whole import Config
 from nanocp.serve.process import serving
 from nanocp.serve.service import member_environment
 from nanocp.values.experts import home_experts
+from nanocp.values.members import Peer
 
 MAX_ROWS = 128
 STEP_LENGTH = 256

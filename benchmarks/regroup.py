@@ -28,7 +28,6 @@ from machine import describe, write_results
 from rich.console import Console
 from service import checkpoint_of
 
-from control_plane.ports.member_streams import Member
 from harness.chaos_in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
@@ -40,6 +39,7 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import Member
 
 NUM_INSTANCES = 4
 MAX_LEAVE_S = 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 KILL_TIMEOUT_S = 5.0
 """A process that was killed is gone after this long."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
-from control_plane.ports.member_streams import Member
 from nanocp.parent import PARENT_VARIABLE
+from nanocp.values.members import Member
 
 _FROM_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
 """Signals that somebody sends: what the process wrote last has nothing to do with its end."""

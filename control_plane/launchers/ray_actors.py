@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 _RELEASE_TIMEOUT_S = 5.0
 """Longest wait for the nodes' shared memory to be cleared."""

@@ -7,7 +7,7 @@ docs/use/operate.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,21 +15,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from control_plane.observe.metric_families import PREFIX
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import EngineNow
 
 
 class EngineMetrics(Collector):
     """What engines do, and the frames that wait for them; nothing without engines."""
 
     def __init__(self, registry: CollectorRegistry, urls: tuple[str, ...]) -> None:
-        self._engines = [pb.PrefillEngine(url=url) for url in urls]
+        self._engines: Sequence[EngineNow] = [EngineNow(url) for url in urls]
         self._num_awaited = 0
         if urls:
             registry.register(self)
 
-    def reported(self, report: pb.PrefillEngines) -> None:
+    def reported(self, engines: Sequence[EngineNow]) -> None:
         """The prefill has reported the state of every engine."""
-        self._engines = list(report.engines)
+        self._engines = engines
 
     def awaited(self, num_frames: int) -> None:
         """Take the number of frames that are placed and wait for pages of the prefill."""

@@ -7,6 +7,7 @@ are explained in docs/use/operate.md.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -17,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from control_plane.observe.metric_families import PAUSE_S, counter, gauge, histogram, total
+from nanocp.values.members import Report
 from nanocp.values.plan import PAGE_SIZE
 
 PHASES = ("leave", "load", "join")
@@ -141,8 +143,9 @@ class RecoveryMetrics(Collector):
         """Take how many requests wait for their next attempt, and tickets for an answer."""
         self._num_held, self._num_tickets = num_held, num_tickets
 
-    def dropped(self, kind: str) -> None:
-        """A message of an earlier term was dropped."""
+    def dropped(self, report: Report) -> None:
+        """A report of an earlier term was dropped."""
+        kind = re.sub("(?<!^)(?=[A-Z])", "_", type(report).__name__).lower()
         self._stale.labels(kind).inc()
 
     # --- any thread ---

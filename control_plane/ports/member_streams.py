@@ -1,8 +1,8 @@
 """The controller's gRPC service: one stream for each instance or node, and one for the prefill.
 
-Enters: messages of members. Leaves: the same messages, in order, to a `MemberListener`; messages
-down through each `MemberStream`. Does not know: windows, requests, what a message means beyond
-hello and failure.
+Enters: messages of members. Leaves: what they say, in order, to a `MemberListener`; messages down
+through each `MemberStream`. Does not know: windows, requests, what is said beyond hello, loading
+and failure.
 """
 
 from __future__ import annotations
@@ -11,36 +11,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from control_plane.ports.members_port import MemberSecrets, bind, caller
 from nanocp.config.whole import Config
+from nanocp.values.members import PREFILL, Failure, Hello, Loading, Member, Said
 from nanocp.wire.member_metadata import NAME, SECRET
+from nanocp.wire.members import FromMember, ToMember, said_from_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
 
 logger = logging.getLogger(__name__)
 
-
-class Member(NamedTuple):
-    """A process that dials the controller: `Member("instance", 3)`, or the prefill.
-
-    `Member("node", 0)` is the process that carries the streams of a node's instances: no member of
-    a term, but started and ended as one.
-    """
-
-    kind: str
-    """`instance`, `prefill` or `node`."""
-    instance: int | None = None
-    """The number of an instance or of a node; None for the prefill."""
-
-    def __str__(self) -> str:
-        return self.kind if self.instance is None else f"{self.kind} {self.instance}"
-
-
-PREFILL = Member("prefill")
 
 _MAX_MESSAGES = 16_384
 """Messages down that a member may leave unread: two plans, and a ticket and a fence for every
@@ -52,19 +36,12 @@ _LEAVING_POLL_S = 0.5
 _SILENT_TICKS = 6
 """Ticks without a message after which the stream of a node is lost."""
 
-FromMember = pb.FromInstance | pb.FromPrefill
-ToMember = pb.ToInstance | pb.ToPrefill
-
 
 class MemberStream:
     """The stream down to one member. Used from the controller's event loop only."""
 
-    def __init__(
-        self, member: Member, max_messages: int = _MAX_MESSAGES, where: pb.Peer | None = None
-    ) -> None:
+    def __init__(self, member: Member, max_messages: int = _MAX_MESSAGES) -> None:
         self.member = member
-        self.where = where or pb.Peer()
-        """Address where the peers of an instance find it."""
         self.max_messages = max_messages
         self._messages: asyncio.Queue[ToMember | None] = asyncio.Queue()
         self._closed = False
@@ -107,19 +84,18 @@ class MemberStream:
 class MemberListener(Protocol):
     """What takes the members' messages. Called from the event loop."""
 
-    leaving: str | None
-    """Why every member is asked to leave; None until then."""
+    @property
+    def leaving(self) -> str | None:
+        """Why every member is asked to leave; None until then."""
 
-    def attach(self, member: Member, hello: pb.InstanceHello | None) -> MemberStream:
-        """A member dialled and said which it is and, if it is an instance, where its peers find it.
-
-        Raises ValueError if there is no place for it."""
+    def attach(self, member: Member, hello: Hello | None) -> MemberStream:
+        """A member dialled. hello: of an instance. Raises ValueError if it has no place."""
 
     def loading(self, member: Member, percent: int) -> None:
         """A member that has yet to say hello has loaded this percentage of its weights."""
 
-    def received(self, member: Member, message: FromMember) -> None:
-        """Take a message that came after hello.
+    def received(self, member: Member, said: Said, term: int) -> None:
+        """Take what a member says after hello, of this term.
 
         Raises ValueError if the member cannot have meant it: the stream then ends.
         """
@@ -170,23 +146,38 @@ class MemberServicer(rpc.ControllerServicer):
     ) -> AsyncIterator[Any]:
         """See cluster.proto."""
         requests = _until_it_breaks(requests)
+        member = await _caller_of_kind("instance", context)
         async for first in requests:
-            match first.WhichOneof("message"):
-                case "loading":
-                    member = Member("instance", first.loading.instance)
-                    self._listener.loading(member, first.loading.percent)
-                    continue
-                case "heartbeat":
-                    continue  # The member was of another controller, and beats on.
-                case "hello":
-                    member = Member("instance", first.hello.instance)
-                    async for message in self._converse(member, requests, context, first.hello):
+            match self.before_hello(member, first):
+                case Hello() as hello:
+                    member = Member("instance", hello.instance)
+                    async for message in self._converse(member, requests, context, hello):
                         yield message
-                case "failure":
-                    # A process that fails before its hello says why; a stream that just ends is no
-                    # member's.
-                    self._listener.failed(None, first.failure.message)
-            return
+                    return
+                case Failure():
+                    return
+
+    def before_hello(
+        self, member: Member, message: pb.FromInstance | bytes
+    ) -> Hello | Failure | None:
+        """Take what an instance says before its stream has a place; hello is for the caller.
+
+        A process that fails before its hello says why; a stream that just ends is no member's.
+        """
+        try:
+            said, _ = said_from_wire(member.instance, message)
+        except ValueError as error:
+            logger.warning("%s: %s", member, error)
+            return Failure(str(error))
+        match said:
+            case Loading():
+                self._listener.loading(member, said.percent)
+            case Failure():
+                self._listener.failed(None, said.message)
+                return said
+            case Hello():
+                return said
+        return None  # A heartbeat: the member was of another controller, and beats on.
 
     async def AttachPrefill(
         self, requests: AsyncIterator[pb.FromPrefill], context: Any
@@ -200,7 +191,7 @@ class MemberServicer(rpc.ControllerServicer):
         member: Member,
         requests: AsyncIterator[Any],
         context: Any,
-        hello: pb.InstanceHello | None = None,
+        hello: Hello | None = None,
     ) -> AsyncIterator[ToMember]:
         """Read in a task of its own, so that neither direction waits for the other."""
         if caller(context) != str(member):
@@ -218,7 +209,7 @@ class MemberServicer(rpc.ControllerServicer):
             reader.cancel()
             self.end(stream, f"{stream.member}: its stream broke")
 
-    async def _read(self, stream: MemberStream, requests: AsyncIterator[FromMember]) -> None:
+    async def _read(self, stream: MemberStream, requests: AsyncIterator[Any]) -> None:
         try:
             async for message in requests:
                 if not self.take(stream, message):
@@ -228,13 +219,18 @@ class MemberServicer(rpc.ControllerServicer):
             self.end(stream, f"{stream.member}: {type(error).__name__}: {error}")
         self.end(stream, f"{stream.member}: its stream ended")
 
-    def take(self, stream: MemberStream, message: FromMember) -> bool:
+    def take(self, stream: MemberStream, message: FromMember | bytes) -> bool:
         """Pass a message on that came after hello; False: the stream is over."""
         try:
-            if message.WhichOneof("message") == "failure":
-                self.end(stream, message.failure.message)
+            said, term = said_from_wire(stream.member.instance, message)
+        except ValueError as error:
+            self.end(stream, f"{stream.member}: {error}")
+            return False
+        try:
+            if isinstance(said, Failure):
+                self.end(stream, said.message)
             elif not stream.closed:
-                self._listener.received(stream.member, message)
+                self._listener.received(stream.member, said, term)
         except ValueError as error:
             self.end(stream, str(error))
         except Exception as error:
@@ -252,11 +248,7 @@ class MemberServicer(rpc.ControllerServicer):
         self, requests: AsyncIterator[pb.FromNode], context: Any
     ) -> AsyncIterator[Any]:
         """See cluster.proto."""
-        name = caller(context)
-        kind, _, number = name.partition(" ")
-        if kind != "node":
-            sentence = f"{name} cannot attach as a node"
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
+        member = await _caller_of_kind("node", context)
         node = _NodeStream(self, self._listener, self._secrets)
         reader = asyncio.create_task(node.read(_until_it_breaks(requests), self._silent_s))
         try:
@@ -264,9 +256,9 @@ class MemberServicer(rpc.ControllerServicer):
                 yield message
         finally:
             reader.cancel()
-            node.end(f"the process that carries the streams of {name} is lost")
+            node.end(f"the process that carries the streams of {member} is lost")
             # It may be stopped, and would keep the place of the next one.
-            await asyncio.to_thread(self._node_lost, Member("node", int(number)))
+            await asyncio.to_thread(self._node_lost, member)
 
 
 class _NodeStream:
@@ -278,7 +270,7 @@ class _NodeStream:
         self._servicer = servicer
         self._listener = listener
         self._secrets = member_secrets
-        self._names: dict[int, str] = {}
+        self._members: dict[int, Member] = {}
         """Whose the open streams are."""
         self._streams: dict[int, MemberStream] = {}
         """Those of them that have said hello."""
@@ -330,7 +322,7 @@ class _NodeStream:
                         items.append(pb.ToStream(stream=number, message=encoded))
             if items:
                 yield pb.ToNode(items=items)
-            if self._listener.leaving is not None and not self._names:
+            if self._listener.leaving is not None and not self._members:
                 return
 
     def end(self, message: str) -> None:
@@ -342,45 +334,52 @@ class _NodeStream:
         number = item.stream
         match item.WhichOneof("event"):
             case "opened":
-                self._names[number] = item.opened.name
                 if not self._secrets.admit({NAME: item.opened.name, SECRET: item.opened.secret}):
                     self._end_early(number, f"{item.opened.name} has no valid secret")
+                else:
+                    self._members[number] = Member.named(item.opened.name)
             case "message" if stream := self._streams.get(number):
-                self._servicer.take(stream, pb.FromInstance.FromString(item.message))
-            case "message" if number in self._names:
-                self._before_hello(number, pb.FromInstance.FromString(item.message))
+                self._servicer.take(stream, item.message)
+            case "message" if number in self._members:
+                self._before_hello(number, item.message)
             case "closed":
-                self._names.pop(number, None)
+                self._members.pop(number, None)
                 if stream := self._streams.pop(number, None):
                     self._servicer.end(stream, f"{stream.member}: its stream broke")
 
-    def _before_hello(self, number: int, message: pb.FromInstance) -> None:
-        match message.WhichOneof("message"):
-            case "loading":
-                member = Member("instance", message.loading.instance)
-                self._listener.loading(member, message.loading.percent)
-            case "hello":
-                member = Member("instance", message.hello.instance)
-                if self._names[number] != str(member):
-                    self._end_early(number, f"{self._names[number]} cannot attach as {member}")
+    def _before_hello(self, number: int, message: bytes) -> None:
+        opener = self._members[number]
+        match self._servicer.before_hello(opener, message):
+            case Hello() as hello:
+                member = Member("instance", hello.instance)
+                if opener != member:
+                    self._end_early(number, f"{opener} cannot attach as {member}")
                     return
                 try:
-                    stream = self._listener.attach(member, message.hello)
+                    stream = self._listener.attach(member, hello)
                 except ValueError as error:
                     self._end_early(number, str(error))
                     return
                 self._streams[number] = stream
                 stream.is_filled = self._wake.set
                 self._wake.set()
-            case "failure":
-                self._listener.failed(None, message.failure.message)
-                self._end_early(number, message.failure.message)
+            case Failure(reason):
+                self._end_early(number, reason)
 
     def _end_early(self, number: int, reason: str) -> None:
         logger.warning("a stream is refused: %s", reason)
-        self._names.pop(number, None)
+        self._members.pop(number, None)
         self._over.append(number)
         self._wake.set()
+
+
+async def _caller_of_kind(kind: str, context: Any) -> Member:
+    """The member whose call it is; the call ends if it is of another kind."""
+    member = Member.named(caller(context))
+    if member.kind != kind:
+        sentence = f"{member} cannot attach as a stream of kind {kind}"
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, sentence)
+    return member
 
 
 async def _until_it_breaks(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -13,48 +13,40 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from control_plane.coordinator.flights.flights import Flights
-from control_plane.coordinator.members.deadlines import Deadlines, wait_for
 from control_plane.coordinator.members.members import Members
-from control_plane.coordinator.members.replacements import Processes
+from control_plane.coordinator.members.output import MembersEvent, PrefillArrived, PrefillLost
 from control_plane.coordinator.members.seats import SeatsNow
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
-from control_plane.ports.member_streams import FromMember, Member, serve_members
+from control_plane.ports.member_streams import serve_members
 from control_plane.ports.members_port import MemberSecrets
 from control_plane.shell.event_log import open_event_log
+from control_plane.shell.members_shell import MembersShell, Processes, wait_for
 from nanocp.config.whole import Config
+from nanocp.values.members import EnginesNow, Member, Report, TokensLost
 from nanocp.values.passes import LayoutWanted, ServiceEvent
 from nanocp.values.plan import (
     AbortRequested,
-    ClusterLost,
     Ended,
     Event,
     FinishReason,
-    InstanceLost,
     Plan,
     Regrouped,
     Resubmitted,
-    SeatsWanted,
-    TargetRun,
     TermEnded,
-    TookOver,
     TransferFailed,
     WindowDone,
 )
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_TICKETS_OF_A_TERM = 1_000_000
-"""More than one has: the number of a term gives what no ticket of an earlier controller is over."""
 _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
 _ANSWER_S = 10.0
@@ -95,14 +87,15 @@ class Controller:
         self._events: list[ServiceEvent] = []
         self._submitted: dict[int, Submission] = {}
         """By request, from submit until its prompt is on its way to the prefill."""
-        self.members = Members(config, self, processes, metrics.recovery, num_experts)
+        self.members = Members(config, self, metrics.recovery, num_experts)
+        self._shell = MembersShell(self.members, processes, self._take_up, self._reported)
         self._flights = make_flights(self.members)
         self._scheduler = self._flights.scheduler
         wall_us = time.time_ns() // 1000 - _now_us()
         self._event_log = open_event_log(config, wall_us, self._flights.pipeline)
         if event_log := self._event_log:
             metrics.recovery.log_with(lambda: event_log.num_missing)
-        self._deadlines = Deadlines()
+        self._deadlines = self._shell.deadlines
         self._resubmissions = 0
         """Front ends that have yet to submit their open requests again, once for each term."""
         self._num_queued = 0
@@ -123,21 +116,47 @@ class Controller:
         `progress` is called for every member that becomes ready, `loading` for each percent of the
         weights that a member has loaded, both from the controller's thread.
         """
-        self.members.watch(progress, loading)
+        self.members.start.progress = progress
+        self._shell.loaded = loading
         self._thread.start()
         return self._bound.result()
 
     def member_exited(self, member: Member, number: int, message: str) -> None:
         """The member's process of this number has ended, expected or not."""
-        self._call(self.members.exited, member, number, message)
+        self._call(self._shell.within, self.members.exited, member, number, message)
 
     def regroup(self) -> None:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""
-        self._call(self.members.terms.end)
+        self._call(self._shell.within, self.members.terms.end)
 
-    def ask(self, asked: Coroutine[Any, Any, SeatsNow]) -> Future[SeatsNow]:
-        """Let the members do what is asked, by Members.want or Members.undo; from any thread."""
-        return asyncio.run_coroutine_threadsafe(asked, self._loop)
+    def want_seats(self, seats: Sequence[int] | None, by: str) -> Future[SeatsNow]:
+        """Let the cluster have other seats; done with those that it has once they serve.
+
+        seats: None changes nothing. It fails as Members.want and what that returns do, or with a
+        TimeoutError if it takes longer than `longest_change_s`: the change goes on, and others may
+        ask for another one.
+        """
+
+        async def want() -> SeatsNow:
+            if seats is not None:
+                done = self._shell.within(self.members.want, seats, by)
+                goes_on = (
+                    'the cluster goes on with the change: "nanocp top" shows it, and "nanocp scale '
+                    '--undo" undoes it'
+                )
+                await wait_for(done, self._config.limits.longest_change_s, goes_on)
+            return self.members.seats_now
+
+        return asyncio.run_coroutine_threadsafe(want(), self._loop)
+
+    def undo_seats(self) -> Future[SeatsNow]:
+        """Undo the change of seats that is under way; fails with a ValueError if none is."""
+
+        async def undo() -> SeatsNow:
+            self._shell.within(self.members.changes.undo)
+            return self.members.seats_now
+
+        return asyncio.run_coroutine_threadsafe(undo(), self._loop)
 
     def want_layout(self, split: Sequence[int]) -> Future[None]:
         """Let layers of a pipeline move; done when they have. See PipelineFlights.want_layout."""
@@ -176,7 +195,7 @@ class Controller:
         self._left = asyncio.Event()
         try:
             server, address = await serve_members(
-                self.members, self._config, self._member_secrets, self._processes.kill
+                self._shell, self._config, self._member_secrets, self._processes.kill
             )
         except OSError as error:
             self._bound.set_exception(error)
@@ -186,18 +205,10 @@ class Controller:
         self._publisher = asyncio.create_task(
             self._view.publish_for_ever(self._scheduler, self._flights.stages)
         )
-        self._watch = asyncio.create_task(self.members.watch_heartbeats())
-        self._watch.add_done_callback(self._watch_ended)
+        self._shell.within(self.members.begin)
         await self._left.wait()
         self._planner.cancel()
-        self._watch.cancel()
         await server.stop(_STREAMS_GRACE_S)
-
-    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
-        """Without the watch nobody would notice a member that is stopped."""
-        if not watch.cancelled() and (error := watch.exception()):
-            logger.error("the watch over heartbeats failed", exc_info=error)
-            self.members.fail(f"the controller failed: {type(error).__name__}: {error}")
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -210,7 +221,7 @@ class Controller:
             return
         self._planner.cancel()
         self._deadlines.met("window")
-        self.members.leave(reason)
+        self._shell.within(self.members.leave, reason)
 
     # --- controller_interface.ControllerInterface ---
 
@@ -292,6 +303,7 @@ class Controller:
             self._metrics.recovery.waits(self._scheduler.num_held, self._flights.num_prefilling)
             self._view.planned(began_ns // 1000, events, plan, self._scheduler.noted)
             self._carry_out(plan)
+            self._shell.settle()
         finally:
             # The plan is on its way: nothing waits for the log. A call in which the scheduler fails
             # is written too.
@@ -357,79 +369,54 @@ class Controller:
         message = f"did not report window {self._flights.oldest} in {limit_ms / 1000:.0f} s"
         self.members.suspicion.blame(self._flights.missing(), message)
 
-    # --- members.MemberEvents ---
-
-    def reported(self, member: Member, message: FromMember) -> None:
-        """See members.MemberEvents."""
-        if isinstance(message, pb.FromPrefill) and message.WhichOneof("message") == "engines":
-            self._metrics.engines.reported(message.engines)
-        elif isinstance(message, pb.FromPrefill):
-            self._happened(TransferFailed(message.failed.ticket, message.failed.message))
-        elif member.instance is not None:
-            self._from_instance(member.instance, message)
+    # --- what the members ask, and what becomes of them ---
 
     @property
     def newest_ticket(self) -> int:
-        """See members.MemberEvents."""
+        """The last ticket of all terms so far; see output.Facts."""
         return self._scheduler.newest_ticket
 
     @property
     def has_windows(self) -> bool:
-        """See members.MemberEvents."""
+        """Whether a window is in flight; see output.Facts."""
         return len(self._flights) > 0
 
-    def prefill_arrived(self) -> None:
-        """See members.MemberEvents."""
-        self._flights.prefill_arrived()
+    def obstacle_to_more(self, num_instances: int) -> str:
+        """Why there is no room for more; see output.Facts."""
+        return self._processes.obstacle_to_more(num_instances)
 
-    def took_over(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]]) -> None:
-        """See members.MemberEvents."""
-        logger.info("instances have kept the pages of %d requests", len(kept))
-        newest_ticket = _TICKETS_OF_A_TERM * self.members.terms.number
-        self._happened(TookOver(newest_ticket, tuple(kept)))
-
-    def instance_lost(self, instance: int) -> None:
-        """See members.MemberEvents."""
-        self._happened(InstanceLost(instance))
-
-    def seats_wanted(self, seats: tuple[int, ...]) -> None:
-        """See members.MemberEvents."""
-        self._happened(SeatsWanted(seats))
-
-    def term_ended(self) -> None:
-        """See members.MemberEvents."""
-        self._flights.end_term()
-        self._watch_window()
-        self._happened(TermEnded())
-
-    def term_began(self, term: int) -> None:
-        """See members.MemberEvents."""
-        seats, keeps_rows = tuple(self.members.seats), self.members.terms.keeps_rows
-        self._flights.begin_term(seats, keeps_rows)
-        self._happened(Regrouped(term, seats, keeps_rows))
-        if not keeps_rows:
+    def _take_up(self, event: MembersEvent) -> None:
+        match event:
+            case PrefillArrived():
+                self._flights.prefill_arrived()
+                return
+            case PrefillLost():
+                for failed in self._flights.prefill_lost():
+                    self._happened(failed)
+                return
+            case TermEnded():
+                self._flights.end_term()
+                self._watch_window()
+            case Regrouped():
+                self._flights.begin_term(event.seats, event.keeps_rows)
+        self._happened(event)
+        if isinstance(event, Regrouped) and not event.keeps_rows:
             self._resubmitted(self._front_end.interrupted())
 
-    def cluster_lost(self, message: str) -> None:
-        """See members.MemberEvents."""
-        self._happened(ClusterLost(message))
-
-    def prefill_lost(self) -> None:
-        """See members.MemberEvents."""
-        for failed in self._flights.prefill_lost():
-            self._happened(failed)
-
-    def _from_instance(self, instance: int, message: pb.FromInstance) -> None:
-        match message.WhichOneof("message"):
-            case "window_done":
-                self._window_done(convert.window_done_from_wire(instance, message.window_done))
-            case "tokens_lost":
+    def _reported(self, member: Member, report: Report) -> None:
+        match report:
+            case WindowDone():
+                self._window_done(report)
+            case TokensLost():
                 # The requests begin their next attempt (one history).
-                for request_id in message.tokens_lost.request_ids:
-                    reason = f"instance {instance}: {message.tokens_lost.reason}"
-                    self._front_end.tokens_lost(request_id, reason)
+                for request_id in report.request_ids:
+                    self._front_end.tokens_lost(request_id, f"{member}: {report.reason}")
+            case EnginesNow():
+                self._metrics.engines.reported(report.engines)
+            case TransferFailed():
+                self._happened(report)
             case _:
-                event = self._flights.reported(instance, message)
+                event = self._flights.reported(member, report)
                 self._events += [] if event is None else [event]
                 self._look()
 

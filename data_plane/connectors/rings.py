@@ -18,8 +18,9 @@ from data_plane.connectors.ticket import EngineTicket
 from data_plane.kv.page_ring import PageRingWriter, prefill_ring
 from data_plane.transport.exchange import Term
 from data_plane.transport.nixl import NixlAgent
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 _ATTACH_MS = 2_000
 """Longest wait for a ring, which exists before a ticket for it does."""

@@ -21,8 +21,9 @@ from data_plane.connectors.ticket import EngineTicket
 from data_plane.kv.page_ring import PageRing, prefill_ring
 from data_plane.prefill.completions import EngineAnswer, EngineCompletion, EngineOutcome
 from data_plane.prefill.probe import Probe
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
+from nanocp.values.members import Peer
 from nanocp.values.plan import PAGE_SIZE
 
 _RING_PAGES = 2

@@ -36,8 +36,8 @@ from data_plane.member.term_loop import LOOK, wake
 from data_plane.prefill.completions import EngineAnswer, EngineCompletion, EngineOutcome
 from data_plane.prefill.engines import Engine, EnginePool, EngineState
 from data_plane.transport.exchange import Term
-from data_plane.transport.segments import Peer
 from nanocp.config.whole import Config
+from nanocp.values.members import Peer
 from nanocp.values.plan import Transfer
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb

@@ -19,9 +19,10 @@ from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Term
 from data_plane.transport.nixl import NixlAgent
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config.whole import Config
+from nanocp.values.members import Peer
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1 import cluster_pb2 as pb
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from data_plane.member.lifetime import MemberSpec
-from data_plane.transport.segments import Peer
+from nanocp.values.members import Peer
 from nanocp.values.plan import Transfer
 
 

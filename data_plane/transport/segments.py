@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from data_plane.transport.exchange import Term
 from data_plane.transport.futex import Word
@@ -30,6 +30,7 @@ from data_plane.transport.shared_memory import (
 from data_plane.transport.tcp_segment import TcpSegment
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,6 @@ class Segment(Protocol):
 
     def close(self) -> None:
         """Give up the segment. Idempotent."""
-
-
-class Peer(NamedTuple):
-    """The place of an instance."""
-
-    node: str
-    """The node's identity; see node_identity."""
-    address: str
-    """host:port of its TcpSegmentServer; empty if it has none."""
 
 
 def node_identity() -> str:

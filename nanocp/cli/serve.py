@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from control_plane.launchers.launcher import Launcher
-    from control_plane.ports.member_streams import Member
     from nanocp.config.service import ServiceConfig
     from nanocp.config.whole import Config
     from nanocp.serve.service import Served, Service
+    from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ def _describe(
 def _groups(config: Config) -> Sequence[Sequence[Member]]:
     """The instances of each node; none at a loopback address, which only this machine reaches."""
     from control_plane.ports.addresses import advertised_host, is_loopback
-    from control_plane.ports.member_streams import Member
+    from nanocp.values.members import Member
 
     if is_loopback(advertised_host(config.service)):
         return ()

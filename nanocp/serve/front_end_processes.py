@@ -19,12 +19,12 @@ from control_plane.frontend.remote.observations import HttpResponded
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
-from control_plane.ports.member_streams import Member
 from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config
 from nanocp.serve.front_end_process import FrontEndSpec
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 from nanocp.serve.served import Served
+from nanocp.values.members import Member
 from nanocp.values.plan import ClusterLoad
 
 _FIRST_PAUSE_S = 0.2

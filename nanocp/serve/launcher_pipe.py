@@ -21,7 +21,7 @@ from typing import Any
 
 from control_plane.launchers.launcher import Exited, Launcher, SpareEnded
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from control_plane.launchers.launcher import Launcher
-from control_plane.ports.member_streams import Member
 from data_plane.member.lifetime import MemberSpec
 from data_plane.transport.shared_memory import obstacle_to_more
+from nanocp.values.members import Member
 
 
 class MemberProcesses:

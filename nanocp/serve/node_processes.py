@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from control_plane.launchers.launcher import Launcher
-from control_plane.ports.member_streams import Member
 from nanocp.config.cluster import ClusterConfig
+from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,6 @@ from control_plane.observe.status_server import (
 )
 from control_plane.observe.tracing import TracedObserver, Tracing
 from control_plane.ports.addresses import advertised_host, join
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.ports.members_port import MemberSecrets
 from control_plane.shell.controller import Controller
 from data_plane.member.lifetime import MemberSpec, SpareSpec
@@ -54,6 +53,7 @@ from nanocp.serve.served import PREFILL_PLANNER
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
+from nanocp.values.members import PREFILL, Member
 
 logger = logging.getLogger(__name__)
 
@@ -265,11 +265,11 @@ class Service:
         """Let these instances serve and no others, None: as now; returns once they do.
 
         Raises ValueError if they cannot, RuntimeError if the change failed and nothing changed,
-        TimeoutError if it takes longer: it goes on (see Members.want).
+        TimeoutError if it takes longer: it goes on (see Controller.want_seats).
         """
         if not self._has_served:
             raise ValueError("the service is starting")
-        asked = self._controller.ask(self._controller.members.want(seats, by))
+        asked = self._controller.want_seats(seats, by)
         if seats is None:
             return asked.result(_ANSWER_S)
         try:
@@ -282,7 +282,7 @@ class Service:
 
     def undo_seats(self) -> SeatsNow:
         """Undo the change of seats that is under way. Raises ValueError if none is."""
-        now = self._controller.ask(self._controller.members.undo()).result(_ANSWER_S)
+        now = self._controller.undo_seats().result(_ANSWER_S)
         self.seats_changed(now.wanted)
         return now
 

@@ -28,7 +28,6 @@ from typing import Any
 
 from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.ports.member_streams import Member
 from nanocp.config.choices import require
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -36,6 +35,7 @@ from nanocp.serve.free_ports import free_ports
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe
 from nanocp.serve.service import Served, member_environment
+from nanocp.values.members import Member
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import pytest
 
 from control_plane.coordinator.members import replacements
 from control_plane.observe.recovery_metrics import PHASES
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.shell.event_log import LogReader
 from harness.hash_members import MortalMember
 from harness.hash_service import (
@@ -37,6 +36,7 @@ from harness.service_recovery import (
 )
 from nanocp.client import ServiceError
 from nanocp.simulator.replay import replay
+from nanocp.values.members import PREFILL, Member
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("tcp", marks=pytest.mark.system)])

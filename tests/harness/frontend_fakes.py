@@ -17,12 +17,12 @@ from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.observe.observer import EndedRequest
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.ports.members_port import MemberSecrets
 from nanocp.client import Client
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import FinishReason, Placement
 from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire

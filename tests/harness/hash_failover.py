@@ -17,33 +17,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from control_plane.coordinator.members.kept_pages import KeptPages
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.remote.attendance import Attendance
-from control_plane.ports.member_streams import Member
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import Request
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
 from harness.hash_parts import Expected
-from harness.hash_recovery import RecoveringCluster, Seat
+from harness.hash_recovery import RecoveringCluster
 from nanocp.config.whole import Config
-from nanocp.values.plan import (
-    Event,
-    FinishReason,
-    Plan,
-    Resubmitted,
-    TookOver,
-)
+from nanocp.values.plan import FinishReason, Plan, Resubmitted
 from nanocp.values.sampling import Token
 from nanocp.values.table import InstanceTable
-from nanocp.values.table_changes import PageRun
 from nanocp.wire.convert import decode_row_input
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 _TERMS_OF_A_CONTROLLER = 1000
-_TICKETS_OF_A_CONTROLLER = 1_000_000
 _SEEDS_OF_A_CALL = 1 << 20
 """More than the attempts of one call: each samples under a seed of its own."""
 
@@ -60,6 +50,8 @@ class FailoverCluster(RecoveringCluster):
         config: Config | None = None,
     ) -> None:
         """max_failovers: at most this often the controller is lost."""
+        self.is_opened = True
+        """Whether this controller has had a term, and so takes front ends."""
         super().__init__(seed, max_losses, config=config)
         self.front_end = PortOfAll(self)
         self.attendance = Attendance(NUM_FRONT_ENDS)
@@ -75,14 +67,10 @@ class FailoverCluster(RecoveringCluster):
         """Connections that are cut, which their front ends have yet to notice."""
         self.left: list[dict[int, str]] = []
         """Requests of lost front ends, which run on for a while."""
-        self.is_opened = True
-        """Whether this controller has had a term, and so takes front ends."""
         self.num_owed = 0
         self.failovers_left, self.front_ends_left = max_failovers, max_front_ends_lost
         self.num_failovers = self.num_front_ends_lost = self.num_resumed = self.num_cut = 0
         self.num_adopted = 0
-        self.kept: dict[int, list[PageRun]] = {}
-        """By instance: what it has told the controller that follows."""
 
     # --- the controller's port for front ends
 
@@ -311,9 +299,8 @@ class FailoverCluster(RecoveringCluster):
         self.num_failovers += 1
         self.scheduler = Scheduler(self.config.cluster, self.config.scheduler)
         self._count_adopted()
-        out = [index for index, seat in enumerate(self.seats) if seat is Seat.OUT]
-        self.kept = {index: self.processes[index].instance.kept_pages() for index in out}
-        self.shadows = [InstanceTable(index, len(self.seats)) for index in range(len(self.seats))]
+        num = len(self.processes)
+        self.shadows = [InstanceTable(index, num) for index in range(num)]
         self.attendance = Attendance(NUM_FRONT_ENDS, 1 + self.num_failovers)
         self.attached = [None] * NUM_FRONT_ENDS
         for process in self.living:
@@ -324,10 +311,8 @@ class FailoverCluster(RecoveringCluster):
         for queue in (self.events, self.letters, self.left):
             queue.clear()
         self.num_windows = self.num_owed = 0
-        self.experts = None
-        self.is_opened = False
-        self.term += _TERMS_OF_A_CONTROLLER
-        self._end_term([])
+        self.is_opened = self.is_serving = False
+        self._begin_controller(self.num_failovers * _TERMS_OF_A_CONTROLLER)
 
     def _count_adopted(self) -> None:
         adoption = self.scheduler._held._adoption
@@ -340,46 +325,11 @@ class FailoverCluster(RecoveringCluster):
 
         adoption._adopted = counted
 
-    def _lose_some(self) -> None:
-        super()._lose_some()
-        self.kept = {i: kept for i, kept in self.kept.items() if self.seats[i] is not Seat.LOST}
-
-    def _leave(self, index: int) -> None:
-        super()._leave(index)
-        if not self.is_opened:
-            self.kept[index] = self.processes[index].instance.kept_pages()
-
-    def _take_over(self) -> None:
-        """Tell the new scheduler what the instances have kept."""
-        members = [Member("instance", index) for index in range(len(self.seats))]
-        kept_pages = KeptPages()
-        for index, runs in self.kept.items():
-            kept = pb.KeptPages(
-                request_id=[run.request_id for run in runs],
-                first_page=[run.first_page for run in runs],
-                num_pages=[run.num_pages for run in runs],
-                frame=[run.frame for run in runs],
-            )
-            kept_pages.say(members[index], pb.InstanceHello(kept=kept))
-        newest_ticket = self.num_failovers * _TICKETS_OF_A_CONTROLLER
-        self._call_scheduler([TookOver(newest_ticket, kept_pages.of(members))])
-
-    def _end_term(self, events: list[Event]) -> None:
-        # A controller that has had no term has no scheduler to tell.
-        super()._end_term(events if self.is_opened else [])
-
-    def _choose_seats(self) -> None:
-        if self.is_opened:
-            super()._choose_seats()
-        else:
-            self._take_seats(list(range(len(self.seats))))
-            self._take_over()
-
-    def _join(self, index: int) -> None:
+    def _join(self, index: int, term: int, join: pb.Join) -> None:
         if not self.is_opened:
             # The prefill attaches to the rings of its controller's terms only.
             self.jobs.clear()
-        super()._join(index)
+        super()._join(index, term, join)
 
     def _serve(self, keeps_rows: bool) -> None:
         if self.is_opened:
@@ -390,8 +340,8 @@ class FailoverCluster(RecoveringCluster):
         super()._carry_out(plan)
         self._post_letters()
 
-    def _begin_term(self) -> None:
-        super()._begin_term()
+    def _begin_term(self, keeps_rows: bool) -> None:
+        super()._begin_term(keeps_rows)
         self._post_letters()
 
     def _post_letters(self) -> None:

@@ -23,7 +23,7 @@ from harness.hash_parts import Process, offloading_config
 from harness.hash_recovery import RecoveringCluster
 from harness.local_pages import LocalPageRing
 from nanocp.config.whole import Config
-from nanocp.values.plan import PAGE_SIZE, Event, TermEnded, TransferDone, TransferMissed
+from nanocp.values.plan import PAGE_SIZE, Event, TransferDone, TransferMissed
 from nanocp.values.sampling import SamplingParams
 
 
@@ -174,7 +174,7 @@ class CutCluster(LosingCluster):
             super()._between_steps(process)
         except PeerLost:
             if self.is_serving and self.terms[process] == self.term:
-                self._end_term([TermEnded()])
+                self._regroup()
 
 
 def play_offloading(seed: int, num_requests: int = 20) -> OffloadingCluster:

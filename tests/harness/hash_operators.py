@@ -10,45 +10,32 @@ a last operator asks for all seats, and must get them.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Generator
 from dataclasses import replace
 from random import Random
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
-from control_plane.coordinator.members.members import Members
-from control_plane.observe.recovery_metrics import RecoveryMetrics
-from control_plane.ports.member_streams import Member, MemberStream
-from data_plane.instance.interface import TermEnds
+from control_plane.coordinator.members.output import StartProcess
 from harness.hash_failover import FailoverCluster
 from harness.hash_instance import region_layout
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import draw_config
-from harness.hash_recovery import Seat
-from harness.local_exchange import LocalExchange
-from harness.local_pages import LocalPageRing, local_peer_rings
-from harness.turn_loop import TurnLoop
-from nanocp.config.limits import LimitsConfig
-from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
-from nanocp.values.experts import ExpertTable
-from nanocp.values.plan import (
-    Event,
-    InstanceLost,
-    Plan,
-    SeatsWanted,
-    TargetRun,
-    TermEnded,
-    TookOver,
-)
-from nanocp.wire.v1 import cluster_pb2 as pb
 
-_TURN_S = 0.002
-"""Time of the controller's loop for each turn: every deadline is many turns away."""
-_TICKETS_OF_A_CONTROLLER = 1_000_000
+
+class Operator:
+    """Somebody who wants seats, and waits."""
+
+    def __init__(self, steps: Generator[None, None, Any]) -> None:
+        self._steps = steps
+        self.is_over = False
+
+    def go_on(self) -> None:
+        """Go on as far as the cluster lets it."""
+        try:
+            next(self._steps)
+        except StopIteration:
+            self.is_over = True
 
 
 class OperatedCluster(FailoverCluster):
@@ -58,17 +45,10 @@ class OperatedCluster(FailoverCluster):
         """Draw a cluster, its requests and its operators."""
         random = Random(seed + (1 << 32))
         config = config or draw_config(Random(seed))
-        self.redundant = random.choice([0, 1, 2, NUM_EXPERTS, NUM_EXPERTS])
-        cluster = replace(config.cluster, redundant_experts=self.redundant)
-        limits = LimitsConfig(
-            start_timeout_ms=random.choice([500, 5_000, 120_000]),
-            drain_timeout_ms=1,
-            suspect_ms=1_000_000_000,
-            recovery_timeout_ms=300_000,
-        )
-        prefill = PrefillConfig(synthetic_kv=True)
-        config = replace(config, cluster=cluster, limits=limits, prefill=prefill)
-        self.loop: TurnLoop | None = None
+        start_timeout_ms = random.choice([500, 5_000, 120_000])
+        self.limits = replace(self.limits, start_timeout_ms=start_timeout_ms)
+        self.operators: list[Operator] = []
+        self.failures_left = 0
         super().__init__(seed, 6, random.choice([0, 1, 2]), 1, config)
         num = len(self.processes)
         self.change_share = max(self.change_share, 0.002)
@@ -76,266 +56,66 @@ class OperatedCluster(FailoverCluster):
         self.failures_left = random.choice([0, 2, 6])
         self.ill_seat = random.choice([None, None, random.randrange(num)])
         """A seat that is lost rather than others."""
-        self.operators: list[asyncio.Task[Any]] = []
-        self.last: asyncio.Task[Any] | None = None
+        self.last: Operator | None = None
         self.last_seats: tuple[int, ...] | None = None
         """What the supervisor knows of changes."""
         self.num_asked = self.num_refused = self.num_failed = self.num_overdue = 0
         self.num_undone = self.num_unstarted = 0
-        self._begin_controller()
-        for seat in range(num):
-            self._dial(seat)
-        while not self.members.start.has_succeeded:
-            self._obey(self.random.randrange(num))
-        self.members.start.wait()
 
-    # --- the controller
+    def _draw_redundancy(self) -> int:
+        return self.random.choice([0, 1, 2, NUM_EXPERTS, NUM_EXPERTS])
 
-    def _begin_controller(self) -> None:
-        if self.loop is not None:
-            self.loop.end()
-        self.loop = TurnLoop()
-        num = len(self.processes)
-        self.pending: deque[Event | int] = deque()
-        """Events of members for the scheduler, and numbers of terms that began, in order."""
-        self.ends_of: dict[int, list[TermEnds]] = {}
-        self.orders: list[deque[Any]] = [deque() for _ in range(num)]
-        """By seat: what its process has yet to read of its stream."""
-        self.streams_of: list[MemberStream | None] = [None] * num
-        self.process_numbers = [0] * num
-        """By seat: the number of its latest process."""
-        self.coming = set(range(num))
-        """Seats whose latest process has yet to dial."""
-        metrics = RecoveryMetrics(CollectorRegistry())
-        self.members = Members(self.config, self, self, metrics, NUM_EXPERTS)
-        self.members.takes_over = self.num_failovers > 0
-        self.members.terms.number = self.term if self.num_failovers else 0
+    def _begin_controller(self, first_term: int = 0) -> None:
         self.operators.clear()
-        self.loop.create_task(self.members.watch_heartbeats())
-        self.loop.run_what_is_due()
+        super()._begin_controller(first_term)
 
     def _lose_controller(self) -> None:
-        self.kept = {}
         super()._lose_controller()
         if self.last_seats is not None:
             self._operate(self._want(self.last_seats))
 
     def _settle(self) -> None:
-        self.loop.run_what_is_due()
-        while self.pending:
-            if isinstance(event := self.pending.popleft(), int):
-                self._begin(event)
-            else:
-                self._call_scheduler([event])
-            self.loop.run_what_is_due()
-        self._read_streams()
-        assert not self.members.failure.done(), self.members.failure.result()
+        super()._settle()
+        for operator in [each for each in self.operators if not each.is_over]:
+            operator.go_on()
+            super()._settle()
 
-    def _read_streams(self) -> None:
-        for seat, stream in enumerate(self.streams_of):
-            if stream is not None:
-                self.orders[seat] += stream.take()
-
-    def _begin(self, number: int) -> None:
-        self.serving = self.members.seats
-        self.term = number - 1
-        self.keeps_rows = self.members.terms.keeps_rows
-        self.num_shrinks += len(self.serving) < len(self.processes)
-        self.num_changes += self.keeps_rows
-        self._begin_term()
-
-    def _carry_out(self, plan: Plan) -> None:
-        super(FailoverCluster, self)._carry_out(plan)
-        self._post_letters()
-
-    def _settled(self) -> None:
-        assert not any(process.plans for process in self.processes)
-        self.loop.within(self.members.changes.settled)
-        self._settle()
-
-    # --- members.MemberEvents
-
-    has_prefill = False
-
-    @property
-    def newest_ticket(self) -> int:
-        """See MemberEvents."""
-        return self.scheduler.newest_ticket
-
-    @property
-    def has_windows(self) -> bool:
-        """See MemberEvents: a short term, unless it would be the last that is recovered from."""
-        return len(self.members._short_terms._seats) < 3
-
-    def took_over(self, kept: tuple[tuple[int, tuple[TargetRun, ...]], ...]) -> None:
-        """See MemberEvents."""
-        self.pending.append(TookOver(self.num_failovers * _TICKETS_OF_A_CONTROLLER, kept))
-
-    def instance_lost(self, instance: int) -> None:
-        """See MemberEvents."""
-        self.pending.append(InstanceLost(instance))
-
-    def seats_wanted(self, seats: tuple[int, ...]) -> None:
-        """See MemberEvents."""
-        self.pending.append(SeatsWanted(seats))
-
-    def term_ended(self) -> None:
-        """See MemberEvents."""
-        self.is_serving = False
-        self.pending.append(TermEnded())
-
-    def term_began(self, term: int) -> None:
-        """See MemberEvents."""
-        self.pending.append(term)
-
-    def cluster_lost(self, message: str) -> None:
-        """See MemberEvents."""
-        raise AssertionError(message)
-
-    # --- replacements.Processes
-    obstacle_to_more = staticmethod(lambda num_instances: "")  # See Processes.
-
-    def kill(self, member: Member) -> None:
-        """See Processes."""
-        self._die(member.instance, "it was killed")
-
-    def start(self, member: Member, number: int, term: int) -> None:
-        """See Processes."""
-        seat = member.instance
-        is_awaited = member in self.members.terms.seats  # A term without it ends the cluster.
+    def _started(self, command: StartProcess) -> None:
+        is_awaited = command.member in self.members.terms.seats  # A term without it ends all.
         if self.failures_left and not is_awaited and self.random.random() < 0.2:
             self.failures_left -= 1
             self.num_unstarted += 1
-            raise OSError("no more processes")
-        self.process_numbers[seat] = number
-        self.coming.add(seat)
-
-    # --- processes
-
-    def _die(self, seat: int, how: str) -> None:
-        """The latest process of the seat ends, and the controller hears of it, in this order."""
-        was_there = seat in self.coming or self.streams_of[seat] is not None
-        self.coming.discard(seat)
-        self.orders[seat].clear()
-        self.streams_of[seat] = None
-        self.kept.pop(seat, None)
-        if self.seats[seat] is not Seat.LOST:
-            self.seats[seat] = Seat.LOST
-        if was_there:
-            number = self.process_numbers[seat]
-            member = Member("instance", seat)
-            self.loop.call_soon(self.members.exited, member, number, how)
-
-    def _dial(self, seat: int) -> None:
-        """The process that comes has loaded its weights, or has lost its controller."""
-        self.coming.discard(seat)
-        hello = pb.InstanceHello()
-        if self.seats[seat] is Seat.IN:
-            self._leave(seat)
-        if seat in self.kept and self.seats[seat] is Seat.OUT:
-            runs = self.kept[seat]
-            hello.kept.CopyFrom(
-                pb.KeptPages(
-                    request_id=[run.request_id for run in runs],
-                    first_page=[run.first_page for run in runs],
-                    num_pages=[run.num_pages for run in runs],
-                    frame=[run.frame for run in runs],
-                )
-            )
-        member = Member("instance", seat)
-        try:
-            self.streams_of[seat] = self.loop.within(self.members.attach, member, hello)
-        except ValueError as error:
-            self._die(seat, str(error))
-        self._settle()
-
-    def _obey(self, seat: int) -> None:
-        """A process does what it was last asked to."""
-        if not self.orders[seat]:
-            return
-        order = self.orders[seat].popleft()
-        kind = "end" if order is None else order.WhichOneof("message")
-        member = Member("instance", seat)
-        if kind in ("end", "shutdown"):
-            self._die(seat, "it was asked to")
-        elif kind == "leave":
-            if self.seats[seat] is Seat.IN:
-                self._leave(seat)
-            message = pb.FromInstance(term=order.term, left=pb.Left())
-            self.loop.within(self.members.received, member, message)
-        elif kind == "join":
-            self._join_term(seat, order.term, order.join)
-            message = pb.FromInstance(term=order.term, ready=pb.InstanceReady())
-            self.loop.within(self.members.received, member, message)
-            if self.members.terms.is_serving and not self.is_serving and not self.pending:
-                self.pending.append(order.term)  # The first of a controller.
-        self._settle()
-
-    def _join_term(self, seat: int, term: int, join: pb.Join) -> None:
-        num = len(self.processes)
-        if term not in self.ends_of:
-            exchanges = LocalExchange.create_all(
-                num, region_layout(self.config), self.config.limits
-            )
-            self.ends_of[term] = [
-                TermEnds(exchange, [LocalPageRing()], moves)
-                for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
-            ]
-        self.ends = self.ends_of[term]
-        self.experts = ExpertTable(tuple(join.expert_seats), tuple(join.expert_slots))
-        self.term, before = term - 1, self.term
-        serving, self.serving = self.serving, list(join.seats)
-        self.keeps_rows = join.keeps_rows
-        self._join(seat)
-        self.term, self.serving = before, serving
-
-    def _end_term(self, events: list[Event]) -> None:
-        """What RecoveringCluster and FailoverCluster do with a loss is for the members."""
-        if not events:
-            self.is_serving = False
-            self._begin_controller()
-            return
-        for event in events:
-            if isinstance(event, InstanceLost):
-                self._die(event.instance, "it was ended by SIGKILL")
-            else:
-                self.loop.within(self.members.terms.end)
-        self._settle()
-
-    def _regroup(self) -> None:
-        """The members do."""
+            self.coordinator.started(command, "no more processes")
+        else:
+            super()._started(command)
 
     # --- operators
 
     def _turn(self) -> None:
-        random, seat = self.random, self.random.randrange(len(self.processes))
-        self.loop.now_s += _TURN_S
-        self.loop.run_what_is_due()
-        if self.pending:
-            self._settle()
+        random = self.random
+        self._pass_time()
         draw = random.random()
-        is_calm = self.is_serving and all(task.done() for task in self.operators)
+        is_calm = self.is_serving and all(operator.is_over for operator in self.operators)
         if draw < self.change_share and self.operators_left and (is_calm or random.random() < 0.2):
             self.operators_left -= 1
             self._operate(self._draw_operator())
         elif draw < self.change_share and is_calm and not self._num_left():
             # Some requests are too large for fewer.
             self._operate(self._want(range(len(self.processes))))
-        elif draw < 0.05:
-            self._obey(seat)
-        elif draw < 0.06 and seat in self.coming:
-            self._dial(seat)
-        elif draw < 0.0603 and self.failures_left and self.seats[seat] is Seat.LOST:
-            self.failures_left -= 1
-            self._die(seat, "it failed")
-            self._settle()
-        elif draw < 0.061 and self.ill_seat is not None and self.losses_left:
-            self.losses_left -= 1
-            self._end_term([InstanceLost(self.ill_seat)])
-        elif draw < 0.0612 and not is_calm and self.operators_left:
+        elif 0.01 < draw < 0.011 and self.ill_seat in self.coordinator.attached:
+            if self.losses_left and self._may_lose():
+                self.losses_left -= 1
+                self._lose(self.ill_seat)
+        elif 0.011 < draw < 0.0112 and not is_calm and self.operators_left:
             self._operate(self._undo())
-        elif draw < 0.0616 and not is_calm and self.losses_left:
+        elif 0.0112 < draw < 0.0116 and not is_calm and self.losses_left:
             self._lose_some()
+        elif 0.012 < draw < 0.03 and self.failures_left and self.coordinator.coming:
+            self.failures_left -= 1
+            self._die(random.choice(sorted(self.coordinator.coming)), "it failed")
+            self._settle()
+        elif draw > 0.9 and not is_calm:
+            self._settle()  # The time of an operator may be up.
         else:
             super()._turn()
 
@@ -345,12 +125,12 @@ class OperatedCluster(FailoverCluster):
     def _want_seats(self, seats: Any = ()) -> None:
         """Operators do."""
 
-    def _operate(self, operator: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        self.operators.append(task := self.loop.create_task(operator))
+    def _operate(self, steps: Generator[None, None, Any]) -> Operator:
+        self.operators.append(operator := Operator(steps))
         self._settle()
-        return task
+        return operator
 
-    def _draw_operator(self) -> Coroutine[Any, Any, Any]:
+    def _draw_operator(self) -> Generator[None, None, Any]:
         random, num = self.random, len(self.processes)
         serving, fewest = self.members.seats, self.members._seats.fewest
         match random.randrange(6):
@@ -367,55 +147,63 @@ class OperatedCluster(FailoverCluster):
             case _:
                 return self._upgrade(serving)
 
-    async def _want(self, seats: Any) -> bool:
-        """One operator, whose wait ends whatever happens; as Service.want_seats."""
+    def _want(self, seats: Any, by: str = "an operator") -> Generator[None, None, bool]:
+        """One operator, whose wait ends whatever happens; as Controller.want_seats."""
         seats = tuple(sorted(seats))
         self.num_asked += 1
+        limits = (
+            self.limits if self.last is None else replace(self.limits, start_timeout_ms=600_000)
+        )
+        limit_us = self.coordinator.clock_us + 1e6 * limits.longest_change_s
         try:
-            now = await self.members.want(seats, "an operator")
+            done = self.members.want(seats, by)
         except ValueError:
             self.num_refused += 1
-        except RuntimeError:
-            self.num_failed += 1
-        except TimeoutError:
+            return False
+        while not done.done() and self.coordinator.clock_us < limit_us:
+            yield
+        if not done.done():
+            done.cancel()
             self.num_overdue += 1
             self.last_seats = seats
-        else:
-            assert now.serving == seats, f"{now} is not {seats}"
-            self.last_seats = seats
-            return True
-        return False
+            return False
+        if done.exception() is not None:
+            self.num_failed += 1
+            return False
+        self.last_seats = seats
+        return True
 
-    async def _upgrade(self, serving: list[int]) -> None:
+    def _upgrade(self, serving: list[int]) -> Generator[None, None, None]:
         for seat in serving:
-            if await self._want({*serving} - {seat}):
-                await self._want(serving)
+            if (yield from self._want({*serving} - {seat})):
+                yield from self._want(serving)
 
-    async def _undo(self) -> None:
+    def _undo(self) -> Generator[None, None, None]:
         try:
-            self.last_seats = (await self.members.undo()).wanted
+            self.members.changes.undo()
+            self.last_seats = self.members.seats_now.wanted
             self.num_undone += 1
         except ValueError:
             self.num_refused += 1
+        yield
 
     def _is_over(self) -> bool:
         """When all is done, and a last operator has got all seats."""
-        if not super()._is_over() or not all(task.done() for task in self.operators):
+        if not super()._is_over() or not all(each.is_over for each in self.operators):
             return False
-        for task in self.operators:
-            task.result()
         everywhere = tuple(range(len(self.processes)))
         if self.last is None or self.last not in self.operators:
             if self._num_left():
                 self.operators_left = self.losses_left = self.failures_left = 0
                 self.failovers_left = self.front_ends_left = 0
-            self.last = self._operate(self._get_all(everywhere))
+            self.last = Operator(self._get_all(everywhere))
+            self.operators.append(self.last)
+            self._settle()
             return False
-        self.loop.end()
         return True
 
-    async def _get_all(self, seats: tuple[int, ...]) -> None:
-        # With the longest deadline, so that it is the change that must end.
-        self.members._limits = replace(self.members._limits, start_timeout_ms=600_000)
-        now = await self.members.want(seats, "the last operator")
+    def _get_all(self, seats: tuple[int, ...]) -> Generator[None, None, None]:
+        """With the longest deadline, so that it is the change that must end."""
+        assert (yield from self._want(seats, "the last operator")), "it was refused, or failed"
+        now = self.members.seats_now
         assert (now.serving, now.asked_by) == (seats, ""), now

@@ -1,6 +1,7 @@
-"""A hash cluster that loses instances and goes on, with the real scheduler and front end's streams.
+"""A hash cluster that loses instances and goes on, by the real coordinator of members.
 
-Terms end, at any turn, with losses or without; some lost processes come back.
+The scheduler and the front end's streams are real too. Terms end at any turn, with losses or
+without, and some lost processes live on. In some seeds a stream is full in the middle of a plan.
 
     PYTHONPATH=tests python -m harness.hash_recovery_seeds --seeds 1000              with losses
     PYTHONPATH=tests python -m harness.hash_recovery_seeds --regroups --seeds 1000   without
@@ -13,47 +14,31 @@ a token of an earlier attempt that slips through is a wrong token, and not the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from enum import Enum
 from functools import partial
+from typing import Any
 
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.streams import ClientStreams
 from control_plane.observe.observer import Unobserved
-from data_plane.instance.interface import TermEnds, TermStart
-from harness.hash_cluster import HashCluster
-from harness.hash_instance import region_layout
+from harness.hash_instance import HashInstance
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import Expected, Process
-from harness.local_exchange import LocalExchange
-from harness.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
+from harness.hash_terms import RegroupingCluster
 from nanocp.config.whole import Config
-from nanocp.values.experts import fewest_seats, place_experts
+from nanocp.values.members import Member
 from nanocp.values.plan import (
     AbortRequested,
-    Event,
     FinishReason,
-    InstanceLost,
+    InstancePlan,
     Plan,
-    Regrouped,
     Resubmitted,
-    SeatsWanted,
-    TermEnded,
 )
 from nanocp.values.sampling import Token
-from nanocp.values.table import InstanceTable
-
-
-class Seat(Enum):
-    """Where the process of a seat stands."""
-
-    IN = "in the term that serves, or in the next one already"
-    ASKED = "asked to leave"
-    OUT = "has left"
-    LOST = "waits for another process"
+from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class ReseedingStreams(ClientStreams):
@@ -64,7 +49,7 @@ class ReseedingStreams(ClientStreams):
         super()._begin_attempt(stream, cause)
 
 
-class RecoveringCluster(HashCluster):
+class RecoveringCluster(RegroupingCluster):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
     def __init__(
@@ -81,9 +66,6 @@ class RecoveringCluster(HashCluster):
         max_losses: at most this often some instances are lost. max_regroups: at most this often a
         term ends though none is. max_changes: at most this often other seats are wanted.
         """
-        self.term = 1
-        self.terms: dict[Process, int] = {}
-        """The term that each process is in; a dead one stays in its last."""
         super().__init__(seed, num_requests, config)
         steps = self.config.scheduler.steps_per_window
         self.front_end = ReseedingStreams(
@@ -105,34 +87,21 @@ class RecoveringCluster(HashCluster):
         """Under way from each process to the front end, in order; from the dead ones too."""
         self.zombies: list[tuple[Process, Generator[bool, None, None]]] = []
         """Lost processes that go on all the same."""
-        self.seats = [Seat.IN] * len(self.processes)
-        self.ends: list[TermEnds] = []
-        """By seat: what the next term is made with; empty until every process has left."""
-        self.is_serving = True
-        self.to_join: list[int] = []
         self.losses_left = max_losses
         self.regroups_left = max_regroups
         self.changes_left = max_changes
         self.change_share = self.random.choice([0.0003, 0.002, 0.01])
         self.hurries = False
         """Whether instances are no longer slow once nothing more is to be lost or changed."""
-        self.num_terms = self.num_losses = self.num_kept = 0
-        self.num_shrinks = 0
-        self.num_changes = 0
-        self.wanted: list[int] | None = None
-        """Seats of the next term, while the scheduler prepares it."""
-        self.keeps_rows = False
-        """Whether the next term takes over the rows of the last."""
-        self.redundant_experts = self.random.choice([0, NUM_EXPERTS])
+        self.num_losses = 0
         if max_changes:
             self.change_share, self.redundant_experts = 0.01, NUM_EXPERTS
-        self.experts = None
-        self.num_attempts = self.num_stale_tokens = self.num_stale_events = 0
-
-    def _start_process(self, index: int, exchange: LocalExchange, moves: LocalPeerRings) -> Process:
-        process = super()._start_process(index, exchange, moves)
-        self.terms[process] = self.term
-        return process
+        self.num_attempts = self.num_stale_tokens = 0
+        self.full_share = self.random.choice([0, 0.003])
+        """How often a process stops reading its stream, which holds one message and no other."""
+        self.full_seat: int | None = None
+        self.num_posted = self.num_unread = 0
+        self._start_cluster()
 
     # --- the controller, as the front end knows it
 
@@ -160,8 +129,9 @@ class RecoveringCluster(HashCluster):
 
     def _turn(self) -> None:
         random = self.random
+        self._pass_time()
         draw = random.random()
-        is_calm = self.is_serving and self.wanted is None
+        is_calm = self.is_serving and (self.change is None or self.change.done())
         wants = self.changes_left and is_calm and random.random() < 0.5
         if draw < self.change_share and self.losses_left and not wants:
             self._lose_some()
@@ -170,22 +140,22 @@ class RecoveringCluster(HashCluster):
             self._want_seats()
         elif draw < self.change_share and self.regroups_left and is_calm:
             self.regroups_left -= 1
-            self._end_term([TermEnded()])
-        elif draw < self.change_share / 4 and self.wanted is not None:
-            self.wanted = None  # It was thought better of.
-            self._call_scheduler([SeatsWanted(tuple(self.serving))])
-        elif draw < self.change_share and is_calm and Seat.LOST in self.seats:
-            self._want_seats(range(len(self.seats)))
+            self._regroup()
+        elif draw < self.change_share / 20 and self.is_serving and not is_calm:
+            self.members.changes.undo()  # It was thought better of.
+            self._settle()
+        elif draw < self.change_share and is_calm and len(self.serving) < len(self.processes):
+            self._want_seats(range(len(self.processes)))
         elif draw < 0.15:
             self._deliver()
         elif draw < 0.19 and self.zombies:
             _, loop = random.choice(self.zombies)
             for _ in range(random.choice([1, 4, 30])):
                 next(loop)
+        elif draw < (0.25 if self.is_serving else 0.5) and (seats := self.coordinator.may_go_on()):
+            self._go_on(random.choice(seats))
         else:
             super()._turn()
-        if not self.is_serving:
-            self._regroup()
         if self.hurries and not self._num_left():
             self.hurries = False
             self.speeds = [max(speed, 0.3) for speed in self.speeds]
@@ -193,10 +163,6 @@ class RecoveringCluster(HashCluster):
     def _num_left(self) -> int:
         """How often something may be lost or changed yet."""
         return self.losses_left + self.regroups_left + self.changes_left
-
-    def _run_some(self, index: int) -> None:
-        if self.seats[index] in (Seat.IN, Seat.ASKED):
-            super()._run_some(index)
 
     def _deliver(self) -> None:
         """Some of what is under way reaches the front end."""
@@ -276,158 +242,69 @@ class RecoveringCluster(HashCluster):
 
     def _take_polled(self, process: Process) -> None:
         polled = process.instance.poll()
-        process.events.extend((self.terms[process], event) for event in polled.events)
+        member = Member("instance", process.index)
+        process.events.extend((member, self.terms[process], event) for event in polled.events)
         self.tokens[process].extend(polled.tokens)
-
-    def _accepted(self, entry: Event | tuple[int, Event]) -> Event | None:
-        """Reports of a term that is over are dropped."""
-        if not isinstance(entry, tuple):
-            return entry
-        term, event = entry
-        self.num_stale_events += term != self.term
-        return event if term == self.term else None
 
     def _lose_some(self) -> None:
         """One instance is lost, or two, or all; what it had sent may be lost or late."""
         random = self.random
-        living = [index for index, seat in enumerate(self.seats) if seat is not Seat.LOST]
-        num = min(random.choice([1, 1, 1, 2, len(self.seats)]), len(living))
+        living = sorted(self.coordinator.attached)
+        if not living or not self._may_lose():
+            return
+        num = min(random.choice([1, 1, 1, 2, len(self.processes)]), len(living))
         self.losses_left -= 1
         for index in random.sample(living, num):
-            process = self.processes[index]
-            tokens = self.tokens[process]
-            for _ in range(random.choice([0, len(tokens), random.randrange(len(tokens) + 1)])):
-                tokens.pop()
-            if random.random() < 0.5 and self.seats[index] is not Seat.OUT:
-                self.zombies.append((process, self.loops[index]))
-            self.seats[index] = Seat.LOST
-            self.num_losses += 1
-            self._end_term([InstanceLost(index)])
+            self._lose(index)
 
-    # --- the controller's regroup
-
-    def _end_term(self, events: list[Event]) -> None:
-        self._call_scheduler(events)
-        self.is_serving = self.keeps_rows = False
-        self.wanted = None
-        self.ends, self.to_join = [], []
-        self.seats = [Seat.ASKED if seat is Seat.IN else seat for seat in self.seats]
-
-    def _regroup(self) -> None:
-        """What happens next on the way to the next term."""
-        random = self.random
-        if Seat.ASKED in self.seats:
-            asked = [index for index, seat in enumerate(self.seats) if seat is Seat.ASKED]
-            if random.random() < 0.1:
-                self._leave(random.choice(asked))
-        elif not self.ends:
-            num = len(self.seats)
-            self._choose_seats()
-            layout = region_layout(self.config)
-            exchanges = LocalExchange.create_all(num, layout, self.config.limits)
-            self.ends = [
-                TermEnds(exchange, [LocalPageRing()], moves)
-                for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
-            ]
-            self.to_join = random.sample(self.serving, len(self.serving))
-        elif self.to_join:
-            if random.random() < 0.3:
-                self._join(self.to_join.pop())
-        else:
-            self._begin_term()
-
-    def _choose_seats(self) -> None:
-        """The next term has all seats, or goes on without some that were lost."""
-        if self.wanted is not None:
-            self._take_seats(self.wanted)
-            return
-        random, num = self.random, len(self.seats)
-        lost = [index for index, seat in enumerate(self.seats) if seat is Seat.LOST]
-        fewest = fewest_seats(NUM_EXPERTS, num, self.redundant_experts)
-        left_out = random.sample(lost, random.randrange(min(len(lost), num - fewest) + 1))
-        self.num_shrinks += len(left_out) > num - len(self.serving)
-        self._take_seats([index for index in range(num) if index not in left_out])
-
-    def _take_seats(self, seats: list[int]) -> None:
-        num = len(self.seats)
-        self.serving = seats
-        self.experts = place_experts(
-            NUM_EXPERTS, num, self.redundant_experts, self.serving, self.experts
-        )
-
-    def _want_seats(self, seats: Sequence[int] = ()) -> None:
-        """Ask the scheduler to prepare a term of these seats, or of any."""
-        num = len(self.seats)
-        fewest = fewest_seats(NUM_EXPERTS, num, self.redundant_experts)
-        number = self.random.randrange(fewest, num + 1)
-        stays = self.random.choice(self.serving)
-        wanted = list(seats) or sorted({stays, *self.random.sample(range(num), number)})
-        self.wanted = wanted if wanted != self.serving else None
-        self._call_scheduler([SeatsWanted(tuple(wanted))])
-
-    def _settled(self) -> None:
-        """The scheduler has prepared the next term: it begins without a loss."""
-        assert not any(process.plans for process in self.processes)
-        wanted = self.wanted
-        self._end_term([TermEnded()])
-        self.keeps_rows, self.wanted = True, wanted
-        self.num_changes += 1
-
-    def _leave(self, index: int) -> None:
-        process = self.processes[index]
-        self._take_polled(process)
-        process.instance.leave()
-        process.plans.clear()
-        process.posts.clear()
-        self.loops[index] = self._instance_loop(process)
-        self.seats[index] = Seat.OUT
-
-    def _join(self, index: int) -> None:
-        ends = self.ends[index]
-        if self.seats[index] is Seat.LOST:
-            process = self._start_process(index, ends.exchange, ends.moves)
-            self.processes[index] = process
-            self.loops[index] = self._instance_loop(process)
-            self.tokens[process] = deque()
-        process = self.processes[index]
-        process.instance.join(
-            ends,
-            TermStart(self.serving, self.experts, self.scheduler.newest_ticket, self.keeps_rows),
-        )
-        (process.ring,) = ends.rings
-        self.terms[process] = self.term + 1
-        self.seats[index] = Seat.IN
-
-    def _begin_term(self) -> None:
-        num = len(self.seats)
-        for index in range(num):
-            if index not in self.serving:
-                self.seats[index] = Seat.LOST  # Until now its process could have gone on.
-                self.processes[index].plans.clear()
-                self.processes[index].posts.clear()
-        self.is_serving, self.ends = True, []
-        self.term += 1
-        self.num_terms += 1
-        self.shadows = [
-            self.shadows[index]
-            if self.keeps_rows and index in self.serving
-            else InstanceTable(index, num)
-            for index in range(num)
-        ]
-        keeps_rows, self.keeps_rows, self.wanted = self.keeps_rows, False, None
-        self._serve(keeps_rows)
+    def _lose(self, index: int) -> None:
+        random, process = self.random, self.processes[index]
+        tokens = self.tokens[process]
+        for _ in range(random.choice([0, len(tokens), random.randrange(len(tokens) + 1)])):
+            tokens.pop()
+        is_seen = True
+        if random.random() < 0.5 and index in self.running:
+            self.zombies.append((process, self.loops[index]))
+            is_seen = random.random() < 0.7
+        self.num_losses += 1
+        self._die(index, "it was ended by SIGKILL", is_seen)
+        self._settle()
 
     def _serve(self, keeps_rows: bool) -> None:
-        """The controller takes note that the term has begun."""
-        self._call_scheduler([Regrouped(self.term, tuple(self.serving), keeps_rows)])
-        self.num_kept += len(self.scheduler._held)
+        self.full_seat = None
+        super()._serve(keeps_rows)
         if not keeps_rows:
             self.letters.append(self.front_end.interrupted)
 
-    def _carry_out(self, plan: Plan) -> None:
-        super()._carry_out(plan)
-        if plan.is_settled:
-            self._settled()
+    def _join(self, index: int, term: int, join: pb.Join) -> None:
+        super()._join(index, term, join)
+        self.tokens.setdefault(self.processes[index], deque())
+
+    def _plan(self) -> None:
+        if self.losses_left and self.random.random() < self.full_share and self._may_lose():
+            self.full_seat, self.num_posted = self.random.choice(self.serving), 0
+        super()._plan()
+        if self.full_seat is not None and self.num_posted > 1 and self._may_lose():
+            self.losses_left -= 1
+            self.num_losses += 1
+            self.num_unread += 1
+            member = Member("instance", self.full_seat)
+            self.members.lose(member, f"{member} left 1 messages unread", "unread")
+            self.full_seat = None
+        self._settle()
+
+    def _is_dropped(self, index: int) -> bool:
+        """Whether the stream of this seat is full: its process reads nothing, and it holds one."""
+        self.num_posted += index == self.full_seat
+        return index == self.full_seat and self.num_posted > 1
+
+    def _post(self, index: int, call: Callable[[HashInstance, Any], None], what: Any) -> None:
+        if not self._is_dropped(index):
+            super()._post(index, call, what)
+
+    def _send(self, plan: InstancePlan) -> None:
+        if not self._is_dropped(plan.instance):
+            super()._send(plan)
 
     def _tell_front_end(self, plan: Plan) -> None:
         for placement in plan.placements:

@@ -1,142 +1,128 @@
-"""The members of a small cluster, with fakes for all that is around them."""
-
-import asyncio
-import functools
+"""The members of a small cluster, with values for all that is around them: no loop, no clock."""
 
 from prometheus_client import CollectorRegistry
 
 from control_plane.coordinator.members.members import Members
+from control_plane.coordinator.members.output import KillProcess
 from control_plane.observe.recovery_metrics import RecoveryMetrics
-from control_plane.ports.member_streams import PREFILL, Member
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import PREFILL, Hello, Member, Peer, Ready
 
 FIRST, SECOND = Member("instance", 0), Member("instance", 1)
 LIMITS = LimitsConfig()
 NO_RECOVERY = LimitsConfig(recovery_timeout_ms=0)
 
 
-def in_a_loop(test):
-    """Run the test as the controller's event loop would."""
-
-    @functools.wraps(test)
-    def run(*arguments, **named):
-        asyncio.run(test(*arguments, **named))
-
-    return run
-
-
-class Events:
-    """Remembers what it is called for."""
+class Facts:
+    """What the coordinator may ask."""
 
     newest_ticket = 17
     has_windows = False
-
-    def __init__(self):
-        self.reports, self.calls = [], []
-
-    def reported(self, member, message):
-        self.reports.append((member, message.WhichOneof("message")))
-
-    def prefill_arrived(self):
-        self.calls.append("prefill arrived")
-
-    def took_over(self, kept):
-        self.calls.append(("took over", kept))
-
-    def instance_lost(self, instance):
-        self.calls.append(("lost", instance))
-
-    def seats_wanted(self, seats):
-        self.calls.append(("seats wanted", seats))
-
-    def term_ended(self):
-        self.calls.append("ended")
-
-    def term_began(self, term):
-        self.calls.append(("began", term))
-
-    def cluster_lost(self, message):
-        self.calls.append(("cluster lost", message))
-
-    def prefill_lost(self):
-        self.calls.append("prefill lost")
-
-
-class Processes:
-    """Remembers which processes are to end and to start; they end at once, or not at all."""
-
-    def __init__(self):
-        self.calls = []
-        self.error = None
-        self.obstacle = ""
+    obstacle = ""
 
     def obstacle_to_more(self, num_instances):
         return self.obstacle if num_instances else ""
 
-    def kill(self, member):
-        self.calls.append(("kill", str(member)))
-
-    def start(self, member, number, term):
-        if self.error:
-            raise self.error
-        self.calls.append(("start", str(member), number, term))
-
 
 class Cluster:
-    """The members of two instances, and all that is around them."""
+    """The members of two instances. Every call of them is settled: what it lets out is kept here.
+
+    Processes that are to end or to start do so at once, and say nothing.
+    """
 
     def __init__(self, limits=LIMITS, **prefill):
         config = Config(
             cluster=ClusterConfig(num_instances=2), prefill=PrefillConfig(**prefill), limits=limits
         )
-        self.events, self.processes = Events(), Processes()
+        self.facts = Facts()
         self.registry = CollectorRegistry()
-        self.metrics = RecoveryMetrics(self.registry)
-        self.progress, self.loaded = [], []
-        self.members = Members(config, self.events, self.processes, self.metrics)
-        self.members.watch(
-            self.progress.append, lambda member, percent: self.loaded.append((member, percent))
-        )
-        self.streams = {}
+        self.members = Members(config, self.facts, RecoveryMetrics(self.registry))
+        self.progress = []
+        self.members.start.progress = self.progress.append
+        self.now_us = 0
+        self.sent, self.events, self.reports, self.says = {}, [], [], []
+        self.commands, self.error = [], None
 
-    def attach(self, *members, **kept):
+    def settle(self):
+        self.members.tick(self.now_us)
+        while output := self.members.take():
+            for member, message in output.sends:
+                self.sent.setdefault(member, []).append(message)
+            self.events += output.events
+            self.says += [line.text for line in output.says]
+            for command in output.processes:
+                is_kill = isinstance(command, KillProcess)
+                self.commands += [command] if is_kill or not self.error else []
+                self.members.replacements.done(command, None if is_kill else self.error)
+            self.members.tick(self.now_us)
+
+    def after(self, result):
+        """Settle what a call of the members has led to."""
+        self.settle()
+        return result
+
+    def __getattr__(self, name):
+        """A method of the members, which is settled."""
+        method = getattr(self.members, name)
+        return lambda *arguments: self.after(method(*arguments))
+
+    def wait(self, ms):
+        """So much time passes, and what is overdue on the way happens then."""
+        end_us = self.now_us + 1000 * ms
+        while (due_us := self.members.next_deadline_us) is not None and due_us <= end_us:
+            self.now_us = due_us
+            self.settle()
+        self.now_us = end_us
+        self.settle()
+
+    def attach(self, *members, kept=None):
         for member in members:
-            hello = pb.InstanceHello(where=pb.Peer(node=str(member)), **kept)
-            self.streams[member] = self.members.attach(member, hello)
+            self.sent.pop(member, None)  # It has another stream.
+            hello = Hello(member.instance, Peer(node=str(member)), kept)
+            self.after(self.members.attach(member, hello))
 
-    def say(self, member, term, **message):
-        kind = pb.FromPrefill if member == PREFILL else pb.FromInstance
-        self.members.received(member, kind(term=term, **message))
+    def say(self, member, term, said):
+        if self.after(self.members.heard(member, said, term)):
+            self.reports.append((member, said))
 
     def ready(self, *members, term=1):
         for member in members:
-            ready = pb.PrefillReady(pid=9) if member == PREFILL else pb.InstanceReady()
-            self.say(member, term, ready=ready)
+            self.say(member, term, Ready(("process 9",) if member == PREFILL else ()))
+
+    def regroup(self):
+        self.after(self.members.terms.end())
+
+    def settled(self):
+        self.after(self.members.changes.settled())
+
+    def blame(self, instances, message):
+        self.after(self.members.suspicion.blame(instances, message))
+
+    def undo(self):
+        self.after(self.members.changes.undo())
+
+    def sent_to(self, member):
+        """The messages that went down since the last call."""
+        return self.sent.pop(member, [])
 
     def kinds(self, member):
-        return [
-            message and message.WhichOneof("message") for message in sent_to(self.streams[member])
-        ]
+        return [message and message.WhichOneof("message") for message in self.sent_to(member)]
 
-    async def until(self, condition):
-        for _ in range(1000):
-            if condition():
+    def starts(self):
+        """(member, number, term) of every process that was started."""
+        commands = [each for each in self.commands if not isinstance(each, KillProcess)]
+        return [(each.member, each.number, each.term) for each in commands]
+
+    def until_replaced(self, member, number, term):
+        """Time passes until this process is started."""
+        for _ in range(10):
+            if (member, number, term) in self.starts():
                 return
-            await asyncio.sleep(0.005)
-        raise AssertionError("it did not happen")
-
-    async def until_replaced(self, member, number, term):
-        await self.until(lambda: ("start", str(member), number, term) in self.processes.calls)
-
-
-def sent_to(stream):
-    """The messages down that wait in the stream."""
-    queue = stream._messages
-    return [queue.get_nowait() for _ in range(queue.qsize())]
+            self.wait(250)
+        raise AssertionError(f"{member} is not replaced: {self.commands}")
 
 
 def running(limits=LIMITS, **prefill):
@@ -145,7 +131,6 @@ def running(limits=LIMITS, **prefill):
     cluster.attach(*cluster.members.expected)
     cluster.ready(*cluster.members.expected)
     cluster.members.start.wait()
-    for stream in cluster.streams.values():
-        sent_to(stream)
-    cluster.events.calls.clear()
+    cluster.sent.clear()
+    cluster.events.clear()
     return cluster

@@ -13,12 +13,13 @@ from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.regions import TensorExchange, mixture_layout
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.local_exchange import LocalExchange
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.experts import home_experts
+from nanocp.values.members import Peer
 
 PATIENT = LimitsConfig(tick_ms=20, exchange_timeout_ms=30_000, plan_timeout_ms=200, retry_ms=100)
 MAX_ROWS = 24

@@ -12,9 +12,10 @@ from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.nixl import NixlAgent
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.transport_processes import LIMITS
+from nanocp.values.members import Peer
 
 
 def page_payload(page: int, page_bytes: int) -> np.ndarray:

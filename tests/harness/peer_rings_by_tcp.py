@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.native.receiver import receive_puts
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_messages import shut
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 WAIT_S = 20
 

@@ -16,10 +16,11 @@ import numpy as np
 
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.transport_processes import LAYOUT, LIMITS, MAX_LINKS, START_MS
+from nanocp.values.members import Peer
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from multiprocessing.connection import Client, Connection, Listener
 from data_plane.kv.page_ring import PageRing
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.forks import FORKS, Forked
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 LIMITS = LimitsConfig(tick_ms=50, exchange_timeout_ms=30_000, plan_timeout_ms=29_000, retry_ms=100)
 IMPATIENT = LimitsConfig(tick_ms=10, exchange_timeout_ms=300, plan_timeout_ms=200, retry_ms=100)

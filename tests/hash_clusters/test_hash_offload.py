@@ -30,6 +30,6 @@ def test_a_lost_instance_loses_its_slots_and_no_token():
 
 def test_a_connection_that_is_cut_leaves_no_ticket_open():
     """Also where the page under way came from a peer's slot, which its ticket does not name."""
-    clusters = [play_cut(seed) for seed in (2, 5, 9, 13)]
+    clusters = [play_cut(seed) for seed in (5, 9, 15, 19)]
     assert all(cluster.num_cuts_of_slots for cluster in clusters)
     assert sum(cluster.num_moves for cluster in clusters)

@@ -34,20 +34,20 @@ def test_instances_are_lost_at_any_turn_and_every_token_is_right(seeds):
 
 def test_the_play_meets_what_it_is_for():
     """The control: late tokens and late reports of an earlier term, and requests that are kept."""
-    clusters = [play(seed) for seed in (17, 30, 36)]
+    clusters = [play(seed) for seed in (1, 4, 18)]
     assert sum(cluster.num_stale_tokens for cluster in clusters)
     assert sum(cluster.num_stale_events for cluster in clusters)
     assert sum(cluster.num_kept for cluster in clusters)
 
 
-@pytest.mark.parametrize("seed", [50000, 50001, 50004, 50007, 50053])
+@pytest.mark.parametrize("seed", [50000, 50002, 50003, 50004, 50007, 50018, 50053])
 def test_a_seed_that_sees_planted_faults_is_right_without_them(seed):
     """Each is the first from 50000 on that sees some of the mutants (tests/mutants)."""
     make_cluster(seed).play()
 
 
 def test_seats_come_and_go_in_order_and_no_request_begins_another_attempt():
-    clusters = [play(seed, max_losses=0, max_changes=12) for seed in range(100, 112)]
+    clusters = [play(seed, max_losses=0, max_changes=12) for seed in range(100, 113)]
     assert sum(cluster.num_changes for cluster in clusters) > 5
     assert sum(cluster.num_attempts for cluster in clusters) == 0
     assert sum(cluster.num_moves for cluster in clusters) > 5
@@ -63,11 +63,9 @@ def test_instances_are_lost_while_seats_come_and_go():
 
 
 @pytest.mark.parametrize(
-    "seeds", [(5, 9, 14, 22), pytest.param(range(20, 60), marks=pytest.mark.system)]
+    "seeds", [(2, 8, 11, 15), pytest.param(range(20, 60), marks=pytest.mark.system)]
 )
 def test_the_controller_and_front_ends_are_lost_at_any_turn_and_clients_get_every_token(seeds):
-    # In 9 a front end takes requests after it has dialled the next controller, in 22 requests are
-    # lost with a front end before the controller has heard of them.
     clusters = [play_failovers(seed) for seed in seeds]
     for what in ("failovers", "front_ends_lost", "resumed", "stale_tokens"):
         assert sum(getattr(cluster, f"num_{what}") for cluster in clusters), what
@@ -75,7 +73,7 @@ def test_the_controller_and_front_ends_are_lost_at_any_turn_and_clients_get_ever
 
 def test_the_controller_is_lost_while_pages_are_in_slots():
     # A process that copies nothing under the next controller never ends these.
-    clusters = [FailoverCluster(seed, config=offloading_config(seed)) for seed in (502, 505, 506)]
+    clusters = [FailoverCluster(seed, config=offloading_config(seed)) for seed in (500, 502, 503)]
     for cluster in clusters:
         cluster.play()
         assert cluster.num_failovers and cluster.scheduler.offload.num_stowed[0]

@@ -7,6 +7,7 @@ import of_kernels
 import of_mixture
 import overlap
 from mutant import Mutant as Mutant
+from mutant import seen_by
 from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
 from of_resuming import OF_RESUMING
@@ -16,11 +17,6 @@ from of_terms import OF_TERMS
 
 HASH = ("tests/hash_clusters/test_hash_cluster.py",)
 EXACT = ("tests/data_plane/instance/test_decode_exact.py", "-k", "forced_degree or chaos")
-
-
-def seen_by(seed: int) -> tuple[str, ...]:
-    """The play of one seed, which this fault turns red."""
-    return ("tests/hash_clusters/test_hash_recovery.py", "-k", f"planted and {seed}")
 
 
 MUTANTS = [
@@ -114,7 +110,7 @@ MUTANTS = [
         path="control_plane/scheduler/pages/quarantine.py",
         text="if self.last_reported[instance] < last_window and instance in self.seats:",
         fault="if self.last_reported[instance] < last_window - 2 and instance in self.seats:",
-        tests=seen_by(50000),
+        tests=seen_by(50002),
     ),
     Mutant(
         name="fence",
@@ -330,7 +326,7 @@ MUTANTS = [
         path="control_plane/scheduler/state/request.py",
         text="self.attempt = arrival.attempt\n        self.position = arrival.prompt_len - 1",
         fault="self.attempt = arrival.attempt\nself.position = arrival.prompt_len",
-        tests=seen_by(50004),
+        tests=seen_by(50003),
     ),
     Mutant(
         name="lost-pages",
@@ -338,7 +334,7 @@ MUTANTS = [
         path="control_plane/scheduler/terms/held_requests.py",
         text="pages_on.keys().isdisjoint(lost | absent)",
         fault="pages_on.keys().isdisjoint(absent)",
-        tests=seen_by(50000),
+        tests=seen_by(50002),
     ),
     Mutant(
         name="lost-prefix",
@@ -346,7 +342,7 @@ MUTANTS = [
         path="control_plane/scheduler/terms/seat_change.py",
         text="self._state.lose(instance)",
         fault="pass",
-        tests=seen_by(50001),
+        tests=seen_by(50007),
     ),
     Mutant(
         name="old-tickets",
@@ -354,15 +350,7 @@ MUTANTS = [
         path="data_plane/instance/page_transfers.py",
         text="self._to_send.clear()\n        self._expected.clear()",
         fault="self._to_send.clear()",
-        tests=seen_by(50053),
-    ),
-    Mutant(
-        name="old-reports",
-        why="reports of the term before count in this one (terms)",
-        path="tests/harness/hash_recovery.py",
-        text="return event if term == self.term else None",
-        fault="return event",
-        tests=seen_by(50007),
+        tests=seen_by(50003),
     ),
     Mutant(
         name="probe-key",

@@ -17,3 +17,8 @@ class Mutant:
     """Lines after the first are indented as the file's line with the text is."""
     tests: tuple[str, ...]
     """Arguments of pytest."""
+
+
+def seen_by(seed: int) -> tuple[str, ...]:
+    """The play of one seed, which this fault turns red."""
+    return ("tests/hash_clusters/test_hash_recovery.py", "-k", f"planted and {seed}")

@@ -1,11 +1,12 @@
 """Mutants of terms: of what a lost member and the term before could still do."""
 
-from mutant import Mutant
+from mutant import Mutant, seen_by
 
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
 SEATS = "tests/control_plane/coordinator/members/test_seats.py"
 CHANGES = "tests/control_plane/coordinator/members/test_changes.py"
+SHELL = "tests/control_plane/shell/test_members_shell.py"
 OPERATORS = "tests/hash_clusters/test_hash_operators.py"
 
 OF_TERMS = [
@@ -61,9 +62,9 @@ OF_TERMS = [
         name="old-member-reports",
         why="the controller takes a report of the term before (terms)",
         path="control_plane/coordinator/members/members.py",
-        text="case kind if message.term != self.terms.number or not self.terms.is_serving:",
-        fault="case kind if not self.terms.is_serving:",
-        tests=("tests/control_plane/coordinator/members/test_members.py",),
+        text="case _ if term != self.terms.number or not self.terms.is_serving:",
+        fault="case _ if not self.terms.is_serving:",
+        tests=seen_by(50007),
     ),
     Mutant(
         name="old-words",
@@ -77,17 +78,16 @@ OF_TERMS = [
         name="two-prefills",
         why="a prefill that may live on shares its rings with its successor (terms)",
         path="control_plane/coordinator/members/replacements.py",
-        text="if not gone.done():",
-        fault="if False:",
+        text="lost.lives_on()",
+        fault="pass",
         tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
         name="no-fence",
         why="a lost process that is only stopped is not killed (terms)",
         path="control_plane/coordinator/members/replacements.py",
-        text="""await asyncio.to_thread(self.processes.kill, member)
-                await asyncio.wait({gone}, timeout=_FENCE_S)""",
-        fault="await asyncio.wait({gone}, timeout=_FENCE_S)",
+        text="self._output.processes.append(KillProcess(lost.member, lost.number))",
+        fault="self.done(KillProcess(lost.member, lost.number), None)",
         tests=("tests/control_plane/coordinator/members/test_members.py",),
     ),
     Mutant(
@@ -123,12 +123,44 @@ OF_TERMS = [
         tests=("tests/data_plane/transport/test_room.py",),
     ),
     Mutant(
-        name="lost-in-the-middle",
-        why="a full stream ends the term under the messages of a plan (terms)",
+        name="lost-again",
+        why="a member is lost once for each message that its stream did not hold (terms)",
+        path="control_plane/shell/members_shell.py",
+        text="stream.close()  # It has a gap: nothing may follow.",
+        fault="pass",
+        tests=(SHELL, "-k", "reads_nothing"),
+    ),
+    Mutant(
+        name="forgotten-rows",
+        why="instances forget rows that the scheduler goes on with (planned terms)",
         path="control_plane/coordinator/members/members.py",
-        text="asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)",
-        fault="self._lose_unread(member, stream)",
-        tests=("tests/control_plane/coordinator/flights/test_transfers.py",),
+        text="keeps_rows=self.terms.keeps_rows,",
+        fault="keeps_rows=False,",
+        tests=seen_by(50003),
+    ),
+    Mutant(
+        name="half-kept",
+        why="pages are trusted though an instance that may have had newer ones is gone (kept KV)",
+        path="control_plane/coordinator/members/kept_pages.py",
+        text="if not self._said.keys() >= {*seats}:",
+        fault="if not self._said:",
+        tests=seen_by(50018),
+    ),
+    Mutant(
+        name="late-start",
+        why="a process is started for a seat that has another one by now (terms)",
+        path="control_plane/coordinator/members/replacements.py",
+        text="if not self.is_latest(member, number):",
+        fault="if False:",
+        tests=seen_by(50053),
+    ),
+    Mutant(
+        name="joined-early",
+        why="instances join a term while one may still write into the last (terms)",
+        path="control_plane/coordinator/members/terms.py",
+        text="if standings == {Standing.OUT} and has_left:",
+        fault="if standings == {Standing.OUT}:",
+        tests=(OPERATORS,),
     ),
     Mutant(
         name="locked-change",
@@ -208,7 +240,7 @@ OF_TERMS = [
         path="control_plane/coordinator/members/terms.py",
         text="self.keeps_rows = keeps_rows",
         fault="self.keeps_rows = self.keeps_rows or keeps_rows",
-        tests=("tests/control_plane/coordinator/members/test_terms.py",),
+        tests=seen_by(50004),
     ),
     Mutant(
         name="dead-spare",

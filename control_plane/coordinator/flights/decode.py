@@ -16,11 +16,11 @@ from control_plane.coordinator.flights.windows import WindowsInFlight
 from control_plane.coordinator.members.members import Members
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.metrics import Metrics
-from control_plane.ports.member_streams import Member
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
 from nanocp.config.whole import Config
+from nanocp.values.members import Member, Report, Resync
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import (
     Event,
@@ -112,34 +112,21 @@ class DecodeFlights:
         """See Flights."""
         return self._windows.reported(done.instance, done.window)
 
-    def reported(self, instance: int, message: pb.FromInstance) -> Event | None:
+    def reported(self, member: Member, report: Report) -> Event | None:
         """See Flights."""
-        match message.WhichOneof("message"):
-            case "transfer_done":
-                return self._answered(TransferDone(message.transfer_done.ticket, instance))
-            case "transfer_fenced":
-                return self._answered(TransferFenced(message.transfer_fenced.ticket, instance))
-            case "transfer_missed":
-                return TransferMissed(message.transfer_missed.ticket, instance)
-            case "resync":
-                self._resync(instance, message.resync)
+        match report:
+            case TransferDone(ticket, instance) | TransferFenced(ticket, instance):
+                self._transfers.answered(ticket, instance)
+                return report
+            case TransferMissed():
+                return report
+            case Resync(window, reason):
+                text = "%s needs the full table of window %d: %s"
+                logger.warning(text, member, window, reason)
+                self._metrics.instances.resynced()
+                self._send_plan(self._windows.full_plan(member.instance or 0, window))
                 return None
-            case kind:
-                raise ValueError(f"instance {instance} sent {kind}, which has no meaning here")
-
-    def _answered(self, event: TransferDone | TransferFenced) -> Event:
-        self._transfers.answered(event.ticket, event.instance)
-        return event
-
-    def _resync(self, instance: int, request: pb.ResyncRequest) -> None:
-        logger.warning(
-            "instance %d needs the full table of window %d: %s",
-            instance,
-            request.window,
-            request.reason,
-        )
-        self._metrics.instances.resynced()
-        self._send_plan(self._windows.full_plan(instance, request.window))
+        raise ValueError(f"{member} says {report}, which has no meaning here")
 
     @property
     def num_prefilling(self) -> int:

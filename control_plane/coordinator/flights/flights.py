@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.observed import ObservedScheduler
 from nanocp.config.pipeline import PipelineConfig
+from nanocp.values.members import Member, Report
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import Event, Plan, WindowDone
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class Flights(Protocol):
@@ -66,8 +66,8 @@ class Flights(Protocol):
         Raises ValueError if the instance had no such flight to report.
         """
 
-    def reported(self, instance: int, message: pb.FromInstance) -> ServiceEvent | None:
-        """Take any other report of an instance; returns what it is for the scheduler, if anything.
+    def reported(self, member: Member, report: Report) -> ServiceEvent | None:
+        """Take any other report of a member; returns what it is for the scheduler, if anything.
 
         Raises ValueError for one that has no meaning here.
         """

@@ -14,11 +14,11 @@ from typing import Any
 from control_plane.coordinator.members.members import Members
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.stage_metrics import StageMetrics
-from control_plane.ports.member_streams import Member
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pass_planner import PassPlanner
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import Member, Report
 from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent, layers_of
 from nanocp.values.plan import ClusterLost, Event, Plan, Regrouped, WindowDone
 from nanocp.values.table import InstanceTable
@@ -134,16 +134,15 @@ class PipelineFlights:
         self._metrics.ran(done, done.window in self._after_rest)
         return stage == self._last
 
-    def reported(self, instance: int, message: pb.FromInstance) -> ServiceEvent | None:
+    def reported(self, member: Member, report: Report) -> ServiceEvent | None:
         """See Flights."""
-        kind = message.WhichOneof("message")
-        if kind != "layers_moved":
-            raise ValueError(f"stage {instance} sent {kind}, which has no meaning here")
-        moved = instance, message.layers_moved
+        if not isinstance(report, LayersMoved):
+            raise ValueError(f"{member} says {report}, which has no meaning here")
+        moved = report.stage, report.number
         if moved not in self._unmoved:
-            raise ValueError(f"stage {instance} reported layers {moved[1]}, which nobody moves")
+            raise ValueError(f"stage {moved[0]} reported layers {moved[1]}, which nobody moves")
         self._unmoved.remove(moved)
-        return LayersMoved(*moved)
+        return report
 
     # --- an operator's layout
 

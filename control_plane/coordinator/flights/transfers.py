@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from control_plane.coordinator.members.members import Members
 from control_plane.frontend.controller_interface import Submission
-from control_plane.ports.member_streams import PREFILL, Member
+from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import PAGE_SIZE, Fence, Fetch, Plan, TargetRun, Transfer, TransferFailed
 from nanocp.wire import convert
 from nanocp.wire.v1 import cluster_pb2 as pb

@@ -1,51 +1,54 @@
-"""Deadlines of a recovery: timers by name, each of which runs at most once at a time.
+"""Deadlines: timers by name, each of which runs at most once at a time.
 
-Enters: names, delays, what to do. Leaves: calls in the event loop. Does not know: members, terms.
+Enters: names, delays, what to do, the time now and then. Leaves: calls of what is overdue, and when
+the next one is. Does not know: clocks, members, terms.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Timer:
+    delay_us: float
+    overdue: Callable[[], None]
+    due_us: float | None = None
+    """None until the first tick after its start, from which it counts."""
 
 
 class Deadlines:
-    """Timers of one owner. Used from the event loop."""
+    """Timers of one owner, which tells it the time after each call that may have started one."""
 
     def __init__(self) -> None:
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[str, _Timer] = {}
+        self.next_us: float | None = None
+        """When the next one is due, as of the last tick; None if none is."""
 
     def start(self, name: str, delay_ms: float, overdue: Callable[[], None]) -> None:
         """Call `overdue` after the delay, unless the timer of this name runs already."""
         if name not in self._timers:
-            loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_later(delay_ms / 1000, self._expire, name, overdue)
+            self._timers[name] = _Timer(delay_ms * 1000, overdue)
 
     def met(self, name: str) -> bool:
         """End the timer of this name; returns whether it ran."""
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
-        return timer is not None
+        return self._timers.pop(name, None) is not None
 
-    def end_all(self) -> None:
-        """End every timer."""
-        for name in list(self._timers):
-            self.met(name)
+    def tick(self, now_us: int) -> None:
+        """Call what is overdue at this time, in the order of the deadlines."""
+        while self._timers:
+            for timer in self._timers.values():
+                if timer.due_us is None:
+                    timer.due_us = now_us + timer.delay_us
+            name = min(self._timers, key=self._due_us)
+            self.next_us = self._due_us(name)
+            if self.next_us > now_us:
+                return
+            self._timers.pop(name).overdue()
+        self.next_us = None
 
-    def _expire(self, name: str, overdue: Callable[[], None]) -> None:
-        del self._timers[name]
-        overdue()
-
-
-async def wait_for(done: Future[None], limit_s: float, what_follows: str) -> None:
-    """Wait for what an operator asked for; at the limit `done` is cancelled.
-
-    Raises what `done` raises, or TimeoutError, with a sentence that ends with what follows.
-    """
-    try:
-        async with asyncio.timeout(limit_s):
-            await asyncio.wrap_future(done)
-    except TimeoutError:
-        raise TimeoutError(f"not done after {limit_s:.0f} s; {what_follows}") from None
+    def _due_us(self, name: str) -> float:
+        due_us = self._timers[name].due_us
+        assert due_us is not None, f"{name} was not started"
+        return due_us

@@ -9,7 +9,7 @@ stopped for a minute has seen one tick, and blames no member for that minute.
 
 from __future__ import annotations
 
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 TICKS = 6
 """Ticks without a heartbeat after which a member is silent for too long."""

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Hello, Member
 from nanocp.values.plan import TargetRun
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class KeptPages:
     """Used from the controller's event loop."""
 
     def __init__(self) -> None:
-        self._said: dict[Member, pb.KeptPages] = {}
+        self._said: dict[Member, tuple[tuple[int, TargetRun], ...]] = {}
 
-    def say(self, member: Member, hello: pb.InstanceHello | None) -> None:
+    def say(self, member: Member, hello: Hello | None) -> None:
         """Take what an instance has."""
-        if hello is not None and hello.HasField("kept"):
+        if hello is not None and hello.kept is not None:
             self._said[member] = hello.kept
 
     def lose(self, member: Member) -> None:
@@ -38,11 +37,6 @@ class KeptPages:
             return ()
         runs: dict[int, list[TargetRun]] = {}
         for member in seats:
-            kept = self._said[member]
-            for request_id, *run in zip(
-                kept.request_id, kept.first_page, kept.num_pages, kept.frame, strict=True
-            ):
-                first_page, num_pages, frame = run
-                target = TargetRun(first_page, num_pages, member.instance or 0, frame)
-                runs.setdefault(request_id, []).append(target)
+            for request_id, run in self._said[member]:
+                runs.setdefault(request_id, []).append(run)
         return tuple((request_id, tuple(sorted(found))) for request_id, found in runs.items())

@@ -1,8 +1,8 @@
 """The members of a cluster: who has dialled, who is ready, who was lost, and who comes instead.
 
-Enters: what members say on their streams, and how their processes ended. Leaves: messages down the
-streams; reports of members, losses and terms to `MemberEvents`; processes to end and to start. Does
-not know: plans, tickets, how a member's process is started.
+Enters: what members say on their streams, how their processes ended, the time. Leaves: values of
+output.py: messages down the streams, events of losses and terms, processes to end and to start.
+Does not know: plans, tickets, clocks, how a member's process is started.
 
 A cluster starts when every member is ready. When one is lost later, its process is killed, another
 is started, and the instances begin the next term (protocol.md, terms): those that are left, if
@@ -11,17 +11,21 @@ they have slots for all experts, or all. A lost prefill is replaced without a ne
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from control_plane.coordinator.members.deadlines import Deadlines, wait_for
-from control_plane.coordinator.members.events import MemberEvents
+from control_plane.coordinator.members.attached import Attached
+from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.heartbeats import TICKS, Heartbeats
 from control_plane.coordinator.members.kept_pages import KeptPages
-from control_plane.coordinator.members.replacements import Processes, Replacements
+from control_plane.coordinator.members.output import (
+    Facts,
+    MembersOutput,
+    PrefillArrived,
+    PrefillLost,
+)
+from control_plane.coordinator.members.replacements import Replacements
 from control_plane.coordinator.members.seat_changes import SeatChanges
 from control_plane.coordinator.members.seats import Seats, SeatsNow
 from control_plane.coordinator.members.short_terms import MAX_SHORT_TERMS, ShortTerms
@@ -29,24 +33,28 @@ from control_plane.coordinator.members.start import Start
 from control_plane.coordinator.members.suspicion import Suspicion
 from control_plane.coordinator.members.terms import Standing, Terms
 from control_plane.observe.recovery_metrics import RecoveryMetrics
-from control_plane.ports.member_streams import PREFILL, FromMember, Member, MemberStream, ToMember
 from nanocp.config.whole import Config
+from nanocp.values import members as values
+from nanocp.values.members import PREFILL, Hello, Member, Peer, Said
+from nanocp.values.plan import ClusterLost, InstanceLost, Regrouped, TermEnded, TookOver, WindowDone
+from nanocp.wire.members import ToMember
 from nanocp.wire.v1 import cluster_pb2 as pb
 
-logger = logging.getLogger(__name__)
+_TICKETS_OF_A_TERM = 1_000_000
+"""More than one has: the number of a term gives what no ticket of an earlier controller is over."""
 
 
 class Members:
     """Every member of one cluster, ready or not.
 
-    It is used from the controller's event loop, except the properties.
+    It does nothing itself: after each call, `tick` tells it the time and `take` returns what is to
+    be done. Calls come from one thread; the properties, `start` and `failure` are for any.
     """
 
     def __init__(
         self,
         config: Config,
-        events: MemberEvents,
-        processes: Processes,
+        facts: Facts,
         metrics: RecoveryMetrics,
         num_experts: int | None = None,
     ) -> None:
@@ -54,7 +62,8 @@ class Members:
         limits = config.limits
         self._metrics = metrics
         self._limits = limits
-        self._events = events
+        self._facts = facts
+        self._output = MembersOutput()
         self._instances = tuple(
             Member("instance", instance) for instance in range(config.cluster.num_instances)
         )
@@ -62,17 +71,18 @@ class Members:
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
         self.recovers = config.recovers
-        self._streams: dict[Member, MemberStream] = {}
+        self._attached = Attached(self._output)
         self.start = Start(self.expected, limits.start_timeout_ms)
         self.takes_over = False
         """Whether members of a controller that was lost are to dial this one."""
         self._deadlines = Deadlines()
-        self._replacements = Replacements(
+        self.replacements = Replacements(
             self.expected,
-            processes,
             self._deadlines,
-            lambda member, message: self.lose(member, message, "silent"),
-            limits.recovery_timeout_ms,
+            self._output,
+            silent=lambda member, message: self.lose(member, message, "silent"),
+            next_term=lambda: self.terms.number + 1,
+            recovery_timeout_ms=limits.recovery_timeout_ms,
         )
         self._heartbeats = Heartbeats()
         self.terms = Terms(self._instances, self, metrics.waits_for)
@@ -90,15 +100,33 @@ class Members:
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
         self.changes = SeatChanges(
-            self._seats, self.terms, self._replacements, events.seats_wanted, self._retire
+            self._seats, self.terms, self.replacements, facts, self._output, self._retire
         )
 
-    def watch(
-        self, progress: Callable[[str], None], loading: Callable[[Member, int], None]
-    ) -> None:
-        """Set what is called for each member that is ready, and for each percent of its weights."""
-        self.start.progress = progress
-        self._loading = loading
+    def begin(self) -> None:
+        """Watch the members from now on; those of a controller that was lost are to dial."""
+        self._watch_heartbeats()
+        if self.takes_over:
+            for member in self.expected:
+                self.replacements.expect(member)
+
+    def tick(self, now_us: int) -> None:
+        """Take the time, on a clock that only goes on: what is overdue is taken up."""
+        self._deadlines.tick(now_us)
+
+    @property
+    def next_deadline_us(self) -> float | None:
+        """When `tick` is to be called at the latest, as of its last call; None if at no time."""
+        return self._deadlines.next_us
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `take` has something to return."""
+        return bool(self._output)
+
+    def take(self) -> MembersOutput:
+        """Return what is to be done now, each of it once."""
+        return self._output.take()
 
     @property
     def _goes_on(self) -> bool:
@@ -111,7 +139,8 @@ class Members:
         return list(map(self._instances.index, self.terms.seats))
 
     @property
-    def _seats_now(self) -> SeatsNow:
+    def seats_now(self) -> SeatsNow:
+        """The seats, for an operator."""
         present = map(self._instances.index, self.terms.present)
         return self._seats.now(sorted({*self.seats} & {*present}), self.terms.is_serving)
 
@@ -121,7 +150,7 @@ class Members:
     @property
     def has_prefill(self) -> bool:
         """Whether a prefill is attached, and takes requests of the present term."""
-        return PREFILL in self._streams
+        return PREFILL in self._attached
 
     def send(self, member: Member, message: ToMember) -> None:
         """Queue a message of the present term; it is dropped if the member is not in it."""
@@ -129,41 +158,24 @@ class Members:
             self._send(member, message)
 
     def _send(self, member: Member, message: ToMember) -> None:
-        """Queue a message down. A member that leaves too many unread is lost.
-
-        Its loss is taken up once what sends now has come to its end, such as a plan's carrying out:
-        in the middle it would end the term under messages of that term which are yet to be sent.
-        """
-        stream = self._streams.get(member)
-        if stream is None:
-            return
-        message.term = self.terms.number
-        if not stream.send(message) and not stream.closed:
-            stream.close()  # It has a gap: nothing may follow.
-            asyncio.get_running_loop().call_soon(self._lose_unread, member, stream)
-
-    def _lose_unread(self, member: Member, stream: MemberStream) -> None:
-        if self._streams.get(member) is stream:
-            self.lose(member, f"{member} left {stream.max_messages} messages unread", "unread")
+        self._attached.send(member, message, self.terms.number)
 
     def leave(self, reason: str) -> None:
         """Ask every member to leave, also those that attach from now on. Idempotent."""
         if self.leaving is None:
             self.leaving = reason
-            self._replacements.kill_unheard()
-            self._deadlines.end_all()
+            self.replacements.kill_unheard()
             self._seats.end(reason)
-            for stream in self._streams.values():
-                self._shut_down(stream, reason)
+            self._attached.shut_down_all(reason)
 
     # --- losses
 
     def exited(self, member: Member, number: int, message: str) -> None:
         """The process of this number has ended, expected or not."""
-        if self._replacements.is_latest(member, number):
+        if self.replacements.is_latest(member, number):
             self.lose(member, f"{member}: {message}", "exit")
             message = ""
-        self._replacements.exited(member, number, message)
+        self.replacements.exited(member, number, message)
 
     def lose(self, member: Member, message: str, cause: str) -> None:
         """Take note that the member's process is gone for good, and get another one.
@@ -177,23 +189,24 @@ class Members:
         self._metrics.lost(member.kind, cause)
         self._heartbeats.forget(member)
         self._kept_pages.lose(member)
-        if stream := self._streams.pop(member, None):
-            stream.close()
+        self._attached.drop(member)
         if not self._goes_on:
-            self._replacements.kill(member)
+            self.replacements.kill(member)
             self._give_up(member, message, f"{member} was lost")
             return
         if self.terms.is_serving and member.instance is not None and member in self.terms.seats:
-            num_seats, has_windows = len(self.terms.seats), self._events.has_windows
+            num_seats, has_windows = len(self.terms.seats), self._facts.has_windows
             self._short_terms.lost(member.instance, num_seats, has_windows)
             if self._short_terms.are_too_many:
-                self._replacements.kill(member)
+                self.replacements.kill(member)
                 reason = f"{message}; the {MAX_SHORT_TERMS - 1} terms before ended as soon"
                 self._give_up(member, reason, f"{member} was lost")
                 return
         if member.instance is not None and member not in self.terms.seats:
             if self.start.has_succeeded and not self.terms.is_serving:
-                self._events.instance_lost(member.instance)  # It may have left with pages.
+                self._output.events.append(
+                    InstanceLost(member.instance)
+                )  # It may have left with pages.
             self.changes.newcomer_lost(member, message)
             return
         self._last_loss = message
@@ -206,26 +219,25 @@ class Members:
         left = [self._instances.index(e) for e in self.terms.present if e != member]
         is_to_blame = self._short_terms.is_to_blame(member.instance)
         if is_to_blame and self._seats.leave_out(member.instance, left, message):
-            logger.warning("%s, as soon as in the terms before; its seat stays empty", message)
-            self._replacements.kill(member)
+            self._output.warn(f"{message}, as soon as in the terms before; its seat stays empty")
+            self.replacements.kill(member)
         elif member.instance in {*self._seats.wanted, *self._seats.to_go_on(left)}:
             self._replace(member, message)
         else:
-            logger.warning("%s; it was to leave", message)
-            self._replacements.kill(member)
+            self._output.warn(f"{message}; it was to leave")
+            self.replacements.kill(member)
         if self.start.has_succeeded:
             self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
-            self._events.instance_lost(member.instance)
+            self._output.events.append(InstanceLost(member.instance))
         else:
             # The others may not have dialled yet, and the scheduler has planned nothing.
             self.start.again(self._instances)
             self.terms.lost(member, self._instances)
 
     def _replace(self, member: Member, message: str) -> None:
-        logger.warning("%s; another process takes its place", message)
-        self._replacements.replace(
+        self._output.warn(f"{message}; another process takes its place")
+        self.replacements.replace(
             member,
-            term=lambda: self.terms.number + 1,
             # It may still write into the rings: the next term has others.
             lives_on=self.terms.end,
             failed=partial(self._not_replaced, member),
@@ -242,10 +254,8 @@ class Members:
     def _give_up(self, member: Member, message: str, sentence: str) -> None:
         """A lost member is not replaced. sentence: what clients get."""
         self.fail(message)
-        if member == PREFILL:
-            self._events.prefill_lost()
-        else:
-            self._events.cluster_lost(sentence)
+        lost = PrefillLost() if member == PREFILL else ClusterLost(sentence)
+        self._output.events.append(lost)
 
     def fail(self, message: str) -> None:
         """End the cluster, or its start, for this reason; the first reason counts."""
@@ -254,8 +264,7 @@ class Members:
         if not self.start.is_over:
             self.start.fail(message)
         elif not self.failure.done():
-            logger.info("%s", message)
-            self._deadlines.end_all()
+            self._output.say(message)
             self._seats.end(message)
             self.failure.set_result(message)
 
@@ -265,22 +274,24 @@ class Members:
         self._deadlines.start(member.kind, limit_ms, partial(self._not_recovered, member))
 
     def _not_recovered(self, member: Member) -> None:
+        if self.leaving is not None or self.failure.done():
+            return
         limit = f"recovery_timeout_ms ({self._limits.recovery_timeout_ms} ms)"
         message = f"the service did not go on within {limit} after a loss: {self._last_loss}"
         self._give_up(member, message, message)
 
-    async def watch_heartbeats(self) -> None:
-        """Lose members that are silent for too long, and note the seats, until cancelled."""
-        if self.takes_over:
-            for member in self.expected:
-                self._replacements.expect(member)
-        while True:
-            await asyncio.sleep(self._limits.suspect_ms / TICKS / 1000)
-            self._metrics.seats(self._seats_now.states())
-            for member in self._heartbeats.tick():
-                if self.start.has_succeeded or self.takes_over:
-                    limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
-                    self.lose(member, f"{member}: it has sent nothing for {limit}", "silent")
+    def _watch_heartbeats(self) -> None:
+        """Lose members that are silent for too long, and note the seats, now and again and again.
+
+        Silence is counted in ticks: a controller that was stopped has lived through one.
+        """
+        pause_ms = self._limits.suspect_ms / TICKS
+        self._deadlines.start("heartbeats", pause_ms, self._watch_heartbeats)
+        self._metrics.seats(self.seats_now.states())
+        for member in self._heartbeats.tick():
+            if self.start.has_succeeded or self.takes_over:
+                limit = f"suspect_ms ({self._limits.suspect_ms} ms)"
+                self.lose(member, f"{member}: it has sent nothing for {limit}", "silent")
 
     # --- terms.TermSteps
 
@@ -298,14 +309,16 @@ class Members:
         """See terms.TermSteps."""
         self._deadlines.met("leave")
         if self.takes_over and not self.start.has_succeeded:
-            self._events.took_over(self._kept_pages.of(self.terms.seats))
+            kept = self._kept_pages.of(self.terms.seats)
+            self._output.say(f"instances have kept the pages of {len(kept)} requests")
+            self._output.events.append(TookOver(_TICKETS_OF_A_TERM * self.terms.number, kept))
         table = self._seats.table(self.seats)
         self._join = pb.Join(
             peers=[
-                self._streams[each].where if each in self.terms.seats else pb.Peer()
+                self._attached.where(each) if each in self.terms.seats else pb.Peer()
                 for each in self._instances
             ],
-            newest_ticket=self._events.newest_ticket,
+            newest_ticket=self._facts.newest_ticket,
             seats=self.seats,
             keeps_rows=self.terms.keeps_rows,
             expert_seats=table.seats,
@@ -320,128 +333,114 @@ class Members:
         self._recover(self._instances[0])
         self.changes.term_ended()
         self._metrics.term_ended()
-        self._events.term_ended()
+        self._output.events.append(TermEnded())
 
     def term_began(self) -> None:
         """See terms.TermSteps."""
         self._short_terms.began()
-        self._replacements.begin_term()
+        self.replacements.begin_term()
         if self._deadlines.met("instance"):
             cause = "loss" if self._is_after_loss else "request"
             self._metrics.term_began(self.terms.number, cause)
             self._is_after_loss = False
-            self._events.term_began(self.terms.number)
             term, seats = self.terms.number, self.terms.seats
-            logger.info("term %d serves with %s", term, ", ".join(map(str, seats)))
+            regrouped = Regrouped(term, tuple(self.seats), self.terms.keeps_rows)
+            self._output.events.append(regrouped)
+            self._output.say(f"term {term} serves with {', '.join(map(str, seats))}")
         self.changes.term_began()
 
-    async def want(self, seats: Sequence[int] | None, by: str = "somebody") -> SeatsNow:
-        """Let the cluster have other seats; returns those that it has once they serve.
+    def want(self, seats: Sequence[int], by: str) -> Future[None]:
+        """Let the cluster have other seats; returns what is done when they serve.
 
-        seats: None changes nothing. by: see Seats.ask. Raises ValueError (see Seats.ask),
-        RuntimeError if the change failed and nothing changed, or TimeoutError if it takes longer
-        than `longest_change_s`: it goes on, and others may ask for another one.
+        by: see Seats.ask. Raises ValueError (see Seats.ask). What is returned fails with a
+        RuntimeError if the change fails, and then nothing has changed; cancelling it ends only the
+        wait.
         """
-        if seats is not None:
-            if not (self.start.has_succeeded and self.recovers):
-                raise ValueError("this service cannot change its seats, nor go on after a loss")
-            goes_on = (
-                'the cluster goes on with the change: "nanocp top" shows it, and "nanocp scale '
-                '--undo" undoes it'
-            )
-            await wait_for(self.changes.want(seats, by), self._limits.longest_change_s, goes_on)
-        return self._seats_now
-
-    async def undo(self) -> SeatsNow:
-        """Undo the change that is under way; returns the seats. Raises ValueError if none is."""
-        self.changes.undo()
-        return self._seats_now
+        if not (self.start.has_succeeded and self.recovers):
+            raise ValueError("this service cannot change its seats, nor go on after a loss")
+        return self.changes.want(seats, by)
 
     def _retire(self, member: Member) -> None:
         self._heartbeats.forget(member)
-        if stream := self._streams.pop(member, None):
-            self._shut_down(stream, "its seat is not wanted any more")
+        self._attached.let_go(member, "its seat is not wanted any more")
 
-    # --- member_streams.MemberListener
+    # --- what members say
 
-    def attach(self, member: Member, hello: pb.InstanceHello | None = None) -> MemberStream:
-        """See member_streams.MemberListener."""
+    def attach(self, member: Member, hello: Hello | None = None) -> None:
+        """A member has dialled. hello: of an instance. Raises ValueError if it has no place."""
         if member not in self.expected:
             expected = ", ".join(map(str, self.expected))
             raise ValueError(f"this cluster has no {member}; it has {expected}")
-        if member in self._streams:
+        if member in self._attached:
             raise ValueError(f"{member} is attached already")
-        self._replacements.dialled(member)
+        self.replacements.dialled(member)
         if member == PREFILL and self._goes_on:
             # It dials before it loads, and beats after it.
-            self._replacements.expect(member)
+            self.replacements.expect(member)
         self._kept_pages.say(member, hello)
-        stream = self._streams[member] = MemberStream(member, where=hello.where if hello else None)
+        self._attached.add(member, hello.where if hello is not None else Peer())
         if self.leaving is not None:
-            self._shut_down(stream, self.leaving)
+            self._attached.shut_down(member, self.leaving)
         elif member != PREFILL:
             self._heartbeats.heard(member)
             self.terms.arrived(member)
             self.changes.go_on()
         elif self.terms.may_be_joined:
             self._send(PREFILL, pb.ToPrefill(join=self._join))
-            self._events.prefill_arrived()
-        return stream
+            self._output.events.append(PrefillArrived())
 
-    def loading(self, member: Member, percent: int) -> None:
-        """See member_streams.MemberListener."""
+    def loading(self, member: Member) -> bool:
+        """A member has loaded some of its weights; returns whether it is one of this cluster."""
         if member in self.expected:
-            self._replacements.loads(member)
-            self._loading(member, percent)
+            self.replacements.loads(member)
+        return member in self.expected
 
-    def received(self, member: Member, message: FromMember) -> None:
-        """See member_streams.MemberListener."""
-        match message.WhichOneof("message"):
-            case "heartbeat":
-                beat = message.heartbeat
-                self._replacements.dialled(member)
-                self._heartbeats.heard(member, beat.awaited if beat.HasField("awaited") else None)
-            case "loading_percent":
-                assert isinstance(message, pb.FromPrefill)
-                self.loading(member, message.loading_percent)
-            case "ready":
-                self._is_ready(member, message)
-            case "left":
-                self.terms.has_left(member, message.term)
-            case "suspect":
-                self.suspicion.suspected(member, message.suspect, message.term)
-            case kind if message.term != self.terms.number or not self.terms.is_serving:
-                logger.debug("dropped: %s of %s in term %d", kind, member, message.term)
-                self._metrics.dropped(kind or "nothing")
-            case kind:
-                if kind == "window_done":
+    def heard(self, member: Member, said: Said, term: int) -> bool:
+        """Take what a member says after hello, of this term.
+
+        Returns whether it is a report of the present term. Raises ValueError if the member cannot
+        have meant it.
+        """
+        match said:
+            case values.Beat():
+                self.replacements.dialled(member)
+                self._heartbeats.heard(member, said.awaited)
+            case values.Loading():
+                self.loading(member)
+            case values.Ready():
+                self._is_ready(member, said.chosen, term)
+            case values.Left():
+                self.terms.has_left(member, term)
+            case values.Suspect():
+                self.suspicion.suspected(member, said, term)
+            case Hello() | values.Failure():
+                raise ValueError(f"{member} says {said}, which has no meaning here")
+            case _ if term != self.terms.number or not self.terms.is_serving:
+                self._metrics.dropped(said)
+            case _:
+                if isinstance(said, WindowDone):
                     self._short_terms.reported()
-                self._events.reported(member, message)
+                return True
+        return False
 
     def failed(self, member: Member | None, message: str) -> None:
-        """See member_streams.MemberListener."""
+        """A member cannot go on, or its stream broke. member: None if it never said hello."""
         if member is not None:
             self.lose(member, message, "stream")
         elif self._goes_on:
             # Its process ends, which is noticed too.
-            logger.warning("%s", message)
+            self._output.warn(message)
         else:
             self.fail(message)
 
-    def _is_ready(self, member: Member, message: FromMember) -> None:
+    def _is_ready(self, member: Member, chosen: tuple[str, ...], term: int) -> None:
         # From now on its silence counts, also if it is stopped before its first heartbeat.
         self._heartbeats.heard(member)
-        if isinstance(message, pb.FromPrefill):
+        if member == PREFILL:
             if self._deadlines.met(PREFILL.kind):
-                logger.info("the prefill serves again")
-            self.start.ready(member, (f"process {message.ready.pid}",))
+                self._output.say("the prefill serves again")
+            self.start.ready(member, chosen)
             return
-        self.terms.has_joined(member, message.term)
+        self.terms.has_joined(member, term)
         if self.terms.standing[member] is Standing.IN:
-            graphs = f"graphs: {message.ready.num_graphs} prepared"
-            self.start.ready(member, (*message.ready.selected, graphs))
-
-    def _shut_down(self, stream: MemberStream, reason: str) -> None:
-        kind = pb.ToPrefill if stream.member == PREFILL else pb.ToInstance
-        stream.send(kind(shutdown=pb.Shutdown(reason=reason)))
-        stream.close()
+            self.start.ready(member, chosen)

@@ -1,22 +1,20 @@
 """Replacement of lost processes: each is killed, seen dead if that is possible, and followed.
 
-Enters: members whose process is lost, processes that ended. Leaves: another process for the same
-member, or the reason why there is none. Does not know: streams, terms, why a process was lost.
+Enters: members whose process is lost, processes that ended or were started. Leaves: commands to
+kill and to start a process, or the reason why there is none. Does not know: streams, terms, why a
+process was lost.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from control_plane.coordinator.members.deadlines import Deadlines
-from control_plane.ports.member_streams import Member
-
-logger = logging.getLogger(__name__)
+from control_plane.coordinator.members.output import KillProcess, MembersOutput, StartProcess
+from nanocp.values.members import Member
 
 _FENCE_S = 1.0
 """Longest wait to see a killed process dead. A term never needs it: it shares nothing with the last
@@ -33,50 +31,49 @@ _PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Before each further process of a member while no term begins; the last one again and again."""
 
 
-class Processes(Protocol):
-    """The members' processes. Calls block, and come from worker threads."""
+@dataclass(slots=True, eq=False)
+class _Lost:
+    """A lost process that another one follows, until that was started."""
 
-    def kill(self, member: Member) -> None:
-        """End the member's latest process at once, as a failure would."""
+    member: Member
+    number: int
+    lives_on: Callable[[], None]
+    failed: Callable[[str], None]
+    how: str | None = None
+    """How it ended, empty if that was known before; None until it was seen dead."""
 
-    def start(self, member: Member, number: int, term: int) -> None:
-        """Start another process for a member, whose number tells it from earlier ones.
-
-        term: the one that it will probably join. Raises OSError or RuntimeError.
-        """
-
-    def obstacle_to_more(self, num_instances: int) -> str:
-        """Why there is no room for so many more instances, for an operator; empty if there is."""
+    def __str__(self) -> str:
+        return f"{self.member}, process {self.number}"
 
 
 class Replacements:
-    """The latest process of each member. Used from the controller's event loop."""
+    """The latest process of each member."""
 
     def __init__(
         self,
         members: Iterable[Member],
-        processes: Processes,
         deadlines: Deadlines,
+        output: MembersOutput,
         silent: Callable[[Member, str], None],
+        next_term: Callable[[], int],
         recovery_timeout_ms: float,
     ) -> None:
         """silent: called with a member whose process shows no sign of life, and what it did not do.
 
-        Signs of life are that it loads weights and that it dials.
+        Signs of life are that it loads weights and that it dials. next_term: asked late for the
+        term that a process will probably join.
         """
-        self.processes = processes
-        self._deadlines = deadlines
-        self._silent = silent
+        self._deadlines, self._output = deadlines, output
+        self._silent, self._next_term = silent, next_term
         self._dial_s = min(_DIAL_S, max(_LEAST_DIAL_S, recovery_timeout_ms / 2000))
         self._numbers = dict.fromkeys(members, 0)
         """The number of each member's process, counted from 0; a lost one is counted already."""
-        self._exits: dict[tuple[Member, int], asyncio.Future[str]] = {}
-        """By member and number of a lost process: done once it was seen dead, with how it ended."""
+        self._lost: dict[tuple[Member, int], _Lost] = {}
+        """By member and number of the lost process."""
         self._num_tries: Counter[Member] = Counter()
         """Processes that each member has had since a term last began."""
         self._coming: set[Member] = set()
         """Members whose next process is to be started, or has yet to dial."""
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def begin_term(self) -> None:
         """A term begins: what was tried has served its purpose."""
@@ -90,16 +87,10 @@ class Replacements:
         """Whether the process of this number is the member's, and was not lost."""
         return self._numbers[member] == number
 
-    def exited(self, member: Member, number: int, how: str = "") -> None:
-        """A process of this number was seen dead. how: it ended, if nobody knows yet."""
-        gone = self._exits.get((member, number))
-        if gone is not None and not gone.done():
-            gone.set_result(how)
-
     def kill(self, member: Member) -> None:
         """End the process of a lost member, which no other follows."""
+        self._output.processes.append(KillProcess(member, self._numbers[member]))
         self.retire(member)
-        self._run(asyncio.to_thread(self.processes.kill, member))
 
     def kill_unheard(self) -> None:
         """End processes that import or load: they cannot read that they should leave."""
@@ -128,49 +119,71 @@ class Replacements:
         self.dialled(member)
         self._numbers[member] += 1
 
+    # --- a lost process, from its last word to the start of the next one
+
     def replace(
-        self,
-        member: Member,
-        term: Callable[[], int],
-        lives_on: Callable[[], None],
-        failed: Callable[[str], None],
+        self, member: Member, lives_on: Callable[[], None], failed: Callable[[str], None]
     ) -> None:
         """Kill a lost member's process, and start another.
 
-        term: asked late for the one that it will probably join. lives_on: called if the old process
-        is not seen dead. failed: called with the reason if no process can be started.
+        lives_on: called if the old process is not seen dead. failed: called with the reason if no
+        process can be started.
         """
-        number = self._numbers[member]
+        lost = _Lost(member, self._numbers[member], lives_on, failed)
         self.retire(member)
         self._coming.add(member)
-        gone = self._exits[member, number] = asyncio.get_running_loop().create_future()
+        self._lost[member, lost.number] = lost
+        self._deadlines.start(f"last word of {lost}", _LAST_WORD_S * 1000, partial(self._end, lost))
 
-        async def replace() -> None:
-            try:
-                await asyncio.wait({gone}, timeout=_LAST_WORD_S)
-                if gone.done() and gone.result():
-                    logger.warning("%s: %s", member, gone.result())
-                await asyncio.to_thread(self.processes.kill, member)
-                await asyncio.wait({gone}, timeout=_FENCE_S)
-                del self._exits[member, number]
-                if not gone.done():
-                    lives_on()
-                num_tries = self._num_tries[member]
-                self._num_tries[member] += 1
-                await asyncio.sleep(_PAUSES_S[min(num_tries, len(_PAUSES_S) - 1)])
-                if not self.is_latest(member, number + 1):
-                    return  # It is not wanted any more, or another one comes.
-                self.expect(member)
-                await asyncio.to_thread(self.processes.start, member, number + 1, term())
-                if not self.is_latest(member, number + 1):
-                    await asyncio.to_thread(self.processes.kill, member)
-            except (OSError, RuntimeError) as error:
-                self.dialled(member)
-                failed(str(error))
+    def exited(self, member: Member, number: int, how: str = "") -> None:
+        """A process of this number was seen dead. how: it ended, if nobody knows yet."""
+        lost = self._lost.get((member, number))
+        if lost is None or lost.how is not None:
+            return
+        lost.how = how
+        if self._deadlines.met(f"last word of {lost}"):
+            self._end(lost)
+        elif self._deadlines.met(f"end of {lost}"):
+            self._follow(lost)
 
-        self._run(replace())
+    def _end(self, lost: _Lost) -> None:
+        if lost.how:
+            self._output.warn(f"{lost.member}: {lost.how}")
+        self._output.processes.append(KillProcess(lost.member, lost.number))
 
-    def _run(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def done(self, command: KillProcess | StartProcess, error: str | None) -> None:
+        """A command of the output was carried out. error: why it could not be."""
+        is_start = isinstance(command, StartProcess)
+        lost = self._lost.get((command.member, command.number - is_start))
+        if lost is None:
+            if error is not None:
+                self._output.warn(f"{command.member}: {error}")
+            return
+        if error is not None or is_start:
+            del self._lost[lost.member, lost.number]
+        if error is not None:
+            self.dialled(lost.member)
+            lost.failed(error)
+        elif not is_start and lost.how is not None:
+            self._follow(lost)
+        elif not is_start:
+            overdue = partial(self._not_seen_dead, lost)
+            self._deadlines.start(f"end of {lost}", _FENCE_S * 1000, overdue)
+
+    def _not_seen_dead(self, lost: _Lost) -> None:
+        lost.lives_on()
+        self._follow(lost)
+
+    def _follow(self, lost: _Lost) -> None:
+        num_tries = self._num_tries[lost.member]
+        self._num_tries[lost.member] += 1
+        pause_s = _PAUSES_S[min(num_tries, len(_PAUSES_S) - 1)]
+        self._deadlines.start(f"pause after {lost}", pause_s * 1000, partial(self._start, lost))
+
+    def _start(self, lost: _Lost) -> None:
+        member, number = lost.member, lost.number + 1
+        if not self.is_latest(member, number):
+            del self._lost[member, lost.number]
+            return  # It is not wanted any more, or another one comes.
+        self.expect(member)
+        self._output.processes.append(StartProcess(member, number, self._next_term()))

@@ -10,34 +10,34 @@ nothing, and the pause is that of a term alone.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from control_plane.coordinator.members.output import Facts, MembersOutput
 from control_plane.coordinator.members.replacements import Replacements
 from control_plane.coordinator.members.seats import Seats
 from control_plane.coordinator.members.terms import Standing, Terms
-from control_plane.ports.member_streams import Member
-
-logger = logging.getLogger(__name__)
+from nanocp.values.members import Member
+from nanocp.values.plan import SeatsWanted
 
 
 class SeatChanges:
-    """The way from the seats that serve to those that are wanted. Used from the event loop."""
+    """The way from the seats that serve to those that are wanted."""
 
     def __init__(
         self,
         seats: Seats,
         terms: Terms,
         replacements: Replacements,
-        prepare: Callable[[tuple[int, ...]], None],
+        facts: Facts,
+        output: MembersOutput,
         retire: Callable[[Member], None],
     ) -> None:
-        """prepare: lets the scheduler bring the term to its end. retire: lets a process go."""
+        """retire: lets a process go."""
         self.seats = seats
         self._terms = terms
         self._replacements = replacements
-        self._prepare = prepare
+        self._facts, self._output = facts, output
         self._retire = retire
         self._instances = tuple(terms.standing)
         self._is_preparing: tuple[int, ...] | None = None
@@ -53,7 +53,7 @@ class SeatChanges:
         asked = self.seats.ask(seats, by)
         absent = {*self._terms.those(Standing.ABSENT)} & {self._instances[seat] for seat in seats}
         num_new = len(absent) - sum(map(self._replacements.is_coming, absent))
-        if obstacle := self._replacements.processes.obstacle_to_more(num_new):
+        if obstacle := self._facts.obstacle_to_more(num_new):
             self.seats.undo(obstacle)
         self.go_on()
         return asked
@@ -68,7 +68,6 @@ class SeatChanges:
         member = self._instances[seat]
         self._replacements.replace(
             member,
-            term=lambda: self._terms.number + 1,
             lives_on=lambda: None,
             failed=lambda reason: self.newcomer_lost(member, f"{member}: {reason}"),
         )
@@ -78,10 +77,10 @@ class SeatChanges:
         seat = self._instances.index(member)
         left = [self._instances.index(each) for each in self._terms.present if each != member]
         if seat in self.seats.wanted and self.seats.failed(seat, left, message):
-            logger.warning("%s; another process takes its place", message)
+            self._output.warn(f"{message}; another process takes its place")
             self._start(seat)
         else:
-            logger.warning("%s; its seat stays empty", message)
+            self._output.warn(f"{message}; its seat stays empty")
             self._replacements.kill(member)
         self._terms.gone(member)
         self.go_on()
@@ -99,7 +98,7 @@ class SeatChanges:
         target = self.seats.target(serving, ready)
         if target != (self._is_preparing or serving):
             self._is_preparing = None if target == serving else target
-            self._prepare(target)
+            self._output.events.append(SeatsWanted(target))
         self.seats.serve(serving)
 
     def _fill_or_empty(self, seat: int, member: Member) -> None:

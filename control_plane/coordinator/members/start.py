@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 
 class StartError(RuntimeError):

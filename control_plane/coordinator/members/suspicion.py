@@ -12,8 +12,7 @@ from functools import partial
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.heartbeats import Heartbeats
 from control_plane.coordinator.members.terms import Terms
-from control_plane.ports.member_streams import Member
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import Member, Suspect
 
 _GONE_MS = 1000
 """A process that a peer calls gone is noticed by other means in this time, or else it is lost."""
@@ -44,12 +43,12 @@ class Suspicion:
         for member in {self._heartbeats.root(member): None for member in members}:
             self._lose(member, f"{member} {message}", "stuck")
 
-    def suspected(self, member: Member, suspect: pb.Suspect, term: int) -> None:
+    def suspected(self, member: Member, suspect: Suspect, term: int) -> None:
         """A member's wait for an instance failed, and it cannot go on in this term."""
         if term != self._terms.number or not self._terms.may_be_joined:
             return
         message = f"{member}: {suspect.message}"
-        if not suspect.HasField("instance"):
+        if suspect.instance is None:
             self._terms.end()
         elif suspect.is_gone:
             blamed = Member("instance", suspect.instance)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 
 class Standing(Enum):

@@ -35,10 +35,10 @@ from control_plane.frontend.open_requests import (
 )
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.validation import check_request_id
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.ports.members_port import caller
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import PAGE_SIZE, ClusterLoad, FinishReason
 from nanocp.values.sampling import TokenLogprobs
 from nanocp.wire import convert

@@ -14,7 +14,6 @@ import pytest
 
 import nanocp.serve.service
 from control_plane.frontend.front_ends import FrontEnds
-from control_plane.ports.member_streams import Member
 from harness.frontend_fakes import (
     LIMITS,
     MEMBER_SECRETS,
@@ -28,6 +27,7 @@ from harness.hash_service import CONFIG, MODEL, expected, hash_service, prompt
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import Member
 from nanocp.values.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement
 from nanocp.wire.convert import decode_row_input
 

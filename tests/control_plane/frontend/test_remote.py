@@ -20,7 +20,6 @@ from control_plane.frontend.remote.observations import Observations, replay
 from control_plane.frontend.remote.port import FrontEndPort
 from control_plane.frontend.remote.submissions import submission_from_wire, submission_to_wire
 from control_plane.observe.observer import EndedRequest
-from control_plane.ports.member_streams import Member
 from control_plane.ports.members_port import REFUSED, MemberSecrets
 from harness.frontend_fakes import (
     LIMITS,
@@ -34,6 +33,7 @@ from harness.frontend_fakes import (
 )
 from harness.service_recovery import until
 from nanocp.client import Client
+from nanocp.values.members import Member
 from nanocp.values.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
 from nanocp.wire import front_ends as convert
 from nanocp.wire.member_metadata import member_metadata

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.ports.member_streams import PREFILL, Member
 from data_plane.member.lifetime import MemberSpec
 from harness.paths import ROOT
 from nanocp.config.whole import Config
+from nanocp.values.members import PREFILL, Member
 
 MAIN = """
 import pickle, sys, time
 from pathlib import Path
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 member, pid_file, spec = pickle.load(sys.stdin.buffer)
 program = (
     "import os, signal, sys; os.kill(os.getpid(), signal.SIGSTOP);"

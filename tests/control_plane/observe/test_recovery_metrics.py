@@ -3,9 +3,9 @@
 from prometheus_client import CollectorRegistry
 
 from control_plane.observe.recovery_metrics import PHASES, RecoveryMetrics
-from control_plane.ports.member_streams import PREFILL
-from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop
-from nanocp.wire.v1 import cluster_pb2 as pb
+from harness.member_cluster import FIRST, SECOND, Cluster
+from nanocp.values.members import PREFILL, Left
+from nanocp.values.plan import WindowDone
 
 
 def test_a_pause_is_measured_from_the_end_of_a_term_to_the_next():
@@ -74,22 +74,21 @@ def test_seats_are_counted_by_state_and_spares_beside_them():
     assert metrics.row()["seats"] == ("serving", "loading", "draining", "serving")
 
 
-@in_a_loop
-async def test_members_say_what_was_lost_and_why_and_what_came_too_late():
+def test_members_say_what_was_lost_and_why_and_what_came_too_late():
     cluster = Cluster()
     members = (FIRST, SECOND, PREFILL)
     cluster.attach(*members)
     cluster.ready(*members)
-    cluster.members.exited(SECOND, 0, "its process ended")
-    cluster.members.failed(PREFILL, "prefill: its stream broke")
-    await cluster.until_replaced(SECOND, 1, 2)
-    cluster.say(FIRST, 1, window_done=pb.WindowDone())
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.exited(SECOND, 0, "its process ended")
+    cluster.failed(PREFILL, "prefill: its stream broke")
+    cluster.until_replaced(SECOND, 1, 2)
+    cluster.say(FIRST, 1, WindowDone(0, 0))
+    cluster.say(FIRST, 1, Left())
     cluster.attach(SECOND)
     cluster.ready(FIRST, SECOND, term=2)
-    cluster.members.terms.end()
-    cluster.say(FIRST, 2, left=pb.Left())
-    cluster.say(SECOND, 2, left=pb.Left())
+    cluster.regroup()
+    cluster.say(FIRST, 2, Left())
+    cluster.say(SECOND, 2, Left())
     cluster.ready(FIRST, SECOND, term=3)
     sample = cluster.registry.get_sample_value
     lost = [

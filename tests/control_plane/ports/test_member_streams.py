@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import grpc
 
-from control_plane.ports.member_streams import Member, MemberServicer
-from control_plane.shell.controller import Controller
+from control_plane.ports.member_streams import MemberServicer
+from nanocp.values.members import Member
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 
@@ -22,29 +22,9 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_message_is_no_fault_of_ours
 
     async def attach():
         servicer = MemberServicer(listener, None, None, 1.0)
-        return [each async for each in servicer.AttachInstance(requests(), None)]
+        context = SimpleNamespace(invocation_metadata=lambda: (("nanocp-member", "instance 1"),))
+        return [each async for each in servicer.AttachInstance(requests(), context)]
 
     with caplog.at_level(logging.INFO):
         assert asyncio.run(attach()) == []
     assert (loaded, caplog.records) == ([(Member("instance", 1), 5)], [])
-
-
-def test_a_watch_over_heartbeats_that_fails_ends_the_service():
-    failures = []
-    controller = SimpleNamespace(members=SimpleNamespace(fail=failures.append))
-
-    async def fail():
-        raise KeyError("instance 9")
-
-    async def watch(coroutine, is_cancelled):
-        task = asyncio.create_task(coroutine)
-        task.add_done_callback(lambda task: Controller._watch_ended(controller, task))
-        if is_cancelled:
-            task.cancel()
-        await asyncio.wait([task])
-        await asyncio.sleep(0)
-
-    asyncio.run(watch(asyncio.sleep(60), True))
-    assert failures == []
-    asyncio.run(watch(fail(), False))
-    assert failures == ["the controller failed: KeyError: 'instance 9'"]

@@ -19,7 +19,6 @@ import httpx
 import psutil
 import pytest
 
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.ports.members_port import REFUSED, MemberSecrets
 from harness.hash_service import (
     CONFIG,
@@ -32,6 +31,7 @@ from harness.hash_service import (
 )
 from nanocp.client import Client
 from nanocp.serve.service import Service
+from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import FinishReason
 from nanocp.wire.member_metadata import NAME, SECRET, member_metadata
 from nanocp.wire.v1 import cluster_pb2 as pb

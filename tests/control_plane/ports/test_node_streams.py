@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from control_plane.ports.member_streams import Member, MemberServicer, MemberStream, _NodeStream
+from control_plane.ports.member_streams import MemberServicer, MemberStream, _NodeStream
 from control_plane.ports.members_port import MemberSecrets
 from data_plane.member.node_streams import NodeStreams
 from harness.hash_service import CONFIG, hash_service, shared_memory_of, with_policy
 from harness.service_recovery import SLOW, generating, pid_of, until, until_serving
 from nanocp.serve.node_processes import carrier_address
+from nanocp.values.members import Member
+from nanocp.values.plan import WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 NODES = [Member("node", 0), Member("node", 1)]
@@ -78,8 +80,8 @@ class Listener:
         self.streams[member] = MemberStream(member)
         return self.streams[member]
 
-    def received(self, member, message):
-        self.said.append((str(member), message.WhichOneof("message")))
+    def received(self, member, said, term):
+        self.said.append((str(member), said))
 
     def failed(self, member, message):
         self.said.append((str(member), message))
@@ -89,10 +91,17 @@ def from_node(*items):
     return pb.FromNode(items=[pb.FromStream(**item) for item in items])
 
 
-def attached(*messages, silent_s=60.0, number=0):
-    """What a listener hears of these messages of a node, and what goes down."""
+OPENED = pb.Opened(name="instance 1", secret="0" * 32)
+
+
+def attached(*messages, silent_s=60.0, number=0, secret=""):
+    """What a listener hears of these messages of a node, and what goes down.
+
+    secret: of instance 1, if it is to be known.
+    """
     listener, secrets, lost = Listener(), MemberSecrets(), []
-    opened = pb.Opened(name="instance 1", secret=secrets.issue("instance 1"))
+    opened = pb.Opened(name="instance 1", secret=secret or secrets.issue("instance 1"))
+    secrets.take("instance 1", opened.secret)
     hello = pb.FromInstance(hello=pb.InstanceHello(instance=1)).SerializeToString()
     known = {"opened": {"stream": 1, "opened": opened}, "hello": {"stream": 1, "message": hello}}
     metadata = (("nanocp-member", f"node {number}"),)
@@ -127,10 +136,41 @@ def test_a_node_carries_what_an_instance_says_and_its_end():
     )
     assert listener.said == [
         ("instance 1", 7),
-        ("instance 1", "window_done"),
+        ("instance 1", WindowDone(1, 3)),
         ("instance 1", "instance 1: its stream broke"),
     ]
     assert lost == [Member("node", 0)]
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (b"\xff\xff", "2 bytes are not an encoded FromInstance"),
+        (b"", "an instance says None, which has no meaning here"),
+        (
+            pb.FromInstance(
+                window_done=pb.WindowDone(finished=[pb.Finished(reason="tired")])
+            ).SerializeToString(),
+            "'tired' is not a valid FinishReason",
+        ),
+    ],
+    ids=["bytes", "kind", "reason"],
+)
+def test_a_message_that_means_nothing_ends_the_stream_of_its_instance_alone(message, sentence):
+    """The node's stream, and with it those of its other instances, goes on."""
+    loading = {"stream": 2, "message": LOADING}
+    listener, _, _ = attached(
+        ["opened", "hello", {"stream": 1, "message": message}],
+        [{"stream": 2, "opened": OPENED}, loading],
+        secret=OPENED.secret,
+    )
+    assert listener.said == [("instance 1", f"instance 1: {sentence}"), ("instance 1", 7)]
+
+
+@pytest.mark.parametrize("message", [b"\xff\xff", b""], ids=["bytes", "kind"])
+def test_a_message_that_means_nothing_before_hello_ends_the_stream_too(message):
+    listener, down, _ = attached(["opened", {"stream": 1, "message": message}], silent_s=0.5)
+    assert (listener.said, down) == ([], [(1, "end")])
 
 
 def test_a_node_that_ends_or_is_silent_takes_its_instances_with_it():

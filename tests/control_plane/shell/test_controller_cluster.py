@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 
 from control_plane.frontend.controller_interface import Submission
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.shell.event_log import LogReader
 from harness.hash_parts import FREE_LINKS
 from harness.hash_service import (
@@ -28,6 +27,7 @@ from harness.hash_service import (
 from harness.service_recovery import until
 from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.simulator.replay import replay
+from nanocp.values.members import PREFILL, Member
 
 END_S = 15.0
 """All streams have ended this long after an instance is lost (protocol.md, bounded waits):

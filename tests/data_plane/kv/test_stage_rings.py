@@ -9,11 +9,12 @@ import torch
 from data_plane.kv.stage_rings import RingStageLinks
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import PeerLost
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.stage_links import HiddenRows, PassTokens
 from data_plane.transport.tcp_messages import shut
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 WIDTH, MAX_TOKENS = 24, 10
 

@@ -23,12 +23,13 @@ from data_plane.transport.exchange import (
     PeerLost,
     row_bytes,
 )
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_receiver import receive_in_python
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.local_exchange import LocalExchange
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 LAYOUT = {
     Channel.Q: (

@@ -14,10 +14,11 @@ import pytest
 from data_plane.transport.cuda_runtime import GRANULE, CudaError, CudaRuntime
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term, TermOver
 from data_plane.transport.ipc_memory import IpcMemory
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import segment_name
 from harness.fake_cudart import FakeCudart
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 LIMITS = LimitsConfig(start_timeout_ms=10_000)
 IMPATIENT = LimitsConfig(start_timeout_ms=50)

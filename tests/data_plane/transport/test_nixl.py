@@ -17,7 +17,7 @@ from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.native.receiver import receive_puts
 from data_plane.transport import nixl
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.page_writers import (
@@ -30,6 +30,7 @@ from harness.page_writers import (
 )
 from harness.transport_processes import LIMITS, NOTICED_S, processes, receive
 from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.values.members import Peer
 
 NUM_LAYERS, WIDTH, NUM_PAGES = 3, 40, 50
 

@@ -13,7 +13,7 @@ from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.native.receiver import receive_puts
 from data_plane.transport import tcp_messages
 from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
-from data_plane.transport.segments import Peer, Segments, node_identity
+from data_plane.transport.segments import Segments, node_identity
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -28,6 +28,7 @@ from harness.transport_processes import (
     processes,
     receive,
 )
+from nanocp.values.members import Peer
 
 PAGE_BYTES = 1000
 

@@ -12,11 +12,12 @@ import pytest
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field, Term, TermOver
 from data_plane.transport.regions import TensorExchange
-from data_plane.transport.segments import Peer, Segments
+from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.transport_processes import LIMITS
+from nanocp.values.members import Peer
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "float32", (4, 8)),)}
 PATIENT = replace(LIMITS, exchange_timeout_ms=12_000, plan_timeout_ms=10_000)

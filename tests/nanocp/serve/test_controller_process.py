@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from control_plane.launchers.ray_actors import RayLauncher
-from control_plane.ports.member_streams import PREFILL, Member
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import LogReader, digest, log_lines
 from data_plane.member.ray_actor import MemberActor
@@ -28,6 +27,7 @@ from nanocp.client import Client
 from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.free_ports import free_ports
 from nanocp.serve.supervisor import FRONT_ENDS, MEMBERS, Supervisor
+from nanocp.values.members import PREFILL, Member
 
 pytestmark = pytest.mark.system
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from control_plane.ports.member_streams import Member
 from harness.hash_service import DEFAULT, expected, generate, hash_service, prompt, shared_memory_of
 from harness.service_recovery import (
     LENGTHS,
@@ -24,6 +23,7 @@ from harness.service_recovery import (
     until_serving,
 )
 from nanocp.client import Client, Unavailable
+from nanocp.values.members import Member
 
 pytestmark = pytest.mark.system
 

@@ -14,7 +14,6 @@ import openai
 import pytest
 import typer.testing
 
-from control_plane.ports.member_streams import Member
 from harness.hash_service import forked_service, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.cli.main import app
@@ -27,6 +26,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.serve.service import open_checkpoint
+from nanocp.values.members import Member
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 

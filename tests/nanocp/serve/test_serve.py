@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from control_plane.launchers.ray_actors import RayLauncher, _describe_ray_error
-from control_plane.ports.member_streams import PREFILL, Member
 from harness.hash_service import expected, generate, prompt
 from harness.paths import ROOT
 from harness.serve_process import (
@@ -34,6 +33,7 @@ from harness.serve_process import (
 )
 from nanocp.cli.serve import _start, _warn_of_open_ports
 from nanocp.config.service import ServiceConfig
+from nanocp.values.members import PREFILL, Member
 
 TWO = [*SMALL, "--instances", "2"]
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from control_plane.coordinator.members.start import StartError
-from control_plane.ports.member_streams import PREFILL, Member
 from harness.engines import EngineProcess, free_port
 from harness.hash_service import CONFIG, expected, generate, hash_service, prompt
 from nanocp.client import ServiceError
 from nanocp.config.prefill import PrefillConfig
+from nanocp.values.members import PREFILL, Member
 
 LENGTHS = [1, 2, 64, 65, 66, 129, 300, 513, 1000]
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from control_plane.ports.member_streams import PREFILL
 from harness.hash_service import process_launcher, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.client import Client
@@ -23,6 +22,7 @@ from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.serve.process import serving as serve
 from nanocp.serve.service import Service, open_checkpoint
+from nanocp.values.members import PREFILL
 
 CONFIG = Config(
     cluster=ClusterConfig(

@@ -11,13 +11,13 @@ from multiprocessing.connection import Pipe as new_pipe
 import pytest
 
 from control_plane.launchers.processes import ProcessLauncher
-from control_plane.ports.member_streams import Member
 from harness.hash_service import CONFIG, served
 from harness.service_recovery import until
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve import supervisor as module
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe, PipedLauncher
 from nanocp.serve.supervisor import Supervisor
+from nanocp.values.members import Member
 
 ONE, TWO = Member("instance", 1), Member("instance", 2)
 SUPERVISED = replace(

@@ -10,9 +10,9 @@ from nanocp.cli.top import _stages
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.passes import PassesConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import Member
 from nanocp.values.passes import WAIT_CAUSES, LayersMoved
 from nanocp.values.plan import WindowDone
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class Sent:
@@ -67,7 +67,7 @@ def test_a_stage_that_reports_layers_which_nobody_moves_is_refused():
     submission, moves = Submission(1, [5] * 10, 10, 90, b""), None
     events = [submission.arrival(0)]
     with pytest.raises(ValueError, match="stage 1 reported layers 1, which nobody moves"):
-        flights.reported(1, pb.FromInstance(layers_moved=1))
+        flights.reported(Member("instance", 1), LayersMoved(1, 1))
     for number in range(40):
         plan, events = flights.plan(events, 0), []
         list(flights.prepare(plan, {1: submission}))
@@ -80,8 +80,8 @@ def test_a_stage_that_reports_layers_which_nobody_moves_is_refused():
             moves = plan.layer_moves.number
             break
     assert moves == 1, "the policy moves no layer"
-    moved = pb.FromInstance(layers_moved=moves)
-    assert flights.reported(0, moved) == LayersMoved(0, moves)
+    moved = LayersMoved(0, moves)
+    assert flights.reported(Member("instance", 0), moved) == moved
     for stage, number in ((0, moves), (1, moves + 1)):
         with pytest.raises(ValueError, match=f"stage {stage} reported layers {number}, which"):
-            flights.reported(stage, pb.FromInstance(layers_moved=number))
+            flights.reported(Member("instance", stage), LayersMoved(stage, number))

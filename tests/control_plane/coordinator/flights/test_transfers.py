@@ -6,8 +6,7 @@ import pytest
 
 from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.frontend.controller_interface import Submission
-from control_plane.ports.member_streams import PREFILL
-from harness.member_cluster import FIRST, in_a_loop, running
+from nanocp.values.members import PREFILL
 from nanocp.values.plan import Fence, TargetRun, Transfer, TransferFailed
 
 TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))
@@ -66,21 +65,3 @@ def test_without_a_new_prefill_every_open_ticket_fails(members):
     late = transfers.start(Transfer(3, 3, 190, TWO), Submission(3, range(191), 191, 8, b""))
     assert isinstance(late, TransferFailed)
     assert late.ticket == 3
-
-
-@in_a_loop
-async def test_a_stream_that_is_full_in_the_middle_of_a_ticket_leaves_no_ticket_open():
-    """The loss ends the term: a ticket that was begun before may not come into the empty table."""
-    cluster = running()
-    transfers = Transfers(cluster.members)
-    cluster.events.term_ended = transfers.end_term
-    cluster.streams[FIRST].max_messages = 0
-    on_both = (TargetRun(0, 2, 0, 5), TargetRun(2, 1, 1, 0))
-    transfer, submission = Transfer(1, 1, 190, on_both), Submission(1, range(191), 191, 8, b"")
-    assert transfers.start(transfer, submission) is None
-    assert transfers.num_prefilling == 1, "the term goes on until the plan is carried out"
-    await cluster.until(lambda: ("lost", 0) in cluster.events.calls)
-    assert (transfers.num_prefilling, transfers.num_pages_awaited) == (0, 0), (
-        "they were of the term"
-    )
-    assert cluster.events.calls.count(("lost", 0)) == 1

@@ -1,123 +1,109 @@
 """Changes of seats by operators: each has an owner, a deadline and a way to undo it."""
 
-import asyncio
-
 import pytest
 
-from harness.member_cluster import FIRST, SECOND, in_a_loop, running
-from nanocp.config.limits import LimitsConfig
-from nanocp.wire.v1 import cluster_pb2 as pb
+from control_plane.coordinator.members.output import KillProcess
+from harness.member_cluster import FIRST, SECOND, running
+from nanocp.values.members import Left
+from nanocp.values.plan import SeatsWanted
 
 
-async def asked_of(cluster, seats):
-    """A change that somebody waits for, once it has begun."""
-    change = asyncio.create_task(cluster.members.want(seats, "a test"))
-    await asyncio.sleep(0)
-    return change
-
-
-@in_a_loop
-async def test_a_change_to_the_seats_that_serve_ends_at_once():
+def test_a_change_to_the_seats_that_serve_ends_at_once():
     cluster = running(synthetic_kv=True)
     for _ in range(2):
-        now = await asyncio.wait_for(cluster.members.want([0, 1], "a test"), 10)
+        assert cluster.want([0, 1], "a test").done()
+        now = cluster.members.seats_now
         assert (now.serving, now.asked_by) == ((0, 1), "")
-    assert cluster.events.calls == [], "the scheduler has nothing to prepare"
+    assert cluster.events == [], "the scheduler has nothing to prepare"
 
 
-@in_a_loop
-async def test_a_change_that_takes_too_long_is_waited_for_no_more_and_can_be_undone():
-    limits = LimitsConfig(start_timeout_ms=20, drain_timeout_ms=20)
-    cluster = running(limits, synthetic_kv=True)
+def test_a_change_that_takes_too_long_is_waited_for_no_more_and_can_be_undone():
+    cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    with pytest.raises(TimeoutError, match=r'not done after 0 s; the cluster goes on .*--undo"'):
-        await cluster.members.want([0], "a test")
-    now = await cluster.members.want(None)
+    assert cluster.want([0], "a test").cancel(), "which is how a wait ends"
+    now = cluster.members.seats_now
     assert (now.leaving, now.asked_by) == ((1,), "a test"), "it goes on"
-    now = await cluster.members.undo()
+    cluster.undo()
+    now = cluster.members.seats_now
     assert (now.serving, now.wanted, now.asked_by) == ((0, 1), (0, 1), "")
-    assert cluster.events.calls == [("seats wanted", (0,)), ("seats wanted", (0, 1))]
+    assert cluster.events == [SeatsWanted((0,)), SeatsWanted((0, 1))]
 
 
-@in_a_loop
-async def test_whoever_waits_for_a_change_hears_of_the_clusters_end():
+def test_whoever_waits_for_a_change_hears_of_the_clusters_end():
     for end in ("fail", "leave"):
         cluster = running(synthetic_kv=True)
         cluster.members._seats.fewest = 1
-        change = await asked_of(cluster, [0])
+        change = cluster.want([0], "a test")
         getattr(cluster.members, end)("no term serves")
         with pytest.raises(RuntimeError, match="no term serves"):
-            await asyncio.wait_for(change, 10)
+            change.result(0)
 
 
-@in_a_loop
-async def test_a_seat_that_leaves_and_is_lost_gets_no_other_process():
+def test_a_seat_that_leaves_and_is_lost_gets_no_other_process():
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    change = await asked_of(cluster, [0])
-    cluster.members.exited(SECOND, 0, "its process ended")
-    cluster.say(FIRST, 1, left=pb.Left())
+    change = cluster.want([0], "a test")
+    cluster.exited(SECOND, 0, "its process ended")
+    cluster.say(FIRST, 1, Left())
     cluster.ready(FIRST, term=2)
-    assert (await asyncio.wait_for(change, 10)).serving == (0,)
-    await cluster.until(lambda: cluster.processes.calls == [("kill", "instance 1")])
-    assert not cluster.members._replacements.is_coming(SECOND)
+    change.result(0)
+    assert cluster.members.seats_now.serving == (0,)
+    assert cluster.commands == [KillProcess(SECOND, 0)]
+    assert not cluster.members.replacements.is_coming(SECOND)
 
 
-@in_a_loop
-async def test_a_process_that_comes_for_an_undone_change_is_let_go():
+def test_a_process_that_comes_for_an_undone_change_is_let_go():
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    change = await asked_of(cluster, [0])
-    cluster.members.changes.settled()
+    change = cluster.want([0], "a test")
+    cluster.settled()
     for instance in (FIRST, SECOND):
-        cluster.say(instance, 1, left=pb.Left())
+        cluster.say(instance, 1, Left())
     cluster.ready(FIRST, term=2)
-    await change
-    change = await asked_of(cluster, [0, 1])
-    await cluster.until_replaced(SECOND, 2, 3)
-    await cluster.members.undo()
+    change.result(0)
+    change = cluster.want([0, 1], "a test")
+    cluster.until_replaced(SECOND, 2, 3)
+    cluster.undo()
     with pytest.raises(RuntimeError, match="the change was undone; the cluster is as it was"):
-        await change
+        change.result(0)
     cluster.attach(SECOND)
     assert cluster.kinds(SECOND) == ["shutdown", None]
-    assert (await cluster.members.want(None)).empty == (1,)
+    assert cluster.members.seats_now.empty == (1,)
 
 
-@in_a_loop
-async def test_a_seat_that_is_asked_for_while_its_process_comes_gets_no_second_one():
+def test_a_seat_that_is_asked_for_while_its_process_comes_gets_no_second_one():
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    cluster.members.exited(SECOND, 0, "its process ended")
-    cluster.say(FIRST, 1, left=pb.Left())
+    cluster.exited(SECOND, 0, "its process ended")
+    cluster.say(FIRST, 1, Left())
     cluster.ready(FIRST, term=2)
-    change = await asked_of(cluster, [0, 1])
-    await cluster.until_replaced(SECOND, 1, 3)
+    change = cluster.want([0, 1], "a test")
+    cluster.until_replaced(SECOND, 1, 2)
     cluster.attach(SECOND)
-    cluster.members.changes.settled()
-    cluster.say(FIRST, 2, left=pb.Left())
+    cluster.settled()
+    cluster.say(FIRST, 2, Left())
     cluster.ready(FIRST, SECOND, term=3)
-    assert (await asyncio.wait_for(change, 10)).serving == (0, 1)
-    assert [call[0] for call in cluster.processes.calls].count("start") == 1
+    change.result(0)
+    assert cluster.members.seats_now.serving == (0, 1)
+    assert len(cluster.starts()) == 1
 
 
-@in_a_loop
-async def test_more_seats_than_there_is_room_for_are_refused_by_name_and_nothing_changes():
+def test_more_seats_than_there_is_room_for_are_refused_by_name_and_nothing_changes():
     cluster = running(synthetic_kv=True)
     cluster.members._seats.fewest = 1
-    change = await asked_of(cluster, [0])
-    cluster.members.changes.settled()
+    change = cluster.want([0], "a test")
+    cluster.settled()
     for member in (FIRST, SECOND):
-        cluster.say(member, 1, left=pb.Left())
+        cluster.say(member, 1, Left())
     cluster.ready(FIRST, term=2)
-    await asyncio.wait_for(change, 10)
-    cluster.processes.obstacle = "needed are 9.0 MiB of /dev/shm, which has 1.0 MiB free"
+    change.result(0)
+    cluster.facts.obstacle = "needed are 9.0 MiB of /dev/shm, which has 1.0 MiB free"
     with pytest.raises(RuntimeError, match=r"9\.0 MiB of /dev/shm.*; the cluster is as it was"):
-        await asyncio.wait_for(cluster.members.want([0, 1], "a test"), 10)
-    now = await cluster.members.want(None)
+        cluster.want([0, 1], "a test").result(0)
+    now = cluster.members.seats_now
     assert (now.serving, now.wanted, now.asked_by) == ((0,), (0,), "")
-    assert not cluster.members._replacements.is_coming(SECOND)
-    assert (await cluster.members.want([0], "a test")).serving == (0,), "no process is to come"
-    cluster.processes.obstacle = ""
-    change = await asked_of(cluster, [0, 1])
-    assert cluster.members._replacements.is_coming(SECOND)
-    change.cancel()
+    assert not cluster.members.replacements.is_coming(SECOND)
+    assert cluster.want([0], "a test").done(), "no process is to come"
+    cluster.facts.obstacle = ""
+    change = cluster.want([0, 1], "a test")
+    assert cluster.members.replacements.is_coming(SECOND)

@@ -1,7 +1,7 @@
 """Silence in ticks of the controller, and the root of a chain of waits."""
 
 from control_plane.coordinator.members.heartbeats import TICKS, Heartbeats
-from control_plane.ports.member_streams import PREFILL, Member
+from nanocp.values.members import PREFILL, Member
 
 FIRST, SECOND, THIRD = (Member("instance", number) for number in range(3))
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from control_plane.coordinator.members.start import StartError
-from control_plane.ports.member_streams import PREFILL, Member
 from harness.hash_service import (
     CONFIG,
     forked_service,
@@ -14,6 +13,7 @@ from harness.hash_service import (
     shared_memory_of,
 )
 from nanocp.serve.service import Service
+from nanocp.values.members import PREFILL, Member
 
 
 def test_an_instance_that_cannot_start_says_why_in_its_own_words():

@@ -1,18 +1,15 @@
 """A controller that takes over, and processes that show no sign of life."""
 
-import asyncio
-
 import pytest
 
-from control_plane.coordinator.members import replacements
 from control_plane.coordinator.members.start import StartError
-from control_plane.ports.member_streams import PREFILL
-from harness.member_cluster import FIRST, SECOND, Cluster, in_a_loop, running
-from nanocp.values.plan import TargetRun
-from nanocp.wire.v1 import cluster_pb2 as pb
+from harness.member_cluster import FIRST, SECOND, Cluster, running
+from nanocp.values.members import PREFILL, Beat, Left
+from nanocp.values.plan import TargetRun, TookOver
 
 TERM = 1_000_001
 """The first of the second controller."""
+TICKETS = TERM * 1_000_000
 
 
 def taking_over(**prefill):
@@ -22,60 +19,53 @@ def taking_over(**prefill):
     return cluster
 
 
-@in_a_loop
-async def test_an_instance_that_is_lost_before_it_has_dialled_the_next_controller_is_replaced():
+def test_an_instance_that_is_lost_before_it_has_dialled_the_next_controller_is_replaced():
     cluster = taking_over(synthetic_kv=True)
     cluster.attach(FIRST)
-    cluster.members.exited(SECOND, 0, "its process was ended by SIGKILL")
-    await cluster.until_replaced(SECOND, 1, TERM)
+    cluster.exited(SECOND, 0, "its process was ended by SIGKILL")
+    cluster.until_replaced(SECOND, 1, TERM)
     cluster.attach(SECOND)
     cluster.ready(FIRST, SECOND, term=TERM)
     assert set(cluster.members.start.wait()) == {FIRST, SECOND}
     # The scheduler knows of no term, and so of no loss.
-    assert cluster.events.calls == [("took over", ())]
-
-
-def kept(**columns):
-    return pb.KeptPages(**columns)
+    assert cluster.events == [TookOver(TICKETS, ())]
 
 
 def test_the_first_term_begins_with_the_pages_that_all_instances_kept():
     cluster = taking_over()
-    of_first = kept(request_id=[7, 7, 8], first_page=[2, 0, 0], num_pages=[1] * 3, frame=[3, 4, 9])
-    cluster.attach(FIRST, kept=of_first)
-    assert cluster.events.calls == []
-    cluster.attach(SECOND, kept=kept(request_id=[7], first_page=[1], num_pages=[1], frame=[5]))
+    of_first = [(7, TargetRun(2, 1, 0, 3)), (7, TargetRun(0, 1, 0, 4)), (8, TargetRun(0, 1, 0, 9))]
+    cluster.attach(FIRST, kept=tuple(of_first))
+    assert cluster.events == []
+    cluster.attach(SECOND, kept=((7, TargetRun(1, 1, 1, 5)),))
     pages = {
         7: (TargetRun(0, 1, 0, 4), TargetRun(1, 1, 1, 5), TargetRun(2, 1, 0, 3)),
         8: (TargetRun(0, 1, 0, 9),),
     }
-    assert cluster.events.calls == [("took over", tuple(pages.items()))]
+    assert cluster.events == [TookOver(TICKETS, tuple(pages.items()))]
     assert cluster.kinds(FIRST) == ["join"]
 
 
-@in_a_loop
-async def test_no_page_goes_on_if_an_instance_is_gone():
+def test_no_page_goes_on_if_an_instance_is_gone():
     cluster = taking_over()
-    cluster.attach(FIRST, kept=kept(request_id=[7], first_page=[0], num_pages=[1], frame=[5]))
-    cluster.attach(SECOND, kept=kept())
-    assert len(cluster.events.calls.pop()[1]) == 1
-    cluster.members.exited(SECOND, 0, "its process was ended by SIGKILL")
-    cluster.say(FIRST, TERM, left=pb.Left())
-    await cluster.until_replaced(SECOND, 1, TERM + 1)
+    cluster.attach(FIRST, kept=((7, TargetRun(0, 1, 0, 5)),))
+    cluster.attach(SECOND, kept=())
+    assert len(cluster.events.pop().kept) == 1
+    cluster.exited(SECOND, 0, "its process was ended by SIGKILL")
+    cluster.say(FIRST, TERM, Left())
+    cluster.until_replaced(SECOND, 1, TERM + 1)
     cluster.attach(SECOND)
-    assert cluster.events.calls == [("took over", ())], "what went before is void"
+    assert cluster.events == [TookOver(TICKETS + 1_000_000, ())], "what went before is void"
 
 
-@in_a_loop
-async def test_an_instance_that_is_lost_while_it_joins_is_waited_for_with_all_others():
+def test_an_instance_that_is_lost_while_it_joins_is_waited_for_with_all_others():
     cluster = taking_over()
     cluster.attach(FIRST, SECOND, PREFILL)
     cluster.ready(FIRST, PREFILL, term=TERM)
-    cluster.members.exited(SECOND, 0, "its process was ended by SIGKILL")
+    cluster.exited(SECOND, 0, "its process was ended by SIGKILL")
     # What was under way is of a term that is over.
     cluster.ready(FIRST, term=TERM)
-    cluster.say(FIRST, TERM, left=pb.Left())
-    await cluster.until_replaced(SECOND, 1, TERM + 1)
+    cluster.say(FIRST, TERM, Left())
+    cluster.until_replaced(SECOND, 1, TERM + 1)
     cluster.attach(SECOND)
     cluster.ready(SECOND, term=TERM + 1)
     assert not cluster.members.start.is_over, "the first has not joined the next term"
@@ -83,59 +73,56 @@ async def test_an_instance_that_is_lost_while_it_joins_is_waited_for_with_all_ot
     assert cluster.members.start.has_succeeded and not cluster.members.failure.done()
 
 
-@in_a_loop
-async def test_a_prefill_that_is_lost_while_the_next_controller_starts_is_replaced():
+def test_a_prefill_that_is_lost_while_the_next_controller_starts_is_replaced():
     cluster = taking_over()
     cluster.attach(FIRST, SECOND, PREFILL)
     cluster.ready(PREFILL, FIRST, term=TERM)
-    cluster.members.exited(PREFILL, 0, "its process was ended by SIGKILL")
+    cluster.exited(PREFILL, 0, "its process was ended by SIGKILL")
     cluster.ready(SECOND, term=TERM)
     assert not cluster.members.start.is_over
-    await cluster.until_replaced(PREFILL, 1, TERM + 1)
+    cluster.until_replaced(PREFILL, 1, TERM + 1)
     cluster.attach(PREFILL)
     cluster.ready(PREFILL, term=TERM)
     assert cluster.members.start.has_succeeded
 
 
-@in_a_loop
-async def test_the_first_controller_does_not_begin_without_a_member():
+def test_the_first_controller_does_not_begin_without_a_member():
     cluster = Cluster(synthetic_kv=True)
     cluster.attach(FIRST)
-    cluster.members.exited(SECOND, 0, "its process ended")
+    cluster.exited(SECOND, 0, "its process ended")
     with pytest.raises(StartError, match="instance 1: its process ended"):
         cluster.members.start.wait()
 
 
-@in_a_loop
-async def test_a_process_without_a_sign_of_life_is_followed_by_another(monkeypatch):
-    monkeypatch.setattr(replacements, "_DIAL_S", 0.05)
+def test_a_process_without_a_sign_of_life_is_followed_by_another():
     cluster = running(synthetic_kv=True)
-    cluster.members.exited(SECOND, 0, "its process ended")
-    await cluster.until_replaced(SECOND, 2, 2)
-    assert cluster.members._last_loss == "instance 1: its process has not dialled in 0 s"
+    cluster.exited(SECOND, 0, "its process ended")
+    cluster.say(FIRST, 1, Left())
+    cluster.until_replaced(SECOND, 1, 2)
+    cluster.wait(60_000)
+    cluster.until_replaced(SECOND, 2, 2)
+    assert cluster.members._last_loss == "instance 1: its process has not dialled in 60 s"
 
 
-@in_a_loop
-async def test_a_process_that_loads_its_weights_lives_and_so_does_one_that_has_dialled():
+def test_a_process_that_loads_its_weights_lives_and_so_does_one_that_has_dialled():
     cluster = running(synthetic_kv=True)
     timers = cluster.members._deadlines._timers
-    cluster.members.exited(SECOND, 0, "its process ended")
-    await cluster.until_replaced(SECOND, 1, 2)
-    first_s = timers["instance 1 dials"].when()
-    await asyncio.sleep(0.01)
-    cluster.members.loading(SECOND, 1)
-    assert timers["instance 1 dials"].when() > first_s
+    cluster.exited(SECOND, 0, "its process ended")
+    cluster.until_replaced(SECOND, 1, 2)
+    first_us = timers["instance 1 dials"].due_us
+    cluster.wait(10)
+    cluster.loading(SECOND)
+    assert timers["instance 1 dials"].due_us > first_us
     cluster.attach(SECOND)
     assert "instance 1 dials" not in timers
 
 
-@in_a_loop
-async def test_a_member_that_does_not_dial_the_next_controller_is_replaced(monkeypatch):
-    monkeypatch.setattr(replacements, "_DIAL_S", 0.1)
+def test_a_member_that_does_not_dial_the_next_controller_is_replaced():
     cluster = taking_over(synthetic_kv=True)
-    watch = asyncio.create_task(cluster.members.watch_heartbeats())
-    await asyncio.sleep(0)
+    cluster.begin()
     cluster.attach(FIRST)
-    await cluster.until_replaced(SECOND, 1, TERM)
-    watch.cancel()
-    assert not any(call[1] == "instance 0" for call in cluster.processes.calls)
+    for _ in range(121):
+        cluster.say(FIRST, 0, Beat())
+        cluster.wait(1000)
+    cluster.until_replaced(SECOND, 1, TERM)
+    assert not any(command.member == FIRST for command in cluster.commands)

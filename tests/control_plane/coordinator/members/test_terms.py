@@ -1,7 +1,7 @@
 """The way from term to term, without streams and processes."""
 
 from control_plane.coordinator.members.terms import Standing, Terms
-from control_plane.ports.member_streams import Member
+from nanocp.values.members import Member
 
 FIRST, SECOND, THIRD = (Member("instance", number) for number in range(3))
 

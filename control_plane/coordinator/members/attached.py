@@ -1,0 +1,59 @@
+"""Members that have a stream: where each is, and what goes down to it.
+
+Enters: members that dial, messages, members that are lost or let go. Leaves: messages and ends of
+streams in an `MembersOutput`. Does not know: streams, what a message means.
+"""
+
+from __future__ import annotations
+
+from control_plane.coordinator.members.output import MembersOutput
+from nanocp.values.members import PREFILL, Member, Peer
+from nanocp.wire.members import ToMember
+from nanocp.wire.v1 import cluster_pb2 as pb
+
+
+class Attached:
+    """The members that have dialled and are not lost since."""
+
+    def __init__(self, output: MembersOutput) -> None:
+        self._output = output
+        self._where: dict[Member, Peer] = {}
+
+    def __contains__(self, member: Member) -> bool:
+        return member in self._where
+
+    def add(self, member: Member, where: Peer) -> None:
+        """The member has dialled. where: its peers find it there."""
+        self._where[member] = where
+
+    def where(self, member: Member) -> pb.Peer:
+        """The place of a member for its peers, for a Join."""
+        return pb.Peer(**self._where[member]._asdict())
+
+    def send(self, member: Member, message: ToMember, term: int) -> None:
+        """Send a message of this term, if the member has a stream."""
+        if member in self._where:
+            message.term = term
+            self._output.sends.append((member, message))
+
+    def drop(self, member: Member) -> None:
+        """End the stream of a lost member, if it has one."""
+        if self._where.pop(member, None) is not None:
+            self._output.sends.append((member, None))
+
+    def shut_down(self, member: Member, reason: str) -> None:
+        """Ask the member to leave, if it has a stream; nothing follows on it."""
+        if member in self._where:
+            kind = pb.ToPrefill if member == PREFILL else pb.ToInstance
+            shutdown = kind(shutdown=pb.Shutdown(reason=reason))
+            self._output.sends += [(member, shutdown), (member, None)]
+
+    def let_go(self, member: Member, reason: str) -> None:
+        """Ask the member to leave, for another to dial in its place."""
+        self.shut_down(member, reason)
+        self._where.pop(member, None)
+
+    def shut_down_all(self, reason: str) -> None:
+        """Ask every member to leave."""
+        for member in self._where:
+            self.shut_down(member, reason)
