@@ -11,7 +11,7 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 23_600, "control_plane": 24_200, "data_plane": 27_150}
+MAX_LINES = {"nanocp": 23_900, "control_plane": 24_550, "data_plane": 27_150}
 """Lines of Python, C++ and CUDA, without generated code."""
 MAX_OPTIONS = 298
 """Options of all commands together."""
@@ -31,7 +31,7 @@ LARGE_CLASSES = {
     "Controller": 40,
     "ExternalLoop": 26,
     "FrontEndPort": 28,
-    "Members": 34,
+    "Members": 35,
     "PipelineScheduler": 34,
     "Scheduler": 31,
 }

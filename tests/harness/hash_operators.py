@@ -17,7 +17,6 @@ from typing import Any
 
 from control_plane.coordinator.members.output import StartProcess
 from harness.hash_failover import FailoverCluster
-from harness.hash_instance import region_layout
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import draw_config
 from nanocp.config.whole import Config

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from control_plane.coordinator.members.output import MembersEvent, StartProcess
 from control_plane.coordinator.members.short_terms import MAX_SHORT_TERMS
-from harness.hash_instance import region_layout
-from harness.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
-from harness.hash_model import NUM_EXPERTS
 from data_plane.instance.interface import TermEnds, TermStart
-from harness.local_exchange import LocalExchange
 from harness.hash_cluster import HashCluster
 from harness.hash_coordinator import HashCoordinator
+from harness.hash_instance import region_layout
+from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import Process
+from harness.local_exchange import LocalExchange
+from harness.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
