@@ -98,8 +98,8 @@ class OperatedCluster(FailoverCluster):
         if draw < self.change_share and self.operators_left and (is_calm or random.random() < 0.2):
             self.operators_left -= 1
             self._operate(self._draw_operator())
-        elif draw < self.change_share and is_calm and not self._num_left():
-            # Some requests are too large for fewer.
+        elif draw < self.change_share and is_calm and self._num_left() == self.failures_left:
+            # Some requests are too large for fewer. Only a process that comes may fail yet.
             self._operate(self._want(range(len(self.processes))))
         elif 0.01 < draw < 0.011 and self.ill_seat in self.coordinator.attached:
             if self.losses_left and self._may_lose():
