@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, cat, inference_mode
@@ -56,12 +57,46 @@ class Step(Protocol):
         """[rows, vocabulary] fp32: the last step's logits of these rows."""
 
 
+class Meeting(Protocol):
+    """What an instance does with the others of its term besides the exchange of the host."""
+
+    def meet(self, seats: Sequence[int]) -> None:
+        """Attach to these instances, the own one included; called when all have joined."""
+
+    def part(self) -> None:
+        """Let go of them, when no step runs."""
+
+
 class StepLane(NamedTuple):
     """What runs the steps of one lane: tables, regions and epochs of its own."""
 
     engine: GraphEngine
     step: Step
     exchange: TensorExchange
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What an instance is made of; `DecodeInstance.connect` attaches it to the peers."""
+
+    lanes: Sequence[StepLane]
+    """One, or two where windows may have two."""
+    frames: FramePool
+    rings: Sequence[PageRing]
+    """None with synthetic KV."""
+    moves: PeerRings
+    selected: list[str]
+    """What was selected and why, one sentence each."""
+    load_experts: Callable[[Mapping[int, int]], int]
+    """See model.weights.load_experts, of its `held`."""
+    new_ends: Callable[[], TermEnds] | None
+    """See WindowEdge."""
+    both_lanes: PairedEngine | None = None
+    """What captured the steps of both lanes; None if they take turns in the instance's thread."""
+    graphs_report: Callable[[], list[str]] = list
+    """Sentences about the graphs once they are prepared."""
+    meeting: Meeting | None = None
+    """What else is done with the other instances of a term; None on a CPU."""
 
 
 class DecodeInstance(WindowEdge):
@@ -72,51 +107,24 @@ class DecodeInstance(WindowEdge):
 
     rings: Sequence[PageRing]
 
-    def __init__(
-        self,
-        config: Config,
-        step: Step,
-        frames: FramePool,
-        engine: GraphEngine,
-        exchange: TensorExchange,
-        rings: Sequence[PageRing],
-        moves: PeerRings,
-        selected: list[str],
-        meet: Callable[[Sequence[int]], None] = lambda seats: None,
-        graphs_report: Callable[[], list[str]] = list,
-        new_ends: Callable[[], TermEnds] | None = None,
-        second_lane: StepLane | None = None,
-        both_lanes: PairedEngine | None = None,
-        load_experts: Callable[[Mapping[int, int]], int] = len,
-        part: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Everything is made at start-up; `connect` attaches it to the peers.
-
-        exchange: what the host puts. rings: none with synthetic KV. meet: what else `connect` does,
-        together with these instances of the term. part: what else `leave` does, when no step runs.
-        graphs_report: sentences about the graphs once they are prepared. new_ends: see WindowEdge.
-        second_lane: lane 1; None if every window has one lane. both_lanes: what captured the steps
-        of both; None if they take turns in this thread. load_experts: see
-        model.weights.load_experts, of its `held`.
-        """
-        ends = TermEnds(exchange.exchange, rings, moves)
-        super().__init__(config, ends, exchange.sent_bytes, new_ends)
-        self.selected = selected
+    def __init__(self, config: Config, startup: Startup) -> None:
+        """Everything is made; `connect` attaches it to the peers."""
+        first, *others = startup.lanes
+        ends = TermEnds(first.exchange.exchange, startup.rings, startup.moves)
+        super().__init__(config, ends, first.exchange.sent_bytes, startup.new_ends)
+        self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""
+        self._frames = frames = startup.frames
         if (slots := Slots.of(config, frames.page_bytes)) is not None:
             self.copier = PageCopier(self._instance, slots, frames.page_view, self._write_page)
             self.copier.start()
-        self._frames = frames
-        self._meet, self._part, self._graphs_report = meet, part, graphs_report
-        self._lanes = [StepLane(engine, step, exchange)]
-        if second_lane is not None:
-            second_lane.exchange.sent_bytes = exchange.sent_bytes  # one count for both
-            self._lanes.append(second_lane)
-        self._both_lanes = both_lanes
+        self._startup = startup
+        self._lanes = startup.lanes
+        for lane in others:
+            lane.exchange.sent_bytes = first.exchange.sent_bytes  # one count for both
         self.grammar_masks: GrammarMasks | None = None
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self._num_graphs: int | None = None
-        self._load_experts = load_experts
 
     @property
     def awaited(self) -> int | None:
@@ -130,7 +138,8 @@ class DecodeInstance(WindowEdge):
         Raises ExchangeTimeout if a peer does not appear, PeerLost or TermOver.
         """
         super().connect()
-        self._meet(sorted([self._instance, *self._peers]))
+        if self._startup.meeting is not None:
+            self._startup.meeting.meet(sorted([self._instance, *self._peers]))
         if self._num_graphs is None:
             self.prepare()
         assert self._num_graphs is not None
@@ -143,8 +152,8 @@ class DecodeInstance(WindowEdge):
         theirs, and run no step for one that comes. Only those with DeepEP need all peers.
         """
         engines: list[GraphEngine | PairedEngine] = [lane.engine for lane in self._lanes]
-        if self._both_lanes is not None:
-            engines[1:] = [self._both_lanes]  # lane 1 never runs alone
+        if self._startup.both_lanes is not None:
+            engines[1:] = [self._startup.both_lanes]  # lane 1 never runs alone
         self._num_graphs = sum(
             engine.prepare(
                 lambda done, total: logger.debug("graphs: %d of %d prepared", done, total)
@@ -155,13 +164,14 @@ class DecodeInstance(WindowEdge):
         for lane in self._lanes:
             lane.step.check()
             lane.step.meet(self._peers)  # forget epochs of steps that no peer has run
-        self.selected += self._graphs_report()
+        self.selected += self._startup.graphs_report()
 
     # --- terms ---
 
     def leave(self) -> None:
         """See interface.Instance.leave."""
-        self._part()
+        if self._startup.meeting is not None:
+            self._startup.meeting.part()
         self._close_tensors()
         super().leave()
 
@@ -175,7 +185,7 @@ class DecodeInstance(WindowEdge):
     def place_experts(self, table: ExpertTable) -> None:
         """See WindowEdge.place_experts."""
         began = time.monotonic()
-        num_loaded = self._load_experts(table.at(self._instance))
+        num_loaded = self._startup.load_experts(table.at(self._instance))
         for lane in self._lanes:
             lane.step.place_experts(table.seats)
         if num_loaded:
@@ -202,8 +212,8 @@ class DecodeInstance(WindowEdge):
                 self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows)
             if len(window.lanes) == 1:
                 self._lanes[0].engine.replay()
-            elif self._both_lanes is not None:
-                self._both_lanes.replay()
+            elif self._startup.both_lanes is not None:
+                self._startup.both_lanes.replay()
             else:
                 window.hidden_ns += self._run_in_turns()
             for lane in window.lanes:

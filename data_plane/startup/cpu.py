@@ -12,7 +12,7 @@ import torch
 
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
-from data_plane.instance.decode import DecodeInstance, StepLane
+from data_plane.instance.decode import DecodeInstance, Startup, StepLane
 from data_plane.instance.interface import TermEnds
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
@@ -112,19 +112,19 @@ def build_cpu_instance(
         selected.append(_fp8_choice(model.fp8_block, config.data_plane.dtype))
     if config.scheduler.has_lanes:
         selected.append(f"lanes: up to two ({config.scheduler.lanes})")
-    engine, step, tensors = new_lane(0)
     return DecodeInstance(
         config,
-        step,
-        frames,
-        engine,
-        tensors,
-        rings,
-        moves,
-        selected,
-        new_ends=new_ends,
-        second_lane=new_lane(1) if config.scheduler.has_lanes else None,
-        load_experts=lambda held: load_experts(checkpoint, model, dtype, weights, held, kernels),
+        Startup(
+            lanes=[new_lane(number) for number in range(1 + config.scheduler.has_lanes)],
+            frames=frames,
+            rings=rings,
+            moves=moves,
+            selected=selected,
+            load_experts=lambda held: load_experts(
+                checkpoint, model, dtype, weights, held, kernels
+            ),
+            new_ends=new_ends,
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.graph.engine import GraphEngine, PairedEngine
-from data_plane.instance.decode import DecodeInstance, StepLane
+from data_plane.instance.decode import DecodeInstance, Startup, StepLane
 from data_plane.instance.interface import TermEnds
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
@@ -107,31 +107,30 @@ def build_gpu_instance(
     first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
     capture: Any = (eager if data_plane.eager else CudaGraphs)(*first, *beside)
     weights_choice = weights_choice if model.fp8_block is not None else ""
-    meeting = _Meeting(config, instance, segments, lanes)
-    meet: Callable[[Sequence[int]], None] = meeting.meet
     if moe.has_deep_ep:
-        meet = _deep_ep_meeting(config, instance, segments, meeting, parts, model, placed)
+        meeting: _Meeting = _DeepEpMeeting(config, instance, segments, parts, model, placed)
+    else:
+        meeting = _Meeting(config, instance, segments, lanes)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(exchange, mailbox)
-    built = DecodeInstance(
-        config,
-        parts.step,
-        parts.frames,
-        engines[0],
-        tensors,
-        rings,
-        moves,
-        _selected(config, attention_choice, moe.sentences, weights_choice),
-        meet,
-        graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
-        new_ends=None if moe.has_deep_ep else new_ends,
-        second_lane=StepLane(engines[1], lanes[1].step, tensors) if beside else None,
-        both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
+    startup = Startup(
+        lanes=[
+            StepLane(engine, lane.step, tensors)
+            for engine, lane in zip(engines, lanes, strict=True)
+        ],
+        frames=parts.frames,
+        rings=rings,
+        moves=moves,
+        selected=_selected(config, attention_choice, moe.sentences, weights_choice),
         load_experts=lambda held: load_experts(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
-        part=meeting.part,
+        new_ends=None if moe.has_deep_ep else new_ends,
+        both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
+        graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
+        meeting=meeting,
     )
+    built = DecodeInstance(config, startup)
     if not moe.has_deep_ep:
         meeting.be_alone()
         built.prepare()
@@ -220,45 +219,48 @@ class _Meeting:
             lane.exchange.attach(memory.begin_term(seats), term)
 
 
-def _deep_ep_meeting(
-    config: Config,
-    instance: int,
-    segments: Segments,
-    meeting: _Meeting,
-    lane: GpuParts,
-    model: ModelConfig,
-    weights: GpuWeights,
-) -> Callable[[Sequence[int]], None]:
-    """Make what begins the only term of instances with DeepEP: it opens DeepEP's buffers too.
+class _DeepEpMeeting(_Meeting):
+    """What begins the only term of instances with DeepEP: it opens DeepEP's buffers too.
 
     DeepEP needs all instances in a group of torch, also while graphs are prepared.
     """
-    cluster = config.cluster
 
-    def meet(seats: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        instance: int,
+        segments: Segments,
+        lane: GpuParts,
+        model: ModelConfig,
+        weights: GpuWeights,
+    ) -> None:
+        super().__init__(config, instance, segments, [lane])
+        self._config, self._model, self._weights = config, model, weights
+        self._path = _store_path(segments)
+
+    def meet(self, seats: Sequence[int]) -> None:
+        """See _Meeting.meet."""
         import torch.distributed as dist
 
-        num, path = cluster.num_instances, _store_path(segments)
+        cluster, (lane,) = self._config.cluster, self._lanes
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(path, num),  # type: ignore[attr-defined]
-            rank=instance,
-            world_size=num,
-            timeout=timedelta(milliseconds=config.limits.start_timeout_ms),
+            store=dist.FileStore(self._path, cluster.num_instances),  # type: ignore[attr-defined]
+            rank=self._instance,
+            world_size=cluster.num_instances,
+            timeout=timedelta(milliseconds=self._config.limits.start_timeout_ms),
         )
-        meeting.meet(seats)
+        super().meet(seats)
         all_to_all = DeepEpExchange.open(
             dist.group.WORLD,
-            num_instances=num,
-            num_experts=model.num_experts,
-            hidden_size=model.hidden_size,
+            num_instances=cluster.num_instances,
+            num_experts=self._model.num_experts,
+            hidden_size=self._model.hidden_size,
             max_rows=cluster.bounds.max_rows,
         )
-        lane.step.mixture = GpuMixtures(all_to_all, model, weights)
-        if instance == 0:
-            os.unlink(path)
-
-    return meet
+        lane.step.mixture = GpuMixtures(all_to_all, self._model, self._weights)
+        if self._instance == 0:
+            os.unlink(self._path)
 
 
 def _store_path(segments: Segments) -> str:

@@ -24,10 +24,9 @@ RESUME_TIMEOUT_S = 30.0
 
 _REQUEST_ID_METADATA = "x-request-id"
 """Sent by a front end that has accepted the request."""
-_MAX_TRIES = 64
-"""Calls that fail in a row."""
 _FIRST_PAUSE_S = 0.1
-_MAX_PAUSE_S = 2.0
+_MAX_DOUBLINGS = 4
+"""A pause is at most 1.6 s."""
 
 
 class Resumption:
@@ -130,11 +129,11 @@ class Resumption:
         self._num_failures += 1
         may_go_on = error.code() is grpc.StatusCode.UNAVAILABLE and self._num_targets > 1
         is_late = now_s - self._failing_since_s > self._resume_timeout_s
-        if not may_go_on or is_late or self._num_failures > _MAX_TRIES:
+        if not may_go_on or is_late:
             raise service_error(target, error) from error
         if any(key == _REQUEST_ID_METADATA for key, _ in metadata or ()):
             self._attempt += 1
         num_rounds = self._num_failures // self._num_targets
         if not num_rounds:
             return 0.0
-        return min(_FIRST_PAUSE_S * 1.5 ** (num_rounds - 1), _MAX_PAUSE_S)
+        return _FIRST_PAUSE_S * (1 << min(num_rounds - 1, _MAX_DOUBLINGS))

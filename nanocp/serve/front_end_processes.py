@@ -13,12 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from pathlib import Path
 
 from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.remote.observations import HttpResponded
 from control_plane.frontend.remote.port import FrontEndPort, Page
-from control_plane.frontend.validation import ModelLimits
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
 from control_plane.ports.member_streams import Member
@@ -26,6 +24,7 @@ from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config
 from nanocp.serve.front_end_process import FrontEndSpec
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
+from nanocp.serve.served import Served
 from nanocp.values.plan import ClusterLoad
 
 _FIRST_PAUSE_S = 0.2
@@ -51,9 +50,7 @@ class FrontEndProcesses:
     def __init__(
         self,
         config: Config,
-        limits: ModelLimits,
-        checkpoint: Path,
-        has_tokenizer: bool,
+        served: Served,
         member_secrets: MemberSecrets,
         observer: Observer,
         http_responded: HttpResponded,
@@ -67,9 +64,7 @@ class FrontEndProcesses:
         controller_number: see Attendance.
         """
         self._config = config
-        self._limits = limits
-        self._checkpoint = checkpoint
-        self._has_tokenizer = has_tokenizer
+        self._served = served
         self._failed = failed
         self._port = FrontEndPort(
             config,
@@ -165,9 +160,9 @@ class FrontEndProcesses:
             config = replace(config, service=service)
         return FrontEndSpec(
             config,
-            self._limits,
-            self._checkpoint,
-            self._has_tokenizer,
+            self._served.limits,
+            self._served.checkpoint,
+            self._served.tokenizer is not None,
             index,
             str(member),
             self._port.secrets.issue(str(member)),

@@ -359,9 +359,7 @@ class Service:
         if service.front_end_processes:
             return FrontEndProcesses(
                 config,
-                served.limits,
-                served.checkpoint,
-                served.tokenizer is not None,
+                served,
                 self._member_secrets,
                 observer,
                 responded,

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from nanocp.client import Aborted, AsyncClient, Chunk, Client, InvalidArgument, Unavailable
+from nanocp.client.resumption import Resumption
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
@@ -184,6 +185,24 @@ def test_it_gives_up_after_the_stated_time_with_the_services_sentence(
         else:
             with Client(targets, resume_timeout_s=0.5) as client:
                 next(client.generate([1]))
+
+
+def test_it_does_not_give_up_before_the_stated_time() -> None:
+    """However often it is refused meanwhile: a service may need minutes to begin again."""
+
+    class Refused(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self) -> str:
+            return "the cluster is starting"
+
+    resumption = Resumption([1], {}, 2, resume_timeout_s=600.0)
+    pauses = [resumption.pause_s("host:1", Refused(), ()) for _ in range(5000)]
+    assert pauses == sorted(pauses) and 1 < pauses[-1] <= 2
+    late = Resumption([1], {}, 2, resume_timeout_s=-1.0)
+    with pytest.raises(Unavailable, match="the cluster is starting"):
+        late.pause_s("host:1", Refused(), ())
 
 
 def test_one_endpoint_and_other_errors_are_the_end(serve: Serve) -> None:
