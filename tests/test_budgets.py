@@ -28,7 +28,7 @@ LARGE_FOLDERS = {
 MAX_METHODS = 25
 LARGE_CLASSES = {
     "ClusterState": 36,
-    "Controller": 40,
+    "Controller": 33,
     "ExternalLoop": 26,
     "FrontEndPort": 28,
     "Members": 35,
