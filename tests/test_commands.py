@@ -95,7 +95,9 @@ def folder(tmp_path_factory):
 def service(folder):
     """What the quick start serves, without Ray, and on ports that are free."""
     (started,) = {
-        command for _, command in ALL if ran_as(command) == "starts" and "--num-frames" in command
+        command.partition("#")[0].strip()
+        for _, command in ALL
+        if ran_as(command) == "starts" and "--num-frames" in command
     }
     words = shlex.split(started, comments=True)
     number, flags = words.index("--instances"), words[3:]
