@@ -32,7 +32,7 @@ class _Unanswered:
 
 
 class Transfers:
-    """The tickets of one cluster. Used from the controller's event loop."""
+    """The tickets of one cluster. Used from the controller's thread."""
 
     def __init__(self, members: Members) -> None:
         self._members = members

@@ -13,7 +13,7 @@ from nanocp.values.plan import TargetRun
 
 
 class KeptPages:
-    """Used from the controller's event loop."""
+    """Used from the controller's thread."""
 
     def __init__(self) -> None:
         self._said: dict[Member, tuple[tuple[int, TargetRun], ...]] = {}

@@ -65,7 +65,7 @@ class _Change:
 
 
 class Seats:
-    """The seats of one cluster. Used from the controller's event loop."""
+    """The seats of one cluster. Used from the controller's thread."""
 
     def __init__(self, cluster: ClusterConfig, num_experts: int | None) -> None:
         """num_experts: of a layer, 0 for a dense model; None if every seat must always serve."""

@@ -17,7 +17,7 @@ class StartError(RuntimeError):
 
 
 class Start:
-    """Used from the controller's event loop, except `wait`."""
+    """Used from the controller's thread, except `wait`."""
 
     def __init__(self, expected: Sequence[Member], timeout_ms: int) -> None:
         """expected: every member that must be ready. timeout_ms: limits.start_timeout_ms."""

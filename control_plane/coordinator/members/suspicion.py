@@ -19,7 +19,7 @@ _GONE_MS = 1000
 
 
 class Suspicion:
-    """Whom to lose in the present term. Used from the controller's event loop."""
+    """Whom to lose in the present term. Used from the controller's thread."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Standing(Enum):
 
 
 class TermSteps(Protocol):
-    """What is done on the way from term to term. Called from the controller's event loop."""
+    """What is done on the way from term to term. Called from the controller's thread."""
 
     def ask_to_leave(self, instance: Member) -> None:
         """The term is over for this instance, which still may be in it."""
