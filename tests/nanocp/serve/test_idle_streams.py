@@ -11,8 +11,9 @@ from control_plane.ports.members_port import SERVER_OPTIONS
 from data_plane.member import controller_link, token_streams
 from nanocp.client import connection
 from nanocp.config.limits import LimitsConfig
+from nanocp.config.whole import Config
 
-FRONT_END = front_end._server_options(8192, 100)
+FRONT_END = front_end._server_options(8192, Config())
 STREAMS = {
     "member and controller": (SERVER_OPTIONS, controller_link.channel_options(LimitsConfig())),
     "client and front end": (FRONT_END, connection.CHANNEL_OPTIONS),
