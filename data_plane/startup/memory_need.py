@@ -82,6 +82,15 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     )
 
 
+def prefill_bytes(model: ModelConfig, config: Config) -> int:
+    """Bytes of the weights of an embedded prefill: one process more, with the whole model.
+
+    What it computes with comes on top: some hundred MB after long prompts.
+    """
+    shapes = stored_shapes(model, range(model.num_experts)).values()
+    return sum(map(math.prod, shapes)) * (2 if config.data_plane.dtype == "bfloat16" else 4)
+
+
 def check_memory(model: ModelConfig, config: Config, stores_bf16: bool) -> None:
     """Check what the instances of this machine need, before anything is allocated.
 

@@ -6,7 +6,6 @@ for engines that make the pages. Does not know: what starts it, gRPC, Ray.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +18,10 @@ from data_plane.connectors.fingerprint import fingerprint
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.page_bytes import token_bytes
-from data_plane.model.weights import Progress, load_weights, say_nothing, stored_shapes
+from data_plane.model.weights import Progress, load_weights, say_nothing
 from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
+from data_plane.startup.memory_need import prefill_bytes
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
@@ -58,7 +58,7 @@ def build_prefill_stage(
     """
     model, own = ModelConfig.from_folder(checkpoint), config.of_prefill_stages
     if stage == 0:
-        _refuse_too_large(config, model, torch_dtype(config))
+        _refuse_too_large(config, model)
     most = even_split(model.num_layers, config.prefill.stages)[0]
     own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
     max_in_flight = prompt_passes(config.prefill.stages)
@@ -101,14 +101,13 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     )
 
 
-def _refuse_too_large(config: Config, model: ModelConfig, dtype: torch.dtype) -> None:
+def _refuse_too_large(config: Config, model: ModelConfig) -> None:
     """Raise ValueError if the model does not fit: the system would kill the process half-way.
 
     It is compared with the memory that is free now. Instances share the rest: each loads its own
     experts, and all of attention.
     """
-    shapes = stored_shapes(model, range(model.num_experts)).values()
-    needed = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    needed = prefill_bytes(model, config)
     available = psutil.virtual_memory().available
     if needed > available:
         raise ValueError(

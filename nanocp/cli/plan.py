@@ -136,7 +136,7 @@ def _report(
     folder: Path, model: ModelConfig, config: Config, name: str, memory_gb: float | None
 ) -> bool:
     """Print the table; return whether the model fits."""
-    from data_plane.startup.memory_need import keeps_bf16, memory_need
+    from data_plane.startup.memory_need import keeps_bf16, memory_need, prefill_bytes
     from nanocp.values.experts import num_slots
 
     stores_bf16 = _stores_bf16(folder, model)
@@ -184,6 +184,9 @@ def _report(
         f"model was made for {model.max_len:,}: such a request needs "
         f"{-(-model.max_len // max(tokens, 1))} of {num_instances} instances at least."
     )
+    if name == _CPU:
+        prefill = prefill_bytes(model, config) / _GB
+        typer.echo(f"Beside them the prefill has the whole model: {prefill:.2f} GB and more.")
     typer.echo(_weights(folder, model))
     return True
 

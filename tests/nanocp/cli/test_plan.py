@@ -151,6 +151,15 @@ def test_the_weights_take_what_was_said(tmp_path, preset):
     assert memory_need(model, lanes, stores_bf16=False).exchange == 2 * need.exchange
 
 
+def test_on_a_cpu_the_prefill_beside_the_instances_is_counted(tmp_path):
+    make_checkpoint(tmp_path, "tiny")
+    result = plan(tmp_path, "--instances", 2, "--memory-gb", 2)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) / 1e9
+    said = re.search(r"the prefill has the whole model: ([\d.]+) GB and more", result.output)
+    assert float(said[1]) == pytest.approx(size, abs=0.006), result.output
+    assert "the prefill" not in plan(tmp_path, "--layout", "pipeline", "--memory-gb", 2).output
+
+
 def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):
     make_checkpoint(tmp_path, "tiny")
     result = plan(tmp_path, "--layout", "pipeline", "--instances", 3, "--memory-gb", 2)
