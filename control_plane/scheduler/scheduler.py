@@ -155,9 +155,11 @@ class Scheduler(Readings):
             self._place_waiting()
         if issues:
             rows.start_runnable()
-            self._break_deadlock()
+            self._break_deadlock(rows.is_stopped)
             if not is_ending:
                 self._start_moves()
+                # Rows that were stopped to move, and have no room where they should go.
+                self._break_deadlock(rows.is_at_rest)
                 self.offload.plan()
             # The last window of a term brings all tables up to date.
             if rows.num_running or is_last:
@@ -413,13 +415,13 @@ class Scheduler(Readings):
 
     # --- at a window's edge
 
-    def _break_deadlock(self) -> None:
+    def _break_deadlock(self, is_possible: Callable[[], bool]) -> None:
         """Preempt rows until one can go on, if all are parked and nothing else will free a frame.
 
         The newest row of the lowest class goes first. No window is in flight, so no row can have
         stopped meanwhile, and its position is known.
         """
-        while self._rows.is_stopped and not (self._quarantine or self._tickets or self._held):
+        while is_possible() and not (self._quarantine or self._tickets or self._held):
             newest = self._state.requests[self._rows.parked[-1][1]]
             self._preempt(newest, newest.position + 1)
             self._rows.unpark()

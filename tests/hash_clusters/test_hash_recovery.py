@@ -5,6 +5,7 @@
 
 import pytest
 
+from harness import hash_cluster
 from harness.hash_failover import FailoverCluster
 from harness.hash_parts import offloading_config
 from harness.hash_recovery_seeds import play, play_failovers
@@ -43,6 +44,13 @@ def test_the_play_meets_what_it_is_for():
 @pytest.mark.parametrize("seed", [50000, 50002, 50003, 50004, 50007, 50018, 50053])
 def test_a_seed_that_sees_planted_faults_is_right_without_them(seed):
     """Each is the first from 50000 on that sees some of the mutants (tests/mutants)."""
+    make_cluster(seed).play()
+
+
+@pytest.mark.parametrize("seed", [403, 460])
+def test_a_row_without_room_where_it_should_move_comes_back_later(seed, monkeypatch):
+    """Its seat leaves, and the seats that stay have no frame: once it waited for ever."""
+    monkeypatch.setattr(hash_cluster, "MAX_TURNS", 150_000)
     make_cluster(seed).play()
 
 

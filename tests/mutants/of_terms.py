@@ -187,6 +187,14 @@ OF_TERMS = [
         tests=(SEATS,),
     ),
     Mutant(
+        name="stopped-for-ever",
+        why="a row that was stopped to move, and has no room where it should go, waits for ever",
+        path="control_plane/scheduler/scheduler.py",
+        text="self._break_deadlock(rows.is_at_rest)",
+        fault="pass",
+        tests=("tests/hash_clusters/test_hash_recovery.py", "-k", "without_room and 403"),
+    ),
+    Mutant(
         name="two-for-a-seat",
         why="a seat whose process is coming gets another one",
         path="control_plane/coordinator/members/seat_changes.py",
