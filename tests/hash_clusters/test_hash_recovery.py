@@ -49,7 +49,7 @@ def test_a_seed_that_sees_planted_faults_is_right_without_them(seed):
 
 @pytest.mark.parametrize("seed", [403, 460])
 def test_a_row_without_room_where_it_should_move_comes_back_later(seed, monkeypatch):
-    """Its seat leaves, and the seats that stay have no frame: once it waited for ever."""
+    """The seat of its pages leaves, and those that stay have no frame: once it waited for ever."""
     monkeypatch.setattr(hash_cluster, "MAX_TURNS", 150_000)
     make_cluster(seed).play()
 
