@@ -35,7 +35,10 @@ def test_four_actors_serve_and_nothing_is_left():
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait(60) == 0, serve.lines
         assert_nothing_is_left(processes, segments)
-        assert len(serve.lines) <= 12, serve.lines
+        # A machine that is busy takes long enough for lines that come every few seconds.
+        at_once = [line for line in serve.lines if " INFO load" not in line]
+        at_once = [line for line in at_once if not line.startswith("draining")]
+        assert len(at_once) <= 12, serve.lines
 
 
 @pytest.mark.parametrize(
