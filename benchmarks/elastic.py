@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from chaos_in_process import Disturbed, play_in_process
 from machine import describe, write_results
 from service import checkpoint_of
 
@@ -39,7 +40,6 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_experts
 from data_plane.startup.cpu import load_shared_weights
 from data_plane.startup.shared_parts import torch_dtype
-from harness.chaos_in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.run import ChaosRun

@@ -24,11 +24,11 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from chaos_in_process import Disturbed, play_in_process
 from machine import describe, write_results
 from rich.console import Console
 from service import checkpoint_of
 
-from harness.chaos_in_process import Disturbed, play_in_process
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss

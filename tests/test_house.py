@@ -165,3 +165,11 @@ def test_readme_paths_exist():
         (ROOT / "README.md").read_text(),
     ):
         assert (ROOT / path).exists(), path
+
+
+def test_a_benchmark_that_needs_the_tests_harness_says_so():
+    """The command in its first lines must find what it imports."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        text = path.read_text()
+        if re.search(r"^(from|import) harness", text, re.M) and "__main__" in text:
+            assert re.search(r"PYTHONPATH=\S*tests python", ast.get_docstring(tree_of(path))), path
