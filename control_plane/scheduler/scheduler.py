@@ -155,11 +155,10 @@ class Scheduler(Readings):
             self._place_waiting()
         if issues:
             rows.start_runnable()
-            self._break_deadlock(rows.is_stopped)
+            self._break_deadlock()
             if not is_ending:
                 self._start_moves()
-                # Rows that were stopped to move, and have no room where they should go.
-                self._break_deadlock(rows.is_at_rest)
+                self._break_deadlock(by_moving=True)
                 self.offload.plan()
             # The last window of a term brings all tables up to date.
             if rows.num_running or is_last:
@@ -415,16 +414,22 @@ class Scheduler(Readings):
 
     # --- at a window's edge
 
-    def _break_deadlock(self, is_possible: Callable[[], bool]) -> None:
+    def _break_deadlock(self, by_moving: bool = False) -> None:
         """Preempt rows until one can go on, if all are parked and nothing else will free a frame.
 
         The newest row of the lowest class goes first. No window is in flight, so no row can have
-        stopped meanwhile, and its position is known.
+        stopped meanwhile, and its position is known. by_moving: all may have been stopped to move,
+        and none has room for it; then until one can move.
         """
-        while is_possible() and not (self._quarantine or self._tickets or self._held):
-            newest = self._state.requests[self._rows.parked[-1][1]]
+        rows = self._rows
+        while rows.is_at_rest if by_moving else rows.is_stopped:
+            if self._quarantine or self._tickets or self._held:
+                break
+            newest = self._state.requests[rows.parked[-1][1]]
             self._preempt(newest, newest.position + 1)
-            self._rows.unpark()
+            rows.unpark()
+            if by_moving:
+                self._start_moves()
 
     # --- page moves (4: re-levelling without a pause)
 

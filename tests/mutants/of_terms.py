@@ -190,7 +190,7 @@ OF_TERMS = [
         name="stopped-for-ever",
         why="a row that was stopped to move, and has no room where it should go, waits for ever",
         path="control_plane/scheduler/scheduler.py",
-        text="self._break_deadlock(rows.is_at_rest)",
+        text="self._break_deadlock(by_moving=True)",
         fault="pass",
         tests=("tests/hash_clusters/test_hash_recovery.py", "-k", "without_room and 403"),
     ),

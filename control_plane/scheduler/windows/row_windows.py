@@ -174,16 +174,18 @@ class RowWindows:
             self._park(request)
         self.stopped.add(request.request_id)
 
+    @property
     def is_at_rest(self) -> bool:
         """Whether rows are parked, and none is in any window."""
         return bool(self.parked) and not self.num_running and not self.in_flight
 
+    @property
     def is_stopped(self) -> bool:
         """Whether rows are parked and nothing in any window can free a frame for them.
 
         Those that were stopped until their pages have moved do not count.
         """
-        return self.is_at_rest() and len(self.parked) > len(self.stopped)
+        return self.is_at_rest and len(self.parked) > len(self.stopped)
 
     # --- pages ahead
 
