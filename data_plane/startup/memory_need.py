@@ -15,7 +15,7 @@ import psutil
 
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import page_bytes
+from data_plane.model.page_bytes import item_bytes, page_bytes
 from data_plane.model.weights import (
     embedding_shapes,
     head_shapes,
@@ -59,11 +59,11 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     """
     num_instances, data_plane = config.cluster.num_instances, config.data_plane
     redundant = config.cluster.redundant_experts
-    item_bytes = 2 if data_plane.dtype == "bfloat16" else 4
-    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else item_bytes
+    each = item_bytes(config)
+    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
     experts = range(model.num_experts and num_slots(model.num_experts, num_instances, redundant))
-    other = _bytes(stored_shapes(model, range(0)), item_bytes, matrix_bytes)
-    of_experts = _bytes(stored_shapes(model, experts), item_bytes, matrix_bytes) - other
+    other = _bytes(stored_shapes(model, range(0)), each, matrix_bytes)
+    of_experts = _bytes(stored_shapes(model, experts), each, matrix_bytes) - other
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
         other += model.vocab_size * model.hidden_size * matrix_bytes
@@ -87,8 +87,8 @@ def prefill_bytes(model: ModelConfig, config: Config) -> int:
 
     What it computes with comes on top: some hundred MB after long prompts.
     """
-    shapes = stored_shapes(model, range(model.num_experts)).values()
-    return sum(map(math.prod, shapes)) * (2 if config.data_plane.dtype == "bfloat16" else 4)
+    each = item_bytes(config)
+    return _bytes(stored_shapes(model, range(model.num_experts)), each, each)
 
 
 def check_memory(model: ModelConfig, config: Config, stores_bf16: bool) -> None:
@@ -128,18 +128,18 @@ def stage_needs(model: ModelConfig, config: Config, stores_bf16: bool) -> list[S
     stores_bf16: see memory_need. Raises ValueError if stages and layers do not fit.
     """
     pipeline = PipelineConfig.of(config, model.num_layers)
-    item_bytes = 2 if config.data_plane.dtype == "bfloat16" else 4
-    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else item_bytes
-    pass_bytes = pipeline.max_pass_tokens * model.hidden_size * item_bytes
+    each = item_bytes(config)
+    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
+    pass_bytes = pipeline.max_pass_tokens * model.hidden_size * each
     frame_bytes = page_bytes(model, config) // model.num_layers
     needs, last = [], pipeline.num_stages - 1
     for stage, count in enumerate(pipeline.first_split):
         shapes = embedding_shapes(model) if stage == 0 else {}
         for layer in layers_of(pipeline.first_split, stage):
             shapes |= layer_shapes(model, layer, range(model.num_experts))
-        weights = _bytes(shapes, item_bytes, matrix_bytes)
+        weights = _bytes(shapes, each, matrix_bytes)
         if stage == last:
-            weights += _bytes(head_shapes(model), item_bytes, matrix_bytes)
+            weights += _bytes(head_shapes(model), each, matrix_bytes)
         rings = last * RING_FRAMES * frame_bytes
         if stage:
             rings += places_of(pipeline.num_stages) * pass_bytes

@@ -41,7 +41,7 @@ class Config:
     kv_offload: KvOffloadConfig = field(default_factory=KvOffloadConfig)
 
     def __post_init__(self) -> None:
-        for sentence in _refusals(self):
+        if sentence := next(_refusals(self), ""):
             raise ValueError(sentence)
 
     @property

@@ -1,7 +1,7 @@
 """Members that have a stream: where each is, and what goes down to it.
 
 Enters: members that dial, messages, members that are lost or let go. Leaves: messages and ends of
-streams in an `MembersOutput`. Does not know: streams, what a message means.
+streams in a `MembersOutput`. Does not know: streams, what a message means.
 """
 
 from __future__ import annotations

@@ -204,9 +204,8 @@ class Members:
                 return
         if member.instance is not None and member not in self.terms.seats:
             if self.start.has_succeeded and not self.terms.is_serving:
-                self._output.events.append(
-                    InstanceLost(member.instance)
-                )  # It may have left with pages.
+                # It may have left with pages.
+                self._output.events.append(InstanceLost(member.instance))
             self.changes.newcomer_lost(member, message)
             return
         self._last_loss = message

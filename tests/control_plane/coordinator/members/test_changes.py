@@ -8,6 +8,19 @@ from nanocp.values.members import Left
 from nanocp.values.plan import SeatsWanted
 
 
+def drained():
+    """A cluster whose second instance has left in order, and whose first serves alone."""
+    cluster = running(synthetic_kv=True)
+    cluster.members._seats.fewest = 1
+    change = cluster.want([0], "a test")
+    cluster.settled()
+    for instance in (FIRST, SECOND):
+        cluster.say(instance, 1, Left())
+    cluster.ready(FIRST, term=2)
+    change.result(0)
+    return cluster
+
+
 def test_a_change_to_the_seats_that_serve_ends_at_once():
     cluster = running(synthetic_kv=True)
     for _ in range(2):
@@ -53,14 +66,7 @@ def test_a_seat_that_leaves_and_is_lost_gets_no_other_process():
 
 
 def test_a_process_that_comes_for_an_undone_change_is_let_go():
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
-    change = cluster.want([0], "a test")
-    cluster.settled()
-    for instance in (FIRST, SECOND):
-        cluster.say(instance, 1, Left())
-    cluster.ready(FIRST, term=2)
-    change.result(0)
+    cluster = drained()
     change = cluster.want([0, 1], "a test")
     cluster.until_replaced(SECOND, 2, 3)
     cluster.undo()
@@ -90,14 +96,7 @@ def test_a_seat_that_is_asked_for_while_its_process_comes_gets_no_second_one():
 
 
 def test_more_seats_than_there_is_room_for_are_refused_by_name_and_nothing_changes():
-    cluster = running(synthetic_kv=True)
-    cluster.members._seats.fewest = 1
-    change = cluster.want([0], "a test")
-    cluster.settled()
-    for member in (FIRST, SECOND):
-        cluster.say(member, 1, Left())
-    cluster.ready(FIRST, term=2)
-    change.result(0)
+    cluster = drained()
     cluster.facts.obstacle = "needed are 9.0 MiB of /dev/shm, which has 1.0 MiB free"
     with pytest.raises(RuntimeError, match=r"9\.0 MiB of /dev/shm.*; the cluster is as it was"):
         cluster.want([0, 1], "a test").result(0)
@@ -106,5 +105,5 @@ def test_more_seats_than_there_is_room_for_are_refused_by_name_and_nothing_chang
     assert not cluster.members.replacements.is_coming(SECOND)
     assert cluster.want([0], "a test").done(), "no process is to come"
     cluster.facts.obstacle = ""
-    change = cluster.want([0, 1], "a test")
+    cluster.want([0, 1], "a test")
     assert cluster.members.replacements.is_coming(SECOND)
