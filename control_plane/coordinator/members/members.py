@@ -40,8 +40,6 @@ from nanocp.values.plan import ClusterLost, InstanceLost, Regrouped, TermEnded, 
 from nanocp.wire.members import ToMember
 from nanocp.wire.v1 import cluster_pb2 as pb
 
-_LAST_WORD_S = 2.0
-"""Longest wait at the start for how a process ended whose stream has ended."""
 _TICKETS_OF_A_TERM = 1_000_000
 """More than one has: the number of a term gives what no ticket of an earlier controller is over."""
 
@@ -175,7 +173,6 @@ class Members:
     def exited(self, member: Member, number: int, message: str) -> None:
         """The process of this number has ended, expected or not."""
         if self.replacements.is_latest(member, number):
-            self._deadlines.met(f"last word of {member}")
             self.lose(member, f"{member}: {message}", "exit")
             message = ""
         self.replacements.exited(member, number, message)
@@ -430,11 +427,10 @@ class Members:
 
         says_why: False where how the process ends says more than the message.
         """
-        if member is not None and (says_why or self._goes_on or self.leaving is not None):
+        if member is not None and (says_why or self._goes_on):
             self.lose(member, message, "stream")
         elif member is not None:
-            lose = partial(self.lose, member, message, "stream")
-            self._deadlines.start(f"last word of {member}", _LAST_WORD_S * 1000, lose)
+            self.replacements.await_end(member, partial(self.lose, member, message, "stream"))
         elif self._goes_on:
             # Its process ends, which is noticed too.
             self._output.warn(message)
