@@ -19,7 +19,7 @@ from nanocp.values.members import Failure, Hello, Left, Peer, Ready
 from nanocp.values.plan import InstanceLost, TargetRun, TermEnded, Transfer, WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def in_a_loop(test):
