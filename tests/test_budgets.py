@@ -28,12 +28,9 @@ LARGE_FOLDERS = {
 MAX_METHODS = 25
 LARGE_CLASSES = {
     "ClusterState": 36,
-    "Controller": 33,
     "ExternalLoop": 26,
     "FrontEndPort": 28,
     "Members": 35,
-    "PipelineScheduler": 34,
-    "Scheduler": 31,
 }
 MAX_PARAMETERS = 8
 LONG_SIGNATURES = {

@@ -7,7 +7,7 @@ is watched. The rest of the controller sees the pipeline as one instance, whose 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import Member, Report
 from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent, layers_of
-from nanocp.values.plan import ClusterLost, Event, Plan, Regrouped, WindowDone
+from nanocp.values.plan import ClusterLost, Plan, Regrouped, WindowDone
 from nanocp.values.table import InstanceTable
 from nanocp.wire import passes
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -82,7 +82,7 @@ class PipelineFlights:
         self._answer_operator()
         return plan
 
-    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
+    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> tuple[()]:
         """See Flights. Layers move before the pass; the first stage gets the prompts.
 
         The last one gets those whose log probabilities it reports.
@@ -147,7 +147,10 @@ class PipelineFlights:
     # --- an operator's layout
 
     def want_layout(self, split: tuple[int, ...]) -> Future[None]:
-        """See Flights."""
+        """Let layers move to another layout of stages; done when every stage has reported it.
+
+        The scheduler hears of it by LayoutWanted. Raises ValueError saying why they cannot.
+        """
         if self._asked is not None and not self._asked[1].done():
             raise ValueError("another layout is asked for already; ask again later")
         if obstacle := self.scheduler.layouts.obstacle(split):
@@ -178,7 +181,7 @@ class PipelineFlights:
         self._asked = None
 
     def stages(self) -> list[dict[str, Any]]:
-        """See Flights."""
+        """For each stage, its layers and what it does."""
         layouts, stages = self.scheduler.layouts, []
         for stage, report in enumerate(self._reports):
             layers = layers_of(layouts.places.split, stage)
@@ -198,17 +201,7 @@ class PipelineFlights:
             )
         return stages
 
-    # --- what a pipeline has not
-
-    @property
-    def num_prefilling(self) -> int:
-        """See Flights: prompts are computed in passes, without tickets."""
-        return 0
-
-    @property
-    def num_pages_awaited(self) -> int:
-        """See Flights."""
-        return 0
+    # --- terms
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
         """See Flights: every stage is as at the start, and passes count from 0 again."""
@@ -220,13 +213,6 @@ class PipelineFlights:
         self._is_between_terms = True
         self._after_rest.clear()
         self._unmoved.clear()
-
-    def prefill_arrived(self) -> None:
-        """See Flights: a pipeline has no prefill."""
-
-    def prefill_lost(self) -> Iterable[Event]:
-        """See Flights."""
-        return ()
 
     def check(self) -> None:
         """See Flights."""
