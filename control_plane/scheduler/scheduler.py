@@ -190,7 +190,7 @@ class Scheduler(Readings):
         if arrival.request_id in admission.queue:
             admission.queue.replace(arrival)
             return
-        if request is not None and arrival.attempt <= request.attempt:
+        if request is not None and arrival.attempt <= request.arrival.attempt:
             return
         if again := self._held.begin_attempt(request, arrival):
             self._rows.come_back(again)
@@ -236,7 +236,7 @@ class Scheduler(Readings):
         request = self._tickets.owner(event.ticket)
         self.offload.missed(event)
         if request is not None:
-            self._preempt(request, request.prompt_len)
+            self._preempt(request, request.arrival.prompt_len)
 
     def _transfer_fenced(self, event: TransferFenced | TransferDone) -> None:
         self.offload.answered(event)

@@ -229,7 +229,7 @@ class Controller:
         """See controller_interface.ControllerInterface."""
         limit = self._config.scheduler.max_queued_requests
         with self._lock:
-            is_full = self._num_queued >= limit and not submission.resumes
+            is_full = self._num_queued >= limit and not submission.arrival.resumes
             self._num_queued += not is_full
         if is_full:
             message = f"max_queued_requests ({limit}) requests wait for the controller itself"
@@ -255,9 +255,9 @@ class Controller:
         with self._lock:
             self._num_queued -= 1
         self._submitted[submission.request_id] = submission
-        if submission.attempt:
+        if submission.arrival.attempt:
             self._metrics.recovery.submitted_again()
-        self._happened(submission.arrival(_now_us()))
+        self._happened(submission.event(_now_us()))
 
     # --- the loop ---
 
@@ -323,7 +323,8 @@ class Controller:
             if submission is not None:
                 self._metrics.scheduling.placed(placement.cp_degree)
                 num_cached = self._flights.num_cached(submission, plan)
-                self._metrics.recovery.placed(submission.attempt, submission.prompt_len, num_cached)
+                arrival = submission.arrival
+                self._metrics.recovery.placed(arrival.attempt, arrival.prompt_len, num_cached)
                 self._front_end.placed(placement, num_cached)
             else:
                 self._metrics.scheduling.binding_changed()

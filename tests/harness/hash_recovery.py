@@ -108,9 +108,9 @@ class RecoveringCluster(RegroupingCluster):
     def submit(self, submission: Submission) -> None:
         """See controller_interface.ControllerInterface."""
         request_id = submission.request_id
-        self.events.append(submission.arrival(self.now_us))
+        self.events.append(submission.event(self.now_us))
         self.known_ids[request_id] = list(submission.prompt_ids)
-        if submission.attempt:
+        if submission.arrival.attempt:
             self.num_attempts += 1
             stream = self.streams[request_id]
             self.expected[request_id] = Expected(

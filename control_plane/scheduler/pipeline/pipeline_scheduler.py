@@ -229,7 +229,7 @@ class PipelineScheduler:
             admission.queue.replace(arrival)
             return
         if row is not None:
-            if arrival.attempt <= row.request.attempt:
+            if arrival.attempt <= row.request.arrival.attempt:
                 return
             self._release(arrival.request_id)
         admission.come_back(arrival, self._now_us)
@@ -273,7 +273,7 @@ class PipelineScheduler:
         if self._lost_some and self.num_in_flight:
             self._admission.first_windows.lost(self._prompts_in.keys())
         for row in rows.values():
-            self.fair_share.row_stops(row.request.tenant)
+            self.fair_share.row_stops(row.request.arrival)
         rows.clear()
         sharing = self.prefix_sharing
         self._begin_term()
@@ -315,7 +315,7 @@ class PipelineScheduler:
         runs ahead, must not see the frames written again.
         """
         row = self._rows.by_id.pop(request_id)
-        self.fair_share.row_stops(row.request.tenant)
+        self.fair_share.row_stops(row.request.arrival)
         self._starved.pop(request_id, None)
         request = row.request
         if request.is_started:
@@ -354,7 +354,7 @@ class PipelineScheduler:
                 self.layouts.places.write(run.frame, run.num_pages)
         row = PassRow(request, request.num_shared * PAGE_SIZE, sampler_work=arrival.sampler_work)
         self._rows.by_id[request.request_id] = row
-        self.fair_share.row_starts(request.tenant)
+        self.fair_share.row_starts(request.arrival)
         return True
 
     # --- passes
@@ -401,7 +401,7 @@ class PipelineScheduler:
         if not self._starved or self.num_in_flight:
             return False
         rows = [self._rows.by_id[request_id].request for request_id in self._starved]
-        newest = max(rows, key=lambda request: (request.priority, request.request_id))
+        newest = max(rows, key=lambda request: request.order)
         num_tokens = self._rows.by_id[newest.request_id].next + 1
         self._answer.preempted.append(Preempted(newest.request_id, num_tokens))
         self._release(newest.request_id)
@@ -422,10 +422,10 @@ class PipelineScheduler:
             row = by_id[span.request_id]
             # Stages run passes in their order: who is planned later reads what this one writes.
             self.prefix_sharing.written(row.request, row.next)
-            if span.first < row.request.prompt_len:
+            if span.first < row.request.arrival.prompt_len:
                 self._prompts_in[span.request_id] = number
             if span.samples:
-                self.fair_share.generated(row.request.tenant, 1)
+                self.fair_share.generated(row.request.arrival, 1)
             if row.is_planned:
                 self._release(span.request_id)
         self._next_pass += 1

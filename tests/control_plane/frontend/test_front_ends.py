@@ -165,7 +165,7 @@ def test_ports_follow_each_other_and_callbacks_find_the_owner() -> None:
         calls.append(client.generate([5], max_tokens=1))
         submissions.append(controller.next_submission())
     assert [submission.request_id for submission in submissions] == [1, 2, 3]
-    members_addresses = [decode_row_input(each.row_start).front_end for each in submissions]
+    members_addresses = [decode_row_input(each.arrival.row_start).front_end for each in submissions]
     assert not set(members_addresses) & set(addresses)
     instance = FakeMember(Member("instance", 7), members_addresses[1])
     front_ends.placed(Placement(2, 7, 1, ((0, 7),)))
