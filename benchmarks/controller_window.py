@@ -44,7 +44,7 @@ from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
 from nanocp.values.members import Member
-from nanocp.values.plan import Placement
+from nanocp.values.plan import Arrival, Placement
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 WINDOW_MS = {45: 42.0, 256: 185.0}
@@ -189,7 +189,7 @@ def _submissions(point: SizedCluster, max_model_len: int) -> Iterator[tuple[floa
     workload = Workload("issue-1", rate, steady_tpot_us=point.window_us)
     for number, request in enumerate(workload.requests(max_model_len), start=1):
         length = request.prompt_len
-        submission = Submission(number, range(length), length, request.output_len, b"")
+        submission = Submission(Arrival(number, length, request.output_len), range(length))
         yield request.arrival_us / 1e6, submission
 
 

@@ -34,7 +34,7 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tls import server_credentials
 from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
-from control_plane.observe.observer import Observer, Unobserved
+from control_plane.observe.observer import Observer
 from control_plane.ports import members_port
 from control_plane.ports.addresses import advertised_host, join
 from control_plane.ports.members_port import MemberSecrets
@@ -73,7 +73,7 @@ class FrontEnd:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         member_secrets: MemberSecrets,
-        observer: Observer | None = None,
+        observer: Observer,
         http: HttpServer | None = None,
         index: int = 0,
         is_remote: bool = False,
@@ -88,7 +88,7 @@ class FrontEnd:
         self._tokenizer = tokenizer
         self._limits = limits
         self._member_secrets = member_secrets
-        self._observer = observer or Unobserved()
+        self._observer = observer
         self._http = http
         self.http_address = ""
         """host:port of the HTTP API, once started; empty without HTTP."""

@@ -294,23 +294,12 @@ class ClientStreams:
             stream.attempt,
             *(page_state(known_ids, hashes) if self._hashes_output else ()),
         )
-        num_left = stream.params.max_tokens - len(stream.output_ids)
         submission = Submission(
-            stream.request_id,
+            stream.arrival(encode_row_input(row), () if is_asking else hashes),
             known_ids,
-            len(known_ids),
-            num_left,
-            encode_row_input(row),
-            stream.origin.priority,
             queue_timeout_us,
-            resumes=stream.was_preempted,
-            front_end=self._front_end,
-            prompt_logprobs=stream.num_top if is_asking else None,
-            page_hashes=() if is_asking else hashes,
-            attempt=stream.attempt,
-            client_id=stream.client_id,
-            tenant=stream.origin.tenant,
-            sampler_work=int(stream.params.work),
+            self._front_end,
+            stream.num_top if is_asking else None,
         )
         self._connected_controller.submit(submission)
 

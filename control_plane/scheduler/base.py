@@ -145,7 +145,7 @@ class SchedulerBase(ABC):
             admission.queue.replace(arrival)
             return
         request = self._state.requests.get(arrival.request_id)
-        if request is not None and arrival.attempt <= request.attempt:
+        if request is not None and arrival.attempt <= request.arrival.attempt:
             return
         if self._goes_on(request, arrival):
             return

@@ -49,7 +49,7 @@ class FakeController:
         self.aborts: queue.Queue[int] = queue.Queue()
 
     def submit(self, submission: Submission) -> None:
-        self.placed(Placement(submission.request_id, 0, submission.prompt_len, ()))
+        self.placed(Placement(submission.request_id, 0, submission.arrival.prompt_len, ()))
         self.submissions.put(submission)
 
     def abort(self, request_id: int) -> None:

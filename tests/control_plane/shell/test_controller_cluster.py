@@ -28,6 +28,7 @@ from harness.service_recovery import until
 from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.simulator.replay import replay
 from nanocp.values.members import PREFILL, Member
+from nanocp.values.plan import Arrival
 
 END_S = 15.0
 """All streams have ended this long after an instance is lost (protocol.md, bounded waits):
@@ -267,7 +268,7 @@ def test_submissions_that_the_controller_has_not_taken_are_bounded():
         go_on = threading.Event()
         controller._loop.call_soon_threadsafe(go_on.wait, 20)
         for request_id in range(1001, 1006):
-            controller.submit(Submission(request_id, [1, 2], 2, 1, b""))
+            controller.submit(Submission(Arrival(request_id, 2, 1), [1, 2]))
         label = {"reason": "max_queued_requests"}
         assert (
             service.metrics.registry.get_sample_value("nanocp:admission_rejections_total", label)

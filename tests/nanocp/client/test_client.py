@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from harness import sync_client
 from harness.scripted_service import CHUNKS, WAIT_S, ScriptedService
 from nanocp import client as nanocp_client
 from nanocp.client import AsyncClient, Client, ServiceError
@@ -234,3 +235,13 @@ def test_the_client_imports_nothing_heavy() -> None:
         "assert not {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_the_client_for_threads_is_what_the_one_for_event_loops_says() -> None:
+    assert sync_client.TARGET.read_text() == sync_client.generated(), "run `make client`"
+
+
+def test_a_pattern_of_the_table_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sync_client.REPLACED, "no such word", "")
+    with pytest.raises(ValueError, match=r"'no such word' is nowhere in async_client\.py"):
+        sync_client.generated()
