@@ -24,7 +24,7 @@ _DRAIN_REPORT_S = 5.0
 """Time between two reports of a drain."""
 
 
-class FrontEnds:
+class FrontEnds(ControllerEvents):
     """service.front_ends front ends, with the methods of one.
 
     Request id r belongs to number (r - 1) % front_ends.
@@ -66,18 +66,18 @@ class FrontEnds:
     def open(
         self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
     ) -> None:
-        """See FrontEnd.open."""
+        """Accept requests: the cluster is ready. load: what is decided for each instance now."""
         addresses = [front_end.address for front_end in self._front_ends]
         for front_end in self._front_ends:
             front_end.open(controller, load, addresses)
 
     @property
     def num_open(self) -> int:
-        """See FrontEnd.num_open."""
+        """Choices that have not ended, or that a client still reads."""
         return sum(front_end.num_open for front_end in self._front_ends)
 
     def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
-        """See FrontEnd.drain. All front ends drain at the same time.
+        """Refuse new requests and wait for the open ones, in all front ends at the same time.
 
         `report` is called now and then with the number of open requests and the time left, s.
         """
@@ -96,30 +96,25 @@ class FrontEnds:
         return all(ended)
 
     def stop(self, reason: str) -> None:
-        """See FrontEnd.stop."""
+        """End every open request with UNAVAILABLE and the reason, and close the ports."""
         for front_end in self._front_ends:
             front_end.stop(reason)
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """See ControllerEvents."""
         self._owner(placement.request_id).placed(placement, num_cached)
 
     def preempted(self, preempted: Preempted) -> None:
-        """See ControllerEvents."""
         self._owner(preempted.request_id).preempted(preempted)
 
     def interrupted(self) -> int:
-        """See ControllerEvents."""
         for front_end in self._front_ends:
             front_end.interrupted()
         return len(self._front_ends)
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """See ControllerEvents."""
         self._owner(request_id).tokens_lost(request_id, sentence)
 
     def ended(self, ended: Ended) -> None:
-        """See ControllerEvents."""
         self._owner(ended.request_id).ended(ended)
 
     def _owner(self, request_id: int) -> FrontEnd:

@@ -36,7 +36,7 @@ class EndedRequest:
     endpoint: str = ""
     """What the client called."""
     tenant: str = ""
-    """See `Arrival.tenant`."""
+    """Whose request it is; empty if nobody says."""
     moe_binding: int | None = None
     """The latest MoE binding; None if it was never placed."""
     cp_degree: int | None = None

@@ -133,7 +133,7 @@ class TracedObserver:
         self.on_request_over = observer.on_request_over
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
-        """See Observer."""
+        """A request ended; it becomes a span too."""
         self._observer.on_finished(reason, times)
         self._tracing.ended(reason, times)
 

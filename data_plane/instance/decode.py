@@ -88,9 +88,9 @@ class Startup:
     selected: list[str]
     """What was selected and why, one sentence each."""
     load_experts: Callable[[Mapping[int, int]], int]
-    """See model.weights.load_experts, of its `held`."""
+    """Lets the weights hold these experts (slot -> expert) alone; returns how many it read."""
     new_ends: Callable[[], TermEnds] | None
-    """See WindowEdge."""
+    """Makes what is shared with others in another term; None: there is one term only."""
     both_lanes: PairedEngine | None = None
     """What captured the steps of both lanes; None if they take turns in the instance's thread."""
     graphs_report: Callable[[], list[str]] = list
@@ -128,7 +128,6 @@ class DecodeInstance(WindowEdge):
 
     @property
     def awaited(self) -> int | None:
-        """See instance_runner.ClusterInstance.awaited."""
         of_steps = (lane.step.awaited for lane in self._lanes)
         return next((peer for peer in of_steps if peer is not None), super().awaited)
 
@@ -169,21 +168,18 @@ class DecodeInstance(WindowEdge):
     # --- terms ---
 
     def leave(self) -> None:
-        """See interface.Instance.leave."""
         if self._startup.meeting is not None:
             self._startup.meeting.part()
         self._close_tensors()
         super().leave()
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
-        """See interface.Instance.join."""
         super().join(ends, start)
         for lane in self._lanes:
             lane.exchange.begin_term(ends.exchange)
             lane.step.meet(self._peers)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """See WindowEdge.place_experts."""
         began = time.monotonic()
         num_loaded = self._startup.load_experts(table.at(self._instance))
         for lane in self._lanes:
@@ -195,7 +191,6 @@ class DecodeInstance(WindowEdge):
     # --- windows ---
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
-        """See interface.Instance.begin."""
         needed = super().begin(plan)
         if self._window is not None:
             for lane in self._window.lanes:
@@ -205,7 +200,6 @@ class DecodeInstance(WindowEdge):
         return needed
 
     def run_step(self) -> None:
-        """See interface.Instance.run_step."""
         with self._one_step() as window:
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
@@ -289,7 +283,7 @@ class DecodeInstance(WindowEdge):
     # --- transfers ---
 
     def expect(self, transfer: Transfer) -> None:
-        """See interface.Instance.expect; with synthetic KV the pages are filled here, at once."""
+        """Accept pages under a ticket; with synthetic KV they are filled here, at once."""
         if transfer.source is not None or not self._config.prefill.synthetic_kv:
             return super().expect(transfer)
         self._newest_ticket = transfer.ticket
@@ -305,7 +299,6 @@ class DecodeInstance(WindowEdge):
         self._frames.write_payload(frame, num_tokens, payload, layers)
 
     def close(self) -> None:
-        """See interface.Instance.close."""
         self._close_tensors()
         super().close()
 

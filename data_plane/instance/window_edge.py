@@ -140,7 +140,6 @@ class WindowEdge(PageTransfers):
         return 0
 
     def leave(self) -> None:
-        """See interface.Instance.leave."""
         super().leave()
         self._exchange.close()
         self._has_ends = False
@@ -148,12 +147,11 @@ class WindowEdge(PageTransfers):
         self._window = None
 
     def expect(self, transfer: Transfer) -> None:
-        """See interface.Instance.expect."""
         super().expect(transfer)
         self._given.append((self._newest_window, transfer))
 
     def kept_pages(self) -> list[PageRun]:
-        """See interface.Instance.kept_pages.
+        """List the pages of requests in the table, without frames that a ticket has given away.
 
         The plan that takes a frame from its owner may come behind the ticket for the next one.
         """
@@ -174,7 +172,6 @@ class WindowEdge(PageTransfers):
         ]
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
-        """See interface.Instance.join."""
         self._exchange, self.rings, self._moves = ends
         self._has_ends = True
         self._newest_ticket = start.newest_ticket
@@ -192,7 +189,6 @@ class WindowEdge(PageTransfers):
         """Hold this instance's experts of the table, and send rows where it says from now on."""
 
     def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
-        """See interface.Instance.begin."""
         return run_waiting(self.begin_steps(plan), self._exchange)
 
     def begin_steps(self, plan: InstancePlan) -> Waiting[ResyncNeeded | None]:
@@ -311,14 +307,12 @@ class WindowEdge(PageTransfers):
         return done
 
     def poll(self) -> Polled:
-        """See interface.Instance.poll."""
         polled = Polled(tuple(self._events), tuple(self._tokens))
         self._events.clear()
         self._tokens.clear()
         return polled
 
     def close(self) -> None:
-        """See interface.Instance.close."""
         if self.copier is not None:
             self.copier.close()
         self._exchange.close()

@@ -256,7 +256,7 @@ class CapturedStep:
         self._step.run(self._context)
 
     def phases(self) -> Iterator[Awaited]:
-        """See CpuStep.phases."""
+        """The step, in parts: it yields what it awaits before each wait for a peer."""
         return self._step.phases(self._context)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from data_plane.attention.backend import Attention, kv_layout
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.grammar import GrammarMasks
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import report_prompt
@@ -59,7 +59,7 @@ class ModelStage(StageEdge):
         mover: PageMover,
         grammar_masks: GrammarMasks | None = None,
     ) -> None:
-        """See StageEdge. frames: a layer of it for each of the pipeline's places.
+        """frames: a layer of it for each of the pipeline's places.
 
         weights: packed by `kernels`, at first those of the stage's first layers. grammar_masks: of
         structured output, at the last stage; None if no row may have a grammar.
@@ -75,8 +75,6 @@ class ModelStage(StageEdge):
         kind = model.attention
         self._least_plain_chunk = kind.least_plain_chunk if kernels.keeps_heads else sys.maxsize
         self._batch: _Batch | None = None
-        self.selected: list[str] = []
-        """What was selected at start-up and why, one sentence each."""
 
     def page(self, request_id: int, page: int) -> Tensor:
         """A copy of the KV of the stage's own layers in one page, [layers, 64, W]."""
@@ -197,7 +195,7 @@ class ModelStage(StageEdge):
     # --- layers and frames
 
     def connect(self) -> None:
-        """See StageEdge. All own layers are here then: no pass waits for weights of the start."""
+        """Attach to the neighbours, and load all own layers: no pass waits for the start's."""
         super().connect()
         for layer in self._layers:
             self._weights.layer(layer)

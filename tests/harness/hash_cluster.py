@@ -19,8 +19,7 @@ from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.policies import relevel
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.instance.interface import ResyncNeeded
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover, ResyncNeeded
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
 from harness.hash_parts import Job, Process, Story, changes_term, draw_config, row_start

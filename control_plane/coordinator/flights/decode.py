@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
+from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.transfers import Transfers, fetched_pages, num_cached
 from control_plane.coordinator.flights.windows import WindowsInFlight
 from control_plane.coordinator.members.members import Members
@@ -38,7 +39,7 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 logger = logging.getLogger(__name__)
 
 
-class DecodeFlights:
+class DecodeFlights(Flights):
     """The windows of a decode cluster; see flights.Flights for every method."""
 
     def __init__(self, config: Config, members: Members, metrics: Metrics) -> None:
@@ -55,27 +56,23 @@ class DecodeFlights:
 
     @property
     def is_full(self) -> bool:
-        """See Flights."""
         return len(self._windows) >= MAX_WINDOWS_IN_FLIGHT
 
     @property
     def oldest(self) -> int | None:
-        """See Flights."""
         return self._windows.oldest
 
     def missing(self) -> list[int]:
-        """See Flights."""
         return self._windows.missing()
 
     def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
-        """See Flights."""
         plan = self.scheduler.plan_window(cast(Sequence[Event], events), now_us)
         if self.scheduler.offload.is_on:
             self._metrics.offload.planned(self.scheduler.offload.reading)
         return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterator[Event]:
-        """See Flights. Tickets and fences go out."""
+        """Send the tickets and fences of a plan; yields what fails at once."""
         num_fetched = fetched_pages(plan.fetches)
         for transfer in plan.transfers:
             if transfer.source is not None:
@@ -95,11 +92,9 @@ class DecodeFlights:
             self._transfers.fence(fence)
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:
-        """See Flights."""
         return num_cached(submission, plan)
 
     def send(self, plan: Plan) -> None:
-        """See Flights."""
         self._windows.sent(plan.instances)
         for instance_plan in plan.instances:
             self._send_plan(instance_plan)
@@ -109,11 +104,9 @@ class DecodeFlights:
         self._members.send(Member("instance", plan.instance), message)
 
     def window_done(self, done: WindowDone) -> bool:
-        """See Flights."""
         return self._windows.reported(done.instance, done.window)
 
     def reported(self, member: Member, report: Report) -> Event | None:
-        """See Flights."""
         match report:
             case TransferDone(ticket, instance) | TransferFenced(ticket, instance):
                 self._transfers.answered(ticket, instance)
@@ -130,39 +123,31 @@ class DecodeFlights:
 
     @property
     def num_prefilling(self) -> int:
-        """See Flights."""
         return self._transfers.num_prefilling
 
     @property
     def num_pages_awaited(self) -> int:
-        """See Flights."""
         return self._transfers.num_pages_awaited
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
-        """See Flights."""
         self._windows.begin_term(seats, keeps_rows)
 
     def end_term(self) -> None:
-        """See Flights."""
         self._windows.abandon()
         self._transfers.end_term()
 
     def prefill_arrived(self) -> None:
-        """See Flights."""
         self._transfers.prefill_arrived()
 
     def prefill_lost(self) -> Iterable[Event]:
-        """See Flights."""
         return self._transfers.prefill_lost()
 
     def check(self) -> None:
-        """See Flights."""
         check(self.scheduler, self._windows.tables)
 
     def want_layout(self, split: tuple[int, ...]) -> Future[None]:
-        """See Flights."""
         raise ValueError("this cluster has no stages: cluster.layout is not pipeline")
 
     def stages(self) -> list[dict[str, Any]]:
-        """See Flights: there are none."""
+        """No stages: this is a cluster of instances."""
         return []

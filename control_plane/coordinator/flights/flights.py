@@ -23,13 +23,9 @@ from nanocp.values.plan import Event, Plan, WindowDone
 class Flights(Protocol):
     """One scheduler, and what of its plans is in flight. Used from the controller's thread."""
 
-    @property
-    def scheduler(self) -> ObservedScheduler:
-        """The scheduler."""
-
-    @property
-    def pipeline(self) -> PipelineConfig | None:
-        """What the scheduler was made with besides; None: it is that of a cluster of instances."""
+    scheduler: ObservedScheduler
+    pipeline: PipelineConfig | None
+    """What the scheduler was made with besides; None: it is that of a cluster of instances."""
 
     def __len__(self) -> int:
         """Windows or passes in flight."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.remote.attendance import Attendance
 from control_plane.frontend.remote.observations import HttpResponded, replay
 from control_plane.frontend.remote.submissions import submission_from_wire
@@ -64,7 +64,7 @@ class _Attached:
         self.drained: Future[bool] = Future()
 
 
-class FrontEndPort(rpc.FrontEndPortServicer):
+class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
     """Serves front ends, and is them all for the controller (ControllerEvents)."""
 
     def __init__(
@@ -170,7 +170,6 @@ class FrontEndPort(rpc.FrontEndPortServicer):
     async def Attach(
         self, requests: AsyncIterator[pb.FromFrontEnd], context: Any
     ) -> AsyncIterator[pb.ToFrontEnd]:
-        """See frontend.proto."""
         index = int(caller(context).rpartition(" ")[2])
         first = await anext(aiter(requests), pb.FromFrontEnd())
         if not self.hellos[index].done():
@@ -193,7 +192,6 @@ class FrontEndPort(rpc.FrontEndPortServicer):
             await asyncio.to_thread(self._lost, index, first.hello.pid)
 
     async def ReadPage(self, request: pb.PageRequest, context: Any) -> pb.Page:
-        """See frontend.proto."""
         try:
             return pb.Page(content=await asyncio.to_thread(self._pages[request.name]))
         except TimeoutError as error:
@@ -302,15 +300,12 @@ class FrontEndPort(rpc.FrontEndPortServicer):
     # --- controller_interface.ControllerEvents ---
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """See ControllerEvents."""
         self._send_to(placement.request_id, convert.placed_to_wire(placement, num_cached))
 
     def preempted(self, preempted: Preempted) -> None:
-        """See ControllerEvents."""
         self._send_to(preempted.request_id, convert.preempted_to_wire(preempted))
 
     def interrupted(self) -> int:
-        """See ControllerEvents."""
         with self._lock:
             answering = [each for each in self._attached.values() if each.is_open]
             for front_end in answering:
@@ -319,12 +314,10 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         return len(answering)
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """See ControllerEvents."""
         lost = pb.RequestTokensLost(request_id=request_id, sentence=sentence)
         self._send_to(request_id, pb.ToFrontEnd(tokens_lost=lost))
 
     def ended(self, ended: Ended) -> None:
-        """See ControllerEvents."""
         self._send_to(ended.request_id, convert.ended_to_wire(ended))
 
     # --- messages down ---
