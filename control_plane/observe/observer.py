@@ -78,3 +78,6 @@ class Observer(Protocol):
 
     def on_request_over(self, longest: int) -> None:
         """A client's request is over; its longest choice has this number of tokens."""
+
+    def http_responded(self, endpoint: str, method: str, status: int) -> None:
+        """An HTTP response began."""

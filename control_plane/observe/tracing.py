@@ -131,6 +131,7 @@ class TracedObserver:
         self.on_first_token = observer.on_first_token
         self.on_token = observer.on_token
         self.on_request_over = observer.on_request_over
+        self.http_responded = observer.http_responded
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
         """A request ended; it becomes a span too."""

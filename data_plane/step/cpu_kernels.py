@@ -7,7 +7,7 @@ know: steps.
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,14 @@ class Kernels(Packing, ExpertKernels, Protocol):
 
     def forget(self, layer: LayerWeights) -> None:
         """Keep nothing of this layer's weights: they are given up."""
+
+
+class Arithmetic(NamedTuple):
+    """What a layer computes, and what computes it."""
+
+    model: ModelConfig
+    kernels: Kernels
+    attention: Attention
 
 
 class TorchKernels(TorchPacking):

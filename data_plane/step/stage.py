@@ -31,11 +31,10 @@ from data_plane.instance.rows import Row
 from data_plane.instance.sampler import report_prompt
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.frame_pool import FramePool
-from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import LayerWeights
-from data_plane.step.cpu_kernels import Kernels
+from data_plane.step.cpu_kernels import Arithmetic
 from data_plane.transport.stage_links import StageLinks
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import Span
@@ -50,26 +49,22 @@ class ModelStage(StageEdge):
         self,
         stage: int,
         pipeline: PipelineConfig,
-        model: ModelConfig,
+        arithmetic: Arithmetic,
         weights: StageWeights,
         frames: FramePool,
-        kernels: Kernels,
-        attention: Attention,
         links: StageLinks,
         mover: PageMover,
         grammar_masks: GrammarMasks | None = None,
     ) -> None:
         """frames: a layer of it for each of the pipeline's places.
 
-        weights: packed by `kernels`, at first those of the stage's first layers. grammar_masks: of
-        structured output, at the last stage; None if no row may have a grammar.
+        weights: packed by the kernels, at first those of the stage's first layers. grammar_masks:
+        of structured output, at the last stage; None if no row may have a grammar.
         """
         super().__init__(stage, pipeline, frames.layers.shape[1] - 1, links, mover)
-        self._model = model
+        self._model, self._kernels, self._attention = model, kernels, _ = arithmetic
         self._weights = weights
         self._frames = frames
-        self._kernels = kernels
-        self._attention = attention
         self._grammar_masks = grammar_masks
         self._layout_of_kv = kv_layout(model.attention)
         kind = model.attention

@@ -15,7 +15,6 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
-from control_plane.frontend.remote.observations import HttpResponded
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
@@ -53,7 +52,6 @@ class FrontEndProcesses:
         served: Served,
         member_secrets: MemberSecrets,
         observer: Observer,
-        http_responded: HttpResponded,
         pages: Mapping[str, Page],
         failed: Callable[[str], None],
         launcher: ProcessLauncher | PipedLauncher,
@@ -70,7 +68,6 @@ class FrontEndProcesses:
             config,
             member_secrets,
             observer,
-            http_responded,
             pages,
             self._lost,
             controller_number,

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from control_plane.observe.observer import EndedRequest, Observer
 from nanocp.values.plan import FinishReason
-
-HttpResponded = Callable[[str, str, int], None]
 
 
 class Observations(Observer):
@@ -32,7 +29,6 @@ class Observations(Observer):
         return json.dumps(calls).encode() if calls else b""
 
     def http_responded(self, endpoint: str, method: str, status: int) -> None:
-        """An HTTP response began."""
         self._note("http_responded", endpoint, method, status)
 
     def on_request(self, num_choices: int) -> None:
@@ -58,13 +54,11 @@ class Observations(Observer):
             self._calls.append(call)
 
 
-def replay(content: bytes, observer: Observer, http_responded: HttpResponded) -> list[EndedRequest]:
+def replay(content: bytes, observer: Observer) -> list[EndedRequest]:
     """Make the calls of `Observations.take`; returns the requests that ended."""
     ended = []
     for name, *arguments in json.loads(content) if content else ():
         match name:
-            case "http_responded":
-                http_responded(*arguments)
             case "on_finished":
                 ended.append(EndedRequest(**arguments[1]))
                 observer.on_finished(FinishReason[arguments[0]], ended[-1])
