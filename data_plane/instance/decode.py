@@ -19,7 +19,7 @@ from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.grammar import GrammarMasks
-from data_plane.instance.interface import ResyncNeeded, TermEnds, TermStart
+from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
@@ -32,6 +32,7 @@ from data_plane.kv.slots import Slots
 from data_plane.transport.regions import TensorExchange
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Resync
 from nanocp.values.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class DecodeInstance(WindowEdge):
 
     # --- windows ---
 
-    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+    def begin(self, plan: InstancePlan) -> Resync | None:
         needed = super().begin(plan)
         if self._window is not None:
             for lane in self._window.lanes:

@@ -14,20 +14,10 @@ from typing import Any, NamedTuple, Protocol
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import Exchange
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Resync
 from nanocp.values.plan import Event, Fetch, InstancePlan, Stow, Transfer
 from nanocp.values.sampling import Token as Token
 from nanocp.values.table_changes import PageRun
-
-
-@dataclass(frozen=True, slots=True)
-class ResyncNeeded:
-    """The answer to a plan that was made for another table (protocol.md, table digests).
-
-    Only the full table of this window can be applied now.
-    """
-
-    window: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +91,10 @@ class Instance(Protocol):
     and `expect`, `send`, `fence`, `copy_arrived_pages` and `send_pages` between steps or when idle.
     """
 
-    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+    def begin(self, plan: InstancePlan) -> Resync | None:
         """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
 
-        Returns ResyncNeeded, with nothing committed, if a digest differs; the caller must begin the
+        Returns Resync, with nothing committed, if a digest differs; the caller must begin the
         full plan of the same window next. Raises PeerLost, ExchangeTimeout or TermOver
         (transport.exchange) while awaiting a hand-off.
         """

@@ -79,7 +79,6 @@ class RingStageLinks(StageLinks):
             self._ring.wait(timeout_ms)
 
     def close(self) -> None:
-        """Release both ends. Idempotent."""
         for end in (self._writer, self._ring):
             if end is not None:
                 end.close()

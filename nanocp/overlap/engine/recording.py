@@ -88,12 +88,10 @@ class RecordedOps(Ops):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the whole batch."""
         return self._batch_size
 
     @property
     def is_finished(self) -> bool:
-        """Whether every operator of every micro-batch has been executed."""
         return not self._num_left
 
     def split(self, sizes: Sequence[int]) -> None:

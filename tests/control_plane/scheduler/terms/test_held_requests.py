@@ -176,7 +176,7 @@ def test_a_late_submission_of_an_earlier_attempt_is_ignored():
     story.again(1, 101, 49, attempt=1, row=b"late")
     request = story.scheduler.decided[0].requests[1]
     arrival = request.arrival
-        assert (arrival.attempt, arrival.row_start, arrival.prompt_len) == (2, b"again", 103)
+    assert (arrival.attempt, arrival.row_start, arrival.prompt_len) == (2, b"again", 103)
 
 
 def test_a_later_attempt_replaces_a_row_that_runs():
