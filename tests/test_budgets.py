@@ -11,7 +11,7 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 23_900, "control_plane": 24_550, "data_plane": 27_150}
+MAX_LINES = {"nanocp": 23_650, "control_plane": 24_300, "data_plane": 27_050}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 297
 """Options of all commands together."""
@@ -28,17 +28,9 @@ LARGE_FOLDERS = {
 MAX_METHODS = 25
 LARGE_CLASSES = {
     "ClusterState": 36,
-    "ExternalLoop": 26,
-    "FrontEndPort": 28,
     "Members": 35,
 }
 MAX_PARAMETERS = 8
-LONG_SIGNATURES = {
-    "data_plane/step/cpu.py:__init__": 10,
-    "data_plane/step/stage.py:__init__": 10,
-    "nanocp/serve/front_end_processes.py:__init__": 9,
-    "nanocp/simulator/simulation.py:make_simulation": 13,
-}
 """Without kernels, and commands, whose parameters are their options."""
 
 
@@ -97,7 +89,7 @@ def test_a_class_has_few_methods():
 
 
 def test_a_function_has_few_parameters():
-    found = {}
+    found = []
     for path, node in classes_and_functions():
         place = path.relative_to(ROOT).as_posix()
         if isinstance(node, ast.ClassDef) or place.startswith("nanocp/cli/"):
@@ -105,8 +97,8 @@ def test_a_function_has_few_parameters():
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
         num = len(names) + len(node.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
         if num > MAX_PARAMETERS and "triton" not in path.read_text():
-            found[f"{place}:{node.name}"] = num
-    assert found == LONG_SIGNATURES
+            found.append(f"{place}:{node.name} has {num}")
+    assert not found
 
 
 def options_of(command):

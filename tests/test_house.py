@@ -120,6 +120,35 @@ def test_a_docstring_that_leans_on_another_is_seen():
     assert not any(map(NEEDS_ITS_NEIGHBOUR.match, ("Offer a row.", "Assume one.", "These rows.")))
 
 
+def test_no_docstring_says_only_where_another_one_is():
+    """An override without a docstring has its base's."""
+    assert not [
+        f"{path}:{line}: {text}"
+        for path in SOURCES
+        for line, text, _ in docstrings(tree_of(path))
+        if text.startswith("See ")
+    ]
+
+
+def test_what_is_public_has_a_docstring_of_its_own_or_an_inherited_one():
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = []
+    for path in SOURCES:
+        tree = tree_of(path)
+        owners = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for owner in (tree, *owners):
+            if isinstance(owner, ast.ClassDef) and (owner.bases or owner.name.startswith("_")):
+                continue
+            wrong += [
+                f"{path}:{node.lineno}: {node.name}"
+                for node in owner.body
+                if isinstance(node, (*functions, ast.ClassDef))
+                and not node.name.startswith("_")
+                and not ast.get_docstring(node)
+            ]
+    assert not wrong
+
+
 def test_no_public_class_name_stands_twice():
     """A benchmark's class has a name of its own too."""
     names = Counter(

@@ -27,7 +27,7 @@ class Origin:
     endpoint: str = ""
     """What the client called, for the log: /v1/completions, Generate."""
     tenant: str = ""
-    """See `Arrival.tenant`."""
+    """Whose request it is; empty if nobody says."""
     traceparent: str = ""
     """The W3C header of the trace that the request belongs to; empty without one."""
 

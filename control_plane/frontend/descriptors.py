@@ -77,7 +77,7 @@ class Listener(socket.socket):
         self._waiting.pop(descriptor, None)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """See socket.accept. Raises ConnectionAbortedError, which event loops pass over."""
+        """Accept a connection, or raise ConnectionAbortedError, which event loops pass over."""
         connection, address = super().accept()
         if (descriptor := connection.fileno()) < self.most:
             self.began(descriptor)  # One that had it before is closed.

@@ -182,7 +182,7 @@ class FrontEnd:
     # --- the controller's callbacks ---
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """See ControllerEvents. Unknown ids are ignored."""
+        """The request was placed, or its placement changed. Unknown ids are ignored."""
         self._call(lambda: self._streams.placed(placement, num_cached))
 
     def preempted(self, preempted: Preempted) -> None:

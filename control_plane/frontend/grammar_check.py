@@ -16,7 +16,7 @@ from collections.abc import Callable
 from threading import Lock
 
 _OPTION = r"\"no_forcing\": true"
-"""See constraint._OPTIONS; as JSON within JSON."""
+"""How a grammar says that the model cuts its literals into tokens; as JSON within JSON."""
 _MAX_FIXED_BYTES = 40_000
 """More than any literal within bounds.max_grammar_bytes."""
 PROCESSOR_S = 0.2

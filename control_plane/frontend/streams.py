@@ -187,7 +187,7 @@ class ClientStreams:
         return asking
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """See ControllerEvents."""
+        """The request was placed, or its placement changed."""
         if stream := self._by_request.get(placement.request_id):
             if num_cached is not None and stream.attempt == 0:
                 stream.num_cached = num_cached

@@ -46,7 +46,7 @@ class ModelLimits:
     model: str = ""
     """What the service calls the model."""
     max_grammar_bytes: int = 32_768
-    """See BoundsConfig. 0: no structured output."""
+    """Longest grammar of structured output, in bytes; 0: there is none."""
     has_prompt_logprobs: bool = True
     """Whether the prefill computes log probabilities of prompts; engines do not."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
+from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, Launcher, SpareEnded
 from nanocp.parent import PARENT_VARIABLE
 from nanocp.values.members import Member
 
@@ -46,7 +46,7 @@ class _Process:
                 stdin.close()
 
 
-class ProcessLauncher:
+class ProcessLauncher(Launcher):
     """Plain subprocesses of this machine: no Ray."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -65,13 +65,11 @@ class ProcessLauncher:
         self._is_stopped = False
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """See Launcher.start."""
         self._exited = exited
         for member, spec in specs.items():
             self.start_one(member, 0, spec)
 
     def start_one(self, member: Member, number: int, spec: object) -> None:
-        """See Launcher.start_one."""
         ended = partial(self._exited, member, number)
         with self._lock:
             self._check_running()
@@ -83,7 +81,6 @@ class ProcessLauncher:
         process.give(spec)
 
     def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
-        """See Launcher.start_spare."""
         with self._lock:
             self._check_running()
             spare = self._spawn(name, lambda how: ended(how, spare.is_ready), subprocess.PIPE)
@@ -92,12 +89,10 @@ class ProcessLauncher:
 
     @property
     def spares(self) -> Sequence[bool]:
-        """See Launcher.spares."""
         with self._lock:
             return [spare.is_ready for spare in self._spares]
 
     def end_spares(self) -> None:
-        """See Launcher.end_spares."""
         with self._lock:
             for spare in self._spares:
                 spare.ended = lambda how: None
@@ -142,7 +137,6 @@ class ProcessLauncher:
         )
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
-        """See Launcher.stop."""
         with self._lock:
             self._is_stopped = True
         self.end_spares()
@@ -159,7 +153,6 @@ class ProcessLauncher:
         return killed
 
     def kill(self, member: Member) -> None:
-        """See Launcher.kill."""
         self._processes[member].process.kill()
 
     def pid(self, member: Member) -> int:

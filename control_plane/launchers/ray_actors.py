@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, SpareEnded
+from control_plane.launchers.launcher import KILL_TIMEOUT_S, Exited, Launcher, SpareEnded
 from nanocp.values.members import Member
 
 _RELEASE_TIMEOUT_S = 5.0
@@ -50,7 +50,7 @@ class _SpareActor:
     is_ready: bool = False
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Actors of a Ray cluster: one of this machine's own, or the one at `address`."""
 
     def __init__(
@@ -86,7 +86,7 @@ class RayLauncher:
         self._is_stopped = False
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """See Launcher.start. From the main thread."""
+        """Start the members; only from the main thread."""
         try:
             self._start(specs, exited)
         except (
@@ -134,7 +134,6 @@ class RayLauncher:
             self.start_one(member, 0, spec)
 
     def start_one(self, member: Member, number: int, spec: object) -> None:
-        """See Launcher.start_one."""
         with self._lock:
             if self._is_stopped:
                 raise RuntimeError("the service is stopping")
@@ -160,7 +159,7 @@ class RayLauncher:
         self._watchers = [each for each in self._watchers if each.is_alive()] + [watcher]
 
     def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
-        """See Launcher.start_spare. Every instance's place must be this node."""
+        """Start a spare; every instance's place must be this node."""
         with self._lock:
             if self._is_stopped:
                 raise RuntimeError("the service is stopping")
@@ -172,12 +171,10 @@ class RayLauncher:
 
     @property
     def spares(self) -> Sequence[bool]:
-        """See Launcher.spares."""
         with self._lock:
             return [spare.is_ready for spare in self._spares]
 
     def end_spares(self) -> None:
-        """See Launcher.end_spares."""
         import ray
 
         with self._lock:
@@ -266,7 +263,7 @@ class RayLauncher:
         return options
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
-        """See Launcher.stop. Every actor is killed, also one whose member has left."""
+        """Kill every actor, also one whose member has left."""
         import ray
 
         with self._lock:
@@ -305,7 +302,6 @@ class RayLauncher:
         self._group = None
 
     def kill(self, member: Member) -> None:
-        """See Launcher.kill."""
         import ray
 
         ray.kill(self._actors[member])

@@ -36,7 +36,7 @@ class EndedRequest:
     endpoint: str = ""
     """What the client called."""
     tenant: str = ""
-    """See `Arrival.tenant`."""
+    """Whose request it is; empty if nobody says."""
     moe_binding: int | None = None
     """The latest MoE binding; None if it was never placed."""
     cp_degree: int | None = None
@@ -78,3 +78,6 @@ class Observer(Protocol):
 
     def on_request_over(self, longest: int) -> None:
         """A client's request is over; its longest choice has this number of tokens."""
+
+    def http_responded(self, endpoint: str, method: str, status: int) -> None:
+        """An HTTP response began."""

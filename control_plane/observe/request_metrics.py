@@ -52,7 +52,7 @@ class RequestMetrics(Observer):
             self._recorded.observe("stream_pause_seconds", interval_s, paused_by)
 
     def on_finished(self, reason: FinishReason, request: EndedRequest) -> None:
-        """See Observer. A refusal is counted elsewhere, where its cap is known."""
+        """A request ended; a refusal is counted elsewhere, where its cap is known."""
         if reason in NOT_ADMITTED:
             return
         self._recorded.count("request_success", reason.value)

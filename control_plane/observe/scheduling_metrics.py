@@ -31,7 +31,7 @@ class _Decided:
     num_queued: int = 0
     num_tenants: int = 0
     spread: int = 0
-    """See FairShare.spread."""
+    """Served tokens of the waiting tenant served most, less those of the least."""
     head_arrived_us: int | None = None
     """When the first request of the queue arrived; None if the queue is empty."""
     loads: Sequence[InstanceLoad] = ()

@@ -233,7 +233,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Connections without a request, the oldest first."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """See socketserver."""
         self.silent[request] = None
         if len(self.silent) > _MAX_SILENT:
             oldest = next(iter(self.silent))
@@ -243,7 +242,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """See socketserver."""
         self.silent.pop(request, None)
         super().shutdown_request(request)
 
@@ -261,7 +259,6 @@ class _Handler(WSGIRequestHandler):
     timeout = _SOCKET_TIMEOUT_S
 
     def parse_request(self) -> bool:
-        """See BaseHTTPRequestHandler."""
         self.server.silent.pop(self.connection, None)  # type: ignore[attr-defined]
         return super().parse_request()
 

@@ -81,7 +81,7 @@ class Timeline(NamedTuple):
     num_frames: int
     """Frames that an instance has."""
     obstacle: str
-    """See Account; empty unless it waits."""
+    """Why it is not placed; empty unless it waits."""
 
 
 @dataclass(slots=True)

@@ -131,9 +131,10 @@ class TracedObserver:
         self.on_first_token = observer.on_first_token
         self.on_token = observer.on_token
         self.on_request_over = observer.on_request_over
+        self.http_responded = observer.http_responded
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
-        """See Observer."""
+        """A request ended; it becomes a span too."""
         self._observer.on_finished(reason, times)
         self._tracing.ended(reason, times)
 

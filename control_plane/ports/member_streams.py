@@ -145,7 +145,6 @@ class MemberServicer(rpc.ControllerServicer):
     async def AttachInstance(
         self, requests: AsyncIterator[pb.FromInstance], context: Any
     ) -> AsyncIterator[Any]:
-        """See cluster.proto."""
         requests = _until_it_breaks(requests)
         member = await _caller_of_kind("instance", context)
         async for first in requests:
@@ -183,7 +182,6 @@ class MemberServicer(rpc.ControllerServicer):
     async def AttachPrefill(
         self, requests: AsyncIterator[pb.FromPrefill], context: Any
     ) -> AsyncIterator[Any]:
-        """See cluster.proto."""
         async for message in self._converse(PREFILL, _until_it_breaks(requests), context):
             yield message
 
@@ -248,7 +246,6 @@ class MemberServicer(rpc.ControllerServicer):
     async def AttachNode(
         self, requests: AsyncIterator[pb.FromNode], context: Any
     ) -> AsyncIterator[Any]:
-        """See cluster.proto."""
         member = await _caller_of_kind("node", context)
         node = _NodeStream(self, self._listener, self._secrets)
         reader = asyncio.create_task(node.read(_until_it_breaks(requests), self._silent_s))

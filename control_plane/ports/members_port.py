@@ -122,7 +122,6 @@ class _MembersOnly(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler | None:
-        """See grpc.aio.ServerInterceptor."""
         if self._members.admit(dict(handler_call_details.invocation_metadata or ())):
             return await continuation(handler_call_details)
         return refusal(REFUSED)

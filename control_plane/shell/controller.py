@@ -22,7 +22,11 @@ from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.seats import SeatsNow
-from control_plane.frontend.controller_interface import ControllerEvents, Submission
+from control_plane.frontend.controller_interface import (
+    ControllerEvents,
+    ControllerInterface,
+    Submission,
+)
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.ports.member_streams import serve_members
@@ -44,7 +48,7 @@ _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
 
 
-class Controller:
+class Controller(ControllerInterface):
     """The loop around one scheduler, in a thread of its own.
 
     Public methods may be called from any thread; it calls the front end from its own.
@@ -224,7 +228,6 @@ class Controller:
     # --- controller_interface.ControllerInterface ---
 
     def submit(self, submission: Submission) -> None:
-        """See controller_interface.ControllerInterface."""
         limit = self._config.scheduler.max_queued_requests
         with self._lock:
             is_full = self._num_queued >= limit and not submission.arrival.resumes
@@ -238,11 +241,9 @@ class Controller:
             self._call(self._take, submission)
 
     def resubmitted(self) -> None:
-        """See controller_interface.ControllerInterface."""
         self._call(self._coordinator.owe, -1)
 
     def abort(self, request_id: int) -> None:
-        """See controller_interface.ControllerInterface."""
         self._call(self._coordinator.happened, AbortRequested(request_id))
 
     def _take(self, submission: Submission) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_plane.attention.backend import Attention
 from data_plane.attention.lse_merge import lse_merge
 from nanocp.values.plan import PAGE_SIZE
 
@@ -99,7 +100,7 @@ class KvLayout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentKv:
+class LatentKv(KvLayout):
     """Latent KV, which all heads share: each is a key, and its first `rank` columns a value."""
 
     rank: int
@@ -112,7 +113,7 @@ class LatentKv:
     def attend(
         self, q_AHD: Tensor, kv_ATW: Tensor, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See KvLayout. The heads of a row are the kernel's queries.
+        """Attend with the heads of a row as the kernel's queries.
 
         The kernel wants values as wide as keys: the columns after R are computed and dropped.
         """
@@ -121,18 +122,16 @@ class LatentKv:
         return out[:, 0, :, : self.rank], lse[:, 0]
 
     def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """See KvLayout."""
         kv_HTW = kv_TW.expand(num_heads, -1, -1)
         return kv_HTW, kv_HTW[..., : self.rank]
 
     def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """See KvLayout."""
         kv_HTW = kv_TW.expand(num_heads, -1, -1)
         return kv_HTW, kv_HTW
 
 
 @dataclass(frozen=True, slots=True)
-class KvHeads:
+class KvHeads(KvLayout):
     """K/V heads, each shared by as many query heads: keys of all of them, then values."""
 
     num_kv_heads: int
@@ -146,7 +145,7 @@ class KvHeads:
     def attend(
         self, q_AHD: Tensor, kv_ATW: Tensor, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See KvLayout. The heads of a group are the kernel's queries: no key is copied."""
+        """Attend with the heads of a group as the kernel's queries: no key is copied."""
         rows, heads, width = q_AHD.shape
         q = q_AHD.view(rows, self.num_kv_heads, heads // self.num_kv_heads, width)
         key, value = self._heads(kv_ATW)
@@ -154,7 +153,6 @@ class KvHeads:
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """See KvLayout."""
         key, value = (
             heads[0].repeat_interleave(num_heads // self.num_kv_heads, dim=0)
             for heads in self._heads(kv_TW[None])
@@ -162,7 +160,6 @@ class KvHeads:
         return key, value
 
     def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """See KvLayout."""
         return self.keys_and_values(kv_TW, num_heads)
 
     def _heads(self, kv_ATW: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +168,7 @@ class KvHeads:
         return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
 
 
-class TorchPaged:
+class TorchPaged(Attention):
     """The attention backend `torch`; see backend.Attention."""
 
     def __init__(self, layout: KvLayout) -> None:
@@ -187,7 +184,6 @@ class TorchPaged:
     def run(
         self, q_AHD: Tensor, pool_FSW: Tensor, plan: AttentionPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend to a layer's frames, as backend.Attention.run says."""
         return paged_attention(q_AHD, pool_FSW, plan, scale, self._layout)
 
 

@@ -86,21 +86,18 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See TicketedRequests.allocated."""
         assert self._requests is not None
         self._requests.allocated(
             request.request_id, request.kv_transfer_params, request.num_prompt_tokens
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> NanocpMetadata:
-        """See TicketedRequests.step."""
         assert self._requests is not None
         return NanocpMetadata(self._requests.step(scheduler_output))
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See TicketedRequests.finished."""
         assert self._requests is not None
         is_aborted = request.status.name == "FINISHED_ABORTED"
         return self._requests.finished(request.request_id, is_aborted)
@@ -108,11 +105,9 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See TicketedRequests.finished."""
         return self.request_finished(request, block_ids[0])
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See TicketedRequests.sent."""
         assert self._requests is not None
         self._requests.sent(connector_output.finished_sending or ())
 
@@ -184,7 +179,6 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return lambda: event.synchronize()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """See PageSender.finished."""
         if self._sender is None:
             return None, None
         is_idle = self.has_connector_metadata() and self._get_connector_metadata().work.is_idle

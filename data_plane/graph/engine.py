@@ -128,7 +128,7 @@ class PairedEngine:
         self._steps: dict[Bucket, Callable[[], None]] = {}
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """See GraphEngine.prepare."""
+        """Capture every bucket, largest first, in both lanes; returns the number of graphs."""
         buckets = self._buckets.all()
         for done, bucket in enumerate(buckets, start=1):
             self._steps[bucket] = self._capture(bucket)

@@ -19,7 +19,7 @@ from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
 from data_plane.instance.grammar import GrammarMasks
-from data_plane.instance.interface import ResyncNeeded, TermEnds, TermStart
+from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
@@ -32,6 +32,7 @@ from data_plane.kv.slots import Slots
 from data_plane.transport.regions import TensorExchange
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Resync
 from nanocp.values.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,9 @@ class Startup:
     selected: list[str]
     """What was selected and why, one sentence each."""
     load_experts: Callable[[Mapping[int, int]], int]
-    """See model.weights.load_experts, of its `held`."""
+    """Lets the weights hold these experts (slot -> expert) alone; returns how many it read."""
     new_ends: Callable[[], TermEnds] | None
-    """See WindowEdge."""
+    """Makes what is shared with others in another term; None: there is one term only."""
     both_lanes: PairedEngine | None = None
     """What captured the steps of both lanes; None if they take turns in the instance's thread."""
     graphs_report: Callable[[], list[str]] = list
@@ -128,7 +129,6 @@ class DecodeInstance(WindowEdge):
 
     @property
     def awaited(self) -> int | None:
-        """See instance_runner.ClusterInstance.awaited."""
         of_steps = (lane.step.awaited for lane in self._lanes)
         return next((peer for peer in of_steps if peer is not None), super().awaited)
 
@@ -169,21 +169,18 @@ class DecodeInstance(WindowEdge):
     # --- terms ---
 
     def leave(self) -> None:
-        """See interface.Instance.leave."""
         if self._startup.meeting is not None:
             self._startup.meeting.part()
         self._close_tensors()
         super().leave()
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
-        """See interface.Instance.join."""
         super().join(ends, start)
         for lane in self._lanes:
             lane.exchange.begin_term(ends.exchange)
             lane.step.meet(self._peers)
 
     def place_experts(self, table: ExpertTable) -> None:
-        """See WindowEdge.place_experts."""
         began = time.monotonic()
         num_loaded = self._startup.load_experts(table.at(self._instance))
         for lane in self._lanes:
@@ -194,8 +191,7 @@ class DecodeInstance(WindowEdge):
 
     # --- windows ---
 
-    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
-        """See interface.Instance.begin."""
+    def begin(self, plan: InstancePlan) -> Resync | None:
         needed = super().begin(plan)
         if self._window is not None:
             for lane in self._window.lanes:
@@ -205,7 +201,6 @@ class DecodeInstance(WindowEdge):
         return needed
 
     def run_step(self) -> None:
-        """See interface.Instance.run_step."""
         with self._one_step() as window:
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
@@ -289,7 +284,7 @@ class DecodeInstance(WindowEdge):
     # --- transfers ---
 
     def expect(self, transfer: Transfer) -> None:
-        """See interface.Instance.expect; with synthetic KV the pages are filled here, at once."""
+        """Accept pages under a ticket; with synthetic KV they are filled here, at once."""
         if transfer.source is not None or not self._config.prefill.synthetic_kv:
             return super().expect(transfer)
         self._newest_ticket = transfer.ticket
@@ -305,7 +300,6 @@ class DecodeInstance(WindowEdge):
         self._frames.write_payload(frame, num_tokens, payload, layers)
 
     def close(self) -> None:
-        """See interface.Instance.close."""
         self._close_tensors()
         super().close()
 

@@ -7,27 +7,17 @@ HashInstance (tests/harness/hash_instance.py) implement it. The process around a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from data_plane.instance.page_transfers import PageMover, PageSource
+from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import Exchange
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Resync
 from nanocp.values.plan import Event, Fetch, InstancePlan, Stow, Transfer
 from nanocp.values.sampling import Token as Token
 from nanocp.values.table_changes import PageRun
-
-
-@dataclass(frozen=True, slots=True)
-class ResyncNeeded:
-    """The answer to a plan that was made for another table (protocol.md, table digests).
-
-    Only the full table of this window can be applied now.
-    """
-
-    window: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +28,38 @@ class Polled:
     """WindowDone, TransferDone, TransferFenced, TransferMissed: for the controller."""
     tokens: tuple[Token, ...] = ()
     """Sampled tokens, for the front ends."""
+
+
+class PageSource(Protocol):
+    """Where prefill's pages arrive."""
+
+    def arrived(self) -> Iterator[ArrivedPage]:
+        """The pages that are there; each is consumed when the next is asked for."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class PageMover(Protocol):
+    """How pages get to and from other instances."""
+
+    def connect(self) -> None:
+        """Attach to every peer."""
+
+    def arrived(self) -> Iterable[Iterator[ArrivedPage]]:
+        """The pages that are there, one iterator for each peer."""
+
+    def has_lost(self, peer: int) -> bool:
+        """Whether the connection that brings the peer's pages has ended; ask before `arrived`."""
+
+    def has_place(self, peer: int) -> bool:
+        """Whether a page for the peer would find a place now."""
+
+    def send(self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
+        """Send a page. There must be a place."""
+
+    def close(self) -> None:
+        """Release everything."""
 
 
 class TermEnds(NamedTuple):
@@ -69,10 +91,10 @@ class Instance(Protocol):
     and `expect`, `send`, `fence`, `copy_arrived_pages` and `send_pages` between steps or when idle.
     """
 
-    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+    def begin(self, plan: InstancePlan) -> Resync | None:
         """Apply the plan, post and await the hand-offs, stage the tables. Nothing runs yet.
 
-        Returns ResyncNeeded, with nothing committed, if a digest differs; the caller must begin the
+        Returns Resync, with nothing committed, if a digest differs; the caller must begin the
         full plan of the same window next. Raises PeerLost, ExchangeTimeout or TermOver
         (transport.exchange) while awaiting a hand-off.
         """

@@ -6,48 +6,17 @@ Does not know: what a payload means, why a page moves, steps. Subclasses read an
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from data_plane.instance.interface import Instance, PageMover, PageSource
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
 from nanocp.values.plan import PAGE_SIZE, Event, Fetch, Stow, Transfer, TransferDone, TransferFenced
 from nanocp.values.table import InstanceTable
-
-
-class PageSource(Protocol):
-    """Where prefill's pages arrive."""
-
-    def arrived(self) -> Iterator[ArrivedPage]:
-        """The pages that are there; each is consumed when the next is asked for."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
-class PageMover(Protocol):
-    """How pages get to and from other instances."""
-
-    def connect(self) -> None:
-        """Attach to every peer."""
-
-    def arrived(self) -> Iterable[Iterator[ArrivedPage]]:
-        """The pages that are there, one iterator for each peer."""
-
-    def has_lost(self, peer: int) -> bool:
-        """Whether the connection that brings the peer's pages has ended; ask before `arrived`."""
-
-    def has_place(self, peer: int) -> bool:
-        """Whether a page for the peer would find a place now."""
-
-    def send(self, peer: int, *, ticket: int, page: int, num_tokens: int, payload: Any) -> None:
-        """Send a page. There must be a place."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 class _Expected(NamedTuple):
@@ -67,7 +36,7 @@ class _Outgoing(NamedTuple):
     frame: int
 
 
-class PageTransfers(ABC):
+class PageTransfers(Instance):
     """The calls of instance.interface.Instance about pages, for every kind of instance."""
 
     def __init__(
@@ -106,7 +75,6 @@ class PageTransfers(ABC):
         """Put these layers of an arrived page into its frame."""
 
     def leave(self) -> None:
-        """See interface.Instance.leave."""
         if self.copier is not None:
             self.copier.abandon()
         self._moves.close()
@@ -117,32 +85,28 @@ class PageTransfers(ABC):
         self._expected.clear()
 
     def expect(self, transfer: Transfer) -> None:
-        """See interface.Instance.expect."""
         self._newest_ticket = transfer.ticket
         self._expected[transfer.ticket] = _Expected(
             transfer, transfer.frames_at(self._instance), {}
         )
 
     def send(self, transfer: Transfer) -> None:
-        """See interface.Instance.send."""
         frames = self._table.frames(transfer.request_id)
         for page, receiver in transfer.instances().items():
             if page in frames:
                 self._to_send.append(_Outgoing(receiver, transfer.ticket, page, frames[page]))
 
     def stow(self, stow: Stow) -> None:
-        """See interface.Instance.stow."""
         assert self.copier is not None, "the controller knows which instances have slots"
         self.copier.stow(stow)
 
     def fetch(self, fetch: Fetch) -> None:
-        """See interface.Instance.fetch."""
         assert self.copier is not None, "the controller knows which instances have slots"
         expected = self._expected.get(fetch.ticket)
         self.copier.fetch(fetch, expected.frames if expected is not None else {})
 
     def send_pages(self) -> None:
-        """See interface.Instance.send_pages; a page is read only once there is a place for it."""
+        """Write the pages to send; a page is read only once there is a place for it."""
         self._send_loaded()
         while self._to_send:
             receiver, ticket, page, frame = self._to_send[0]
@@ -156,7 +120,6 @@ class PageTransfers(ABC):
 
     @property
     def is_moving_pages(self) -> bool:
-        """See interface.Instance.is_moving_pages."""
         if self.copier is not None:
             return bool(self._to_send or self._expected) or not self.copier.is_idle
         return bool(self._to_send) or any(
@@ -164,14 +127,13 @@ class PageTransfers(ABC):
         )
 
     def fence(self, ticket: int) -> None:
-        """See interface.Instance.fence."""
         if self.copier is not None:
             self.copier.cancel(ticket)
         self._expected.pop(ticket, None)
         self._events.append(TransferFenced(ticket, self._instance))
 
     def copy_arrived_pages(self) -> None:
-        """See interface.Instance.copy_arrived_pages.
+        """Copy the pages that arrived into their frames.
 
         Tickets ascend in the order of their `expect`. So a page of an unknown ticket is one of two.
         If the ticket is older, it is done or fenced, and the page is refused. If it is newer, its

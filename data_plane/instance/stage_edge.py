@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from data_plane.instance.rows import Row
 from data_plane.instance.stage_layers import StageLayers
 from data_plane.transport.stage_links import HiddenRows, PassTokens, StageLinks
@@ -49,6 +49,8 @@ class StageEdge(StageLayers):
         super().__init__(stage, pipeline, num_frames)
         self._num_stages = pipeline.num_stages
         self._is_last = stage == pipeline.num_stages - 1
+        self.selected: list[str] = []
+        """What was selected at start-up and why, one sentence each."""
         self.make_ends: Callable[[], tuple[StageLinks, PageMover]] | None = None
         """Makes links and a mover for another term; None if there is one term only."""
         self._begin_term(links, mover)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from data_plane.transport.exchange import PeerLost
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import LayerMoves, LayersMoved, PassDone, Span, layers_of

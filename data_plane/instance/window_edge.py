@@ -1,7 +1,7 @@
 """The edge of a window: apply a plan, resync, hand rows over, report.
 
 Enters: plans, sampled tokens. Leaves: the rows of a window, hand-offs, tokens and WindowDone, or
-ResyncNeeded if the plan was made for another table. Does not know: what a step computes, KV.
+Resync if the plan was made for another table. Does not know: what a step computes, KV.
 
 `begin` blocks. `begin_steps` is the same as a generator that yields what it awaits, so that a test
 can play a whole cluster in one thread.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from data_plane.instance.interface import Polled, ResyncNeeded, TermEnds, TermStart
+from data_plane.instance.interface import Polled, TermEnds, TermStart
 from data_plane.instance.lanes import Waiting, WindowLane, run_waiting, window_lanes
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.instance.rows import Row
@@ -27,6 +27,7 @@ from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Resync
 from nanocp.values.plan import Finished, InstancePlan, Transfer, WindowDone, WrittenPage
 from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.values.table import InstanceTable
@@ -140,7 +141,6 @@ class WindowEdge(PageTransfers):
         return 0
 
     def leave(self) -> None:
-        """See interface.Instance.leave."""
         super().leave()
         self._exchange.close()
         self._has_ends = False
@@ -148,12 +148,11 @@ class WindowEdge(PageTransfers):
         self._window = None
 
     def expect(self, transfer: Transfer) -> None:
-        """See interface.Instance.expect."""
         super().expect(transfer)
         self._given.append((self._newest_window, transfer))
 
     def kept_pages(self) -> list[PageRun]:
-        """See interface.Instance.kept_pages.
+        """List the pages of requests in the table, without frames that a ticket has given away.
 
         The plan that takes a frame from its owner may come behind the ticket for the next one.
         """
@@ -174,7 +173,6 @@ class WindowEdge(PageTransfers):
         ]
 
     def join(self, ends: TermEnds, start: TermStart) -> None:
-        """See interface.Instance.join."""
         self._exchange, self.rings, self._moves = ends
         self._has_ends = True
         self._newest_ticket = start.newest_ticket
@@ -191,16 +189,15 @@ class WindowEdge(PageTransfers):
     def place_experts(self, table: ExpertTable) -> None:
         """Hold this instance's experts of the table, and send rows where it says from now on."""
 
-    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
-        """See interface.Instance.begin."""
+    def begin(self, plan: InstancePlan) -> Resync | None:
         return run_waiting(self.begin_steps(plan), self._exchange)
 
-    def begin_steps(self, plan: InstancePlan) -> Waiting[ResyncNeeded | None]:
+    def begin_steps(self, plan: InstancePlan) -> Waiting[Resync | None]:
         """`begin` as a generator."""
         mismatch = self._apply(plan)
         self._is_in_step = not mismatch
         if mismatch:
-            return ResyncNeeded(plan.window, mismatch)
+            return Resync(plan.window, mismatch)
         for request_id in plan.ends:
             del self._rows[request_id]
         # Post every hand-off before awaiting one: two instances may hand rows to each other
@@ -311,14 +308,12 @@ class WindowEdge(PageTransfers):
         return done
 
     def poll(self) -> Polled:
-        """See interface.Instance.poll."""
         polled = Polled(tuple(self._events), tuple(self._tokens))
         self._events.clear()
         self._tokens.clear()
         return polled
 
     def close(self) -> None:
-        """See interface.Instance.close."""
         if self.copier is not None:
             self.copier.close()
         self._exchange.close()

@@ -15,7 +15,7 @@ import torch
 from data_plane.kv.page_ring import ArrivedPage, PageRing, PageRingWriter
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Segments
-from data_plane.transport.stage_links import HiddenRows, PassTokens
+from data_plane.transport.stage_links import HiddenRows, PassTokens, StageLinks
 from nanocp.config.limits import LimitsConfig
 
 _HIDDEN, _TOKENS = "hidden_rows", "pass_tokens"
@@ -31,7 +31,7 @@ def places_of(max_in_flight: int) -> int:
     return max_in_flight + 2
 
 
-class RingStageLinks:
+class RingStageLinks(StageLinks):
     """One stage's ends; see transport.stage_links.StageLinks. One thread uses them.
 
     A ring has a place for every pass that can be in flight, so no send waits for a stage. It may
@@ -79,18 +79,16 @@ class RingStageLinks:
             self._ring.wait(timeout_ms)
 
     def close(self) -> None:
-        """Release both ends. Idempotent."""
         for end in (self._writer, self._ring):
             if end is not None:
                 end.close()
 
     def send_hidden(self, rows: HiddenRows) -> None:
-        """See StageLinks. The pass and what is next are the place's header."""
+        """Send hidden rows; the pass and what is next are the place's header."""
         payload = rows.rows.contiguous().view(torch.uint8).flatten().numpy()
         self._write(rows.number, rows.layout << 32 | rows.next_layer, len(rows.rows), payload)
 
     def receive_hidden(self) -> HiddenRows | None:
-        """See StageLinks."""
         page = self._take()
         if page is None:
             return None
@@ -100,7 +98,6 @@ class RingStageLinks:
         return HiddenRows(page.ticket, layout, next_layer, rows)
 
     def send_tokens(self, tokens: PassTokens) -> None:
-        """See StageLinks."""
         if self._writer is None:
             self._own_tokens.append(tokens)
             return
@@ -108,7 +105,6 @@ class RingStageLinks:
         self._write(tokens.number, 0, len(tokens.tokens), payload)
 
     def receive_tokens(self) -> PassTokens | None:
-        """See StageLinks."""
         if self._ring is None:
             return self._own_tokens.pop(0) if self._own_tokens else None
         page = self._take()

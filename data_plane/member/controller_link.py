@@ -76,20 +76,17 @@ class ControllerLink:
         self._channel = grpc.insecure_channel(
             self._controller, options=channel_options(self._limits)
         )
-        ready = grpc.channel_ready_future(self._channel)
-        while not _is_done(ready, min(SLICE_S, self._left_s)):
-            self._left_s -= SLICE_S
-            if os.getppid() != self._parent:
-                reason = GONE
-            elif self._left_s <= 0:
-                limit_ms = getattr(self._limits, limit)
-                reason = (
-                    f"no controller answered at {self._controller} within {limit} ({limit_ms} ms)"
-                )
-            else:
-                continue
+        try:
+            self._left_s = await_controller(
+                self._channel,
+                self._controller,
+                f"{limit} ({getattr(self._limits, limit)} ms)",
+                self._left_s,
+                self._parent,
+            )
+        except ControllerLost:
             self._channel.close()
-            raise ControllerLost(reason)
+            raise
         stub = rpc.ControllerStub(self._channel)
         attach = stub.AttachPrefill if self._is_prefill else stub.AttachInstance
         self._call = attach(_outgoing(self._outbox), metadata=self._metadata)
@@ -167,6 +164,24 @@ class ControllerLink:
                 self.term.end(message.term - 1)
             case "shutdown":
                 self.term.end(math.inf)
+
+
+def await_controller(
+    channel: grpc.Channel, address: str, limit: str, left_s: float, parent: int
+) -> float:
+    """Wait until a controller answers; returns what is left of the time.
+
+    limit: what left_s comes from, for people. parent: the process that could start a controller.
+    Raises ControllerLost if none answers in left_s, or the parent is gone.
+    """
+    ready = grpc.channel_ready_future(channel)
+    while not _is_done(ready, min(SLICE_S, left_s)):
+        left_s -= SLICE_S
+        if os.getppid() != parent:
+            raise ControllerLost(GONE)
+        if left_s <= 0:
+            raise ControllerLost(f"no controller answered at {address} within {limit}")
+    return left_s
 
 
 def _is_done(future: grpc.Future, timeout_s: float) -> bool:

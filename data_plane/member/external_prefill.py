@@ -169,7 +169,7 @@ class ExternalLoop:
             times.append(self._start_deadline)
         if self._waiting and self._pool.none_up_since is not None:
             times.append(now + _REPORT_S)
-        if self._is_serving and self._reported != self._state():
+        if self._is_serving and self._reported != _state_of(self._pool.engines):
             times.append(self._report_at)
         soonest = min(times)
         return None if soonest == float("inf") else max(0.0, soonest - now)
@@ -398,28 +398,29 @@ class ExternalLoop:
 
     # --- reports
 
-    def _state(self) -> pb.PrefillEngines:
-        return pb.PrefillEngines(
-            engines=[
-                pb.PrefillEngine(
-                    url=engine.url,
-                    is_up=engine.state is EngineState.UP,
-                    problem=engine.problem,
-                    tokens_in_flight=engine.tokens_in_flight,
-                    num_done=engine.num_done,
-                    num_failed=engine.num_failed,
-                    num_cancelled=engine.num_cancelled,
-                    num_pages=engine.num_pages,
-                    answer_s=engine.answer_s,
-                    arrive_s=engine.arrive_s,
-                )
-                for engine in self._pool.engines
-            ]
-        )
-
     def _report(self, now: float) -> None:
         """Report the engines' state if it has changed, at most twice a second."""
-        state = self._state()
+        state = _state_of(self._pool.engines)
         if self._is_serving and state != self._reported and now >= self._report_at:
             self._send(engines=state)
             self._reported, self._report_at = state, now + _REPORT_S
+
+
+def _state_of(engines: Sequence[Engine]) -> pb.PrefillEngines:
+    return pb.PrefillEngines(
+        engines=[
+            pb.PrefillEngine(
+                url=engine.url,
+                is_up=engine.state is EngineState.UP,
+                problem=engine.problem,
+                tokens_in_flight=engine.tokens_in_flight,
+                num_done=engine.num_done,
+                num_failed=engine.num_failed,
+                num_cancelled=engine.num_cancelled,
+                num_pages=engine.num_pages,
+                answer_s=engine.answer_s,
+                arrive_s=engine.arrive_s,
+            )
+            for engine in engines
+        ]
+    )

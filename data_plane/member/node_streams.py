@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,9 +21,9 @@ from typing import Any
 
 import grpc
 
-from data_plane.member.controller_link import SLICE_S, ControllerLost, channel_options
+from data_plane.member.controller_link import await_controller, channel_options
 from data_plane.member.lifetime import MemberSpec
-from nanocp.parent import GONE, starter
+from nanocp.parent import starter
 from nanocp.wire.member_metadata import NAME, SECRET
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -121,6 +120,11 @@ def run_node_streams(spec: MemberSpec) -> None:
 
     Raises ControllerLost if no controller answers, OSError if the address cannot be listened at.
     """
+    limits = spec.config.limits
+    limit_ms = limits.start_timeout_ms
+    with grpc.insecure_channel(spec.controller, options=channel_options(limits)) as channel:
+        limit = f"start_timeout_ms ({limit_ms} ms)"
+        await_controller(channel, spec.controller, limit, limit_ms / 1000, starter())
     asyncio.run(_carry(spec))
 
 
@@ -129,7 +133,6 @@ async def _carry(spec: MemberSpec) -> None:
     options = channel_options(limits)
     streams = NodeStreams()
     async with grpc.aio.insecure_channel(spec.controller, options=options) as channel:
-        await _await_controller(channel, spec)
         call = rpc.ControllerStub(channel).AttachNode(metadata=spec.metadata)
         server = await _serve(spec, streams)
         sender = asyncio.create_task(_send_up(call, streams, limits.suspect_ms / _BEATS / 1000))
@@ -143,23 +146,6 @@ async def _carry(spec: MemberSpec) -> None:
             sender.cancel()
             await server.stop(0)
             Path(spec.carrier.removeprefix("unix:")).unlink(missing_ok=True)
-
-
-async def _await_controller(channel: grpc.aio.Channel, spec: MemberSpec) -> None:
-    limit_ms = spec.config.limits.start_timeout_ms
-    parent, left_s = starter(), limit_ms / 1000
-    while True:
-        try:
-            return await asyncio.wait_for(channel.channel_ready(), min(SLICE_S, left_s))
-        except TimeoutError:
-            left_s -= SLICE_S
-        if os.getppid() != parent:
-            raise ControllerLost(GONE)
-        if left_s <= 0:
-            raise ControllerLost(
-                f"no controller answered at {spec.controller} within start_timeout_ms "
-                f"({limit_ms} ms)"
-            )
 
 
 async def _serve(spec: MemberSpec, streams: NodeStreams) -> grpc.aio.Server:

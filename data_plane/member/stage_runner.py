@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
 
-from data_plane.instance.stage_edge import StagePolled, Waits
+from data_plane.instance.stage_edge import StageEdge, StagePolled
 from data_plane.member.controller_link import ControllerLink
 from data_plane.member.lifetime import meet
 from data_plane.member.term_loop import TermLoop
@@ -21,7 +19,6 @@ from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
 from nanocp.values.plan import WindowDone
-from nanocp.values.sampling import PromptLogprobs
 from nanocp.wire import convert, passes
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -29,55 +26,17 @@ _WAIT_MS = 2.0
 """Longest single wait for hidden rows or tokens: KV and messages are looked for in between."""
 
 
-class Stage(Protocol):
-    """A stage whose neighbours are other processes: all of instance.stage_edge.StageEdge."""
-
-    selected: list[str]
-    waits_for: str
-
-    @property
-    def is_moving(self) -> bool:
-        """See StageEdge."""
-
-    def connect(self) -> None:
-        """See StageEdge."""
-
-    def leave(self) -> None:
-        """See StageEdge."""
-
-    def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
-        """See StageEdge."""
-
-    def ask_logprobs(
-        self, request_id: int, token_ids: Sequence[int], wanted: PromptLogprobs
-    ) -> None:
-        """See StageEdge."""
-
-    def run(self, item: PassPlan | LayerMoves) -> Waits:
-        """See StageEdge."""
-
-    def progress(self) -> None:
-        """See StageEdge."""
-
-    def wait(self, timeout_ms: float) -> None:
-        """See StageEdge."""
-
-    def poll(self) -> StagePolled:
-        """See StageEdge."""
-
-
 class StageLoop(TermLoop):
     """Drives one stage, in one term after the other."""
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageEdge,
         link: ControllerLink,
         tokens: TokenStreams,
         segments: Segments,
         limits: LimitsConfig,
     ) -> None:
-        """See TermLoop."""
         super().__init__(link, tokens, segments, limits)
         self._stage = stage
         self._items: deque[PassPlan | LayerMoves | pb.Prompt] = deque()

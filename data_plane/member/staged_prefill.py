@@ -60,7 +60,7 @@ class PassScheduler(Protocol):
     def plan_pass(
         self, events: Sequence[Arrival | AbortRequested | PassDone], now_us: int
     ) -> PipelinePlan:
-        """See control_plane.scheduler.pipeline.pipeline_scheduler."""
+        """Apply the events; returns the next pass, if one is due."""
 
 
 def run_staged_prefill(spec: MemberSpec) -> None:
@@ -142,7 +142,6 @@ class StagedPrefillLoop(TicketLoop):
         wake(self._link)
 
     def run(self) -> None:
-        """See TicketLoop."""
         while True:
             while not self._reports.empty():
                 self._reported(*self._reports.get())
@@ -152,7 +151,7 @@ class StagedPrefillLoop(TicketLoop):
                 self._take(message)
 
     def forget_term(self) -> None:
-        """See TicketLoop. Passes in flight go on; their pages are not sent."""
+        """Forget the tickets; passes in flight go on, and their pages are not sent."""
         for ticket in list(self._open):
             self._cancel(ticket)
 

@@ -148,15 +148,13 @@ def _prepared(gemm: GroupedGemm, weight: Tensor | Fp8Weight) -> Any:
     return gemm.prepare_fp8(weight)
 
 
-class GroupedMm:
+class GroupedMm(GroupedGemm):
     """Grouped GEMM by torch's grouped_mm, which needs rows moved together and back."""
 
     def prepare(self, weight_ENX: Tensor) -> Tensor:
-        """Lay the weights out as grouped_mm reads them, as GroupedGemm.prepare says."""
         return weight_ENX.contiguous().transpose(1, 2)
 
     def run(self, x_ESX: Tensor, prepared: Tensor, count_E: Tensor) -> Tensor:
-        """Multiply every expert's rows, as GroupedGemm.run says."""
         num_experts, num_slots, _ = x_ESX.shape
         is_row = torch.arange(num_slots, device=x_ESX.device) < count_E[:, None]
         order = is_row.flatten().logical_not().to(torch.int8).argsort(stable=True)

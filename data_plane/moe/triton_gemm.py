@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.model.fp8_weight import Fp8Weight
+from data_plane.moe.grouped import GroupedGemm
 
 BLOCK_S, BLOCK_N, BLOCK_X = 64, 128, 64
 """Rows, columns and depth of a tile. Decode brings few rows; 64 is the least that wgmma takes."""
@@ -69,11 +70,10 @@ def grouped_gemm_kernel(
     tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=is_written)
 
 
-class TritonGemm:
+class TritonGemm(GroupedGemm):
     """A grouped.Fp8GroupedGemm by the kernel of this file."""
 
     def prepare(self, weight_ENX: Tensor) -> Tensor:
-        """Take plain weights, contiguous, as GroupedGemm.prepare says."""
         return weight_ENX.contiguous()
 
     def fp8_obstacle(self, block: tuple[int, int]) -> str:
@@ -87,7 +87,6 @@ class TritonGemm:
         return weight._replace(values=weight.values.contiguous(), scale=weight.scale.contiguous())
 
     def run(self, x_ESX: Tensor, prepared: Tensor | Fp8Weight, count_E: Tensor) -> Tensor:
-        """Multiply every expert's rows, as GroupedGemm.run says."""
         weight, scale, block = (
             prepared if isinstance(prepared, Fp8Weight) else (prepared, None, (0, 0))
         )

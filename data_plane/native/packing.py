@@ -70,7 +70,7 @@ class NativePacking:
         """dtype: of rows. keeps_bf16: pack weights of bf16 where rows are fp32."""
         self._dtype = dtype
         self.keeps_bf16 = keeps_bf16 and dtype == torch.float32
-        """See model.linear.Packing."""
+        """Whether matrices but gates' are kept in bf16 where rows are fp32."""
         self._weight_dtype = torch.bfloat16 if keeps_bf16 else dtype
         self.processors = processors
         """The threads that the kernels run on, the caller's among them."""

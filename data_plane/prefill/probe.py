@@ -32,7 +32,7 @@ class Probe(Protocol):
     """What an engine is asked, and how its pages are judged."""
 
     fingerprint: Mapping[str, str]
-    """See connectors.fingerprint."""
+    """What must be equal at both ends for pages to fit (connectors/fingerprint.py)."""
     token_ids: tuple[int, ...]
     """The prompt; its KV is wanted at every position."""
     page_bytes: int
@@ -73,7 +73,7 @@ class LatentProbe:
         self._is_fp8 = is_fp8
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
-        """See Probe.problem."""
+        """What is wrong with the pages, by number uint8 [page_bytes]; None: nothing."""
         found = torch.cat([self._kv(pages[page]) for page in sorted(pages)], dim=1)
         found = found[: len(self._expected), :NUM_TOKENS].float()
         for layer, (found_TD, expected_TD) in enumerate(zip(found, self._expected, strict=True)):

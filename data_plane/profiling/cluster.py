@@ -39,7 +39,7 @@ from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
 from data_plane.startup.cpu_parts import cpu_parts
 from data_plane.startup.shared_parts import moe_backends, torch_dtype
 from data_plane.step.cpu import CpuStep
-from data_plane.step.cpu_kernels import cpu_mixtures, fused_obstacle
+from data_plane.step.cpu_kernels import Arithmetic, cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -223,12 +223,10 @@ class _Instance:
         def lane(number: int) -> StepLane:
             tensors = TensorExchange(exchange, layout, number)
             step = CpuStep(
-                model,
+                Arithmetic(model, kernels, attention),
                 weights,
                 self._frames,
                 tensors,
-                kernels,
-                attention,
                 cpu_mixtures(
                     schedule, tensors, model, weights, kernels, bounds.max_rows, self._clock
                 ),

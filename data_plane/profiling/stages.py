@@ -37,7 +37,7 @@ class PassTime:
 
     number: int
     after: int
-    """See PassPlan."""
+    """The first stage begins once it has the tokens of this pass and of all before; -1: at once."""
     spans: tuple[Span, ...]
     stage_us: list[float]
     """For each stage; with what it did about moving layers since its last pass."""

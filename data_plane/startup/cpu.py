@@ -33,7 +33,7 @@ from data_plane.startup.shared_parts import (
     torch_dtype,
 )
 from data_plane.step.cpu import CpuStep
-from data_plane.step.cpu_kernels import cpu_mixtures, fused_obstacle
+from data_plane.step.cpu_kernels import Arithmetic, cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
@@ -94,9 +94,8 @@ def build_cpu_instance(
             moe.schedule, tensors, model, weights, kernels, cluster.bounds.max_rows
         )
         form = config.data_plane.wire_form
-        step = CpuStep(
-            model, weights, frames, tensors, kernels, attention, mixtures, form, cluster.bounds
-        )
+        arithmetic = Arithmetic(model, kernels, attention)
+        step = CpuStep(arithmetic, weights, frames, tensors, mixtures, form, cluster.bounds)
         engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
         return StepLane(engine, step, tensors)
 

@@ -239,7 +239,6 @@ class _DeepEpMeeting(_Meeting):
         self._path = _store_path(segments)
 
     def meet(self, seats: Sequence[int]) -> None:
-        """See _Meeting.meet."""
         import torch.distributed as dist
 
         cluster, (lane,) = self._config.cluster, self._lanes

@@ -18,6 +18,7 @@ from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import Progress, say_nothing
 from data_plane.startup.cpu_parts import cpu_parts
 from data_plane.startup.shared_parts import grammar_masks, torch_dtype
+from data_plane.step.cpu_kernels import Arithmetic
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from nanocp.config.pipeline import PipelineConfig
@@ -62,7 +63,8 @@ def build_stage(
         )
 
     masks = grammar_masks(config, checkpoint) if is_last else None
-    built = ModelStage(stage, pipeline, model, weights, frames, kernels, attention, *ends(), masks)
+    arithmetic = Arithmetic(model, kernels, attention)
+    built = ModelStage(stage, pipeline, arithmetic, weights, frames, *ends(), masks)
     built.make_ends = ends
     built.selected = [
         *sentences,

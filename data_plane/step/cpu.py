@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_plane.attention.backend import Attention
 from data_plane.attention.lse_merge import lse_merge
 from data_plane.graph.pool_cpu import StepContext
 from data_plane.kv.frame_pool import FramePool, LocalStep
-from data_plane.model.config import ModelConfig
 from data_plane.model.weights import LayerWeights, ModelWeights
 from data_plane.moe.mixture import MixtureOfExperts
-from data_plane.step.cpu_kernels import Kernels
+from data_plane.step.cpu_kernels import Arithmetic
 from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
@@ -41,27 +39,24 @@ class CpuStep:
 
     def __init__(
         self,
-        model: ModelConfig,
+        arithmetic: Arithmetic,
         weights: ModelWeights,
         frames: FramePool,
         exchange: TensorExchange,
-        kernels: Kernels,
-        attention: Attention,
         mixtures: MixtureOfExperts[Awaited],
         wire_form: str,
         bounds: BoundsConfig,
         probe: Probe = no_probe,
     ) -> None:
-        self._model = model
+        self._model, self._kernels, self._attention = arithmetic
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
         self._mixtures = mixtures
         self._probe = probe
-        self._kernels = kernels
-        self._attention = attention
         self._is_latent = wire_form == "latent"
         self._instance = exchange.exchange.instance
+        model = arithmetic.model
         q_width, _ = model.attention.wire_widths(wire_form)
         self._received = _ReceivedRows(
             bounds.max_attention_rows, q_width, frames.layers.shape[-1], frames.layers.dtype
@@ -256,7 +251,7 @@ class CapturedStep:
         self._step.run(self._context)
 
     def phases(self) -> Iterator[Awaited]:
-        """See CpuStep.phases."""
+        """The step, in parts: it yields what it awaits before each wait for a peer."""
         return self._step.phases(self._context)
 
 

@@ -7,7 +7,7 @@ know: steps.
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from data_plane.model.rope import RopeTable
 from data_plane.model.weights import (
     LayerWeights,
     LogitsWeights,
-    MlpWeights,
     ModelWeights,
-    MoeWeights,
 )
 from data_plane.moe.all_to_all_cpu import ExpertExchange, ExpertKernels
 from data_plane.moe.experts import visit_experts
@@ -52,7 +50,10 @@ class Kernels(Packing, ExpertKernels, Protocol):
         rope: RopeTable,
         config: ModelConfig,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See model.layers. The rope table must reach every position."""
+        """Project hidden rows to (wire_q [B, C], new KV [B, W], queries [B, H, D]).
+
+        The rope table must reach every position.
+        """
 
     def attention_queries(
         self,
@@ -62,35 +63,40 @@ class Kernels(Packing, ExpertKernels, Protocol):
         rope: RopeTable,
         config: ModelConfig,
     ) -> Tensor:
-        """See model.layers. The rope table must reach every position."""
+        """Make queries [B, H, D] of what the wire carries.
+
+        The rope table must reach every position.
+        """
 
     def append(self, slots_SW: Tensor, slot_B: Tensor, kv_BW: Tensor) -> None:
-        """See model.layers."""
+        """Write one token of each row to its slot, slot_B = frame * 64 + offset."""
 
     def finish_attention(
         self, partial_BHO: Tensor, layer: LayerWeights, config: ModelConfig
     ) -> Tensor:
-        """See model.layers."""
+        """Turn partial outputs into heads' values [B, H, V], before or after the LSE merge."""
 
     def after_attention(
         self, x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, rope: RopeTable, config: ModelConfig
     ) -> tuple[Tensor, Tensor]:
-        """See model.layers."""
-
-    def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
-        """See model.layers."""
+        """Add attention to hidden rows: (the rows [B, X], the rows normed for the layer's MLP)."""
 
     def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
-        """See model.layers."""
-
-    def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """See moe.gate."""
+        """Score the vocabulary for hidden rows: [B, vocabulary] fp32."""
 
     def own_attention(self, config: ModelConfig) -> Attention | None:
         """The attention that comes with these kernels, if they have one for the model's widths."""
 
     def forget(self, layer: LayerWeights) -> None:
         """Keep nothing of this layer's weights: they are given up."""
+
+
+class Arithmetic(NamedTuple):
+    """What a layer computes, and what computes it."""
+
+    model: ModelConfig
+    kernels: Kernels
+    attention: Attention
 
 
 class TorchKernels(TorchPacking):

@@ -25,17 +25,16 @@ from torch import Tensor
 from data_plane.attention.backend import Attention, kv_layout
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.grammar import GrammarMasks
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import report_prompt
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.frame_pool import FramePool
-from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import LayerWeights
-from data_plane.step.cpu_kernels import Kernels
+from data_plane.step.cpu_kernels import Arithmetic
 from data_plane.transport.stage_links import StageLinks
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import Span
@@ -50,33 +49,27 @@ class ModelStage(StageEdge):
         self,
         stage: int,
         pipeline: PipelineConfig,
-        model: ModelConfig,
+        arithmetic: Arithmetic,
         weights: StageWeights,
         frames: FramePool,
-        kernels: Kernels,
-        attention: Attention,
         links: StageLinks,
         mover: PageMover,
         grammar_masks: GrammarMasks | None = None,
     ) -> None:
-        """See StageEdge. frames: a layer of it for each of the pipeline's places.
+        """frames: a layer of it for each of the pipeline's places.
 
-        weights: packed by `kernels`, at first those of the stage's first layers. grammar_masks: of
-        structured output, at the last stage; None if no row may have a grammar.
+        weights: packed by the kernels, at first those of the stage's first layers. grammar_masks:
+        of structured output, at the last stage; None if no row may have a grammar.
         """
         super().__init__(stage, pipeline, frames.layers.shape[1] - 1, links, mover)
-        self._model = model
+        self._model, self._kernels, self._attention = model, kernels, _ = arithmetic
         self._weights = weights
         self._frames = frames
-        self._kernels = kernels
-        self._attention = attention
         self._grammar_masks = grammar_masks
         self._layout_of_kv = kv_layout(model.attention)
         kind = model.attention
         self._least_plain_chunk = kind.least_plain_chunk if kernels.keeps_heads else sys.maxsize
         self._batch: _Batch | None = None
-        self.selected: list[str] = []
-        """What was selected at start-up and why, one sentence each."""
 
     def page(self, request_id: int, page: int) -> Tensor:
         """A copy of the KV of the stage's own layers in one page, [layers, 64, W]."""
@@ -197,7 +190,7 @@ class ModelStage(StageEdge):
     # --- layers and frames
 
     def connect(self) -> None:
-        """See StageEdge. All own layers are here then: no pass waits for weights of the start."""
+        """Attach to the neighbours, and load all own layers: no pass waits for the start's."""
         super().connect()
         for layer in self._layers:
             self._weights.layer(layer)

@@ -21,6 +21,7 @@ from data_plane.transport.exchange import (
     Awaited,
     Channel,
     EpochError,
+    Exchange,
     ExchangeError,
     ExchangeTimeout,
     Field,
@@ -63,7 +64,7 @@ _Block = list[tuple[_Region, ...]]
 """[channel][parity]; a channel that the layout leaves out has no regions."""
 
 
-class ShmExchange:
+class ShmExchange(Exchange):
     """One instance's end of the exchange, for one thread; see exchange.Exchange.
 
     Use `create` to make one. It can put and wait after `connect`.
@@ -135,7 +136,6 @@ class ShmExchange:
 
     @property
     def instance(self) -> int:
-        """The number of this instance."""
         return self._instance
 
     @property
@@ -150,21 +150,12 @@ class ShmExchange:
 
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds spent in `wait` since the start, for puts that had not arrived yet."""
         return self._waited_ns
 
     def outgoing(self, channel: Channel, target: int, epoch: int) -> dict[str, np.ndarray]:
-        """Writable views, by field name, of this instance's region at the target.
-
-        They are valid until `put` of this epoch.
-        """
         return self._outgoing[target][channel][epoch & 1].views
 
     def put(self, channel: Channel, target: int, epoch: int, num_rows: int | None = None) -> None:
-        """Publish the region: what was written to `outgoing` is visible before the flag is.
-
-        num_rows: the rows that must arrive, of each field that has more than one; None: all.
-        """
         region = self._outgoing[target][channel][epoch & 1]
         flag = region.flag
         assert flag.load() <= epoch, (
@@ -187,18 +178,12 @@ class ShmExchange:
         return Flags(None if peer in self._remote else outgoing, incoming)
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
-        """Whether the source's put of this epoch is here. Raises EpochError if a later one is."""
         flag = self._incoming[source][channel][epoch & 1].flag.load()
         if flag > epoch + 1:
             raise self._epoch_error(channel, source, epoch, flag)
         return flag == epoch + 1
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
-        """Read-only views, by field name, of the source's region, once its put has arrived.
-
-        They are valid until this instance replies. Raises PeerLost, ExchangeTimeout or EpochError,
-        naming channel, source and epoch, and TermOver.
-        """
         region = self._incoming[source][channel][epoch & 1]
         flag = region.flag.load()
         if flag <= epoch:
@@ -208,7 +193,6 @@ class ShmExchange:
         return region.views
 
     def wait_any(self, awaited: Sequence[Awaited]) -> None:
-        """Block until one of the puts has arrived. Raises what `wait` raises."""
         if len(awaited) == 1:
             self.wait(*awaited[0])
             return

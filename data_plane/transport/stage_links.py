@@ -62,7 +62,7 @@ class StageLinks(Protocol):
         """
 
 
-class LocalStageLinks:
+class LocalStageLinks(StageLinks):
     """Links within one process; the queues hold no more than the passes in flight."""
 
     def __init__(
@@ -81,29 +81,25 @@ class LocalStageLinks:
         return [cls(stage, hidden, tokens) for stage in range(num_stages)]
 
     def connect(self) -> None:
-        """See StageLinks."""
+        """Nothing: queues need none."""
 
     def wait(self, timeout_ms: float) -> None:
         """Return: what can come in one process is here."""
 
     def close(self) -> None:
-        """See StageLinks."""
+        """Nothing: queues need none."""
 
     def send_hidden(self, rows: HiddenRows) -> None:
-        """See StageLinks."""
         waiting = self._hidden[self._stage + 1]
         assert len(waiting) < len(self._hidden), f"more than {len(waiting)} passes are in flight"
         waiting.append(rows)
 
     def receive_hidden(self) -> HiddenRows | None:
-        """See StageLinks."""
         waiting = self._hidden[self._stage]
         return waiting.popleft() if waiting else None
 
     def send_tokens(self, tokens: PassTokens) -> None:
-        """See StageLinks."""
         self._tokens.append(tokens)
 
     def receive_tokens(self) -> PassTokens | None:
-        """See StageLinks."""
         return self._tokens.popleft() if self._tokens else None

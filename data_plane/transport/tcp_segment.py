@@ -66,7 +66,7 @@ class TcpSegment:
         self._limits = limits
         self.bulk: Any = None
         self.grant = b""
-        """See OwnedSegment."""
+        """What lets this writer write into the owner's memory for pages."""
         self._connection = self._dial(writer, timeout_ms)
         self._is_open = True
         self._reader = threading.Thread(

@@ -56,7 +56,7 @@ class _Attached(NamedTuple):
     memory: mmap.mmap
     data_offset: int
     progress: Callable[[], None] | None
-    """See OwnedSegment."""
+    """Must be called while the writer writes; None if it need not."""
 
 
 class TcpSegmentServer:

@@ -75,7 +75,7 @@ class Backend(Protocol):
         """Drop the connection."""
 
 
-class GrpcBackend:
+class GrpcBackend(Backend):
     """NanoCP's gRPC API."""
 
     def __init__(
@@ -86,7 +86,6 @@ class GrpcBackend:
         self._sampling = dict(sampling)
 
     async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:
-        """See Backend."""
         output = RequestOutput(request.prompt_len, time.perf_counter())
         try:
             chunks = self._client.generate(
@@ -107,11 +106,10 @@ class GrpcBackend:
         return output
 
     async def close(self) -> None:
-        """See Backend."""
         await self._client.close()
 
 
-class OpenAIBackend:
+class OpenAIBackend(Backend):
     """Completions or chat completions over HTTP, streamed."""
 
     def __init__(
@@ -160,7 +158,6 @@ class OpenAIBackend:
         return self._model
 
     async def send(self, request: SampleRequest, request_id: str) -> RequestOutput:
-        """See Backend."""
         body = {
             "model": await self.first_model(),
             "stream": True,
@@ -196,7 +193,6 @@ class OpenAIBackend:
         return output
 
     async def close(self) -> None:
-        """See Backend."""
         await self._session.close()
 
     def _prompt(self, request: SampleRequest) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Judge(Protocol):
         """Return the index of the first wrong token, None if all are right; and the near-ties."""
 
 
-class ReferenceJudge:
+class ReferenceJudge(Judge):
     """`transformers` on the checkpoint that is served."""
 
     def __init__(self, checkpoint: Path) -> None:
@@ -35,7 +35,6 @@ class ReferenceJudge:
     def first_wrong(
         self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int]
     ) -> tuple[int | None, int]:
-        """See Judge."""
         prompt = penalized_prompt_ids(prompt_ids, params)
 
         def distance(logits: torch.Tensor, output_ids: Sequence[int]) -> torch.Tensor:

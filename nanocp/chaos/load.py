@@ -72,7 +72,7 @@ class Asked:
     error: str = ""
     """Why the request failed, or ended early; empty if it did not."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    """See Apis."""
+    """What the service takes for sampling options that a request does not give."""
 
     def params(self, choice: int) -> SamplingParams:
         """How a choice is sampled."""

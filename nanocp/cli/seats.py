@@ -6,27 +6,20 @@ status 1 if it was not, 2 if the service cannot make it. Does not know: how inst
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from nanocp.cli.status_port import KEY_HINT, OperatorKey, Target
+from nanocp.cli.status_port import OperatorKey, Refused, Target, fetch_json
 
 _TIMEOUT_S = 600.0
 """Longest wait for a change: instances load their weights, and rows move away."""
 _GOES_ON = 'the service goes on with the change; "nanocp top" shows it'
 _UNDO = '"nanocp scale --undo" undoes it'
-
-
-class Refused(Exception):
-    """The service did not make the change; the message says why."""
 
 
 def drain(
@@ -158,23 +151,13 @@ def _seats(target: str, key: str) -> dict[str, Any]:
 
 def _ask(target: str, key: str, body: bytes | None = None, path: str = "/cluster/seats") -> Any:
     """What the status port answers. Raises Refused, also if a change takes long, or ValueError."""
-    url = f"http://{target}{path}"
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
     try:
-        request = urllib.request.Request(url, body, headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace").strip()
-        said += f"; {KEY_HINT}" * (error.code == 401)
-        raise Refused(said or f"the service answered {error.code}") from error
-    except TimeoutError:
+        return fetch_json(target, path, key, body, _TIMEOUT_S)
+    except ValueError as error:
+        if not isinstance(error.__cause__, TimeoutError):
+            raise
         sentence = f"no answer in {_TIMEOUT_S:.0f} s"
         raise Refused(f"{sentence}; {_GOES_ON}" if body else sentence) from None
-    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-        raise ValueError(f"no service answers at {target}: {error}") from error
 
 
 def _list(seats: Any) -> str:

@@ -28,24 +28,33 @@ KEY_HINT = "give --operator-key, or set NANOCP_OPERATOR_KEY"
 _TIMEOUT_S = 5.0
 
 
-def fetch_json(target: str, path: str, key: str = "") -> Any:
-    """What the status port answers. Raises ValueError with a sentence if it does not."""
+class Refused(ValueError):
+    """The service did not do what it was asked for; the message says why."""
+
+
+def fetch_json(
+    target: str, path: str, key: str = "", body: bytes | None = None, timeout_s: float = _TIMEOUT_S
+) -> Any:
+    """What the status port answers, to a body if there is one.
+
+    Raises ValueError with a sentence if it does not answer: Refused if it answers with an error.
+    """
     url = f"http://{target}{path}"
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     try:
-        request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        request = urllib.request.Request(url, body, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code == 401:
             wrong = ", and the one given is not valid" if key else ""
-            raise ValueError(f"{url} asks for an operator's key{wrong}: {KEY_HINT}") from error
-        said = (
-            error.read().decode(errors="replace")
-            if error.code in (404, 503)
-            else f"HTTP status {error.code}"
-        )
-        raise ValueError(f"{url}: {said}") from error
+            raise Refused(f"{url} asks for an operator's key{wrong}: {KEY_HINT}") from error
+        has_sentence = body is not None or error.code in (404, 503)
+        said = error.read().decode(errors="replace").strip() if has_sentence else ""
+        said = said or f"HTTP status {error.code}"
+        raise Refused(said if body else f"{url}: {said}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = str(getattr(error, "reason", error)).strip()
         if not reason.isprintable():  # gRPC's first frame, for one

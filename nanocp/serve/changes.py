@@ -22,7 +22,7 @@ _SEATS, _SPLIT = '{"seats": [0, 1, 2]}', '{"split": [7, 5]}'
 
 
 def answer_seats(service: Service, num_seats: int, body: bytes | None, who: str) -> bytes:
-    """See status_server.Change. The body names the seats, and what asks for them; or it undoes."""
+    """Answer for /cluster/seats. The body names the seats, and what asks for them; or it undoes."""
     asked = None if body is None else _read(body, _SEATS)
     if asked is None:
         now = service.want_seats(None)
@@ -44,7 +44,7 @@ def answer_seats(service: Service, num_seats: int, body: bytes | None, who: str)
 
 
 def answer_layout(service: Service, body: bytes | None, who: str) -> bytes:
-    """See status_server.Change. The body names the layers of each stage."""
+    """Answer for /cluster/layout. The body names the layers of each stage."""
     if body is None:
         stages = service.want_layout(None)
     else:

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.front_end import DRAIN_REPORT_S
-from control_plane.frontend.remote.observations import HttpResponded
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
@@ -52,7 +51,6 @@ class FrontEndProcesses:
         served: Served,
         member_secrets: MemberSecrets,
         observer: Observer,
-        http_responded: HttpResponded,
         pages: Mapping[str, Page],
         failed: Callable[[str], None],
         launcher: ProcessLauncher | PipedLauncher,
@@ -69,7 +67,6 @@ class FrontEndProcesses:
             config,
             member_secrets,
             observer,
-            http_responded,
             pages,
             self._lost,
             controller_number,
@@ -122,16 +119,16 @@ class FrontEndProcesses:
     def open(
         self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
     ) -> None:
-        """See FrontEnd.open."""
+        """Accept requests: the cluster is ready. load: what is decided for each instance now."""
         self._port.open(controller, load)
 
     @property
     def num_open(self) -> int:
-        """See FrontEnd.num_open."""
+        """Choices that have not ended, or that a client still reads."""
         return self._port.num_open
 
     def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
-        """See FrontEnd.drain."""
+        """Refuse new requests and wait for the open ones; whether all have ended in time."""
         until_s = time.monotonic() + self._config.limits.drain_timeout_ms / 1000
         drains: Sequence[Future[bool]] = self._port.begin_drain()
         while wait(drains, DRAIN_REPORT_S).not_done:
@@ -141,7 +138,7 @@ class FrontEndProcesses:
         return all(drain.result() for drain in drains)
 
     def stop(self, reason: str) -> None:
-        """See FrontEnd.stop."""
+        """End every open request with UNAVAILABLE and the reason, and close the ports."""
         self._stopping.set()
         self._port.ask_to_stop(reason)
         self._launcher.stop(_STOP_TIMEOUT_S)

@@ -118,7 +118,7 @@ class LauncherHost:
             pipe.send("spare ended", self.name, how, was_ready)
 
 
-class PipedLauncher:
+class PipedLauncher(Launcher):
     """A Launcher in the controller's process; the processes are the supervisor's."""
 
     def __init__(self, name: str, pipe: Pipe, living: Mapping[Member, Any]) -> None:
@@ -128,38 +128,34 @@ class PipedLauncher:
         self._pipe = pipe
 
     def start(self, specs: Mapping[Member, object], exited: Exited) -> None:
-        """See Launcher.start. Members that live go on as they are."""
+        """Start what does not live; members that live go on as they are."""
         self._pipe.listen(self._name, exited)
         for member, spec in specs.items():
             if member not in self.living:
                 self.start_one(member, 0, spec)
 
     def start_one(self, member: Member, number: int, spec: object) -> None:
-        """See Launcher.start_one."""
         self._pipe.ask(self._name, "start_one", member, number, spec)
 
     def start_spare(self, name: str, spec: object, ended: SpareEnded) -> None:
-        """See Launcher.start_spare. `ended` is called for every spare from now on."""
+        """Start a spare; `ended` is called for every one from now on."""
         self._pipe.on_spare_end[self._name] = ended
         self._pipe.ask(self._name, "start_spare", name, spec)
 
     @property
     def spares(self) -> Sequence[bool]:
-        """See Launcher.spares. An earlier controller may have started some."""
+        """Spares that live; an earlier controller may have started some."""
         spares: Sequence[bool] = self._pipe.ask(self._name, "spares")
         return spares
 
     def end_spares(self) -> None:
-        """See Launcher.end_spares."""
         self._pipe.ask(self._name, "end_spares")
 
     def stop(self, timeout_s: float) -> Sequence[Member]:
-        """See Launcher.stop."""
         stopped: Sequence[Member] = self._pipe.ask(self._name, "stop", timeout_s)
         return stopped
 
     def kill(self, member: Member) -> None:
-        """See Launcher.kill."""
         self._pipe.ask(self._name, "kill", member)
 
     def pid(self, member: Member) -> int:

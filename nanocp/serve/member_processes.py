@@ -26,9 +26,9 @@ class MemberProcesses:
         self.obstacle_to_more = partial(obstacle_to_more, cluster_id)
 
     def kill(self, member: Member) -> None:
-        """See replacements.Processes."""
+        """Kill the member's process."""
         self._launcher.kill(member)
 
     def start(self, member: Member, number: int, term: int) -> None:
-        """See replacements.Processes."""
+        """Start the member's process of this number, which will probably join this term."""
         self._launcher.start_one(member, number, self._spec(member, term))

@@ -38,7 +38,7 @@ class Served:
     probe_factory: str = "data_plane.startup.prefill:build_probe"
     """Makes what engines are probed with, where they take the prefill's place."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
-    """See SpareSpec."""
+    """Loads what every instance needs into a spare, before it has a seat."""
     num_experts: int | None = None
     """Experts of a layer, 0 for a dense model; None if every instance must always serve."""
     num_layers: int = 0

@@ -349,7 +349,6 @@ class Service:
     ) -> FrontEnd | FrontEndProcesses:
         config, served, service = self._config, self._served, self._config.service
         metrics = partial(metrics_page, self.metrics.registry)
-        responded = self.metrics.requests.http_responded
         # In this process too: a checkpoint that cannot be served is refused before anything starts.
         model = open_model(
             served.checkpoint,
@@ -363,13 +362,12 @@ class Service:
                 served,
                 self._member_secrets,
                 observer,
-                responded,
                 {"metrics": metrics, "snapshot": view.snapshot_json},
                 self._fail,
                 self._front_end_launcher,
                 self._controller_number,
             )
-        http = HttpServer(config, model, metrics, view.snapshot_json, responded)
+        http = HttpServer(config, model, metrics, view.snapshot_json, observer.http_responded)
         return FrontEnd(
             config, served.tokenizer, served.limits, self._member_secrets, observer, http
         )

@@ -59,48 +59,57 @@ class _Window:
     step: StepTime
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mechanisms:
+    """What a simulated cluster does besides its policy; the fluid bound, the first three."""
+
+    steps_per_window: int = 1
+    prefix_sharing: bool = True
+    wire_form: str = ""
+    """What travels between instances; empty: the cluster file's first."""
+    lanes: bool = False
+    """Whether windows run in two lanes where the cost model says that they pay."""
+    schedule: Schedule | None = None
+    """The order in which layers run where that pays; None: program order."""
+    host_pages: int = 0
+    """Full pages of prompts that each instance keeps outside its frames."""
+
+
 def make_simulation(
     file: ClusterFile,
     constants: str,
     policy: str,
     run: Run,
-    steps_per_window: int = 1,
+    mechanisms: Mechanisms = Mechanisms(),
     recorder: Recorder | None = None,
     event_log: Path | None = None,
     explainer: Explainer | None = None,
-    prefix_sharing: bool = True,
-    wire_form: str = "",
-    lanes: bool = False,
-    schedule: Schedule | None = None,
-    host_pages: int = 0,
 ) -> Simulation:
     """Make a simulation of a policy, or of the fluid bound.
 
     recorder: takes the notes instead of a plain one of the run. event_log: takes every call of the
-    scheduler. explainer: takes notes of some requests. lanes: windows run in two lanes where the
-    cost model says that they pay. schedule: layers run in its order where that pays. host_pages:
-    full pages of prompts that each instance keeps outside its frames. The fluid bound has none of
-    the three. Raises ValueError for an unknown policy or constants, OSError if the event log cannot
-    be written.
+    scheduler. explainer: takes notes of some requests. Raises ValueError for an unknown policy or
+    constants, OSError if the event log cannot be written.
     """
-    num_shares = file.cluster.num_instances if policy == FLUID else 1
-    model = CostModel(file, constants, num_shares, wire_form)
+    is_fluid = policy == FLUID
+    num_shares = file.cluster.num_instances if is_fluid else 1
+    model = CostModel(file, constants, num_shares, mechanisms.wire_form)
     scheduler = replace(
-        scheduler_config(file, model, "dual_balanced" if policy == FLUID else policy),
-        steps_per_window=steps_per_window,
-        prefix_sharing=prefix_sharing,
+        scheduler_config(file, model, "dual_balanced" if is_fluid else policy),
+        steps_per_window=mechanisms.steps_per_window,
+        prefix_sharing=mechanisms.prefix_sharing,
     )
-    if lanes and policy != FLUID:
+    if mechanisms.lanes and not is_fluid:
         table = model.lane_table(file.cluster)
         scheduler = replace(scheduler, lanes="measured", lane_table=table)
-    if host_pages and policy != FLUID:
-        scheduler = replace(scheduler, offload_host_pages=host_pages)
+    if mechanisms.host_pages and not is_fluid:
+        scheduler = replace(scheduler, offload_host_pages=mechanisms.host_pages)
     time_of = model.step
-    if schedule is not None and policy != FLUID:
-        time_of = ScheduledSteps(model, file, schedule).step
+    if mechanisms.schedule is not None and not is_fluid:
+        time_of = ScheduledSteps(model, file, mechanisms.schedule).step
     notes = recorder or Recorder(run)
     return Simulation(
-        _as_one_instance(file) if policy == FLUID else file,
+        _as_one_instance(file) if is_fluid else file,
         scheduler,
         model,
         notes,

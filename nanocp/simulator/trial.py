@@ -16,11 +16,10 @@ from pathlib import Path
 from statistics import fmean
 
 from control_plane.scheduler.explanation import Explainer
-from nanocp.overlap.schedule import Schedule
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel, Loads
 from nanocp.simulator.outcome import Outcome, Recorder, Run, Slo, measure_us_at
-from nanocp.simulator.simulation import FLUID, Simulation, make_simulation
+from nanocp.simulator.simulation import FLUID, Mechanisms, Simulation, make_simulation
 from nanocp.simulator.workload import STATIC, Workload
 from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.plan import PAGE_SIZE
@@ -38,7 +37,7 @@ _FULL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(Mechanisms):
     """What is simulated, and how it is judged."""
 
     file: ClusterFile
@@ -49,16 +48,6 @@ class Trial:
     warm_up_us: int = WARM_UP_US
     measure_us: int | None = None
     """None: as long as a verdict needs at the workload's rate (`measure_us_at`)."""
-    steps_per_window: int = 1
-    prefix_sharing: bool = True
-    wire_form: str = ""
-    """What travels between instances; empty: the cluster file's first."""
-    lanes: bool = False
-    """Whether windows run in two lanes where the cost model says that they pay."""
-    schedule: Schedule | None = None
-    """The order in which layers run where that pays; None: program order."""
-    host_pages: int = 0
-    """Full pages of prompts that each instance keeps outside its frames."""
     begins_empty: bool = False
     """Whether `filled` leaves the cluster empty."""
 
@@ -91,15 +80,10 @@ class Trial:
             self.constants,
             self.policy,
             self.run,
-            steps_per_window=self.steps_per_window,
-            recorder=recorder,
-            event_log=event_log,
-            explainer=explainer,
-            prefix_sharing=self.prefix_sharing,
-            wire_form=self.wire_form,
-            lanes=self.lanes,
-            schedule=self.schedule,
-            host_pages=self.host_pages,
+            self,
+            recorder,
+            event_log,
+            explainer,
         )
 
     def play(self, recorder: Recorder | None = None) -> Outcome:

@@ -33,7 +33,7 @@ class WorkloadRequest:
     judged."""
 
     tenant: str = ""
-    """See `Arrival.tenant`."""
+    """Whose request it is; empty if nobody says."""
 
     def arrival(self, request_id: int) -> Arrival:
         """What the scheduler gets of it."""

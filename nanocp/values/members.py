@@ -113,7 +113,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """An instance asks for the full table of a window (protocol.md, table digests)."""
+    """An instance asks for the full table of a window: the plan was made for another one.
+
+    Nothing else can be applied before (protocol.md, table digests).
+    """
 
     window: int
     reason: str

@@ -152,6 +152,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.longest: list[int] = []
+        self.responses: list[tuple[str, str, int]] = []
 
     def on_request(self, num_choices: int) -> None:
         assert num_choices > 0
@@ -169,6 +170,9 @@ class Recorder:
 
     def on_request_over(self, longest: int) -> None:
         self.longest.append(longest)
+
+    def http_responded(self, endpoint: str, method: str, status: int) -> None:
+        self.responses.append((endpoint, method, status))
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
         assert (

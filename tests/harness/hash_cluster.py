@@ -19,8 +19,7 @@ from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.policies import relevel
 from control_plane.scheduler.scheduler import Scheduler
-from data_plane.instance.interface import ResyncNeeded
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
 from harness.hash_parts import Job, Process, Story, changes_term, draw_config, row_start
@@ -29,6 +28,7 @@ from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.lost_changes import corrupted, full
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Resync
 from nanocp.values.plan import (
     AbortRequested,
     Arrival,
@@ -378,7 +378,7 @@ class HashCluster:
                 yield True
             if resync is None:
                 break
-            assert resync == ResyncNeeded(plan.window, resync.reason)
+            assert resync == Resync(plan.window, resync.reason)
             self.num_resyncs += 1
             plan = self.full_plans[process.index, plan.window]
         else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_plane.instance.interface import ResyncNeeded, TermEnds
+from data_plane.instance.interface import TermEnds
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Window
 from data_plane.kv.page_ring import prefill_rings
@@ -25,6 +25,7 @@ from data_plane.transport.shm import ShmExchange
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
 from nanocp.config.whole import Config
+from nanocp.values.members import Resync
 from nanocp.values.passes import PassPlan
 from nanocp.values.plan import PAGE_SIZE, InstancePlan
 from nanocp.values.sampling import PromptLogprobs, TokenLogprobs
@@ -62,7 +63,7 @@ class StoppingMember(SlowMember):
 
     WINDOW = 20
 
-    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+    def begin(self, plan: InstancePlan) -> Resync | None:
         if plan.window == self.WINDOW:
             self._stop()
         return super().begin(plan)
@@ -81,7 +82,7 @@ class HangingMember(StoppingMember):
 class ForgetfulMember(HashInstance):
     """An instance that refuses two plans, as if its table had lost a change."""
 
-    def begin(self, plan: InstancePlan) -> ResyncNeeded | None:
+    def begin(self, plan: InstancePlan) -> Resync | None:
         if plan.window in (5, 20) and not plan.is_full:
             plan = plan._replace(base_digest=plan.base_digest ^ 1)
         return super().begin(plan)

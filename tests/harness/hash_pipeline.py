@@ -19,7 +19,7 @@ from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.layer_places import runs_of
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from data_plane.transport.stage_links import LocalStageLinks, StageLinks
 from harness.hash_model import HashModel
 from harness.hash_parts import Story

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from data_plane.instance.rows import Row
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.transport.stage_links import StageLinks

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
-from data_plane.instance.page_transfers import PageMover
+from data_plane.instance.interface import PageMover
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
 from data_plane.model.stage_weights import StageWeights

@@ -8,3 +8,4 @@ class Unobserved:
         pass
 
     on_submitted = on_first_token = on_token = on_finished = on_request_over = on_request
+    http_responded = on_request

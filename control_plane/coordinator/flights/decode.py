@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
+from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.transfers import Transfers, fetched_pages, num_cached
 from control_plane.coordinator.flights.windows import WindowsInFlight
 from control_plane.coordinator.members.members import Members
@@ -34,7 +35,7 @@ from nanocp.wire.offload import fetch_to_wire, stow_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 
-class DecodeFlights:
+class DecodeFlights(Flights):
     """The windows of a decode cluster; see flights.Flights for every method."""
 
     def __init__(self, config: Config, members: Members, metrics: Metrics) -> None:
@@ -50,20 +51,16 @@ class DecodeFlights:
 
     @property
     def is_full(self) -> bool:
-        """See Flights."""
         return len(self._windows) >= MAX_WINDOWS_IN_FLIGHT
 
     @property
     def oldest(self) -> int | None:
-        """See Flights."""
         return self._windows.oldest
 
     def missing(self) -> list[int]:
-        """See Flights."""
         return self._windows.missing()
 
     def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
-        """See Flights."""
         plan = self.scheduler.plan_window(cast(Sequence[Event], events), now_us)
         self._metrics.recovery.waits(self.scheduler.num_held, self.transfers.num_prefilling)
         if self.scheduler.offload.is_on:
@@ -71,7 +68,7 @@ class DecodeFlights:
         return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterator[Event]:
-        """See Flights. Tickets and fences go out."""
+        """Send the tickets and fences of a plan; yields what fails at once."""
         num_fetched = fetched_pages(plan.fetches)
         for transfer in plan.transfers:
             if transfer.source is not None:
@@ -92,11 +89,9 @@ class DecodeFlights:
         self._metrics.engines.awaited(self.transfers.num_pages_awaited)
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:
-        """See Flights."""
         return num_cached(submission, plan)
 
     def send(self, plan: Plan) -> None:
-        """See Flights."""
         self._windows.sent(plan.instances)
         for instance_plan in plan.instances:
             self._send_plan(instance_plan)
@@ -106,11 +101,9 @@ class DecodeFlights:
         self._members.send(Member("instance", plan.instance), message)
 
     def window_done(self, done: WindowDone) -> bool:
-        """See Flights."""
         return self._windows.reported(done.instance, done.window)
 
     def reported(self, member: Member, report: Report) -> Event | None:
-        """See Flights."""
         match report:
             case TransferDone(ticket, instance) | TransferFenced(ticket, instance):
                 self.transfers.answered(ticket, instance)
@@ -126,14 +119,11 @@ class DecodeFlights:
         raise ValueError(f"{member} says {report}, which has no meaning here")
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
-        """See Flights."""
         self._windows.begin_term(seats, keeps_rows)
 
     def end_term(self) -> None:
-        """See Flights."""
         self._windows.abandon()
         self.transfers.end_term()
 
     def check(self) -> None:
-        """See Flights."""
         check(self.scheduler, self._windows.tables)

@@ -21,9 +21,7 @@ from nanocp.values.plan import Event, Plan, WindowDone
 class Flights(Protocol):
     """One scheduler, and what of its plans is in flight. Used from the controller's thread."""
 
-    @property
-    def scheduler(self) -> ObservedScheduler:
-        """The scheduler."""
+    scheduler: ObservedScheduler
 
     def __len__(self) -> int:
         """Windows or passes in flight."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.members.members import Members
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.stage_metrics import StageMetrics
@@ -26,7 +27,7 @@ from nanocp.wire import passes
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 
-class PipelineFlights:
+class PipelineFlights(Flights):
     """The passes of a pipeline; see flights.Flights for every method."""
 
     def __init__(
@@ -57,21 +58,18 @@ class PipelineFlights:
 
     @property
     def is_full(self) -> bool:
-        """See Flights: one pass more than there are stages waits at the first one."""
+        """Whether one pass more is in flight than there are stages: it waits at the first one."""
         return len(self) > self.pipeline.num_stages
 
     @property
     def oldest(self) -> int | None:
-        """See Flights."""
         return self._next_reports[-1] if len(self) else None
 
     def missing(self) -> list[int]:
-        """See Flights."""
         oldest = self._next_reports[-1]
         return [stage for stage, number in enumerate(self._next_reports) if number <= oldest]
 
     def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
-        """See Flights."""
         plan = self._planner.plan_window(events, now_us)
         for event in events:
             match event:
@@ -83,7 +81,7 @@ class PipelineFlights:
         return plan
 
     def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> tuple[()]:
-        """See Flights. Layers move before the pass; the first stage gets the prompts.
+        """Let layers move before the pass, and give the first stage the prompts.
 
         The last one gets those whose log probabilities it reports.
         """
@@ -106,12 +104,10 @@ class PipelineFlights:
         return ()
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:
-        """See Flights."""
         spans = _pass_of(plan).spans
         return next(span.first for span in spans if span.request_id == submission.request_id)
 
     def send(self, plan: Plan) -> None:
-        """See Flights."""
         pass_plan = _pass_of(plan)
         self._table.apply(pass_plan.table.changes)
         if len(self) == 1:
@@ -125,7 +121,7 @@ class PipelineFlights:
             self._members.send(Member("instance", stage), message)
 
     def window_done(self, done: WindowDone) -> bool:
-        """See Flights: a pass is over when the last stage has run it."""
+        """Take a report; a pass is over when the last stage has run it."""
         stage = done.instance
         if done.window != self._next_reports[stage]:
             raise ValueError(f"stage {stage} reported pass {done.window}, which it was not running")
@@ -135,7 +131,6 @@ class PipelineFlights:
         return stage == self._last
 
     def reported(self, member: Member, report: Report) -> ServiceEvent | None:
-        """See Flights."""
         if not isinstance(report, LayersMoved):
             raise ValueError(f"{member} says {report}, which has no meaning here")
         moved = report.stage, report.number
@@ -204,18 +199,16 @@ class PipelineFlights:
     # --- terms
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
-        """See Flights: every stage is as at the start, and passes count from 0 again."""
+        """Begin with stages as at the start, and with passes that count from 0 again."""
         self._table = InstanceTable(0, 1)
         self._next_reports = [0] * self.pipeline.num_stages
 
     def end_term(self) -> None:
-        """See Flights."""
         self._is_between_terms = True
         self._after_rest.clear()
         self._unmoved.clear()
 
     def check(self) -> None:
-        """See Flights."""
         check_pipeline(self.scheduler, self._table)
 
 

@@ -31,7 +31,7 @@ from control_plane.coordinator.members.seats import Seats, SeatsNow
 from control_plane.coordinator.members.short_terms import MAX_SHORT_TERMS, ShortTerms
 from control_plane.coordinator.members.start import Start
 from control_plane.coordinator.members.suspicion import Suspicion
-from control_plane.coordinator.members.terms import Standing, Terms
+from control_plane.coordinator.members.terms import Standing, Terms, TermSteps
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config.whole import Config
 from nanocp.values import members as values
@@ -44,7 +44,7 @@ _TICKETS_OF_A_TERM = 1_000_000
 """More than one has: the number of a term gives what no ticket of an earlier controller is over."""
 
 
-class Members:
+class Members(TermSteps):
     """Every member of one cluster, ready or not.
 
     It does nothing itself: after each call, `tick` tells it the time and `take` returns what is to
@@ -295,7 +295,6 @@ class Members:
     # --- terms.TermSteps
 
     def ask_to_leave(self, instance: Member) -> None:
-        """See terms.TermSteps."""
         self._send(instance, pb.ToInstance(leave=pb.Leave()))
         self._deadlines.start("leave", self._limits.plan_timeout_ms, self._lose_those_that_stay)
 
@@ -305,7 +304,6 @@ class Members:
             self.lose(instance, f"{instance}: it did not leave its term in {limit}", "stuck")
 
     def ask_to_join(self) -> None:
-        """See terms.TermSteps."""
         self._deadlines.met("leave")
         if self.takes_over and not self.start.has_succeeded:
             kept = self._kept_pages.of(self.terms.seats)
@@ -328,14 +326,12 @@ class Members:
         self._send(PREFILL, pb.ToPrefill(join=self._join))
 
     def term_ended(self) -> None:
-        """See terms.TermSteps."""
         self._recover(self._instances[0])
         self.changes.term_ended()
         self._metrics.term_ended()
         self.output.events.append(TermEnded())
 
     def term_began(self) -> None:
-        """See terms.TermSteps."""
         self._short_terms.began()
         self.replacements.begin_term()
         if self._deadlines.met("instance"):

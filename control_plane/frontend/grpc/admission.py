@@ -31,7 +31,6 @@ class AdmitCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler | None:
-        """See grpc.aio.ServerInterceptor."""
         is_clients = handler_call_details.method.startswith(_SERVICES)
         metadata = dict(handler_call_details.invocation_metadata or ())
         if is_clients and not self._keys.admit(metadata.get("authorization")):

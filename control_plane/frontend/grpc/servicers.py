@@ -87,10 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """See inference.proto.
-
-        Writes instead of yielding, so that cancellation reaches this frame at once.
-        """
+        """Stream an answer. Cancellation reaches this frame at once, because it does not yield."""
         async with self._begun(request, context, "Generate") as open_request:
             request_id = open_request.request_id
             prompt_logprobs = [*map(_logprobs, await open_request.prompt_logprobs())]
@@ -106,7 +103,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GenerateUnary(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> pb.GenerateUnaryResponse:
-        """See inference.proto."""
         async with self._begun(request, context, "GenerateUnary") as open_request:
             prompt_logprobs = map(_logprobs, await open_request.prompt_logprobs())
             choices = {index: pb.Choice(index=index) for index in open_request.texts_before}
@@ -237,7 +233,6 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
-        """See inference.proto."""
         if not request.request_ids:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "request_ids is empty; name at least one request"
@@ -253,7 +248,6 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        """See inference.proto."""
         limits, cluster = self._open_requests.limits, self._config.cluster
         return pb.GetServerInfoResponse(
             version=importlib.metadata.version("nanocp"),
@@ -276,7 +270,6 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
     async def GetLoads(
         self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetLoadsResponse:
-        """See inference.proto."""
         if self._load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the cluster is starting")
             raise AssertionError("abort raises")
@@ -312,7 +305,6 @@ class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):
     async def Deliver(
         self, batches: AsyncIterator[cluster_pb2.TokenBatch], context: grpc.aio.ServicerContext
     ) -> cluster_pb2.DeliverResponse:
-        """See cluster.proto."""
         sender = caller(context)
         async for batch in batches:
             try:

@@ -85,13 +85,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_offer = False
 
     def connection_made(self, transport: Any) -> None:
-        """See HttpToolsProtocol."""
         super().connection_made(transport)
         self._crowd.enter(self)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """See HttpToolsProtocol."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -113,25 +111,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self.data_received(b"".join((*head, b"\r\n", rest)))
 
     def on_message_begin(self) -> None:
-        """See HttpToolsProtocol."""
         super().on_message_begin()
         self._wait()
 
     def on_headers_complete(self) -> None:
-        """See HttpToolsProtocol."""
         is_connect = self.parser.get_method() == b"CONNECT"
         self._has_offer = self.parser.should_upgrade() and not is_connect
         if not self._has_offer:
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """See HttpToolsProtocol."""
         if not self._has_offer:
             self._stop_waiting()
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See HttpToolsProtocol."""
         self._stop_waiting()
         self._crowd.leave(self)
         super().connection_lost(exc)

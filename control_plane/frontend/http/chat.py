@@ -105,7 +105,7 @@ class ChatWriter(Writer):
         self._of_prompt: dict[str, Any] = {}
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
-        """See responses.Writer. A choice begins with a chunk that has the role, as OpenAI's do."""
+        """An output as chunks. A choice begins with one that has the role, as OpenAI's do."""
         is_first, fields = self._taken(delta)
         usage = self._usage.in_chunk(delta)
         chunks: list[BaseModel] = []
@@ -129,7 +129,6 @@ class ChatWriter(Writer):
         return [*chunks, self._chunk([ChatChunkChoice(delta=message, **fields)], **usage)]
 
     def add(self, delta: Delta) -> None:
-        """See responses.Writer."""
         if not self._choices:
             if self._request.return_token_ids:
                 self._of_prompt["prompt_token_ids"] = list(delta.prompt_ids)
@@ -141,7 +140,6 @@ class ChatWriter(Writer):
         self._keep(delta.text, ChatChoice(message=message, **fields))
 
     def body(self) -> BaseModel:
-        """See responses.Writer."""
         for index, texts in self._texts.items():
             if answer := self._answers.get(index):
                 self._choices[index].message = answer.whole_message()

@@ -78,16 +78,13 @@ class CompletionWriter(Writer):
         """By the choice's number."""
 
     def chunks(self, delta: Delta) -> list[BaseModel]:
-        """See responses.Writer."""
         return [self._chunk([self._choice(delta)], **self._usage.in_chunk(delta))]
 
     def add(self, delta: Delta) -> None:
-        """See responses.Writer."""
         choice = self._choice(delta)
         self._keep(choice.text, choice)
 
     def body(self) -> BaseModel:
-        """See responses.Writer."""
         for index, texts in self._texts.items():
             self._choices[index].text = "".join(texts)
         return self._chunk(self._kept(), usage=self._usage.total)

@@ -48,15 +48,15 @@ class ForcedCallsParser:
 
     @property
     def is_reasoning(self) -> bool | None:
-        """See AnswerParser."""
+        """Whether the next text is reasoning; None: the answer has none."""
         return self._parser.is_reasoning
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """See AnswerParser."""
+        """Parts that the text completes, in order."""
         return self._taken(self._parser.feed(text))
 
     def finish(self) -> list[AnswerPart]:
-        """See AnswerParser. A call that max_tokens cut is content."""
+        """What was held back, at the answer's end; a call that max_tokens cut is content."""
         parts = self._taken(self._parser.finish())
         if self._number > self._num_earlier:
             self._held = self._held[self._begin :] if self._begin >= 0 else ""

@@ -272,7 +272,6 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check_supported(self) -> None:
-        """See GenerationRequest."""
         super().check_supported()
         check_template_fields(self.chat_template)
         if self.top_logprobs and not self.logprobs:

@@ -16,7 +16,7 @@ from queue import Full, Queue
 
 import grpc
 
-from control_plane.frontend.controller_interface import Submission
+from control_plane.frontend.controller_interface import ControllerInterface, Submission
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.remote.observations import Observations
 from control_plane.frontend.remote.submissions import submission_to_wire
@@ -38,7 +38,7 @@ _REDIAL_S = 0.3
 """Pause before another controller is dialled."""
 
 
-class RemoteController:
+class RemoteController(ControllerInterface):
     """The controller, as a front end in another process has it (ControllerInterface)."""
 
     def __init__(
@@ -77,16 +77,13 @@ class RemoteController:
         self._call = self._stub.Attach(_outgoing(outbox), metadata=self._metadata)
 
     def submit(self, submission: Submission) -> None:
-        """See controller_interface.ControllerInterface."""
         self._newest_id = max(self._newest_id, submission.request_id)
         self._send(pb.FromFrontEnd(submission=submission_to_wire(submission)))
 
     def resubmitted(self) -> None:
-        """See controller_interface.ControllerInterface."""
         self._send(pb.FromFrontEnd(resubmitted=pb.FrontEndAnswer()))
 
     def abort(self, request_id: int) -> None:
-        """See controller_interface.ControllerInterface."""
         self._send(pb.FromFrontEnd(abort=request_id))
 
     def load(self) -> ClusterLoad:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from control_plane.observe.observer import EndedRequest, Observer
 from nanocp.values.plan import FinishReason
 
-HttpResponded = Callable[[str, str, int], None]
 
-
-class Observations:
+class Observations(Observer):
     """An Observer that keeps the calls until they are taken. Called from any thread."""
 
     def __init__(self) -> None:
@@ -32,31 +29,24 @@ class Observations:
         return json.dumps(calls).encode() if calls else b""
 
     def http_responded(self, endpoint: str, method: str, status: int) -> None:
-        """See RequestMetrics.http_responded."""
         self._note("http_responded", endpoint, method, status)
 
     def on_request(self, num_choices: int) -> None:
-        """See Observer."""
         self._note("on_request", num_choices)
 
     def on_submitted(self, prompt_len: int) -> None:
-        """See Observer."""
         self._note("on_submitted", prompt_len)
 
     def on_first_token(self, ttft_s: float) -> None:
-        """See Observer."""
         self._note("on_first_token", ttft_s)
 
     def on_token(self, interval_s: float, paused_by: str = "") -> None:
-        """See Observer."""
         self._note("on_token", interval_s, paused_by)
 
     def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
-        """See Observer."""
         self._note("on_finished", reason.name, asdict(times))
 
     def on_request_over(self, longest: int) -> None:
-        """See Observer."""
         self._note("on_request_over", longest)
 
     def _note(self, *call: Any) -> None:
@@ -64,13 +54,11 @@ class Observations:
             self._calls.append(call)
 
 
-def replay(content: bytes, observer: Observer, http_responded: HttpResponded) -> list[EndedRequest]:
+def replay(content: bytes, observer: Observer) -> list[EndedRequest]:
     """Make the calls of `Observations.take`; returns the requests that ended."""
     ended = []
     for name, *arguments in json.loads(content) if content else ():
         match name:
-            case "http_responded":
-                http_responded(*arguments)
             case "on_finished":
                 ended.append(EndedRequest(**arguments[1]))
                 observer.on_finished(FinishReason[arguments[0]], ended[-1])

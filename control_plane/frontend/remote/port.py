@@ -20,9 +20,9 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.remote.attendance import Attendance
-from control_plane.frontend.remote.observations import HttpResponded, replay
+from control_plane.frontend.remote.observations import replay
 from control_plane.frontend.remote.submissions import submission_from_wire
 from control_plane.observe.observer import Observer
 from control_plane.ports.members_port import MemberSecrets, bind, caller
@@ -53,8 +53,10 @@ class _Attached:
     """One front end's process, from its hello to the end of its stream."""
 
     def __init__(self, index: int, hello: pb.FrontEndHello) -> None:
+        """In the event loop of the port."""
         self.index = index
         self.hello = hello
+        self._loop = asyncio.get_running_loop()
         self.messages: asyncio.Queue[pb.ToFrontEnd | None] = asyncio.Queue(_MAX_MESSAGES)
         self.is_open = False
         """Whether it may submit requests."""
@@ -63,8 +65,26 @@ class _Attached:
         self.num_open = 0
         self.drained: Future[bool] = Future()
 
+    def send(self, message: pb.ToFrontEnd) -> None:
+        """Queue a message, from any thread; a front end that leaves too many unread is lost."""
+        with suppress(RuntimeError):  # The port is closed.
+            self._loop.call_soon_threadsafe(self._put, message)
 
-class FrontEndPort(rpc.FrontEndPortServicer):
+    def _put(self, message: pb.ToFrontEnd) -> None:
+        try:
+            self.messages.put_nowait(message)
+        except asyncio.QueueFull:
+            logger.error("%s left %d messages unread", name_of(self.index), _MAX_MESSAGES)
+            self.close()
+
+    def close(self) -> None:
+        """End the stream down, in the event loop."""
+        if self.messages.full():
+            self.messages.get_nowait()
+        self.messages.put_nowait(None)
+
+
+class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
     """Serves front ends, and is them all for the controller (ControllerEvents)."""
 
     def __init__(
@@ -72,7 +92,6 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         config: Config,
         member_secrets: MemberSecrets,
         observer: Observer,
-        http_responded: HttpResponded,
         pages: Mapping[str, Page],
         lost: Callable[[int, int], None],
         controller_number: int = 1,
@@ -86,7 +105,6 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         self._config = config
         self._member_secrets = member_secrets
         self._observer = observer
-        self._http_responded = http_responded
         self._pages = pages
         self._lost = lost
         self._controller: ControllerInterface | None = None
@@ -129,14 +147,14 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         """Ask all to refuse new requests; each future has whether all open ones have ended."""
         with self._lock:
             for front_end in self._attached.values():
-                self._send(front_end, pb.ToFrontEnd(drain=pb.FrontEndAnswer()))
+                front_end.send(pb.ToFrontEnd(drain=pb.FrontEndAnswer()))
             return [front_end.drained for front_end in self._attached.values()]
 
     def ask_to_stop(self, reason: str) -> None:
         """Ask all to end every request with UNAVAILABLE, and to leave."""
         with self._lock:
             for front_end in self._attached.values():
-                self._send(front_end, pb.ToFrontEnd(stop=reason))
+                front_end.send(pb.ToFrontEnd(stop=reason))
 
     def stop(self) -> None:
         """Close the port and end the thread. Idempotent."""
@@ -170,7 +188,6 @@ class FrontEndPort(rpc.FrontEndPortServicer):
     async def Attach(
         self, requests: AsyncIterator[pb.FromFrontEnd], context: Any
     ) -> AsyncIterator[pb.ToFrontEnd]:
-        """See frontend.proto."""
         index = int(caller(context).rpartition(" ")[2])
         first = await anext(aiter(requests), pb.FromFrontEnd())
         if not self.hellos[index].done():
@@ -193,7 +210,6 @@ class FrontEndPort(rpc.FrontEndPortServicer):
             await asyncio.to_thread(self._lost, index, first.hello.pid)
 
     async def ReadPage(self, request: pb.PageRequest, context: Any) -> pb.Page:
-        """See frontend.proto."""
         try:
             return pb.Page(content=await asyncio.to_thread(self._pages[request.name]))
         except TimeoutError as error:
@@ -208,7 +224,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         with self._lock:
             self._attached[index] = front_end
             for name, secret in self._member_secrets.issued().items():
-                self._send(front_end, _secret(name, secret))
+                front_end.send(_secret(name, secret))
             if self._controller is not None:
                 self._open(front_end)
         return front_end
@@ -218,8 +234,8 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         first_id = self._attendance.first_ids[front_end.index]
         opened = pb.FrontEndOpened(first_id=first_id, front_ends=addresses)
         front_end.is_open = True
-        self._send(front_end, convert.load_to_wire(self._load()))
-        self._send(front_end, pb.ToFrontEnd(opened=opened))
+        front_end.send(convert.load_to_wire(self._load()))
+        front_end.send(pb.ToFrontEnd(opened=opened))
 
     async def _read(self, front_end: _Attached, requests: AsyncIterator[pb.FromFrontEnd]) -> None:
         try:
@@ -231,7 +247,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
             logger.debug("the connection of %s was cut: %s", name_of(front_end.index), error)
         except Exception:
             logger.exception("a message of %s could not be handled", name_of(front_end.index))
-        self._close(front_end)
+        front_end.close()
 
     def _take(self, front_end: _Attached, message: pb.FromFrontEnd) -> None:
         controller = self._controller
@@ -239,7 +255,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
             case "observed":
                 front_end.num_open = message.observed.num_open
                 calls = message.observed.calls
-                for ended in replay(calls, self._observer, self._http_responded):
+                for ended in replay(calls, self._observer):
                     self._attendance.ended(ended.request_id)
             case "drained":
                 if not front_end.drained.done():
@@ -267,7 +283,7 @@ class FrontEndPort(rpc.FrontEndPortServicer):
 
     def _end(self, front_end: _Attached) -> None:
         """The stream is over: nobody attends to the requests of the front end. Idempotent."""
-        self._close(front_end)
+        front_end.close()
         with self._lock:
             if self._attached.get(front_end.index) is not front_end:
                 return
@@ -302,29 +318,24 @@ class FrontEndPort(rpc.FrontEndPortServicer):
     # --- controller_interface.ControllerEvents ---
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        """See ControllerEvents."""
         self._send_to(placement.request_id, convert.placed_to_wire(placement, num_cached))
 
     def preempted(self, preempted: Preempted) -> None:
-        """See ControllerEvents."""
         self._send_to(preempted.request_id, convert.preempted_to_wire(preempted))
 
     def interrupted(self) -> int:
-        """See ControllerEvents."""
         with self._lock:
             answering = [each for each in self._attached.values() if each.is_open]
             for front_end in answering:
                 front_end.num_owed += 1
-                self._send(front_end, pb.ToFrontEnd(interrupted=pb.FrontEndAnswer()))
+                front_end.send(pb.ToFrontEnd(interrupted=pb.FrontEndAnswer()))
         return len(answering)
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """See ControllerEvents."""
         lost = pb.RequestTokensLost(request_id=request_id, sentence=sentence)
         self._send_to(request_id, pb.ToFrontEnd(tokens_lost=lost))
 
     def ended(self, ended: Ended) -> None:
-        """See ControllerEvents."""
         self._send_to(ended.request_id, convert.ended_to_wire(ended))
 
     # --- messages down ---
@@ -333,30 +344,12 @@ class FrontEndPort(rpc.FrontEndPortServicer):
         with self._lock:
             front_end = self._attached.get(self._attendance.owner(request_id))
         if front_end is not None:
-            self._send(front_end, message)
+            front_end.send(message)
 
     def _send_to_all(self, message: pb.ToFrontEnd) -> None:
         with self._lock:
             for front_end in self._attached.values():
-                self._send(front_end, message)
-
-    def _send(self, front_end: _Attached, message: pb.ToFrontEnd) -> None:
-        """Queue a message, from any thread; a front end that leaves too many unread is lost."""
-        with suppress(RuntimeError):  # The port is closed.
-            self._loop.call_soon_threadsafe(self._put, front_end, message)
-
-    def _put(self, front_end: _Attached, message: pb.ToFrontEnd) -> None:
-        try:
-            front_end.messages.put_nowait(message)
-        except asyncio.QueueFull:
-            logger.error("%s left %d messages unread", name_of(front_end.index), _MAX_MESSAGES)
-            self._close(front_end)
-
-    def _close(self, front_end: _Attached) -> None:
-        """End the stream down."""
-        if front_end.messages.full():
-            front_end.messages.get_nowait()
-        front_end.messages.put_nowait(None)
+                front_end.send(message)
 
 
 def _secret(name: str, secret: str) -> pb.ToFrontEnd:

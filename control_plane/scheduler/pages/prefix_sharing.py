@@ -92,7 +92,7 @@ class PrefixSharing:
             self.new_pages.append((instance, frame, page_hash))
 
     def take_new_pages(self) -> list[tuple[int, int, bytes]]:
-        """See `new_pages`."""
+        """(instance, frame, hash) of pages that can be found since the last time."""
         taken, self.new_pages = self.new_pages or [], []
         return taken
 

@@ -77,18 +77,17 @@ def num_needed(first: int, count: int, new_first: int, new_count: int) -> int:
     return count + new_count - max(common, 0)
 
 
-class FixedLayout:
+class FixedLayout(LayerPolicy):
     """Policies `even` and `static`: one layout for ever."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """See LayerPolicy."""
         return self._split
 
 
-class DeltaLayout:
+class DeltaLayout(LayerPolicy):
     """Policy `delta`: k layers leave the last stage, and the k of least misalignment is wanted."""
 
     def __init__(self, pipeline: PipelineConfig) -> None:
@@ -96,7 +95,6 @@ class DeltaLayout:
         self._num_places = pipeline.num_places
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """See LayerPolicy."""
         candidates = (
             each for each in self._candidates() if has_room(split, each, self._num_places)
         )
@@ -121,7 +119,7 @@ class DeltaLayout:
         return abs(times.sample_us - k * times.layer_us - (k / m if k else 0) * times.layer_us)
 
 
-class LastingWish:
+class LastingWish(LayerPolicy):
     """A policy that is heard once it has wanted the same layout for a window of passes in a row."""
 
     def __init__(self, policy: LayerPolicy, window: int) -> None:
@@ -132,7 +130,6 @@ class LastingWish:
         """Passes in a row that wanted it."""
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """See LayerPolicy."""
         wish = self._policy.wish(split, times, number, num_frames)
         if (split, wish) != self._wish:
             self._wish, self._num_wished = (split, wish), 0
@@ -140,7 +137,7 @@ class LastingWish:
         return wish if self._num_wished >= self._window else split
 
 
-class LevelLayout:
+class LevelLayout(LayerPolicy):
     """Policy `level`: layers move once what another layout would have saved pays for the move.
 
     A layout that is best for a pass is noted, and from then on what it would have saved or lost in
@@ -166,7 +163,7 @@ class LevelLayout:
         """What was best for the pass before, and mostly still is."""
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """See LayerPolicy. The present layout is wanted for a window of passes at least."""
+        """The level layout; the present one is wanted for a window of passes at least."""
         if split != self._split:
             self._split, self._num_passes = split, 0
             self._saved_us.clear()
@@ -304,7 +301,7 @@ def _nearest(wanted: Split, most: tuple[Split, ...], split: Split, num_places: i
     return reached[num_layers][1] if num_layers in reached else None
 
 
-class ChaosLayers:
+class ChaosLayers(LayerPolicy):
     """Policy `chaos_layers`: any legal layout in one of four passes, to find bugs."""
 
     def __init__(self, pipeline: PipelineConfig) -> None:
@@ -312,7 +309,6 @@ class ChaosLayers:
         self._num_places = pipeline.num_places
 
     def wish(self, split: Split, times: PassTimes, number: int, num_frames: int) -> Split:
-        """See LayerPolicy."""
         if self._draw(number, 0, 4):
             return split
         num_left, counts = sum(split), []

@@ -28,7 +28,7 @@ class PassRow:
     last_sample: int = -1
     """The last planned pass that samples a token of it; -1 before the first."""
     sampler_work: int = 0
-    """See Arrival.sampler_work."""
+    """Bits of passes.SamplerWork, which say how long sampling takes."""
 
     @property
     def num_prompt_left(self) -> int:
@@ -110,12 +110,11 @@ class PromptRows(PassRows):
     """Prompts of which KV alone is wanted."""
 
     def __init__(self, num_stages: int, max_tokens: int) -> None:
-        """See PassRows."""
         super().__init__(num_stages, max_tokens)
         self.max_in_flight = prompt_passes(num_stages)
 
     def chunks(self, num_decoding: int) -> list[tuple[PassRow, int]]:
-        """See PassRows. No pass takes less than an equal chunk of a prompt, one for each stage.
+        """Take no less for a pass than an equal chunk of a prompt, one for each stage.
 
         A short chunk reads all weights too, and nobody waits for a pass to be short.
         """

@@ -13,6 +13,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     degree_limit,
     num_instances_needed,
 )
+from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
@@ -21,7 +22,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival
 
 
-class DualBalancedAnyNode:
+class DualBalancedAnyNode(Policy):
     """Policy `dual_balanced_any_node`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -51,11 +52,3 @@ class DualBalancedAnyNode:
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Re-bind rows as dual_balanced does."""
         return self._dual_balanced.rebindings(state, window)
-
-    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """None."""
-        return iter(())
-
-    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """Choose the next page's holder as dual_balanced does."""
-        return self._dual_balanced.holder(state, request, window)

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from control_plane.scheduler.policies.dual_balanced import degree_limit, num_instances_needed
 from control_plane.scheduler.policies.layout import can_hold_next, choose_holder
+from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request, State, num_pages
@@ -19,7 +20,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival
 
 
-class Chaos:
+class Chaos(Policy):
     """Policy `chaos`: random legal decisions.
 
     One of `chaos_period_windows` windows re-binds, and one of as many pages goes anywhere legal.

@@ -23,7 +23,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     num_instances_needed,
 )
 from control_plane.scheduler.policies.on_time import OnTime
-from control_plane.scheduler.policies.policy import Candidate, Explanation
+from control_plane.scheduler.policies.policy import Candidate, Explanation, Policy
 from control_plane.scheduler.policies.relevel import relevel
 from control_plane.scheduler.policies.relevel_nodes import relevel_nodes
 from control_plane.scheduler.policies.waterfill import waterfill
@@ -49,7 +49,7 @@ no target, however small, makes steps much longer."""
 _LoadOf = Callable[[ClusterState, int], int]
 
 
-class CostAware:
+class CostAware(Policy):
     """Policy `cost_aware`, in integers, so that equal states give equal proposals everywhere."""
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -131,10 +131,6 @@ class CostAware:
             costs = self._costs
             first_link = costs.exchange_tokens_between_nodes + costs.link_tokens_between_nodes
             yield from relevel_nodes(state, partial(self._load, state), first_link)
-
-    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """Choose the next page's holder as dual_balanced does."""
-        return self._dual_balanced.holder(state, request, window)
 
     def _cheapest(self, state: ClusterState, prompt_len: int) -> Proposal:
         if self._is_short(state, prompt_len):

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import itemgetter
 
 from control_plane.scheduler.policies.cp_degree import cp_degree
-from control_plane.scheduler.policies.layout import choose_holder
-from control_plane.scheduler.policies.policy import Explanation
+from control_plane.scheduler.policies.policy import Explanation, Policy
 from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
@@ -20,7 +19,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival
 
 
-class DualBalanced:
+class DualBalanced(Policy):
     """Policy `dual_balanced`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -100,14 +99,6 @@ class DualBalanced:
                 holders = [i for i in holders if i in node]
             if min(map(rows_of, holders), default=num_rows) + 1 < num_rows:
                 yield request, min(holders, key=lambda i: (rows[i], i))
-
-    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """None."""
-        return iter(())
-
-    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """The default order."""
-        return choose_holder(state, request)
 
 
 def _fewest(whose: str, num_rows: list[tuple[int, str]], chosen: int) -> str:

@@ -14,6 +14,7 @@ from control_plane.scheduler.policies.dual_balanced import (
     least_rows_node,
     num_instances_needed,
 )
+from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
@@ -22,7 +23,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival
 
 
-class FixedDegree:
+class FixedDegree(Policy):
     """Policy `fixed_degree:N`: dual_balanced with degree N for every request.
 
     A request spans nodes if N is more than a node has.
@@ -50,11 +51,3 @@ class FixedDegree:
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Re-bind rows as dual_balanced does."""
         return self._dual_balanced.rebindings(state, window)
-
-    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """None."""
-        return iter(())
-
-    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """Choose the next page's holder as dual_balanced does."""
-        return self._dual_balanced.holder(state, request, window)

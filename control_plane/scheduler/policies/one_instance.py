@@ -6,22 +6,22 @@ instance can hold. (The paper's section 2.3.1.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from control_plane.scheduler.policies.dual_balanced import (
     choose_members,
     degree_limit,
     num_instances_needed,
 )
-from control_plane.scheduler.policies.layout import choose_holder
+from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.policies.waterfill import waterfill
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
-from control_plane.scheduler.state.request import Request, num_pages
+from control_plane.scheduler.state.request import num_pages
 from nanocp.values.plan import Arrival
 
 
-class OneInstance:
+class OneInstance(Policy):
     """Policies `least_batch` and `least_cache`. They never re-bind: there is nowhere to go."""
 
     def __init__(self, load: Callable[[ClusterState, int], tuple[int, int]]) -> None:
@@ -45,18 +45,6 @@ class OneInstance:
         return Proposal(
             instance, {i: share for i, share in zip(members, shares, strict=True) if share}
         )
-
-    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """None."""
-        return iter(())
-
-    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """None."""
-        return iter(())
-
-    def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """The default order: its own instance first."""
-        return choose_holder(state, request)
 
 
 def least_batch() -> OneInstance:

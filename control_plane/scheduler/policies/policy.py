@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from control_plane.scheduler.policies.layout import choose_holder
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request
@@ -25,19 +26,22 @@ class Policy(Protocol):
         """
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """Yield (running request, new MoE binding of its KV binding), one at a time.
+        """Yield (running request, new MoE binding of its KV binding), one at a time; here none.
 
         Each is carried out, or passed over, before the next is asked for.
         """
+        return iter(())
 
     def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """Yield (running request, full pages of one of its runs, new instance), one at a time.
+        """Yield (running request, full pages of a run, new instance), one at a time; here none.
 
         Each is carried out, or passed over, before the next is asked for.
         """
+        return iter(())
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
-        """Instance for the request's next page; None if no instance can take it."""
+        """Instance for the request's next page, here the default order's; None if none can."""
+        return choose_holder(state, request)
 
 
 class Candidate(NamedTuple):

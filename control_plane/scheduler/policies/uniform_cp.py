@@ -11,21 +11,20 @@ that, where a real group would exchange padding: kind to the baseline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from control_plane.scheduler.policies.dual_balanced import (
     choose_members,
     degree_limit,
     num_instances_needed,
 )
 from control_plane.scheduler.policies.layout import can_hold_next, choose_holder
+from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request, num_pages
 from nanocp.values.plan import Arrival
 
 
-class UniformCp:
+class UniformCp(Policy):
     """Policy `uniform_cp:N`."""
 
     def __init__(self, degree: int) -> None:
@@ -58,14 +57,6 @@ class UniformCp:
         return Proposal(
             moe_binding, {i: share + (rank < more) for rank, i in enumerate(members)}, tuple(turns)
         )
-
-    def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
-        """None: a row stays where it is."""
-        return iter(())
-
-    def moves(self, state: ClusterState, window: int) -> Iterator[tuple[Request, range, int]]:
-        """None."""
-        return iter(())
 
     def holder(self, state: ClusterState, request: Request, window: int) -> int | None:
         """Pages go round the group."""

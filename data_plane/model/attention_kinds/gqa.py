@@ -128,7 +128,7 @@ class GqaConfig:
         return self.num_heads * self.head_dim
 
     def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """See kind.AttentionKind."""
+        """List a layer's tensors that `load` reads, by name."""
         kv = self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
         for name, width in (("q", self._heads_width), ("k", kv), ("v", kv)):
@@ -140,7 +140,7 @@ class GqaConfig:
         return shapes
 
     def load(self, source: WeightSource, prefix: str) -> GqaWeights:
-        """See kind.AttentionKind."""
+        """Read a layer's weights."""
         import torch
 
         def bias(*names: str) -> Tensor | None:
@@ -190,7 +190,7 @@ class GqaConfig:
 
     @property
     def least_plain_chunk(self) -> int:
-        """See kind.AttentionKind: never, because both are the same here."""
+        """No chunk is long enough: plain keys and values are what the queries need anyway."""
         return sys.maxsize
 
     def keys_and_values(self, kv_UW: Tensor, weights: GqaWeights) -> tuple[Tensor, Tensor]:

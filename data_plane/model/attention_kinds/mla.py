@@ -118,7 +118,7 @@ class MlaConfig:
         return self.num_heads * self.kv_width, self.kv_lora_rank
 
     def stored_shapes(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """See kind.AttentionKind."""
+        """List a layer's tensors that `load` reads, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
         q_name, heads = "q_proj.weight", self.num_heads
         if self.q_lora_rank is not None:
@@ -134,7 +134,7 @@ class MlaConfig:
         }
 
     def load(self, source: WeightSource, prefix: str) -> MlaWeights:
-        """See kind.AttentionKind."""
+        """Read a layer's weights."""
         has_q_lora = self.q_lora_rank is not None
         q_a = [prefix + "q_a_proj.weight"] if has_q_lora else []
         k_up, v_up = self._kv_up(source, prefix + "kv_b_proj.weight")
@@ -201,7 +201,7 @@ class MlaConfig:
 
     @property
     def least_plain_chunk(self) -> int:
-        """See kind.AttentionKind. A key and its value are made once for all queries of a chunk.
+        """Tokens of a chunk from which plain keys and values, made once for it, cost less.
 
         For each head and key that is R * (N + V) products. Then a query takes no R + P products
         for the key and as many for the value, but the wider of N + P and V.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanocp.overlap.engine.batch import Cut
 from nanocp.overlap.engine.partition import Operator, Program, Value
-from nanocp.overlap.ops import Fused, Op, OverlapPolicy
+from nanocp.overlap.ops import Fused, Op, Ops, OverlapPolicy
 
 _MAX_CALLS_EACH = 100
 """Calls of a policy for each operator, at most: one that waits for what never comes ends."""
@@ -65,7 +65,7 @@ def record(program: Program, policy: OverlapPolicy, batch_size: int) -> Recordin
     return ops.recording()
 
 
-class RecordedOps:
+class RecordedOps(Ops):
     """One forward, of which only the order is known. See `ops.Ops`."""
 
     def __init__(self, program: Program, batch_size: int) -> None:
@@ -88,16 +88,13 @@ class RecordedOps:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the whole batch."""
         return self._batch_size
 
     @property
     def is_finished(self) -> bool:
-        """Whether every operator of every micro-batch has been executed."""
         return not self._num_left
 
     def split(self, sizes: Sequence[int]) -> None:
-        """See ops.Ops.split."""
         if self._steps:
             raise ValueError("split comes before the first execute")
         if sum(sizes) != self._batch_size or min(sizes, default=0) < 1:
@@ -109,7 +106,6 @@ class RecordedOps:
         self._begin()
 
     def get_ready_ops(self, micro_batch: int) -> tuple[Op, ...]:
-        """See ops.Ops.get_ready_ops."""
         self._count_call()
         operators = self._program.operators
         return tuple(
@@ -120,7 +116,6 @@ class RecordedOps:
     def execute(
         self, ops: Sequence[Op], replace_func: Fused | None = None, stream: str = ""
     ) -> None:
-        """See ops.Ops.execute."""
         self._count_call()
         if not ops:
             return

@@ -36,7 +36,7 @@ class Streams(Protocol):
         """
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """Streams of a CUDA device."""
 
     def __init__(self, device: torch.device, num_sms: Mapping[str, int] | None = None) -> None:
@@ -49,7 +49,6 @@ class CudaStreams:
 
     @contextmanager
     def forked(self) -> Iterator[None]:
-        """See Streams.forked."""
         self._outside = torch.cuda.current_stream(self._device)
         self._forked.clear()
         try:
@@ -60,7 +59,6 @@ class CudaStreams:
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """See Streams.on."""
         stream = self._outside
         if name:
             stream = self._streams.get(name) or self._make(name)
@@ -71,17 +69,14 @@ class CudaStreams:
             yield
 
     def record(self) -> torch.cuda.Event:
-        """See Streams.record."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """See Streams.wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def use(self, values: Iterable[Any]) -> None:
-        """See Streams.use."""
         stream = torch.cuda.current_stream(self._device)
         for value in values:
             if isinstance(value, torch.Tensor) and value.is_cuda:

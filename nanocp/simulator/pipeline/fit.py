@@ -98,7 +98,7 @@ class MeasuredPass(NamedTuple):
     sample_us: float
     """Time of logits and sampling; 0 if nothing is sampled."""
     works: tuple[int, ...] = ()
-    """See predictor.pass_features."""
+    """For each span, the SamplerWork of its request; empty: all are greedy."""
     dense_us: float = 0.0
     """Time of one dense layer, if some are."""
     stage_us: float | None = None

@@ -24,7 +24,7 @@ class TimedPass(NamedTuple):
 
     number: int
     after: int
-    """See PassPlan.after."""
+    """The first stage begins once it has the tokens of this pass and of all before; -1: at once."""
     layer_us: float
     tail_us: float
     """Sampling by the last stage."""

@@ -79,13 +79,11 @@ class TimelineRecorder(Recorder):
         """The sums at the sample before."""
 
     def arrived(self, request: WorkloadRequest) -> int:
-        """A request enters; returns its id."""
         request_id = super().arrived(request)
         self.requests[request_id] = RequestTimes(request)
         return request_id
 
     def refused(self, request_id: int) -> None:
-        """The scheduler ended it."""
         super().refused(request_id)
         self.requests[request_id].ended_us = self._now_us
         self.requests[request_id].is_refused = True
@@ -98,12 +96,10 @@ class TimelineRecorder(Recorder):
         times.cp_degree = max(times.cp_degree, self._degrees[placement.request_id])
 
     def first_token(self, request_id: int, at_us: int) -> None:
-        """The first token is there at at_us."""
         super().first_token(request_id, at_us)
         self.requests[request_id].first_token_us = at_us
 
     def finished(self, request_id: int, at_us: int) -> None:
-        """The last token is there at at_us."""
         super().finished(request_id, at_us)
         self.requests[request_id].ended_us = at_us
 
@@ -116,7 +112,6 @@ class TimelineRecorder(Recorder):
         loads_now: tuple[InstanceLoad, ...],
         num_waiting: int,
     ) -> None:
-        """A window was sent."""
         super().window(begins_us, step, num_steps, loads, loads_now, num_waiting)
         if begins_us < self._next_sample_us:
             return

@@ -61,12 +61,11 @@ class Remote:
             service=replace(config.service, front_ends=2),
             scheduler=replace(config.scheduler, held_timeout_us=round(HELD_S * 1e6)),
         )
-        self.observer, self.responses, self.lost = Recorder(), [], []
+        self.observer, self.lost = Recorder(), []
         self.port = FrontEndPort(
             self.config,
             MEMBER_SECRETS,
             self.observer,
-            lambda *response: self.responses.append(response),
             {"metrics": lambda: b"a page"},
             lambda index, pid: self.lost.append(index),
         )
@@ -164,7 +163,7 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
         remote.kill(0)
         resumed = remote.controller.next_submission()
         assert (resumed.request_id, resumed.arrival.attempt) == (2, 1)
-        assert resumed.arrival.client_id == mine.client_id
+        assert resumed.arrival.client_id == mine.arrival.client_id
         # What nobody reads any more ends at once, what nobody resumes a little later.
         assert remote.controller.next_abort() == mine.request_id
         assert remote.controller.next_abort() == lost.request_id
@@ -243,7 +242,7 @@ def test_messages_say_what_was_said() -> None:
 
 
 def test_observations_are_the_same_calls_elsewhere() -> None:
-    observations, recorder, responses = Observations(), Recorder(), []
+    observations, recorder = Observations(), Recorder()
     assert observations.take() == b""
     ended = EndedRequest(3, 2, 9, 0.5, None, None, None, "mine", 8)
     observations.on_request(1)
@@ -256,12 +255,12 @@ def test_observations_are_the_same_calls_elsewhere() -> None:
     observations.http_responded("/v1/models", "GET", 200)
     content = observations.take()
     assert json.loads(content)
-    assert replay(content, recorder, lambda *response: responses.append(response)) == [ended]
+    assert replay(content, recorder) == [ended]
     assert recorder.calls == [
         ("submitted", 3), ("first",), ("token",), ("token", "term"),
         ("finished", FinishReason.STOP, 2),
     ]  # fmt: skip
-    assert recorder.longest == [2] and responses == [("/v1/models", "GET", 200)]
+    assert recorder.longest == [2] and recorder.responses == [("/v1/models", "GET", 200)]
 
 
 def test_every_field_of_a_submission_crosses() -> None:

@@ -335,4 +335,4 @@ def test_a_later_attempt_asks_again_for_the_log_probabilities_of_the_prompt_that
     assert stream.prompt_logprobs == logprobs[:129]
     streams.interrupted()
     complete = controller.next_submission()
-    assert complete.prompt_logprobs is None and len(complete.page_hashes) == 2
+    assert complete.prompt_logprobs is None and len(complete.arrival.page_hashes) == 2

@@ -2,7 +2,6 @@
 
 import pytest
 
-from data_plane.instance.interface import ResyncNeeded
 from data_plane.transport.exchange import Channel
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
@@ -11,6 +10,7 @@ from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.lost_changes import full
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import Resync
 from nanocp.values.plan import HandOff, InstancePlan, RowStart
 from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.values.table import InstanceTable
@@ -61,7 +61,7 @@ def test_a_plan_for_another_table_is_refused_though_its_result_would_be_right(in
     tables = Tables()
     plan = tables.plan(0, ROW_7, starts=[7])
     needed = instances[0].begin(plan._replace(base_digest=5))
-    assert needed == ResyncNeeded(0, "the table's digest is 0x0, the plan's base is 0x5")
+    assert needed == Resync(0, "the table's digest is 0x0, the plan's base is 0x5")
     assert_is(instances[0], InstanceTable(0, 2))
     assert instances[0].begin(full(plan, tables.tables[0])) is None
     assert_is(instances[0], tables.tables[0])
@@ -73,7 +73,7 @@ def test_a_plan_that_lost_a_change_is_refused(instances):
     needed = instances[0].begin(plan._replace(changes=plan.changes._replace(rows=())))
     assert needed.reason.endswith(f"the plan's is {plan.result_digest:#x}")
     whole = full(plan, tables.tables[0])
-    assert isinstance(instances[0].begin(whole._replace(result_digest=5)), ResyncNeeded)
+    assert isinstance(instances[0].begin(whole._replace(result_digest=5)), Resync)
     assert instances[0].begin(whole) is None
     assert_is(instances[0], tables.tables[0])
 
@@ -83,7 +83,7 @@ def test_a_full_plan_replaces_the_table_whatever_was_in_it(instances):
     assert instances[0].begin(tables.plan(0, ROW_7, starts=[7])) is None
     plan = tables.plan(0, SECOND_ROW_8, starts=[8])
     instances[0]._table.apply(TableChanges(rows=(RowChange(1, 9), RowChange(2, 3))))
-    assert isinstance(instances[0].begin(plan), ResyncNeeded)
+    assert isinstance(instances[0].begin(plan), Resync)
     assert instances[0].begin(full(plan, tables.tables[0])) is None
     assert_is(instances[0], tables.tables[0])
 

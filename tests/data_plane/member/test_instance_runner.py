@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from data_plane.instance.interface import Polled, ResyncNeeded
+from data_plane.instance.interface import Polled
 from data_plane.member.controller_link import ControllerLost
 from data_plane.member.instance_runner import DecodeLoop
 from data_plane.member.lifetime import ShutdownRequested
@@ -14,6 +14,7 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link
+from nanocp.values.members import Resync
 from nanocp.values.plan import (
     InstancePlan,
     TargetRun,
@@ -57,7 +58,7 @@ class Instance:
         self.calls.append(("begin", plan.window, plan.is_full))
         if self.mismatches:
             self.mismatches -= 1
-            return ResyncNeeded(plan.window, "digest 1, not 2")
+            return Resync(plan.window, "digest 1, not 2")
         self.plan, self.steps = plan, 0
         return None
 

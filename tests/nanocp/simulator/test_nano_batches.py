@@ -13,7 +13,7 @@ from nanocp.simulator import nano_batches
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel, LayerTime, Loads, StepTime
 from nanocp.simulator.outcome import Run
-from nanocp.simulator.simulation import FLUID, make_simulation
+from nanocp.simulator.simulation import FLUID, Mechanisms, make_simulation
 from nanocp.simulator.workload import Workload
 
 CLUSTER = "h200x32-deepseek-v3"
@@ -84,7 +84,7 @@ def test_windows_take_as_long_as_their_schedule_says(monkeypatch):
     monkeypatch.setattr(nano_batches.ScheduledSteps, "step", lambda self, loads: step)
     schedule = sequence(nano_batches.layer_operations(MODEL, CASE.loads))
     scheduled, fluid = (
-        make_simulation(FILE, "fitted", policy, Run(0, 200_000), schedule=schedule).run(
+        make_simulation(FILE, "fitted", policy, Run(0, 200_000), Mechanisms(schedule=schedule)).run(
             Workload("issue-0", 600, 1).requests(20_000)
         )
         for policy in ("dual_balanced", FLUID)

@@ -20,7 +20,7 @@ from nanocp.simulator.outcome import Run, Slo
 from nanocp.simulator.reports import pictures
 from nanocp.simulator.reports.chrome_trace import trace_events, write_trace
 from nanocp.simulator.reports.timeline import NUM_SAMPLES, TimelineRecorder
-from nanocp.simulator.simulation import make_simulation
+from nanocp.simulator.simulation import Mechanisms, make_simulation
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
 
@@ -74,7 +74,14 @@ def window(timeline, begins_us):
 
 def played(policy="dual_balanced", steps_per_window=1, workload="issue-5", rate=30):
     timeline = TimelineRecorder(Run(200_000, 1_000_000))
-    simulation = make_simulation(H200, "fitted", policy, timeline.run, steps_per_window, timeline)
+    simulation = make_simulation(
+        H200,
+        "fitted",
+        policy,
+        timeline.run,
+        Mechanisms(steps_per_window=steps_per_window),
+        timeline,
+    )
     simulation.run(Workload(workload, rate, 1, steady_tpot_us=10_000).requests(1 << 20))
     return timeline, simulation.model
 

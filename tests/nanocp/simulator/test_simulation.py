@@ -12,7 +12,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import Recorder, Run, Slo, measure_us_at, percentile
-from nanocp.simulator.simulation import Simulation, make_simulation
+from nanocp.simulator.simulation import Mechanisms, Simulation, make_simulation
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
@@ -69,7 +69,11 @@ def test_requests_that_begin_alike_share_as_much_as_their_hash_ids_say():
     rates = {}
     for prefix_sharing in (True, False):
         simulation = make_simulation(
-            SMALL, "fitted", "cost_aware", Run(0, 60_000_000), prefix_sharing=prefix_sharing
+            SMALL,
+            "fitted",
+            "cost_aware",
+            Run(0, 60_000_000),
+            Mechanisms(prefix_sharing=prefix_sharing),
         )
         outcome = simulation.run(iter(TURNS))
         assert outcome.num_judged == 30 and outcome.host_hit_rate == 0
@@ -84,7 +88,7 @@ def test_conversations_find_in_memory_what_has_left_the_frames():
     found = []
     for host_pages in (0, 1000):
         simulation = make_simulation(
-            few, "fitted", "cost_aware", Run(0, 60_000_000), host_pages=host_pages
+            few, "fitted", "cost_aware", Run(0, 60_000_000), Mechanisms(host_pages=host_pages)
         )
         outcome = simulation.run(iter(TURNS))
         assert outcome.num_judged == 30
@@ -231,7 +235,9 @@ def test_a_promise_of_what_others_needed_fills_memory_that_max_tokens_would_keep
 
 @pytest.mark.parametrize("steps_per_window", [1, 4])
 def test_a_lone_request_takes_its_steps_its_transfer_and_nothing_else(steps_per_window):
-    simulation = make_simulation(H200, "peak", "dual_balanced", Run(0, 10**12), steps_per_window)
+    simulation = make_simulation(
+        H200, "peak", "dual_balanced", Run(0, 10**12), Mechanisms(steps_per_window=steps_per_window)
+    )
     outcome = simulation.run(iter([WorkloadRequest(1000, 641, 10, 10)]))
     transfer_us = 1 + round(640 * 70272 / 50e3)
     step_us = outcome.step_ms_mean * 1e3
@@ -290,7 +296,9 @@ def test_windows_run_in_two_lanes_where_the_cost_model_says_that_they_pay():
     """The scheduler decides by the predicted table; the fluid bound has one lane."""
     outcomes = {}
     for policy, lanes in (("dual_balanced", False), ("dual_balanced", True), ("fluid", True)):
-        simulation = make_simulation(SMALL, "fitted", policy, Run(0, 800_000), lanes=lanes)
+        simulation = make_simulation(
+            SMALL, "fitted", policy, Run(0, 800_000), Mechanisms(lanes=lanes)
+        )
         outcomes[policy, lanes] = simulation.run(Workload("issue-0", 600, 1).requests(20_000))
     one, two, fluid = outcomes.values()
     assert one.two_lanes_share == fluid.two_lanes_share == 0
