@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
+from data_plane.attention.paged import Attention
 from data_plane.attention.torch_paged import KvHeads, KvLayout, LatentKv, TorchPaged
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.kind import AttentionKind
@@ -23,27 +22,6 @@ from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 
 _FLASHMLA_WIDTHS = (512, 64)
-
-
-class Attention(Protocol):
-    """Paged attention over the frames of one instance: plan once a step, run in every layer."""
-
-    def plan(self, frame_AP: Tensor, length_A: Tensor) -> Any:
-        """Prepare what `run` needs of a step's page table; it holds until frames or lengths change.
-
-        frame_AP: [A, P] int32, the frames of each row in the order of its pages, all full but the
-        last; entries after them are not read. length_A: [A] int32, the row's tokens on this
-        instance. Both are on the device of the frames.
-        """
-
-    def run(
-        self, q_AHD: Tensor, pool_FSW: Tensor, plan: Any, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to a layer's frames: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32).
-
-        q_AHD: queries. pool_FSW: the layer's frames; uint8 [F, 64, bytes of a token] in
-        FP8. scale: factor of the scores. lse is a natural log; a row of no tokens gives (0, -inf).
-        """
 
 
 @dataclass(frozen=True, slots=True)

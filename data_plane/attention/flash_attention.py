@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
+from data_plane.attention.paged import Attention
 from nanocp.values.plan import PAGE_SIZE
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
+from data_plane.attention.paged import Attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
 from data_plane.attention.lse_merge import lse_merge
+from data_plane.attention.paged import Attention
 from nanocp.values.plan import PAGE_SIZE
 
 _MIN_RUN_PAGES = 8

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
+from data_plane.attention.paged import Attention
 from data_plane.attention.triton_merge import merge_splits
 from data_plane.attention.triton_split import (
     LOG2_E,

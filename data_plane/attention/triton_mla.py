@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
 from data_plane.attention.fp8_latent import views
+from data_plane.attention.paged import Attention
 from data_plane.attention.triton_merge import merge_splits
 from data_plane.attention.triton_split import (
     LOG2_E,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
+from data_plane.attention.paged import Attention
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import LATENT_NORM_EPS, MlaConfig
 from data_plane.model.config import ModelConfig

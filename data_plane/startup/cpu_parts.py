@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from data_plane.attention.backend import Attention, AttentionSite, attention_backend
+from data_plane.attention.backend import AttentionSite, attention_backend
+from data_plane.attention.paged import Attention
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import stores_bf16
 from data_plane.startup.shared_parts import torch_dtype

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data_plane.attention.backend import Attention
+from data_plane.attention.paged import Attention
 from data_plane.graph.pool_gpu import GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig

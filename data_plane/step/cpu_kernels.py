@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
+from data_plane.attention.paged import Attention
 from data_plane.model import layers
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing, TorchPacking

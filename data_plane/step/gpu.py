@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
+from data_plane.attention.paged import Attention
 from data_plane.attention.triton_merge import merge_routed
 from data_plane.graph.pool_gpu import GpuContext, GpuPages, GpuPool
 from data_plane.kv.frame_pool import FramePool

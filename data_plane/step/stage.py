@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_plane.attention.backend import Attention, kv_layout
+from data_plane.attention.backend import kv_layout
+from data_plane.attention.paged import Attention
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import PageMover

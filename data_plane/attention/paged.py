@@ -1,0 +1,35 @@
+"""What every paged attention of an instance does, whatever computes it.
+
+Enters: queries, a layer's frames, the frames of each row. Leaves: the contract that `backend` picks
+by. Does not know: kernels, devices.
+
+Legend: A attention rows, H heads, D width of a query, O width of a partial, W width of KV, F
+frames, S = 64, P pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Attention(Protocol):
+    """Paged attention over the frames of one instance: plan once a step, run in every layer."""
+
+    def plan(self, frame_AP: Tensor, length_A: Tensor) -> Any:
+        """Prepare what `run` needs of a step's page table; it holds until frames or lengths change.
+
+        frame_AP: [A, P] int32, the frames of each row in the order of its pages, all full but the
+        last; entries after them are not read. length_A: [A] int32, the row's tokens on this
+        instance. Both are on the device of the frames.
+        """
+
+    def run(
+        self, q_AHD: Tensor, pool_FSW: Tensor, plan: Any, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32).
+
+        q_AHD: queries. pool_FSW: the layer's frames; uint8 [F, 64, bytes of a token] in
+        FP8. scale: factor of the scores. lse is a natural log; a row of no tokens gives (0, -inf).
+        """
