@@ -137,7 +137,8 @@ class BenchRun:
         table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         for name in names:
             is_text = isinstance(rows[0].get(name), str)
-            table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+            justify: Any = "left" if is_text else "right"
+            table.add_column(name.replace("_", " "), justify=justify, overflow="fold")
         for row in rows:
             cells = [(row.get(name), formats.get(name, "")) for name in names]
             table.add_row(*("" if value is None else f"{value:{form}}" for value, form in cells))

@@ -123,7 +123,7 @@ def main(
         for name in run.track(list(PHASES), "playing")
     ]
     for result in results:
-        run.table("four instances, policy chaos", [result])
+        run.facts({name: value for name, value in result.items() if name != "moves"})
         run.table(f"from token to token by moves meanwhile, {result['phase']}", result["moves"])
     run.keep(*results)
     run.judge(claims_of(results))
