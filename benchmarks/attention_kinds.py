@@ -1,7 +1,5 @@
 """What CP over KV tokens gains with each kind of attention: latent KV and K/V heads.
 
-    python benchmarks/attention_kinds.py [--quick] [--json PATH]
-
 The simulator's cluster files on 32 H200, fitted constants. First the cost model: one request alone,
 split evenly within a node. Then the scheduler: the same load under the paper's policy and without
 CP. Everything is computed or simulated, and nothing is measured; --quick leaves the second out.

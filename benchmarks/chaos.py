@@ -1,11 +1,7 @@
 """`nanocp chaos` on a service of four real instances, with the machine beside its result.
 
-    python benchmarks/chaos.py [CHECKPOINT] [--quick] [--minutes M] [--seed S] [--spares N]
-        [--processes] [--json PATH]
-
 Enters: a checkpoint, by default the tiny one. Leaves: pauses by kind of loss, what was lost, wrong,
-doubled or left; exit status 1 if a claim of `nanocp chaos` does not hold. Does not know: how a
-service recovers.
+doubled or left. Does not know: how a service recovers.
 
 `play_in_process` is for others: a service in this process, loaded by every kind of client while
 somebody disturbs it.

@@ -1,12 +1,10 @@
 """What the controller costs a window: the last report in, the plans of the next window out.
 
-    python benchmarks/controller_window.py [--quick] [--json PATH]
-
 Enters: the service's own Controller and Scheduler, real gRPC streams, pretended instances in other
 processes that run each window for as long as an H200's step is modelled. Leaves: a table, which
 claims hold, and a list of lines {instances, rows, window_ms, wait_ms_p50, wait_ms_p99, share_p99,
-loop_ms, process_ms, plan_ms, num_windows}; exit status 1 if a claim does not hold. Does not know:
-tokens, KV: synthetic KV is there as soon as a ticket is.
+loop_ms, process_ms, plan_ms, num_windows}. Does not know: tokens, KV: synthetic KV is there as soon
+as a ticket is.
 
 wait: from the moment at which the last instance hands its report to gRPC to that at which gRPC has
 taken the last plan of the window planned on it. Two windows are in flight, so a wait shorter than a

@@ -1,11 +1,7 @@
 """Decode on the CPU, in tokens a second: the whole service beside `transformers` and vLLM.
 
-    python benchmarks/decode_cpu.py [--quick] [--vllm] [--kernels NAME] [--beside-torch]
-        [--preset NAME] [--dtype NAME] [--stored NAME] [--threads N] [--json PATH]
-
 Enters: a preset's checkpoint. Leaves: a table, the ratios, and a list of {engine, instances,
-threads, dtype, stored, batch, tokens_per_s}; exit status 1 if a claim does not hold. Does not know:
-how any engine decodes.
+threads, dtype, stored, batch, tokens_per_s}. Does not know: how any engine decodes.
 """
 
 from __future__ import annotations
@@ -163,12 +159,16 @@ def measure(
             with contextlib.ExitStack() as stack:
                 peers = [stack.enter_context(one) for one in _peers(shape, checkpoint, dtype, vllm)]
                 versions |= {one.engine: one.version for one in peers}
-                services = {
-                    (engine, *layout): stack.enter_context(
-                        _service(checkpoint, dtype, name, *layout)
-                    )
-                    for engine, name, *layout in layouts
-                }
+                services = {}
+                for engine, name, instances, threads in layouts:
+                    settings = {
+                        "data_plane.dtype": dtype,
+                        "data_plane.cpu_kernels": name,
+                        "data_plane.threads_per_instance": threads,
+                    }
+                    # Ray has no part in a step, and two services would share one.
+                    service = serving(checkpoint, instances, settings, ray=False)
+                    services[engine, instances, threads] = stack.enter_context(service)
                 for point, rate in _in_turn(shape, checkpoint, dtype, services, peers, say):
                     rates.setdefault(point, []).append(rate)
                     where = f"{point.engine} {dtype} batch {point.batch}"
@@ -185,21 +185,6 @@ def _peers(
         yield peer("transformers", checkpoint, dtype, threads)
         if vllm is not None:
             yield peer("vllm", checkpoint, dtype, threads, vllm)
-
-
-def _service(
-    checkpoint: Path, dtype: str, kernels: str, instances: int, threads: int
-) -> contextlib.AbstractContextManager[Serving]:
-    """Start a service without Ray, which has no part in a step.
-
-    With it, two services would share one machine's Ray.
-    """
-    settings = {
-        "data_plane.dtype": dtype,
-        "data_plane.cpu_kernels": kernels,
-        "data_plane.threads_per_instance": threads,
-    }
-    return serving(checkpoint, instances, settings, ray=False)
 
 
 def _in_turn(

@@ -1,11 +1,8 @@
 """Instances come and go while requests run: exactness, pauses, attempts, tokens a second, spares.
 
-    python benchmarks/elastic.py [--quick] [--only changing|replacing] [--minutes M] [--seed S]
-        [--json PATH]
-
 Enters: the tiny checkpoint, services of four real instances without Ray, the clients of `nanocp
-chaos`. Leaves: a result for each phase; exit status 1 if a claim does not hold. Does not know: how
-an instance is emptied, how a spare takes a seat.
+chaos`. Leaves: a result for each phase. Does not know: how an instance is emptied, how a spare
+takes a seat.
 
 In the phase `changing`, with redundant experts, instance 3 is drained and taken back again and
 again; between the changes the service runs with four, and then with three. Then every instance is

@@ -3,9 +3,7 @@
     PYTHONPATH=. python3 benchmarks/gpu_attention.py --json PATH [--quick] [--limit-s 450] [--tiny]
 
 Needs torch and Triton, no network, no Ray; FlashMLA and DeepGEMM run beside ours where they are
-installed. What PATH holds already is not measured again, so a run that ended at its limit goes on
-where it stopped. --tiny: small shapes, on the CPU under TRITON_INTERPRET=1 too, where its times
-mean nothing.
+installed.
 """
 
 from __future__ import annotations

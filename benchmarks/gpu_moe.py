@@ -6,9 +6,7 @@ The split path is the gate, the exchange's dispatch, the grouped GEMM, the share
 combine, each a few launches. The fused one is one launch for all. Results are compared, and must be
 equal bit by bit over replays with a late stream; a peer that stays away must be an error. Times of
 captured layers, of the experts' products alone, the share of time that programs have tasks, what
-was read and sent, and operations of the GPU. Needs torch and Triton, no network, no Ray. Each
-measurement is written as it ends, and what PATH holds of this code is not measured again. --tiny:
-small shapes, on the CPU under TRITON_INTERPRET=1 too, where its times mean nothing.
+was read and sent, and operations of the GPU. Needs torch and Triton, no network, no Ray.
 """
 
 from __future__ import annotations

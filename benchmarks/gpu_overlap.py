@@ -2,8 +2,7 @@
 
     PYTHONPATH=. python3 benchmarks/gpu_overlap.py --json PATH [--limit-s 480] [--tiny]
 
-Needs torch, no network. What PATH holds already is not measured again. Waits for a peer are a
-kernel that spins for a given time.
+Needs torch, no network. Waits for a peer are a kernel that spins for a given time.
 """
 
 from __future__ import annotations

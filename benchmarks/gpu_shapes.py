@@ -14,13 +14,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainLinear
 from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
-from data_plane.model.weights import (
-    LayerWeights,
-    MlpWeights,
-    ModelWeights,
-    MoeWeights,
-    slots_of,
-)
+from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights, slots_of
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.triton_gemm import TritonGemm

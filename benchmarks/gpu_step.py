@@ -5,8 +5,7 @@
 Put, take, wait and merge against the card's copy ceiling; a captured step against an eager one (61
 layers, 8 experts here, weights shared by all layers of a kind); graphs and bytes at the paper's
 bounds; the latent and the absorbed wire form between two instances on the card. Needs torch and
-Triton, no network, no Ray. What PATH holds of this code is not measured again. --tiny: small
-shapes, on the CPU under TRITON_INTERPRET=1 too, where its times mean nothing.
+Triton, no network, no Ray.
 """
 
 from __future__ import annotations
@@ -110,16 +109,8 @@ class Card:
         for instance in range(num_instances):
             experts = range(instance * share, (instance + 1) * share)
             weights = random_weights(model, self.dtype, self.device, experts)
-            made.append(
-                gpu_parts(
-                    replace(cluster, num_frames=num_frames),
-                    data_plane,
-                    model,
-                    weights,
-                    attention,
-                    2000.0,
-                )
-            )
+            own = replace(cluster, num_frames=num_frames)
+            made.append(gpu_parts(own, data_plane, model, weights, attention, 2000.0))
             frames = made[-1].frames
             shared = torch.randn(1, *frames.layers.shape[1:], dtype=self.dtype, device=self.device)
             frames.layers = shared.expand(model.num_layers, -1, -1, -1)
@@ -132,11 +123,7 @@ class Card:
 
 
 def fill(
-    parts: GpuParts,
-    num_rows: int,
-    context: int,
-    targets: dict[int, int],
-    sources: dict[int, int],
+    parts: GpuParts, num_rows: int, context: int, targets: dict[int, int], sources: dict[int, int]
 ) -> None:
     """Fill the tables of one window: num_rows own rows of one context.
 
@@ -146,11 +133,8 @@ def fill(
     tables, state = parts.pool.staging[0], parts.pool.rows
     pages, next_frame = -(-context // PAGE_SIZE), 0
     num_frames = parts.frames.scratch_slot // PAGE_SIZE
-    tables.num_rows[0], state.live[:num_rows], state.position[:num_rows] = (
-        num_rows,
-        True,
-        context - 1,
-    )
+    tables.num_rows[0] = num_rows
+    state.live[:num_rows], state.position[:num_rows] = True, context - 1
     tables.own.num_pages[:] = tables.received.num_pages[:] = 0
     tables.num_sent[:] = tables.num_received[:] = 0
     for peer, count in targets.items():
@@ -183,13 +167,8 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     case.run_layer()
     case.check()
     sizes, links = row_bytes(case.layout), (num_instances - 1) * slots
-    phases = dict(
-        zip(
-            ("put Q", "wait Q", "take Q", "put RES", "wait RES", "take RES"),
-            case.phases(),
-            strict=True,
-        )
-    )
+    names = ("put Q", "wait Q", "take Q", "put RES", "wait RES", "take RES")
+    phases = dict(zip(names, case.phases(), strict=True))
     for name in ("put Q", "take Q", "put RES", "take RES"):
         us = card.us(lambda phase=phases[name]: phase(0))
         num_bytes = 2 * links * sizes[Channel.Q if name.endswith("Q") else Channel.RES]

@@ -137,7 +137,8 @@ class BenchRun:
         table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         for name in names:
             is_text = isinstance(rows[0].get(name), str)
-            table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+            justify: Any = "left" if is_text else "right"
+            table.add_column(name.replace("_", " "), justify=justify, overflow="fold")
         for row in rows:
             cells = [(row.get(name), formats.get(name, "")) for name in names]
             table.add_row(*("" if value is None else f"{value:{form}}" for value, form in cells))
@@ -260,10 +261,10 @@ def _parser(measure: Callable[..., None], quick: str, on_gpu_s: int) -> argparse
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
     if on_gpu_s:
-        parser.add_argument("--tiny", action="store_true", help="Small shapes: does it run at all?")
-        parser.add_argument(
-            "--limit-s", type=int, default=on_gpu_s, help="Begin no measurement after so long."
-        )
+        tiny = "Small shapes, on the CPU under TRITON_INTERPRET=1 too: does it run at all?"
+        limit = "Begin no measurement after so long; the same command goes on, if the code is too."
+        parser.add_argument("--tiny", action="store_true", help=tiny)
+        parser.add_argument("--limit-s", type=int, default=on_gpu_s, help=limit)
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="Write the results here, the machine beside it."
     )

@@ -1,10 +1,8 @@
 """What pages outside the frames save in conversations, and what they cost a step.
 
-    python benchmarks/kv_offload.py [--quick] [--blocks N] [--json PATH]
-
 Enters: a preset's checkpoint. Leaves: prompt tokens that no prefill had to write, beside those that
-were predicted; the processor time of a step with kv_offload over that without; exit status 1 if a
-claim does not hold, 2 if a step cannot be judged. Does not know: which page is where.
+were predicted; the processor time of a step with kv_offload over that without. Does not know: which
+page is where.
 
 Conversations take turns on a service with few frames, so that their pages leave the frames between
 two rounds. The prediction counts each full page of a round's prompt that the round before had.

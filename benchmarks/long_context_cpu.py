@@ -1,10 +1,7 @@
 """What a CP degree of 2 does to one long request beside short rows: step time on two instances.
 
-    python benchmarks/long_context_cpu.py [--quick] [--json PATH]
-
 Enters: a preset's checkpoint, its context length lifted. Leaves: step time and exchange share at
-degree 1 and 2, and their ratio; exit status 1 if the claim does not hold. Does not know: how a step
-is computed.
+degree 1 and 2, and their ratio. Does not know: how a step is computed.
 """
 
 from __future__ import annotations
@@ -50,17 +47,6 @@ FULL = ContextShape("small", 128 * 1024, 16, 3)
 QUICK = ContextShape("tiny", 16 * 1024, 16, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class ContextStep:
-    """The mean step of a measurement, of the instance that is slower."""
-
-    step_ms: float
-    exchange_share: float
-    """Waiting for the exchange, mean over the instances."""
-    tpot_ms: float
-    """The long request's, as its client sees it."""
-
-
 @bench("Under a minute: preset tiny, 16k tokens, one round; judges no claim.")
 def main(run: BenchRun) -> None:
     """Measure degree 1 and degree 2 in turn, so that a drift of the machine meets both."""
@@ -73,10 +59,10 @@ def main(run: BenchRun) -> None:
     run.judge([at_most("step time at degree 2 / degree 1", ratio, MAX_RATIO)], run.too_quick)
 
 
-def measure(shape: ContextShape, degrees: Iterable[int]) -> dict[int, list[ContextStep]]:
-    """By degree, one ContextStep each time that it is named."""
+def measure(shape: ContextShape, degrees: Iterable[int]) -> dict[int, list[dict[str, float]]]:
+    """By degree, the mean step of a measurement each time that the degree is named."""
     checkpoint = long_checkpoint(shape.preset, shape.long_len)
-    steps: dict[int, list[ContextStep]] = {1: [], 2: []}
+    steps: dict[int, list[dict[str, float]]] = {1: [], 2: []}
     for degree in degrees:
         with _serving(checkpoint, shape, degree) as service:
             steps[degree].append(_measure(service, checkpoint, shape))
@@ -131,7 +117,8 @@ def _serving(checkpoint: Path, shape: ContextShape, degree: int) -> Iterator[Ser
         yield service
 
 
-def _measure(service: Serving, checkpoint: Path, shape: ContextShape) -> ContextStep:
+def _measure(service: Serving, checkpoint: Path, shape: ContextShape) -> dict[str, float]:
+    """The slower instance's step, the mean wait for the exchange, the long request's TPOT."""
     prompts = random_prompts(checkpoint, 1, shape.long_len) + random_prompts(
         checkpoint, NUM_SHORT_ROWS, SHORT_LEN
     )
@@ -150,21 +137,17 @@ def _measure(service: Serving, checkpoint: Path, shape: ContextShape) -> Context
     step_s = [seconds / count for seconds, count in zip(spent_s, counts, strict=True)]
     share = sum(spent("step_exchange_seconds_sum")) / sum(spent_s)
     inside = [at for at in state.arrivals_s[0] if state.begin_s <= at <= state.end_s]
-    return ContextStep(
-        1000 * max(step_s), share, 1000 * (inside[-1] - inside[0]) / (len(inside) - 1)
-    )
+    tpot_ms = 1000 * (inside[-1] - inside[0]) / (len(inside) - 1)
+    return {"step_ms": 1000 * max(step_s), "exchange_share": share, "tpot_ms": tpot_ms}
 
 
-def _result(shape: ContextShape, degree: int, steps: list[ContextStep]) -> dict[str, Any]:
-    return {
-        "instances": NUM_INSTANCES,
-        "cp_degree": degree,
-        "kv_tokens": shape.long_len,
-        "short_rows": NUM_SHORT_ROWS,
-        "step_ms": round(median(step.step_ms for step in steps), 2),
-        "exchange_share": round(median(step.exchange_share for step in steps), 3),
-        "tpot_ms": round(median(step.tpot_ms for step in steps), 2),
+def _result(shape: ContextShape, degree: int, steps: list[dict[str, float]]) -> dict[str, Any]:
+    about = {"instances": NUM_INSTANCES, "cp_degree": degree, "kv_tokens": shape.long_len}
+    medians = {
+        name: round(median(step[name] for step in steps), 3 if name == "exchange_share" else 2)
+        for name in steps[0]
     }
+    return about | {"short_rows": NUM_SHORT_ROWS} | medians
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
 """A mixture of experts on CPUs: one native call against its parts, and two processors against one.
 
-    python benchmarks/moe_cpu.py [--quick] [--only PART ...] [--json PATH]
-
 Enters: nothing; weights are drawn, in the widths of preset `small`. Only whole steps need its
 checkpoint. Leaves: tables, and a list of {part, instances, rows, late_ms, straggler_ms, is_tcp,
-variant, min_us, median_us, us}; exit status 1 if a claim does not hold. Does not know: how tasks
-are made.
+variant, min_us, median_us, us}. Does not know: how tasks are made.
 
 Variants of a point run turn by turn, so that a drift of the machine meets all alike; a ratio is the
 median of the rounds' ratios. All points are visited three times, because what other tenants of a
@@ -94,6 +91,7 @@ POINTS = (
 WHOLE_STEPS = ("step", "service")
 """Parts whose times are of a step; the others' are of a layer."""
 MAX_ROWS = 128
+DTYPE = "float32"
 STEP_LENGTH = 256
 REPEATS = 3
 """How often the layers follow each other in what is timed: its ends count little."""
@@ -107,8 +105,6 @@ Times = dict[tuple[MixturePoint, str], list[float]]
 def main(
     run: BenchRun,
     only: Annotated[list[Part] | None, "Measure only this part; may be given again."] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], "Of weights and rows."] = "float32",
-    kernels: Annotated[str, "Instructions: avx2, avx512, amx."] = "",
 ) -> None:
     """Measure every point, show the ratios, judge the claims."""
     wanted = set(only or get_args(Part)) - set(WHOLE_STEPS if run.is_quick and not only else ())
@@ -121,17 +117,17 @@ def main(
         for instances, is_tcp in ((1, False), (2, False), (2, True), (4, False)):
             alike = [p for p in POINTS if (p.instances, p.is_tcp) == (instances, is_tcp)]
             if points := [p for p in alike if p.part in wanted - set(WHOLE_STEPS)]:
-                with members(instances, is_tcp, layers, dtype, kernels) as pipes:
+                with members(instances, is_tcp, layers) as pipes:
                     for point in points:
                         measure(pipes, point, rounds, times)
         if "step" in wanted:
-            measure_steps([p for p in POINTS if p.part == "step"], dtype, times)
+            measure_steps([p for p in POINTS if p.part == "step"], times)
         if "service" in wanted:
             points = [p for p in POINTS if p.part == "service"]
-            measure_services(points, max(1, rounds // 4), dtype, run.say, times)
+            measure_services(points, max(1, rounds // 4), run.say, times)
     results = [result_of(point, variant, us) for (point, variant), us in times.items()]
     run.table("microseconds of a layer, of a step in step and service", results)
-    about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}
+    about = {"layers": layers, "dtype": DTYPE, "kernels": "fastest"}
     run.keep(*results, two_processes_over_one=here._asdict(), **about)
     run.judge(claims(times, here), run.too_quick)
 
@@ -140,17 +136,16 @@ def main(
 
 
 @contextmanager
-def members(
-    num_instances: int, is_tcp: bool, num_layers: int, dtype: str, kernels: str
-) -> Iterator[list[Connection]]:
+def members(num_instances: int, is_tcp: bool, num_layers: int) -> Iterator[list[Connection]]:
     """Processes with an instance's mixtures each, ready to run them."""
     context, cluster_id = multiprocessing.get_context("spawn"), secrets.token_hex(4)
     pipes, processes = [], []
     try:
         for instance in range(num_instances):
             ours, theirs = context.Pipe()
-            where = (instance, num_instances, cluster_id, is_tcp, num_layers, dtype, kernels)
-            process = context.Process(target=_run_member, args=(*where, theirs), daemon=True)
+            own = MixtureMember(instance, num_instances, num_layers)
+            where = (own, cluster_id, is_tcp, theirs)
+            process = context.Process(target=_run_member, args=where, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -185,27 +180,25 @@ def measure(pipes: Sequence[Connection], point: MixturePoint, rounds: int, times
                 times[point, variant].append(slowest)
 
 
-def _run_member(
-    instance: int,
-    num_instances: int,
-    cluster_id: str,
-    is_tcp: bool,
-    num_layers: int,
-    dtype: str,
-    kernels: str,
-    pipe: Connection,
-) -> None:
+class MixtureMember(NamedTuple):
+    """Which instance it is of how many, and how many layers it has."""
+
+    instance: int
+    num_instances: int
+    num_layers: int
+
+
+def _run_member(own: MixtureMember, cluster_id: str, is_tcp: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
     late = Segments(cluster_id + _LATE)
     if is_tcp:
         server = TcpSegmentServer("127.0.0.1", receive_puts)
-        late = Segments(late.cluster_id, server, node=f"node {instance}")
+        late = Segments(late.cluster_id, server, node=f"node {own.instance}")
     pipe.send(late.address)
     addresses = pipe.recv()
     if is_tcp:
         late.meet([Peer(f"node {i}", address) for i, address in enumerate(addresses)])
-    at_once = Segments(cluster_id)
-    member = _Member(instance, num_instances, at_once, late, num_layers, dtype, kernels)
+    member = _Member(own, Segments(cluster_id), late)
     pipe.send(None)
     while True:
         pipe.send(member.run(*pipe.recv()))
@@ -214,24 +207,13 @@ def _run_member(
 class _Member:
     """An instance that has mixtures and nothing else."""
 
-    def __init__(
-        self,
-        instance: int,
-        num_instances: int,
-        at_once: Segments,
-        late: Segments,
-        num_layers: int,
-        dtype: str,
-        kernels: str,
-    ) -> None:
-        self._instance, self._num_instances = instance, num_instances
-        model = ModelConfig.from_folder(checkpoint_of("small"))
-        self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        one = NativeKernels(self._dtype, kernels)
-        layers = _draw(model, one, instance, num_instances, num_layers, self._dtype)
+    def __init__(self, own: MixtureMember, at_once: Segments, late: Segments) -> None:
+        self._own = own
+        model, one = ModelConfig.from_folder(checkpoint_of("small")), NativeKernels(torch.float32)
+        layers = _draw(model, one, own)
         bounds = BoundsConfig(max_rows=MAX_ROWS, max_attention_rows=MAX_ROWS)
-        layout = step_layout(bounds, DataPlaneConfig(dtype=dtype), model)
-        where = (instance, num_instances, layout, LimitsConfig())
+        layout = step_layout(bounds, DataPlaneConfig(dtype=DTYPE), model)
+        where = (own.instance, own.num_instances, layout, LimitsConfig())
         self._late = LateExchange.create(late, *where)
         self._late.connect(60_000)
         shared = ShmExchange.create(at_once, *where)
@@ -255,11 +237,11 @@ class _Member:
             CALL: in_one_call(one, exchange=later),
             EARLY: in_one_call(one, MoeSchedule.ARRIVAL, later),
         }
-        if num_instances == 1:
-            self._mixtures[TWO] = in_one_call(NativeKernels(self._dtype, kernels, 2))
-        generator = torch.Generator().manual_seed(instance)
-        self._rows = torch.randn(num_layers, MAX_ROWS, model.hidden_size, generator=generator)
-        self._rows = self._rows.to(self._dtype)
+        if own.num_instances == 1:
+            self._mixtures[TWO] = in_one_call(NativeKernels(torch.float32, "", 2))
+        generator = torch.Generator().manual_seed(own.instance)
+        shape = (own.num_layers, MAX_ROWS, model.hidden_size)
+        self._rows = torch.randn(shape, generator=generator)
         self._live = torch.ones(MAX_ROWS, dtype=torch.bool)
 
     @torch.inference_mode()
@@ -270,7 +252,7 @@ class _Member:
         live = self._live[:rows]
         began = time.perf_counter()
         for layer in [*range(len(self._rows))] * REPEATS:
-            if straggler_ms and layer % self._num_instances == self._instance:
+            if straggler_ms and layer % self._own.num_instances == self._own.instance:
                 time.sleep(straggler_ms / 1000)
             x_BX = self._rows[layer, :rows]
             for _ in mixtures.phases(x_BX, x_BX, live, layer):
@@ -282,24 +264,17 @@ def _quiet(phase: str) -> None:
     pass
 
 
-def _draw(
-    model: ModelConfig,
-    kernels: NativeKernels,
-    instance: int,
-    num_instances: int,
-    num_layers: int,
-    dtype: torch.dtype,
-) -> list[LayerWeights]:
+def _draw(model: ModelConfig, kernels: NativeKernels, own: MixtureMember) -> list[LayerWeights]:
     """Draw the mixtures of an instance: experts lie apart, but have equal values."""
     generator = torch.Generator().manual_seed(0)
     hidden, inner, experts = model.hidden_size, model.expert_size, model.num_experts
-    gate_up = (torch.randn(2 * inner, hidden, generator=generator) * hidden**-0.5).to(dtype)
-    down = (torch.randn(hidden, inner, generator=generator) * inner**-0.5).to(dtype)
+    gate_up = torch.randn(2 * inner, hidden, generator=generator) * hidden**-0.5
+    down = torch.randn(hidden, inner, generator=generator) * inner**-0.5
 
     def mlp() -> MlpWeights:
         return MlpWeights(kernels.linear(gate_up), kernels.linear(down))
 
-    here = home_experts(experts, instance, num_instances)
+    here = home_experts(experts, own.instance, own.num_instances)
     moes = [
         MoeWeights(
             # Scores of 1 would be ties, which the experts of the first instance win.
@@ -311,7 +286,7 @@ def _draw(
             mlps=[mlp() for _ in here],
             shared=mlp() if model.num_shared_experts else None,
         )
-        for _ in range(num_layers)
+        for _ in range(own.num_layers)
     ]
     nothing: Any = None
     return [LayerWeights(nothing, nothing, nothing, nothing, nothing, moe) for moe in moes]
@@ -320,16 +295,13 @@ def _draw(
 # --- whole steps
 
 
-def measure_steps(points: Sequence[MixturePoint], dtype: str, times: Times) -> None:
+def measure_steps(points: Sequence[MixturePoint], times: Times) -> None:
     """Time whole steps of one instance; each variant is a process of its own."""
     settings = {PARTS: (1, "exchange"), CALL: (1, "fused"), TWO: (2, "fused")}
     base = Config(cluster=ClusterConfig(num_instances=1, num_frames=256))
     for variant, (threads, dispatch) in settings.items():
         data_plane = replace(
-            base.data_plane,
-            dtype=dtype,
-            threads_per_instance=threads,
-            dispatch_backend=dispatch,
+            base.data_plane, dtype=DTYPE, threads_per_instance=threads, dispatch_backend=dispatch
         )
         config = replace(base, data_plane=data_plane)
         checkpoint = checkpoint_of("small")
@@ -344,11 +316,7 @@ def measure_steps(points: Sequence[MixturePoint], dtype: str, times: Times) -> N
 
 
 def measure_services(
-    points: Sequence[MixturePoint],
-    rounds: int,
-    dtype: str,
-    say: Callable[[str], None],
-    times: Times,
+    points: Sequence[MixturePoint], rounds: int, say: Callable[[str], None], times: Times
 ) -> None:
     """Time steps of two services with all that a service does, moe_schedule barrier and auto."""
     checkpoint = checkpoint_of("small")
@@ -356,7 +324,7 @@ def measure_services(
         services = {}
         for variant, schedule in ((CALL, "barrier"), (EARLY, "auto")):
             settings = {
-                "data_plane.dtype": dtype,
+                "data_plane.dtype": DTYPE,
                 "data_plane.threads_per_instance": 1,
                 "data_plane.dispatch_backend": "fused",
                 "data_plane.moe_schedule": schedule,

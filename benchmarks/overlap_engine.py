@@ -1,22 +1,16 @@
 """The overlap engine against the graph that TorchDynamo traced: its bits, its time, its memory.
 
-    python benchmarks/overlap_engine.py [--quick] [--json PATH]
-
-Enters: nothing. Leaves: tables, and a list of {part, ...}; exit status 1 if a claim does not hold.
-Does not know: how the engine runs an order. Times are of the processor, in one thread, by turns;
-the fastest of many counts.
+Enters: nothing. Leaves: tables, and a list of {part, ...}. Does not know: how the engine runs an
+order. Times are of the processor, in one thread, by turns; the fastest of many counts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -82,29 +76,22 @@ def main(run: BenchRun) -> None:
 # --- models
 
 
-def _llama(shape: dict[str, int]) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**shape))
-
-
-def _qwen3_moe(shape: dict[str, int]) -> nn.Module:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=16))
-
-
-def _deepseek_v3(shape: dict[str, int]) -> nn.Module:
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    widths = {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}
-    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **experts, **groups, **widths, **heads))
-
-
-MODELS: dict[str, tuple[str, Callable[[dict[str, int]], nn.Module]]] = {
-    "Llama": ("LlamaAttention", _llama),
-    "Qwen3-MoE": ("Qwen3MoeAttention", _qwen3_moe),
-    "DeepSeek-V3": ("DeepseekV3Attention", _deepseek_v3),
+_FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, tuple[str, Any, Any, dict[str, int]]] = {
+    "Llama": ("LlamaAttention", LlamaConfig, LlamaForCausalLM, {}),
+    "Qwen3-MoE": (
+        *("Qwen3MoeAttention", Qwen3MoeConfig, Qwen3MoeForCausalLM),
+        _FEW_EXPERTS | {"num_experts": 4, "head_dim": 16},
+    ),
+    "DeepSeek-V3": (
+        *("DeepseekV3Attention", DeepseekV3Config, DeepseekV3ForCausalLM),
+        _FEW_EXPERTS
+        | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}
+        | {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+    ),
 }
-"""Name -> the class of its attention, and what makes it."""
+"""Name -> the class of its attention, its configuration's, its own, and what it is given."""
 
 
 def model_of(name: str, num_layers: int) -> nn.Module:
@@ -120,7 +107,8 @@ def model_of(name: str, num_layers: int) -> nn.Module:
         "num_key_value_heads": 4,
         "max_position_embeddings": 64,
     }
-    return MODELS[name][1](shape).eval()
+    _, config, model, more = MODELS[name]
+    return model(config(**shape, **more)).eval()
 
 
 def rules_of(name: str) -> tuple[SplitModule, ...]:
@@ -258,7 +246,7 @@ class _Steps(nn.Module):
 
 
 def operator_cost(num_rounds: int) -> dict[str, Any]:
-    """What an operator costs beside its own call: decided, repeated, and through queues alone."""
+    """What an operator costs beside its own call: decided, and repeated."""
     torch._dynamo.reset()
     policy, rows = NanoFlow(), torch.ones(8, 1)
     engine, inputs = called(_Steps(), policy, rows)
@@ -283,50 +271,12 @@ def operator_cost(num_rounds: int) -> dict[str, Any]:
         num_rounds,
     )
     calls = 2 * NUM_OPERATORS
-    # Not in turn with the others: after a change of threads an operator takes twice as long.
-    loop_us, threads_us = fastest_us(
-        (lambda: asyncio.run(through_an_event_loop(calls)), lambda: between_threads(calls)),
-        num_rounds,
-    )
     return {
         "part": "what an operator costs",
         "alone_us": round(alone_us / calls, 2),
         "decided_us": round(decided_us / calls, 2),
         "repeated_us": round((repeated_us - alone_us) / calls, 2),
-        "event_loop_us": round(loop_us / calls, 2),
-        "threads_us": round(threads_us / calls, 2),
     }
-
-
-async def through_an_event_loop(calls: int) -> None:
-    """Hand over so many requests and answers as DynaFlow's engine does, by queues of asyncio."""
-    requests, answers = asyncio.Queue[int](), asyncio.Queue[int]()
-
-    async def consume() -> None:
-        for _ in range(calls):
-            await answers.put(await requests.get())
-
-    consumer = asyncio.create_task(consume())
-    for number in range(calls):
-        await requests.put(number)
-        await answers.get()
-    await consumer
-
-
-def between_threads(calls: int) -> None:
-    """Hand over so many requests and answers by queues between two threads."""
-    requests, answers = SimpleQueue[int](), SimpleQueue[int]()
-
-    def consume() -> None:
-        for _ in range(calls):
-            answers.put(requests.get(timeout=60))
-
-    consumer = threading.Thread(target=consume)
-    consumer.start()
-    for number in range(calls):
-        requests.put(number)
-        answers.get(timeout=60)
-    consumer.join()
 
 
 def claims_of_time(fallen_back: dict[str, Any], operators: dict[str, Any]) -> Iterator[Claim]:

@@ -1,12 +1,9 @@
 """Two lanes of a decode step against one, on two instances with links of limited rates.
 
-    python benchmarks/overlap_lanes.py [--quick] [--json PATH]
-
 Enters: a preset's checkpoint. Leaves: a table, and a list of {rows, mb_per_s, one_us, two_us,
-halves_on_time, waits_of_compute, hidden, ...}; exit status 1 if a claim does not hold, 2 if nothing
-can be judged. Does not know: how lanes take turns. A put is published when a link of the rate would
-have carried it, after the puts before it. Times of one and two lanes are taken by turns; the
-fastest step of each counts.
+halves_on_time, waits_of_compute, hidden, ...}. Does not know: how lanes take turns. A put is
+published when a link of the rate would have carried it, after the puts before it. Times of one and
+two lanes are taken by turns; the fastest step of each counts.
 """
 
 from __future__ import annotations

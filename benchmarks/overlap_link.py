@@ -1,10 +1,7 @@
 """Two halves of a batch over a link that takes time, against the whole batch.
 
-    python benchmarks/overlap_link.py [--quick] [--json PATH]
-
-Enters: nothing. Leaves: a table, and a list of {link_of_compute, whole_us, halves_us, hidden, ...};
-exit status 1 if a claim does not hold, 2 if no time can be judged. Does not know: in which order
-operators run.
+Enters: nothing. Leaves: a table, and a list of {link_of_compute, whole_us, halves_us, hidden, ...}.
+Does not know: in which order operators run.
 
 A Llama is cut over two processes, each with half of every layer; they sum its outputs over TCP
 (gloo). The kernel paces their sockets (SO_MAX_PACING_RATE), which needs no privilege. Threads that

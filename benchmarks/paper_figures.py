@@ -1,7 +1,5 @@
 """The figures of the paper's section 6 from simulation, and its claims beside what holds here.
 
-    python benchmarks/paper_figures.py [--quick] [--json PATH] [--out DIR] [--processes N]
-
 DeepSeek-V3 on 32 H200, fitted constants, the paper's wire form. Writes the pictures of
 docs/research/paper-figures.md and prints its table. Figure 16 has this machine's scheduler.
 """
@@ -11,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -325,12 +324,8 @@ class Figures:
 
 def most_sustained(points: list[tuple[float, float]]) -> float:
     """The highest rate up to which every rate was sustained; 0 if the first was not."""
-    most = 0.0
-    for rate, share in points:
-        if share < ATTAINMENT:
-            break
-        most = rate
-    return most
+    sustained = [rate for rate, _ in takewhile(lambda point: point[1] >= ATTAINMENT, points)]
+    return sustained[-1] if sustained else 0.0
 
 
 @bench("Short runs of fewer policies: under a minute, and rough; judges nothing.")

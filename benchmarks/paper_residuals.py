@@ -1,7 +1,5 @@
 """The cost model beside the paper's numbers: the source of simulator-residuals.md (docs/research).
 
-    python benchmarks/paper_residuals.py [--quick] [--json PATH]
-
 DeepSeek-V3 on 32 H200, 1% long, 30 requests/s (2.3.1; the rate of Figures 14 and 15 is not given,
 so they get it too).
 """

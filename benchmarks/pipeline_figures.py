@@ -1,7 +1,5 @@
 """The figures of DynaPipe's paper from simulation, and its claims beside what holds here.
 
-    python benchmarks/pipeline_figures.py [--quick] [--json PATH] [--processes N]
-
 4 A100-PCIe-40GB as a pipeline, Qwen2.5-14B and 32B, fitted constants;
 docs/research/pipeline-figures.md has the table. Nothing is timed on this machine. CRITERIA says
 when each claim holds.

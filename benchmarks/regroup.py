@@ -1,20 +1,15 @@
-"""Terms end each second, then members are lost: exactness, and the pauses.
-
-    python benchmarks/regroup.py [--quick] [--only regrouping|losing] [--preset tiny|small]
-        [--minutes M] [--seed S] [--json PATH]
+"""Terms end each second while requests run: exactness, and the pauses.
 
 Enters: a checkpoint, a service of four real instances without Ray, the clients of `nanocp chaos`.
-Leaves: a result for each phase; exit status 1 if a claim does not hold. Does not know: what a term
-is made of.
+Leaves: a result. Does not know: what a term is made of.
 
-In the phase `regrouping` every instance survives; the phase `losing` is `nanocp chaos`.
+Every instance survives; chaos.py shows what losses cost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
-from chaos import CONFIG, NUM_INSTANCES, SETTINGS, Disturbed, play_in_process
+from chaos import CONFIG, Disturbed, play_in_process
 from kit import BenchRun, Claim, at_most, bench
 from service import checkpoint_of
 
@@ -30,7 +25,7 @@ from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of
-from nanocp.chaos.run import ChaosRun, play
+from nanocp.chaos.run import ChaosRun
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.members import Member
 
@@ -46,29 +41,18 @@ PAUSE_S = {"tiny": 1.0, "small": 10.0}
 """Time from one end of a term to the next: prompts must be computed in between."""
 
 
-@bench("10 and 25 seconds: about a minute.")
+@bench("10 seconds.")
 def main(
     run: BenchRun,
-    only: Annotated[Literal["regrouping", "losing"] | None, "One phase; by default both."] = None,
     preset: Annotated[Literal["tiny", "small"], "Which model."] = "tiny",
-    minutes: Annotated[float, "Of each phase."] = 5.0,
-    seed: Annotated[int, "Of the requests and the losses."] = 0,
+    minutes: Annotated[float, "Of load."] = 5.0,
 ) -> None:
-    """Play the phases; the reference model judges every output."""
-    checkpoint = checkpoint_of(preset)
-    if only != "losing":
-        seconds = 10.0 if run.is_quick else 60 * minutes
-        result = regrouping(checkpoint, ReferenceJudge(checkpoint), seconds, preset)
-        run.keep(result)
-        run.judge([*claims_of(result), *claims_of_terms(result)])
-    if only != "regrouping":
-        seconds = 25.0 if run.is_quick else 60 * minutes
-        chaos = ChaosRun(checkpoint, NUM_INSTANCES, seconds, seed, settings=SETTINGS)
-        found = play(chaos, ReferenceJudge, lambda step: print(step, file=sys.stderr))
-        run.keep({"phase": "losing", **found})
-        run.judge(claims_of(found))
-    for result in run.results:
-        run.facts(result)
+    """Play the load; the reference model judges every output."""
+    checkpoint, seconds = checkpoint_of(preset), 10.0 if run.is_quick else 60 * minutes
+    result = regrouping(checkpoint, ReferenceJudge(checkpoint), seconds, preset)
+    run.facts(result)
+    run.keep(result)
+    run.judge([*claims_of(result), *claims_of_terms(result)])
 
 
 def regrouping(
@@ -150,7 +134,7 @@ def kept_pauses_s(asked: Sequence[Asked], ends: Sequence[Loss]) -> list[float]:
 
 
 def claims_of_terms(result: dict[str, Any]) -> Iterator[Claim]:
-    """What is claimed of the phase in which every instance survives, besides `nanocp chaos`."""
+    """What is claimed of pauses, besides what `nanocp chaos` claims."""
     too_short = "too short" if result["seconds"] < JUDGED_S else ""
     kept = at_most(
         "a kept row pauses {} s in the median",

@@ -1,11 +1,9 @@
 """What the scheduler costs: `Scheduler.plan_window` (k = 1) under the load of a simulated service.
 
-    python benchmarks/scheduler_step.py [--quick] [--policy POLICY] [--json PATH]
-
 Enters: the paper's mix at 1% long on the simulated H200 cluster. Leaves: a table, and a list of
 {instances, rows, policy, load, mean_ms, p50_ms, p99_ms, share_of_step, plan_bytes,
-changes_per_step}; exit status 1 if a claim does not hold. Does not know: sockets, members; nothing
-but the scheduler runs while the clock does.
+changes_per_step}. Does not know: sockets, members; nothing but the scheduler runs while the clock
+does.
 
 Arrivals, ends, re-bindings and moves come as often as they do in a service.
 """

@@ -1,17 +1,15 @@
 """The highest rate that each policy sustains: 99% within TPOT 50 ms and TTFT 500 ms.
 
-    python benchmarks/scheduling_quality.py [--quick] [--mooncake FILE] [--json PATH]
-
 Enters: the simulator. Leaves: a table for each workload, which claims hold, and one object:
 {"max_rate": {WORKLOAD: {POLICY: requests a second}}, "tpot_ms_p99": the same shape, and more of
 that shape}; under the peak constants a workload is called WORKLOAD@peak, in the absorbed wire form
-WORKLOAD/absorbed. Exit status 1 if a claim does not hold. Does not know: how a policy decides.
+WORKLOAD/absorbed. Does not know: how a policy decides.
 
 Fluid and cost_aware are searched for, also with a target for the time per token where a claim says
-so (POLICY+tpot). Of any other policy a run for each seed shows that it does
-not sustain what cost_aware does, or 1/1.15 of that where so much is claimed: that rate is in
-"fails_at". As in a search, higher rates are taken to fail too. Only if one of these runs is
-sustained, the policy is searched for.
+so (POLICY+tpot). Of any other policy a run for each seed shows that it does not sustain what
+cost_aware does, or 1/1.15 of that where so much is claimed: that rate is in "fails_at". As in a
+search, higher rates are taken to fail too. Only if one of these runs is sustained, the policy is
+searched for.
 
 Runs are those of `nanocp simulate sweep`: each begins as full as it would be after a long time. A
 search that was interrupted goes on with --resume.
@@ -111,11 +109,6 @@ class SearchTask:
         """Name of the policy in the results, and with a target for its time per token."""
         return self.trial.policy + (ON_TARGET if self.trial.file.tpot_target_ms else "")
 
-    @property
-    def is_of_rival(self) -> bool:
-        """Whether it need only be known that the policy sustains less than cost_aware."""
-        return self.policy in RIVALS
-
     def _key(self, form: str) -> str:
         constants = self.trial.constants
         key = self.name if constants == "fitted" else f"{self.name}@{constants}"
@@ -131,7 +124,7 @@ class SearchTask:
         row = rates.get(self.key, {})
         each = [row.get(COST_AWARE, 0)] * self.num_seeds
         by_seed = results["rates_by_seed"].get(self.key, {}).get(COST_AWARE, each)
-        if self.is_of_rival and all(by_seed):
+        if policy in RIVALS and all(by_seed):
             least = least_ratio(self.key, policy)
             return replace(self, bounds=tuple(rate / least for rate in by_seed))
         known = [of[policy] for form in FORMS if policy in (of := rates.get(self._key(form), {}))]
@@ -150,30 +143,12 @@ class Question:
     forms: Sequence[str]
     policies: Sequence[str]
     mooncake: Path | None
-    is_quick: bool
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What stands beside the results."""
-        mooncake = self.mooncake and self.mooncake.name
-        lengths = {"warm_up_s": self.warm_up_s, "measure_s": self.measure_s, "seed": 0}
-        more = {"num_seeds": self.num_seeds, "mooncake": mooncake, "measure_s_of": MEASURE_S}
-        return {"is_quick": self.is_quick} | lengths | more
-
-    @property
-    def warm_up_s(self) -> float:
-        """Seconds before those that count."""
-        return 15.0 if self.is_quick else 40.0
-
-    @property
-    def measure_s(self) -> float | None:
-        """Seconds that count; None: as many as `simulate sweep` takes."""
-        return 15.0 if self.is_quick else None
-
-    @property
-    def num_seeds(self) -> int:
-        """How many seeds."""
-        return 1 if self.is_quick else NUM_SEEDS
+    warm_up_s: float
+    measure_s: float | None
+    """None: as long as `simulate sweep`."""
+    num_seeds: int
+    precision: float | None
+    """None: as the workload asks."""
 
     def tasks(self) -> list[SearchTask]:
         """One for each row and policy, row after row; fluid has one for all wire forms."""
@@ -182,7 +157,7 @@ class Question:
                 name,
                 self._trial(name, policy, constants, form),
                 self.num_seeds,
-                self._precision(name),
+                self.precision or (CLOSE_PRECISION if name in CLOSE else PRECISION),
                 more_forms=tuple(self.forms[1:]) if policy.startswith(FLUID) else (),
             )
             for form in self.forms
@@ -193,23 +168,15 @@ class Question:
             if name in CLOSE or not policy.endswith(ON_TARGET)
         ]
 
-    def _precision(self, name: str) -> float:
-        if self.is_quick:
-            return QUICK_PRECISION
-        return CLOSE_PRECISION if name in CLOSE else PRECISION
-
     def _trial(self, name: str, policy: str, constants: str, form: str) -> Trial:
         measure_s = self.measure_s or MEASURE_S.get(name)
-        workload = Workload(name, FIRST_RATES[name])
-        if name not in MIXES:
-            scale = 8.0 if name.endswith("-x8") else 1.0
-            trace = f"mooncake:{self.mooncake}"
-            workload = Workload(trace, FIRST_RATES[name], length_scale=scale)
+        trace = name if name in MIXES else f"mooncake:{self.mooncake}"
+        scale = 8.0 if name.endswith("-x8") else 1.0
         target_ms = Slo().tpot_us // 1000 if policy.endswith(ON_TARGET) else 0
         return Trial(
             replace(self.file, tpot_target_ms=target_ms),
             policy.removesuffix(ON_TARGET),
-            workload,
+            Workload(trace, FIRST_RATES[name], length_scale=scale),
             constants=constants,
             wire_form=form,
             warm_up_us=round(self.warm_up_s * 1e6),
@@ -267,6 +234,9 @@ def main(
             run.refuse(f"--workload: {name} is none of {', '.join(FIRST_RATES)}")
         if name not in all_names:
             run.refuse(f"--mooncake: {name} needs the trace")
+    lengths = {"warm_up_s": 40.0, "measure_s": None, "num_seeds": NUM_SEEDS}
+    if run.is_quick:
+        lengths = {"warm_up_s": 15.0, "measure_s": 15.0, "num_seeds": 1}
     question = Question(
         file=load_cluster_file(cluster),
         names=workload or (["issue-1"] if run.is_quick else all_names),
@@ -274,12 +244,15 @@ def main(
         forms=FORMS[:1] if run.is_quick else FORMS,
         policies=policy or (QUICK_POLICIES if run.is_quick else POLICIES),
         mooncake=mooncake,
-        is_quick=run.is_quick,
+        precision=QUICK_PRECISION if run.is_quick else None,
+        **lengths,
     )
+    trace = mooncake and mooncake.name
+    about = {"cluster": cluster, "mooncake": trace, "seed": 0, "measure_s_of": MEASURE_S}
+    run.about |= {"is_quick": run.is_quick, **lengths, **about}
     known: Results = {}
     if resume and run.path is not None and run.path.exists():
         known = json.loads(run.path.read_text())
-    run.about |= question.about | {"cluster": cluster}
     results = collect(question.tasks(), known, processes, run)
     show(results, run)
     if not run.is_quick:
@@ -287,10 +260,7 @@ def main(
 
 
 def collect(
-    tasks: Sequence[SearchTask],
-    results: Results,
-    processes: int,
-    run: BenchRun,
+    tasks: Sequence[SearchTask], results: Results, processes: int, run: BenchRun
 ) -> Results:
     """Means over the seeds, by what is measured, workload and policy, in the order of the tasks.
 
@@ -328,7 +298,7 @@ def take_ready(missing: list[SearchTask], running: Iterable[SearchTask]) -> Sear
     """Take the first task that need not wait for its row's cost_aware; None if all must."""
     undecided = {task.key for task in (*missing, *running) if task.policy == COST_AWARE}
     for task in missing:
-        if not task.is_of_rival or task.key not in undecided:
+        if task.policy not in RIVALS or task.key not in undecided:
             missing.remove(task)
             return task
     return None

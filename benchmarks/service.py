@@ -146,37 +146,26 @@ async def decode(
     one starts. at_edge: called where the steady state begins and where it ends. constraints: of the
     prompts, in turn. Raises the first ServiceError of any stream.
     """
-    try:
-        return await _decode(target, prompts, num_tokens, max_tokens, at_edge, constraints)
-    except* ServiceError as errors:
-        raise errors.exceptions[0] from None
-
-
-async def _decode(
-    target: str,
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    max_tokens: int | None,
-    at_edge: Callable[[], None],
-    constraints: Sequence[Mapping[str, str]],
-) -> SteadyState:
     streams = _Streams(len(prompts), num_tokens)
     max_tokens = max_tokens or NUM_WARM_TOKENS + num_tokens + 32
-    async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(streams.follow(client, prompt, index, max_tokens, constraint))
-            for index, (prompt, constraint) in enumerate(
-                zip(prompts, cycle(constraints), strict=False)
-            )
-        ]
-        await asyncio.wait_for(streams.steady.wait(), REQUEST_TIMEOUT_S)
-        begin_s = time.perf_counter()
-        at_edge()
-        await asyncio.wait_for(streams.over.wait(), REQUEST_TIMEOUT_S)
-        end_s = time.perf_counter()
-        at_edge()
-        for task in tasks:
-            task.cancel()
+    try:
+        async with AsyncClient(target) as client, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(streams.follow(client, prompt, index, max_tokens, constraint))
+                for index, (prompt, constraint) in enumerate(
+                    zip(prompts, cycle(constraints), strict=False)
+                )
+            ]
+            await asyncio.wait_for(streams.steady.wait(), REQUEST_TIMEOUT_S)
+            begin_s = time.perf_counter()
+            at_edge()
+            await asyncio.wait_for(streams.over.wait(), REQUEST_TIMEOUT_S)
+            end_s = time.perf_counter()
+            at_edge()
+            for task in tasks:
+                task.cancel()
+    except* ServiceError as errors:
+        raise errors.exceptions[0] from None
     return SteadyState(begin_s, end_s, streams.arrivals_s)
 
 

@@ -1,10 +1,8 @@
 """Half an hour of all at once: load, aborts, disconnects, slow readers and bad requests.
 
-    python benchmarks/soak.py [--quick] [--minutes M] [--json PATH]
-
 Enters: the tiny checkpoint, a real service with both APIs. Leaves: a table, and a list of one
 object: requests by kind, errors, resident memory, TPOT of the first and the last third, frames not
-back; exit status 1 if a claim does not hold. Does not know: how the service works.
+back. Does not know: how the service works.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import psutil
 from kit import BenchRun, Claim, at_most, bench, none
 from service import checkpoint_of, random_prompts
 
-from nanocp.cli.console import progress
 from nanocp.client import Aborted, AsyncClient, InvalidArgument, ServiceError
 from nanocp.serve.process import Serving, serving
 
@@ -43,8 +40,8 @@ BAD_BODIES = (
     b'{"prompt": 7.5}',
     b'{"prompt": [99999999]}',
 )
-SLOW_READER_PAUSE_S = 0.25
-BAD_REQUEST_PAUSE_S = 0.25
+PAUSE_S = 0.25
+"""How long a slow reader waits, and whoever asked badly."""
 
 
 @dataclass(slots=True)
@@ -79,9 +76,8 @@ class Soak:
 
     def prompt(self, draw: random.Random) -> list[int]:
         """Random ids."""
-        return random_prompts(self.checkpoint, 1, draw.randint(*PROMPT_LENS), draw.getrandbits(32))[
-            0
-        ]
+        length = draw.randint(*PROMPT_LENS)
+        return random_prompts(self.checkpoint, 1, length, draw.getrandbits(32))[0]
 
 
 @bench("20 seconds of load: under a minute.")
@@ -112,14 +108,10 @@ async def play(checkpoint: Path, service: Serving, seconds: float) -> Record:
         kinds = [*[("steady", steady)] * NUM_STEADY_CLIENTS, *KINDS.items()]
         for number, (kind, act) in enumerate(kinds):
             group.create_task(_repeat(soak, kind, act, random.Random(number)))
-        with progress() as bar:
-            task = bar.add_task("soaking", total=1.0)
-            while (share := soak.share) < 1:
-                record.memory_mib.append(
-                    (share, sum(member.memory_info().rss for member in members) / 2**20)
-                )
-                bar.update(task, completed=share)
-                await asyncio.sleep(min(5.0, seconds / 20))
+        while (share := soak.share) < 1:
+            rss = sum(member.memory_info().rss for member in members)
+            record.memory_mib.append((share, rss / 2**20))
+            await asyncio.sleep(min(5.0, seconds / 20))
     return record
 
 
@@ -178,7 +170,7 @@ async def leaving(soak: Soak, draw: random.Random) -> None:
 async def slow(soak: Soak, draw: random.Random) -> None:
     """Reads a chunk now and then."""
     async for _ in soak.client.generate(soak.prompt(draw), max_tokens=64, ignore_eos=True):
-        await asyncio.sleep(SLOW_READER_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
 
 
 async def bad(soak: Soak, draw: random.Random) -> None:
@@ -193,7 +185,7 @@ async def bad(soak: Soak, draw: random.Random) -> None:
     ) as answer:
         assert 400 <= answer.status < 500, f"a bad body got {answer.status}"
         await answer.read()
-    await asyncio.sleep(BAD_REQUEST_PAUSE_S)
+    await asyncio.sleep(PAUSE_S)
 
 
 KINDS = {"aborting": aborting, "leaving": leaving, "slow": slow, "bad": bad}

@@ -1,10 +1,7 @@
 """What masks of structured output add to a step, on a real service.
 
-    python benchmarks/structured_output.py [--quick] [--blocks N] [--json PATH]
-
 Enters: a preset's checkpoint. Leaves: the processor time of a step with and without constraints
-over that of a service whose structured output is off; exit status 1 if a claim does not hold. Does
-not know: how a mask is made.
+over that of a service whose structured output is off. Does not know: how a mask is made.
 
 Processor time is the instance's, all its threads together: masks that are computed beside the step
 count in full, and other work on the machine hardly counts.

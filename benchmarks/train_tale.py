@@ -222,23 +222,19 @@ def train(model: Tale, ids: Tensor, minutes: float) -> int:
 def save(model: Tale, folder: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors in bf16."""
     model.causal.to(torch.bfloat16).save_pretrained(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {
+    config = {
         "num_hidden_layers": CONFIG["num_hidden_layers"],
         "num_nextn_predict_layers": 1,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "moe_layer_freq": 1,
     }
-    path.write_text(json.dumps(config, indent=2) + "\n")
-    path = folder / "generation_config.json"
-    generation = json.loads(path.read_text()) | {"repetition_penalty": 1.15}
-    path.write_text(json.dumps(generation, indent=2) + "\n")
     # It knows no roles: it goes on with what the messages say.
-    path = folder / "tokenizer_config.json"
-    tokenizer = json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}
-    path.write_text(json.dumps(tokenizer, indent=2) + "\n")
+    tokenizer = {"chat_template": CHAT_TEMPLATE}
+    more = {"config": config, "generation_config": {"repetition_penalty": 1.15}}
+    for name, fields in (more | {"tokenizer_config": tokenizer}).items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
 
 def main(

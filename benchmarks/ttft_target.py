@@ -1,10 +1,8 @@
 """What a TTFT target buys and costs: policy cost_aware with and without one, on Mooncake's trace.
 
-    python benchmarks/ttft_target.py --mooncake FILE [--quick] [--json PATH]
-
 Enters: the simulator and the whole trace. Leaves: a table, which claims hold, and a list of lines
 {workload, rate, target_ms, ttft_ms_p50, ttft_ms_p99, tpot_ms_p99, num_judged, num_missed,
-is_sustained}; exit status 1 if a claim does not hold. Does not know: how a policy decides.
+is_sustained}. Does not know: how a policy decides.
 
 All numbers are of the simulated time: nothing depends on the load of the machine.
 """

@@ -11,13 +11,11 @@ import apis
 import decode_cpu
 import live_moves
 import long_context_cpu
-import pauses
 import peers
 import pytest
 import service
 import soak
 from decode_cpu import MeasuredPoint
-from rich.progress import Progress
 
 from nanocp.serve import process
 from nanocp.serve.process import free_port
@@ -54,7 +52,7 @@ def test_a_peer_that_does_not_answer_is_left_out_and_the_rest_is_measured(monkey
     """Each measurement is a line."""
     monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda *of: None)
     monkeypatch.setattr(decode_cpu, "random_prompts", lambda *shape, seed: [[1]])
-    monkeypatch.setattr(decode_cpu, "_service", lambda *of: contextlib.nullcontext())
+    monkeypatch.setattr(decode_cpu, "serving", lambda *of, ray: contextlib.nullcontext())
     monkeypatch.setattr(decode_cpu, "_ours", lambda *of, warm: 12.0)
     with (
         subprocess.Popen(["sleep", "60"], stdin=-1, stdout=-1, text=True) as process,
@@ -142,10 +140,8 @@ def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_refer
     tiny_checkpoint,
 ):
     """Each client asks once; together they outgrow the frames."""
-    outputs, service = live_moves.play(tiny_checkpoint, "preempting", 0.0, Progress(disable=True))
-    found = live_moves.judge(
-        tiny_checkpoint, "preempting", outputs, service, Progress(disable=True)
-    )
+    outputs, service = live_moves.play(tiny_checkpoint, "preempting", 0.0)
+    found = live_moves.judge(tiny_checkpoint, "preempting", outputs, service)
     assert found["requests"] == live_moves.NUM_CLIENTS and found["wrong"] == 0
     assert (
         found["preemptions"] >= 1
@@ -196,16 +192,16 @@ def test_apis_compares_the_median_rounds(http_rates, holds):
 
 @pytest.mark.parametrize(("added_s", "holds"), [((0.0, 0.3), True), ((0.31, 0.0), False)])
 def test_apis_judges_the_request_that_adds_most(added_s, holds):
-    measured = [pauses.AddedPause("a", 200, 1.0, 0.1, 0.1 + each, each, 1) for each in added_s]
+    measured = [apis.AddedPause("a", 200, 1.0, 0.1, 0.1 + each, each, 1) for each in added_s]
     assert apis.claim_of_pauses(measured).holds == holds
 
 
 def test_pauses_are_the_longest_times_between_events(monkeypatch):
     """A service whose stream stands still while any other request is answered."""
-    monkeypatch.setattr(pauses, "WINDOW_S", 0.3)
-    monkeypatch.setattr(pauses, "INPUTS", {"one": ("/tokenize", {"prompt": "a"})})
+    monkeypatch.setattr(apis, "WINDOW_S", 0.3)
+    monkeypatch.setattr(apis, "INPUTS", {"one": ("/tokenize", {"prompt": "a"})})
     with standing_still() as url:
-        (measured,) = pauses.measure_pauses(url, 1)
+        (measured,) = apis.measure_pauses(url, 1)
     assert (measured.request, measured.status, measured.num_pairs) == ("one", 200, 1)
     assert measured.beside_s >= 1.0 and measured.answered_s >= 1.0
     assert measured.added_s == pytest.approx(measured.beside_s - measured.idle_s, abs=0.002)
@@ -250,7 +246,7 @@ def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
     steps = long_context_cpu.measure(shape, (1, 2))
     assert set(steps) == {1, 2}
     for (step,) in steps.values():
-        assert step.step_ms > 0 and step.tpot_ms > 0 and 0 < step.exchange_share < 1
+        assert step["step_ms"] > 0 and step["tpot_ms"] > 0 and 0 < step["exchange_share"] < 1
 
 
 def test_ratios_say_which_claim_does_not_hold():

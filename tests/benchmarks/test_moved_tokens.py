@@ -1,7 +1,7 @@
 """Which token came while its request was moved is what plans say; its cost is what gaps say."""
 
 import pytest
-from moved_tokens import (
+from live_moves import (
     EXTENSION,
     MOVES,
     RE_BINDING,

@@ -8,7 +8,7 @@ import pipeline_link
 import pytest
 from machine import TwoProcesses
 from pipeline_layouts import StageClaim, best_of, changes_of, in_layout
-from slow_link import Decoded
+from pipeline_link import Decoded
 
 from data_plane.profiling.stages import PassTime
 from nanocp.config.passes import PassCosts
