@@ -325,7 +325,7 @@ MUTANTS = [
         why="a row restarts one position after its last known token (kept KV)",
         path="control_plane/scheduler/state/request.py",
         text="self.arrival = arrival\n        self.position = arrival.prompt_len - 1",
-        fault="self.arrival = arrival\n        self.position = arrival.prompt_len",
+        fault="self.arrival = arrival\nself.position = arrival.prompt_len",
         tests=seen_by(50003),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
-from nanocp.simulator.outcome import Recorder, Run, Slo, measure_us_at, percentile
+from nanocp.simulator.outcome import Recorder, Run, Slo, percentile
 from nanocp.simulator.simulation import Mechanisms, Simulation, make_simulation
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
@@ -33,12 +33,6 @@ SMALL = replace(
             max_rows=64, max_links=64, max_attention_rows=512, max_partials=512, max_hand_offs=8
         ),
     ),
-)
-FOUR = replace(
-    H200,
-    model=FEW_EXPERTS,
-    cluster=replace(H200.cluster, num_instances=4, instances_per_node=4),
-    cp_degrees=(1, 2, 4),
 )
 POLICIES = [
     "dual_balanced",
@@ -400,28 +394,6 @@ def test_a_cluster_that_fills_up_is_said_to_drift_and_sustains_nothing():
         outcomes[rate] = trial.filled().play()
     assert outcomes[400.0].is_drifting and outcomes[400.0].drift > 0.5
     assert outcomes[400.0].attainment == 1 and not outcomes[400.0].is_sustained
-
-
-@pytest.mark.parametrize("policy", ["cost_aware", "least_batch", "fluid"])
-def test_a_trial_begins_as_full_as_it_stays(policy):
-    trial = Trial(FOUR, policy, Workload("issue-0", 4.0, 1), measure_us=60_000_000)
-    filled = trial.filled()
-    outcome = filled.play()
-    tpot_ms = filled.workload.steady_tpot_us / 1e3
-    assert outcome.tpot_ms_p50 == pytest.approx(tpot_ms, rel=0.1)
-    assert not outcome.is_drifting and outcome.num_not_judged > 0
-    # Running requests were there at once: nothing was transferred for them.
-    assert outcome.ttft_ms_p99 < 200
-
-
-def test_a_trial_that_begins_empty_or_static_is_left_alone():
-    for trial in (
-        Trial(FOUR, "least_batch", Workload("issue-0", 4.0), begins_empty=True),
-        Trial(FOUR, "least_batch", Workload("static-1", 4.0)),
-    ):
-        assert trial.filled() is trial
-    assert trial.run.measure_us == 60_000_000
-    assert measure_us_at(100.0) == 60_000_000 and measure_us_at(2.0) == 1_100_000_000
 
 
 def test_more_than_an_instance_holds_spans_instances_under_a_request_level_policy():

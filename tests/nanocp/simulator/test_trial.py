@@ -1,0 +1,40 @@
+"""Trials: how full a cluster is when one begins."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.outcome import measure_us_at
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
+
+H200 = load_cluster_file("h200x32-deepseek-v3")
+FOUR = replace(
+    H200,
+    model=replace(H200.model, num_experts=32),
+    cluster=replace(H200.cluster, num_instances=4, instances_per_node=4),
+    cp_degrees=(1, 2, 4),
+)
+
+
+@pytest.mark.parametrize("policy", ["cost_aware", "least_batch", "fluid"])
+def test_a_trial_begins_as_full_as_it_stays(policy):
+    trial = Trial(FOUR, policy, Workload("issue-0", 4.0, 1), measure_us=60_000_000)
+    filled = trial.filled()
+    outcome = filled.play()
+    tpot_ms = filled.workload.steady_tpot_us / 1e3
+    assert outcome.tpot_ms_p50 == pytest.approx(tpot_ms, rel=0.1)
+    assert not outcome.is_drifting and outcome.num_not_judged > 0
+    # Running requests were there at once: nothing was transferred for them.
+    assert outcome.ttft_ms_p99 < 200
+
+
+def test_a_trial_that_begins_empty_or_static_is_left_alone():
+    for trial in (
+        Trial(FOUR, "least_batch", Workload("issue-0", 4.0), begins_empty=True),
+        Trial(FOUR, "least_batch", Workload("static-1", 4.0)),
+    ):
+        assert trial.filled() is trial
+    assert trial.run.measure_us == 60_000_000
+    assert measure_us_at(100.0) == 60_000_000 and measure_us_at(2.0) == 1_100_000_000
