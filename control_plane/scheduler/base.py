@@ -137,21 +137,33 @@ class SchedulerBase(ABC):
         Only its front end knows whether it is open: a request that is unknown here has lost its
         pages, or it ended here and its last token was lost on the way.
         """
-        admission = self._admission
-        if admission.arrive(arrival, self._now_us):
+        admission, request_id = self._admission, arrival.request_id
+        request = self._state.requests.get(request_id)
+        if end := admission.refusal(arrival):
+            # An earlier attempt may be placed, or wait.
+            self._give_way(request)
+            admission.forget(request_id)
+            self._answer.end(request_id, *end)
+            return
+        if not (arrival.resumes or arrival.attempt):
+            admission.admit(arrival, self._now_us)
             return
         admission.should_walk = True
-        if arrival.request_id in admission.queue:
+        if request_id in admission.queue:
             admission.queue.replace(arrival)
             return
-        request = self._state.requests.get(arrival.request_id)
         if request is not None and arrival.attempt <= request.arrival.attempt:
             return
         if self._goes_on(request, arrival):
             return
+        self._give_way(request)
+        admission.come_back(arrival, self._now_us)
+
+    def _give_way(self, request: Request | None) -> None:
+        """An earlier attempt ends; it may have been placed in this very call."""
         if request is not None:
             self._release(request)
-        admission.come_back(arrival, self._now_us)
+            self._answer.placed.pop(request.request_id, None)
 
     def _goes_on(self, request: Request | None, arrival: Arrival) -> bool:
         """Whether the request's next attempt begins with the pages that it has."""

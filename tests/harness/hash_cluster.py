@@ -1,54 +1,44 @@
-"""A whole cluster in one thread, from one seed: the real scheduler, HashInstances, a prefill.
+"""A whole cluster in one thread, from one seed: the real coordinator, HashInstances, a prefill.
 
+The coordinator calls the scheduler and carries its plans out; here are streams and clocks.
 Everything that happens is drawn from the seed: the configuration, arrivals, aborts, stops, prefill
-failures, which instance goes on next, how long messages are under way. `python
-tests/harness/hash_seeds.py --seeds 1000` plays many seeds, `--seed N` replays one.
+failures, which instance goes on next, how long messages are under way.
+
+    PYTHONPATH=tests python -m harness.seed_campaign --kind plain --seeds 1000
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator
-from functools import partial
+from collections.abc import Generator
 from random import Random
 from typing import Any
 
-from control_plane.coordinator.flights.transfers import fetched_pages
-from control_plane.frontend.page_hashes import page_hashes
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.policies import relevel
-from control_plane.scheduler.scheduler import Scheduler
-from data_plane.instance.interface import PageMover
+from data_plane.instance.interface import TermEnds
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
-from harness.hash_parts import Job, Process, Story, changes_term, draw_config, row_start
+from harness.hash_parts import Job, Process, Story, changes_term, draw_config
+from harness.hash_play import HashPlay
 from harness.local_exchange import LocalExchange
 from harness.local_pages import LocalPageRing, local_peer_rings
-from harness.lost_changes import corrupted, full
+from harness.lost_changes import corrupted
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
-from nanocp.values.members import Resync
-from nanocp.values.plan import (
-    AbortRequested,
-    Arrival,
-    Event,
-    FinishReason,
-    InstancePlan,
-    Plan,
-    Preempted,
-    TransferFailed,
-)
+from nanocp.values.members import PREFILL, Member, Resync
+from nanocp.values.plan import Event, InstancePlan, Placement, Plan, TransferFailed
 from nanocp.values.sampling import SamplingParams
 from nanocp.values.table import InstanceTable
+from nanocp.wire.convert import instance_plan_from_wire, transfer_from_wire
+from nanocp.wire.members import ToMember
+from nanocp.wire.v1 import cluster_pb2 as pb
 
 # Small clusters have few pages to level.
 relevel.MIN_PAGES = 1
 
-MAX_TURNS = 1_500_000
 
-
-class HashCluster:
+class HashCluster(HashPlay):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
     check_every = 8
@@ -64,8 +54,9 @@ class HashCluster:
         has_experts: bool = True,
     ) -> None:
         """has_experts: False for a model whose layers are all dense."""
-        self.random = random = Random(seed)
-        self.config = config = config or draw_config(random)
+        random = Random(seed)
+        config = config or draw_config(random)
+        super().__init__(random, config, num_requests)
         num = config.cluster.num_instances
         num_dense_layers = random.choice([0, 0, 1, 2, 3])
         num_moe_layers = random.choice([1, 1, 2])
@@ -74,21 +65,13 @@ class HashCluster:
         self.model = HashModel(
             num_layers=num_dense_layers + num_moe_layers, num_dense_layers=num_dense_layers
         )
-        self.scheduler = Scheduler(config.cluster, config.scheduler)
-        exchanges = LocalExchange.create_all(num, region_layout(config), config.limits)
-        self.processes = [
-            self._start_process(index, exchange, moves)
-            for index, (exchange, moves) in enumerate(
-                zip(exchanges, local_peer_rings(num), strict=True)
-            )
-        ]
+        self.vocab_size = self.model.vocab_size
+        ends = enumerate(self._new_ends())
+        self.processes = [self._start_process(index, own) for index, own in ends]
         self.serving = list(range(num))
         """Instances of the term."""
-        self.loops = [self._instance_loop(process) for process in self.processes]
-        self.events: deque[Event] = deque()
-        """Under way from the shell to the scheduler, in order."""
+        self.loops = [self._loop(process) for process in self.processes]
         self.shadows = [InstanceTable(index, num) for index in range(num)]
-        self.full_plans: dict[tuple[int, int], InstancePlan] = {}
         self.speeds = [random.choice([1, 1, 0.3, 0.03]) for _ in range(num)]
         self.prefill_share = random.choice([0.02, 0.13])
         self.prefill_pages_per_turn = random.choice([1, 3, 30])
@@ -97,43 +80,36 @@ class HashCluster:
         self.deadline_share = random.choice([0, 0, 0.3])
         self.prefix_share = random.choice([0, 0.5, 0.9])
         self.jobs: list[Job] = []
-        self.stories: dict[int, Story] = {}
-        self.num_requests = num_requests
-        self.now_us = 0
         self.num_windows = self.num_calls = self.num_hand_offs = self.num_extensions = 0
-        self.num_resyncs = self.num_failed_transfers = 0
         self.num_moves = self.num_moves_between_nodes = 0
-        self.num_preemptions = self.num_missed = 0
+        self.num_resyncs = self.num_preemptions = 0
         self.num_calls_with_parked_rows = 0
+        self._start_cluster()
 
     def place_experts(self, table: ExpertTable) -> None:
         """Put the experts where the table says; nothing has run yet."""
         for process in self.processes:
             process.instance.place_experts(table)
 
-    def _start_process(self, index: int, exchange: LocalExchange, moves: PageMover) -> Process:
-        ring = LocalPageRing()
-        instance = HashInstance(self.config, self.model, exchange, [ring], moves)
-        return Process(index, instance, ring)
+    def _new_ends(self) -> list[TermEnds]:
+        num, layout = self.config.cluster.num_instances, region_layout(self.config)
+        exchanges = LocalExchange.create_all(num, layout, self.config.limits)
+        return [
+            TermEnds(exchange, [LocalPageRing()], moves)
+            for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
+        ]
+
+    def _start_process(self, index: int, ends: TermEnds) -> Process:
+        instance = HashInstance(self.config, self.model, ends.exchange, ends.rings, ends.moves)
+        return Process(index, instance, ends.rings[0])
 
     # --- the play
 
-    def play(self) -> None:
-        """Until every request is settled and every frame is free."""
-        for _ in range(MAX_TURNS):
-            self._turn()
-            if self._is_over():
-                break
-        else:
-            raise AssertionError(f"not over after {MAX_TURNS} turns: {self._describe()}")
+    def _check_end(self) -> None:
         check(self.scheduler, self.shadows)
         assert self._all_frames_are_free(), self._describe()
-        assert not any(load.kv_tokens or load.num_rows for load in self.scheduler.loads())
-        self._check_answers()
-
-    def _check_answers(self) -> None:
-        for story in self.stories.values():
-            self._check_story(story)
+        transfers = self.coordinator.transfers
+        assert not (transfers.num_prefilling or transfers.num_pages_awaited), "a ticket is open"
 
     def _turn(self) -> None:
         random = self.random
@@ -167,176 +143,76 @@ class HashCluster:
         free = [load.frames_free for load in self.scheduler.loads() if load.num_frames]
         return [self.config.cluster.num_frames] * len(self.scheduler._state.open) == free
 
-    def _is_answered(self) -> bool:
-        stories = self.stories.values()
-        return len(stories) == self.num_requests and all(each.is_settled for each in stories)
+    # --- requests
 
-    def _arrive_or_abort(self) -> None:
-        random = self.random
-        if self.stories and random.random() < self.abort_share:
-            running = [story for story in self.stories.values() if not story.is_settled]
-            story = random.choice(running or list(self.stories.values()))
-            story.is_aborted = True
-            self.events.append(AbortRequested(story.request_id))
-        elif len(self.stories) < self.num_requests:
-            for _ in range(random.choice([1, 1, 1, 5])):
-                if len(self.stories) < self.num_requests:
-                    self._arrive()
+    def _expected(self, prompt_ids: list[int], params: SamplingParams) -> list[int]:
+        return self.model.generate(prompt_ids, params)
 
-    def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
-        """A request of these lengths, or of any."""
-        random = self.random
-        request_id = len(self.stories) + 1
-        prompt_ids, params = self._draw_request(prompt_len, max_tokens)
-        expected = self.model.generate(prompt_ids, params)
-        owners = TokenOwners(len(prompt_ids), self.config.scheduler.steps_per_window)
-        self.stories[request_id] = Story(
-            request_id, prompt_ids, params, expected, prompt_ids, owners
-        )
-        row = row_start(self.config, prompt_ids, params)
-        deadline_us = self.now_us + 20_000 if random.random() < self.deadline_share else None
-        arrival = Arrival(
-            request_id,
-            len(prompt_ids),
-            params.max_tokens,
-            row,
-            priority=random.choice([0, 0, 0, 1]),
-            deadline_us=deadline_us,
-            page_hashes=page_hashes(prompt_ids),
-        )
-        self.events.append(arrival)
+    def ask(self, prompt_ids: list[int], *asked: Any) -> Story:
+        """Let a request arrive; see HashPlay."""
+        story = super().ask(prompt_ids, *asked)
+        story.owners = TokenOwners(len(prompt_ids), self.config.scheduler.steps_per_window)
+        return story
 
-    def _draw_request(self, prompt_len: int, max_tokens: int) -> tuple[list[int], SamplingParams]:
-        """A prompt and its parameters, of these lengths or of any."""
-        random = self.random
-        any_prompt_len = random.choice(
-            [1, 2, 63, 64, 65, random.randrange(1, 130), random.randrange(1, 700)]
-        )
-        prompt_len = prompt_len or any_prompt_len
-        prompt_ids = [random.randrange(self.model.vocab_size) for _ in range(prompt_len)]
-        if (earlier := self._known_prompts()) and random.random() < self.prefix_share:
-            common = random.choice([*earlier.values()])
-            common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
-            prompt_ids = [*common, *prompt_ids][:700]
-        any_max_tokens = random.choice([1, 3, 20, random.randrange(1, 150)])
-        max_tokens = max_tokens or any_max_tokens
-        num_stop_ids = random.choice([0, 0, 1, 3])
-        params = SamplingParams(
-            temperature=1.0,
-            max_tokens=max_tokens,
-            min_tokens=random.randrange(max_tokens + 1) if num_stop_ids else 0,
-            seed=random.randrange(1 << 32),
-            stop_token_ids=tuple(
-                random.randrange(self.model.vocab_size) for _ in range(num_stop_ids)
-            ),
-        )
-        return prompt_ids, params
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """See ControllerEvents."""
+        story = self.stories[placement.request_id]
+        self.num_extensions += 0 < story.cp_degree < placement.cp_degree
+        story.cp_degree = placement.cp_degree
+        story.owners.placed(placement)
 
-    def _known_prompts(self) -> dict[int, list[int]]:
-        """By request id: what it was last submitted with."""
-        return {story.request_id: story.known_ids for story in self.stories.values()}
+    # --- what the coordinator sends
 
-    def _resume(self, preempted: Preempted) -> None:
-        """Submit a preempted request again, as the front end does.
-
-        The front end has every token by now: an event comes after the tokens of its step.
-        """
-        story = self.stories[preempted.request_id]
-        story.num_preemptions += 1
-        num_generated = preempted.num_tokens - len(story.prompt_ids)
-        output_ids = tuple(story.output[index] for index in range(num_generated))
-        assert len(story.output) == num_generated, "the scheduler knows the row's position"
-        story.known_ids = [*story.prompt_ids, *output_ids]
-        story.owners.begin_attempt(num_generated)
-        row = row_start(self.config, story.known_ids, story.params, output_ids)
-        max_tokens = story.params.max_tokens - num_generated
-        hashes = page_hashes(story.known_ids)
-        known = preempted.request_id, preempted.num_tokens, max_tokens, row
-        self.events.append(Arrival(*known, resumes=True, page_hashes=hashes))
-
-    # --- controller
-
-    def _plan(self) -> None:
-        batch: list[Event] = []
-        sources = [*(process.events for process in self.processes), self.events]
-        for source in self.random.sample(sources, len(sources)):
-            for _ in range(min(len(source), self.random.choice([0, 1, 100]))):
-                if (event := self._accepted(source.popleft())) is not None:
-                    batch.append(event)
-        if batch or self.random.random() >= 0.9:
-            self._call_scheduler(batch)
-
-    def _accepted(self, entry: Event) -> Event | None:
-        return entry
-
-    def _call_scheduler(self, batch: list[Event]) -> None:
-        plan = self.scheduler.plan_window(batch, self.now_us)
+    def _check_plan(self, batch: list[Event], plan: Plan) -> None:
         follow(self.shadows, plan.instances)
         self.num_calls += 1
         if changes_term(batch) or self.num_calls % self.check_every == 0:
             check(self.scheduler, self.shadows)
-        self._carry_out(plan)
+        self._count(plan)
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _count(self, plan: Plan) -> None:
         self.num_hand_offs += sum(len(each.hand_offs_out) for each in plan.instances)
         self.num_calls_with_parked_rows += bool(self.scheduler._rows.parked)
-        self._tell_front_end(plan)
-        num_fetched = fetched_pages(plan.fetches)
+        self.num_preemptions += len(plan.preempted)
         for transfer in plan.transfers:
-            for instance in transfer.receivers:
-                self._post(instance, HashInstance.expect, transfer)
             if transfer.source is not None:
                 self.num_moves += 1
                 nodes = map(self.config.cluster.node_of, (transfer.source, *transfer.receivers))
                 self.num_moves_between_nodes += len(set(nodes)) > 1
-                self._post(transfer.source, HashInstance.send, transfer)
-                continue
-            known_ids = self._known_prompts()[transfer.request_id]
-            pages = list(transfer.instances())[num_fetched.get(transfer.ticket, 0) :]
-            kv = self.model.prefill(known_ids, transfer.num_tokens)
-            self.jobs.append(Job(transfer, kv, self.random.sample(pages, len(pages))))
-        for fetch in plan.fetches:
-            self._post(fetch.instance, HashInstance.fetch, fetch)
-        for stow in plan.stows:
-            self._post(stow.instance, HashInstance.stow, stow)
-        for fence in plan.fences:
-            for instance in fence.instances:
-                self._post(instance, HashInstance.fence, fence.ticket)
-            for job in self.jobs:
-                job.is_cancelled |= job.transfer.ticket == fence.ticket
         if plan.window is not None:
-            assert [each.instance for each in plan.instances] == self.serving
             assert plan.window == self.num_windows
             self.num_windows += 1
-        for instance_plan in plan.instances:
-            self._send(instance_plan)
 
-    def _post(self, index: int, call: Callable[[HashInstance, Any], None], what: Any) -> None:
-        process = self.processes[index]
-        process.posts.append(partial(call, process.instance, what))
-
-    def _tell_front_end(self, plan: Plan) -> None:
-        for placement in plan.placements:
-            degree = self.stories[placement.request_id].cp_degree
-            self.num_extensions += degree is not None and placement.cp_degree > degree
-            self.stories[placement.request_id].cp_degree = placement.cp_degree
-            self.stories[placement.request_id].owners.placed(placement)
-        for ended in plan.ended:
-            story = self.stories[ended.request_id]
-            story.reason = ended.reason
-            story.is_settled = True
-        for preempted in plan.preempted:
-            self.num_preemptions += 1
-            self._resume(preempted)
-
-    def _send(self, plan: InstancePlan) -> None:
-        if self.random.random() < 0.02:
-            shadow = self.shadows[plan.instance]
-            self.full_plans[plan.instance, plan.window] = full(plan, shadow)
-            plan = corrupted(plan, self.random)
-        self.processes[plan.instance].plans.append(plan)
+    def _take_work(self, member: Member, message: ToMember) -> bool:
+        """What a member is to do comes to it; see HashCoordinator."""
+        if isinstance(message, pb.ToPrefill):
+            self._take_prompt(message)
+            return True
+        process = self.processes[member.instance or 0]
+        if message.WhichOneof("message") != "plan":
+            process.take(message)
+            return True
+        plan = instance_plan_from_wire(message.plan)
+        if plan.is_full:
+            process.full_plan = plan
+        else:
+            is_lost = self.random.random() < 0.02
+            process.plans.append(corrupted(plan, self.random) if is_lost else plan)
+        return True
 
     # --- prefill
+
+    def _take_prompt(self, message: pb.ToPrefill) -> None:
+        match message.WhichOneof("message"):
+            case "prefill":
+                transfer = transfer_from_wire(message.prefill.transfer)
+                kv = self.model.prefill(list(message.prefill.token_ids), transfer.num_tokens)
+                pages = list(transfer.instances())
+                pages = self.random.sample(pages, len(pages))
+                self.jobs.append(Job(transfer, kv, pages, message.term))
+            case "cancel":
+                for job in self.jobs:
+                    job.is_cancelled |= job.transfer.ticket == message.cancel
 
     def _prefill(self) -> None:
         if not self.jobs:
@@ -348,7 +224,8 @@ class HashCluster:
         elif random.random() < 0.01:
             self.jobs.remove(job)
             self.num_failed_transfers += 1
-            self.events.append(TransferFailed(job.transfer.ticket, "prefill gave up"))
+            failed = TransferFailed(job.transfer.ticket, "prefill gave up")
+            self.events.append((PREFILL, job.term, failed))
         else:
             page = job.pages.pop()
             ring = self.processes[job.transfer.instances()[page]].ring
@@ -356,7 +233,7 @@ class HashCluster:
 
     # --- instances
 
-    def _instance_loop(self, process: Process) -> Generator[bool, None, None]:
+    def _loop(self, process: Process) -> Generator[bool, None, None]:
         """Play one instance; yields whether it has to wait for something."""
         while True:
             self._between_steps(process)
@@ -380,7 +257,10 @@ class HashCluster:
                 break
             assert resync == Resync(plan.window, resync.reason)
             self.num_resyncs += 1
-            plan = self.full_plans[process.index, plan.window]
+            self._take((process.member, process.term, Resync(plan.window, resync.reason)))
+            while process.full_plan is None:
+                yield True
+            plan, process.full_plan = process.full_plan, None
         else:
             raise AssertionError("the full table was refused")
         for _ in range(plan.num_steps):
@@ -407,44 +287,6 @@ class HashCluster:
 
     def _take_polled(self, process: Process) -> None:
         polled = process.instance.poll()
-        process.events.extend(polled.events)
+        self._say(process, polled.events)
         for token in polled.tokens:
-            story = self.stories[token.request_id]
-            name = f"token {token.index} of request {token.request_id}"
-            assert token.index not in story.output, f"{name} came twice"
-            owner = story.owners.of(token.index)
-            assert owner == process.index, (
-                f"{name} comes from instance {process.index}, and the front end would refuse it: "
-                f"instance {owner} generates it"
-            )
-            story.output[token.index] = token.token_id
-            expected = story.expected[token.index] if token.index < len(story.expected) else None
-            assert token.token_id == expected, f"{name} is {token.token_id}, not {expected}"
-            if token.finish_reason is not None:
-                assert token.index == len(story.expected) - 1
-                story.is_settled = True
-
-    # --- verdict
-
-    def _check_story(self, story: Story) -> None:
-        num_tokens = len(story.output)
-        assert sorted(story.output) == list(range(num_tokens)), story
-        if story.reason is None:
-            assert num_tokens == len(story.expected), story
-        elif story.reason is FinishReason.ABORTED:
-            assert story.is_aborted, story
-        elif story.reason is FinishReason.FAILED:
-            assert self.num_failed_transfers and (story.num_preemptions or not num_tokens), story
-        elif story.reason is FinishReason.EXPIRED:
-            assert not num_tokens, story
-        elif story.reason is FinishReason.REFUSED:
-            assert self.config.scheduler.max_queued_requests == 4, story
-        assert story.num_preemptions <= 1 + self.num_missed, story
-
-    def _describe(self) -> str:
-        unsettled = [story.request_id for story in self.stories.values() if not story.is_settled]
-        return (
-            f"requests {unsettled} are not settled, {self.scheduler.num_waiting} wait, "
-            f"{self.scheduler.num_running} run, {self.num_windows} windows, "
-            f"loads {self.scheduler.loads()}"
-        )
+            self._take_token(process, token)

@@ -5,8 +5,7 @@ kept. Its terms are later, and every front end submits what is open. A lost fron
 streams with it: each of its clients resumes its answer at any front end, with the tokens that it
 was given.
 
-    PYTHONPATH=tests python -m harness.hash_recovery_seeds --failovers --seeds 1000
-    PYTHONPATH=tests python -m harness.hash_recovery_seeds --failovers --seed N
+    PYTHONPATH=tests python -m harness.seed_campaign --kind failovers --seeds 1000
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from typing import Any
 
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
-from control_plane.frontend.controller_interface import Submission
+from control_plane.frontend.controller_interface import ControllerEvents, Submission
 from control_plane.frontend.remote.attendance import Attendance
-from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import Request
 from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, PortOfAll
 from harness.hash_parts import Expected
 from harness.hash_recovery import RecoveringCluster
 from nanocp.config.whole import Config
-from nanocp.values.plan import FinishReason, Plan, Resubmitted
+from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import Token
 from nanocp.values.table import InstanceTable
 from nanocp.wire.convert import decode_row_input
@@ -53,7 +51,6 @@ class FailoverCluster(RecoveringCluster):
         self.is_opened = True
         """Whether this controller has had a term, and so takes front ends."""
         super().__init__(seed, max_losses, config=config)
-        self.front_end = PortOfAll(self)
         self.attendance = Attendance(NUM_FRONT_ENDS)
         self.living: list[FrontEndProcess | None] = [
             FrontEndProcess(index, self) for index in range(NUM_FRONT_ENDS)
@@ -67,12 +64,14 @@ class FailoverCluster(RecoveringCluster):
         """Connections that are cut, which their front ends have yet to notice."""
         self.left: list[dict[int, str]] = []
         """Requests of lost front ends, which run on for a while."""
-        self.num_owed = 0
         self.failovers_left, self.front_ends_left = max_failovers, max_front_ends_lost
         self.num_failovers = self.num_front_ends_lost = self.num_resumed = self.num_cut = 0
         self.num_adopted = 0
 
     # --- the controller's port for front ends
+
+    def _front_end_events(self) -> ControllerEvents:
+        return PortOfAll(self)
 
     def submitted(self, submission: Submission) -> None:
         """A front end's submission has come."""
@@ -81,19 +80,13 @@ class FailoverCluster(RecoveringCluster):
         assert client_id == name, f"{submission} has a number of {client_id}"
         for request_id in self.attendance.submitted(submission.request_id, name):
             self.abort(request_id)
-        self.events.append(submission.event(self.now_us))
+        self._submit(submission)
 
     def answered(self, process: FrontEndProcess) -> None:
         """A front end has submitted all that is open, because it was asked to or unasked."""
         if process.num_owed:
             process.num_owed -= 1
-            self.owe(-1)
-
-    def owe(self, number: int) -> None:
-        """Await this many answers more; less if it is negative."""
-        self.num_owed += number
-        if self.num_owed == 0:
-            self.events.append(Resubmitted())
+            self.resubmitted()
 
     def _attach(self, process: FrontEndProcess) -> None:
         index = process.index
@@ -111,8 +104,8 @@ class FailoverCluster(RecoveringCluster):
         if self.attached[process.index] is not process:
             return
         self.attached[process.index] = None
-        if process.num_owed:
-            self.owe(-process.num_owed)
+        for _ in range(process.num_owed):
+            self.resubmitted()
         if requests := self.attendance.lost(process.index):
             self.left.append(dict(requests))
 
@@ -301,8 +294,6 @@ class FailoverCluster(RecoveringCluster):
         """Another controller begins: it knows nothing, and asks every process."""
         self.failovers_left -= 1
         self.num_failovers += 1
-        self.scheduler = Scheduler(self.config.cluster, self.config.scheduler)
-        self._count_adopted()
         num = len(self.processes)
         self.shadows = [InstanceTable(index, num) for index in range(num)]
         self.attendance = Attendance(NUM_FRONT_ENDS, 1 + self.num_failovers)
@@ -314,9 +305,10 @@ class FailoverCluster(RecoveringCluster):
                     process.down.pop()
         for queue in (self.events, self.letters, self.left):
             queue.clear()
-        self.num_windows = self.num_owed = 0
+        self.num_windows = 0
         self.is_opened = self.is_serving = False
         self._begin_controller(self.num_failovers * _TERMS_OF_A_CONTROLLER)
+        self._count_adopted()
 
     def _count_adopted(self) -> None:
         adoption = self.scheduler._held._adoption
@@ -335,20 +327,6 @@ class FailoverCluster(RecoveringCluster):
             self.jobs.clear()
         super()._join(index, term, join)
 
-    def _serve(self, keeps_rows: bool) -> None:
-        if self.is_opened:
-            super()._serve(keeps_rows)
-        self.is_opened = True
-
-    def _carry_out(self, plan: Plan) -> None:
-        super()._carry_out(plan)
-        self._post_letters()
-
     def _begin_term(self, keeps_rows: bool) -> None:
         super()._begin_term(keeps_rows)
-        self._post_letters()
-
-    def _post_letters(self) -> None:
-        """Letters of the controller are under way in the queue of each front end."""
-        while self.letters:
-            self.letters.popleft()()
+        self.is_opened = True

@@ -96,9 +96,9 @@ class PortOfAll:
     def __init__(self, cluster: FailoverCluster) -> None:
         self._cluster = cluster
 
-    def placed(self, placement: Placement) -> None:
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
         """See ControllerEvents."""
-        self._send(placement.request_id, "placed", placement)
+        self._send(placement.request_id, "placed", placement, num_cached)
 
     def preempted(self, preempted: Preempted) -> None:
         """See ControllerEvents."""
@@ -108,15 +108,19 @@ class PortOfAll:
         """See ControllerEvents."""
         self._send(ended.request_id, "ended", ended)
 
-    def interrupted(self) -> None:
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """See ControllerEvents."""
+        self._send(request_id, "tokens_lost", request_id, sentence)
+
+    def interrupted(self) -> int:
         """See ControllerEvents."""
         attached = [each for each in self._cluster.attached if each is not None]
         for process in attached:
             process.num_owed += 1
             process.down.append(process.streams.interrupted)
-        self._cluster.owe(len(attached))
+        return len(attached)
 
-    def _send(self, request_id: int, name: str, message: object) -> None:
+    def _send(self, request_id: int, name: str, *message: object) -> None:
         process = self._cluster.attached[self._cluster.attendance.owner(request_id)]
         if process is not None:
-            process.down.append(partial(getattr(process.streams, name), message))
+            process.down.append(partial(getattr(process.streams, name), *message))

@@ -1,7 +1,6 @@
 """Hash clusters whose pages go to slots and come back: conversations, failing files, losses.
 
-    PYTHONPATH=tests python -m harness.hash_offload --seeds 1000 [--losses | --crowd | --cuts]
-    PYTHONPATH=tests python -m harness.hash_offload --seed N [as above]   replays one
+    PYTHONPATH=tests python -m harness.seed_campaign --kind offload --seeds 1000
 
 The judge compares every page in a slot with the KV of the tokens that its hash stands for, as soon
 as the scheduler can find it there.
@@ -9,7 +8,6 @@ as the scheduler can find it there.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -17,9 +15,11 @@ import numpy as np
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.page_hashes import page_hashes
+from data_plane.instance.interface import TermEnds
 from data_plane.transport.exchange import PeerLost
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import Process, offloading_config
+from harness.hash_play import played
 from harness.hash_recovery import RecoveringCluster
 from harness.local_pages import LocalPageRing
 from nanocp.config.whole import Config
@@ -44,8 +44,8 @@ class OffloadingCluster(HashCluster):
         self.prefill_share = 0.13
         self.speeds = [max(speed, 0.3) for speed in self.speeds]
 
-    def _start_process(self, index: int, exchange, moves) -> Process:
-        process = super()._start_process(index, exchange, moves)
+    def _start_process(self, index: int, ends: TermEnds) -> Process:
+        process = super()._start_process(index, ends)
         slots, num_host = process.instance.copier.slots, self.config.scheduler.offload_host_pages
         read, write = slots.read, slots.write
 
@@ -173,13 +173,13 @@ class CutCluster(LosingCluster):
         try:
             super()._between_steps(process)
         except PeerLost:
-            if self.is_serving and self.terms[process] == self.term:
+            if self.is_serving and process.term == self.term:
                 self._regroup()
 
 
 def play_offloading(seed: int, num_requests: int = 20) -> OffloadingCluster:
     """Play one seed to its end; a failure names the seed."""
-    return _play(OffloadingCluster(seed, num_requests), f"--seed {seed}")
+    return played(OffloadingCluster(seed, num_requests), f"offload --seed {seed}")
 
 
 def play_crowded(seed: int) -> OffloadingCluster:
@@ -199,53 +199,14 @@ def play_crowded(seed: int) -> OffloadingCluster:
     for _ in range(12):
         crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
     crowd.abort_share /= 10
-    return _play(crowd, f"--crowd --seed {seed}")
+    return played(crowd, f"offload-crowd --seed {seed}")
 
 
 def play_losing(seed: int) -> LosingCluster:
     """Play one seed with losses and ends of terms."""
-    return _play(LosingCluster(seed), f"--losses --seed {seed}")
+    return played(LosingCluster(seed), f"offload-losses --seed {seed}")
 
 
 def play_cut(seed: int) -> CutCluster:
     """Play one seed whose connections are cut."""
-    return _play(CutCluster(seed), f"--cuts --seed {seed}")
-
-
-def _play(cluster, how: str):
-    try:
-        cluster.play()
-    except BaseException as error:
-        error.add_note(f"replay: python -m harness.hash_offload {how}   ({cluster.config})")
-        raise
-    return cluster
-
-
-def main() -> None:
-    """Play seeds from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--losses", action="store_true")
-    parser.add_argument("--crowd", action="store_true")
-    parser.add_argument("--cuts", action="store_true")
-    parser.add_argument("--seed", type=int)
-    arguments = parser.parse_args()
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
-    play = play_losing if arguments.losses else play_offloading
-    play = play_crowded if arguments.crowd else play_cut if arguments.cuts else play
-    totals = dict.fromkeys(("stowed", "in file", "fetched", "tokens", "missed", "preempted"), 0)
-    for seed in seeds if arguments.seed is None else [arguments.seed]:
-        cluster = play(seed)
-        offload = cluster.scheduler.offload
-        totals["stowed"] += offload.num_stowed[0]
-        totals["in file"] += offload.num_stowed[1]
-        totals["fetched"] += sum(offload.num_fetched)
-        totals["tokens"] += offload.num_hit_tokens
-        totals["missed"] += cluster.num_missed
-        totals["preempted"] += cluster.num_preemptions
-    print(f"{totals}")
-
-
-if __name__ == "__main__":
-    main()
+    return played(CutCluster(seed), f"offload-cuts --seed {seed}")

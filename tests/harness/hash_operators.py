@@ -20,6 +20,7 @@ from harness.hash_failover import FailoverCluster
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import draw_config
 from nanocp.config.whole import Config
+from nanocp.values.members import PREFILL
 
 
 class Operator:
@@ -39,6 +40,8 @@ class Operator:
 
 class OperatedCluster(FailoverCluster):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
+
+    prefill_loss_share = 0.1
 
     def __init__(self, seed: int, config: Config | None = None) -> None:
         """Draw a cluster, its requests and its operators."""
@@ -80,7 +83,8 @@ class OperatedCluster(FailoverCluster):
             super()._settle()
 
     def _started(self, command: StartProcess) -> None:
-        is_awaited = command.member in self.members.terms.seats  # A term without it ends all.
+        # A term without it ends all, and so does its absence.
+        is_awaited = command.member in (*self.members.terms.seats, PREFILL)
         if self.failures_left and not is_awaited and self.random.random() < 0.2:
             self.failures_left -= 1
             self.num_unstarted += 1

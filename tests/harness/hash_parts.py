@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from random import Random
 from tempfile import gettempdir
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -23,6 +25,7 @@ from nanocp.config.cost import CostConfig
 from nanocp.config.kv_offload import KvOffloadConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
+from nanocp.values.members import Member, Said
 from nanocp.values.plan import (
     Event,
     FinishReason,
@@ -34,8 +37,10 @@ from nanocp.values.plan import (
     TookOver,
     Transfer,
 )
-from nanocp.values.sampling import RowInput, SamplingParams
-from nanocp.wire.convert import encode_row_input
+from nanocp.values.sampling import RowInput, SamplingParams, penalized_prompt_ids
+from nanocp.wire.convert import encode_row_input, transfer_from_wire
+from nanocp.wire.offload import fetch_from_wire, stow_from_wire
+from nanocp.wire.v1 import cluster_pb2 as pb
 
 small_moves_between_nodes = patch.multiple(relevel_nodes, MIN_PAGES=1, LEAST_PAGES=1)
 """A context in which one page is worth a move to another node: small clusters have few frames."""
@@ -50,15 +55,25 @@ class Story:
     params: SamplingParams
     expected: list[int]
     known_ids: list[int]
-    """The prompt, and what was generated before the request was preempted."""
-    owners: TokenOwners
+    """The prompt, and what was generated before it was last submitted."""
+    priority: int = 0
+    attempt: int = 0
+    is_unsent: bool = False
+    """Whether it is under way to the controller."""
+    owners: TokenOwners | None = None
     """Which instance generates each token, as the front end knows it."""
-    cp_degree: int | None = None
+    cp_degree: int = 0
     output: dict[int, int] = field(default_factory=dict)
     reason: FinishReason | None = None
     is_aborted: bool = False
     is_settled: bool = False
     num_preemptions: int = 0
+
+    def know_output(self) -> None:
+        """Go on from all tokens that are there."""
+        self.known_ids = [*self.prompt_ids, *(self.output[i] for i in range(len(self.output)))]
+        if self.owners is not None:
+            self.owners.begin_attempt(len(self.output))
 
 
 class Expected:
@@ -94,6 +109,7 @@ class Job:
     kv: list[np.ndarray]
     """By page."""
     pages: list[int]
+    term: int
     is_cancelled: bool = False
 
 
@@ -102,23 +118,51 @@ class Process:
 
     def __init__(self, index: int, instance: HashInstance, ring: LocalPageRing) -> None:
         self.index = index
+        self.member = Member("instance", index)
         self.instance = instance
         self.ring = ring
+        self.term = 1
+        """The term that it is in; a dead one stays in its last."""
         self.plans: deque[InstancePlan] = deque()
+        self.full_plan: InstancePlan | None = None
+        """What it asked for in place of a plan that it refused."""
         self.posts: deque[Callable[[], None]] = deque()
         """Calls of the instance about tickets, in order."""
-        self.events: deque[Event] = deque()
-        """To the controller, in order."""
+        self.events: deque[tuple[Member, int, Said]] = deque()
+        """To the controller, in order, each with its term."""
+
+    def forget(self) -> None:
+        """Its term is over: what was under way to it is void."""
+        self.plans.clear()
+        self.posts.clear()
+        self.full_plan = None
+
+    def take(self, message: pb.ToInstance) -> None:
+        """Keep a message about a ticket, which is named as the call that takes it."""
+        kind = message.WhichOneof("message") or ""
+        what = getattr(message, kind)
+        decode = _OF_TICKETS.get(kind)
+        call = getattr(self.instance, kind)
+        self.posts.append(partial(call, what if decode is None else decode(what)))
 
 
-def row_start(
-    config: Config, known_ids: list[int], params: SamplingParams, output_ids: tuple[int, ...] = ()
-) -> bytes:
+_OF_TICKETS: dict[str, Callable[[Any], Any]] = {
+    "expect": transfer_from_wire,
+    "send": transfer_from_wire,
+    "fetch": fetch_from_wire,
+    "stow": stow_from_wire,
+}
+
+
+def row_start(config: Config, story: Story) -> bytes:
     """What the row of a request starts from, as the front end makes it."""
+    known_ids, params = story.known_ids, story.params
     is_hashed = config.scheduler.offload_host_pages > 0
     state = page_state(known_ids, page_hashes(known_ids)) if is_hashed else ()
-    row = RowInput(known_ids[-1], params, "front-end:1", output_ids, (), 0, *state)
-    return encode_row_input(row)
+    output_ids = tuple(known_ids[len(story.prompt_ids) :])
+    penalized = penalized_prompt_ids(story.prompt_ids, params)
+    origin = "front-end:1", output_ids, penalized, story.attempt
+    return encode_row_input(RowInput(known_ids[-1], params, *origin, *state))
 
 
 def changes_term(batch: Sequence[Event]) -> bool:

@@ -3,9 +3,8 @@
 The scheduler and the front end's streams are real too. Terms end at any turn, with losses or
 without, and some lost processes live on. In some seeds a stream is full in the middle of a plan.
 
-    PYTHONPATH=tests python -m harness.hash_recovery_seeds --seeds 1000              with losses
-    PYTHONPATH=tests python -m harness.hash_recovery_seeds --regroups --seeds 1000   without
-    PYTHONPATH=tests python -m harness.hash_recovery_seeds --seed N                  replays one
+    PYTHONPATH=tests python -m harness.seed_campaign --kind losses --seeds 1000     with losses
+    PYTHONPATH=tests python -m harness.seed_campaign --kind regroups --seeds 1000   without
 
 Each attempt samples under a seed of its own, and the judge goes on from what the client was given:
 a token of an earlier attempt that slips through is a wrong token, and not the same one again.
@@ -17,26 +16,17 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.streams import ClientStreams
-from harness.hash_instance import HashInstance
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import Expected, Process
 from harness.hash_terms import RegroupingCluster
 from harness.unobserved import Unobserved
 from nanocp.config.whole import Config
-from nanocp.values.members import Member
-from nanocp.values.plan import (
-    AbortRequested,
-    FinishReason,
-    InstancePlan,
-    Plan,
-    Resubmitted,
-)
+from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import Token
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -51,6 +41,9 @@ class ReseedingStreams(ClientStreams):
 
 class RecoveringCluster(RegroupingCluster):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
+
+    prefill_loss_share = 0.25
+    """How many of the losses are those of the prefill."""
 
     def __init__(
         self,
@@ -67,6 +60,7 @@ class RecoveringCluster(RegroupingCluster):
         term ends though none is. max_changes: at most this often other seats are wanted.
         """
         super().__init__(seed, num_requests, config)
+        self._draw_terms()
         steps = self.config.scheduler.steps_per_window
         self.front_end = ReseedingStreams(
             "front-end:1",
@@ -93,22 +87,17 @@ class RecoveringCluster(RegroupingCluster):
         self.change_share = self.random.choice([0.0003, 0.002, 0.01])
         self.hurries = False
         """Whether instances are no longer slow once nothing more is to be lost or changed."""
-        self.num_losses = 0
         if max_changes:
             self.change_share, self.redundant_experts = 0.01, NUM_EXPERTS
-        self.num_attempts = self.num_stale_tokens = 0
-        self.full_share = self.random.choice([0, 0.003])
-        """How often a process stops reading its stream, which holds one message and no other."""
-        self.full_seat: int | None = None
-        self.num_posted = self.num_unread = 0
-        self._start_cluster()
+        self.num_attempts = self.num_stale_tokens = self.num_prefills_lost = 0
+        self._begin_cluster()
 
     # --- the controller, as the front end knows it
 
     def submit(self, submission: Submission) -> None:
         """See controller_interface.ControllerInterface."""
         request_id = submission.request_id
-        self.events.append(submission.event(self.now_us))
+        self._submit(submission)
         self.known_ids[request_id] = list(submission.prompt_ids)
         if submission.arrival.attempt:
             self.num_attempts += 1
@@ -119,11 +108,15 @@ class RecoveringCluster(RegroupingCluster):
 
     def resubmitted(self) -> None:
         """See controller_interface.ControllerInterface."""
-        self.events.append(Resubmitted())
+        self.events.append(partial(self.coordinator.owe, -1))
+
+    def _submit(self, submission: Submission) -> None:
+        """A submission is under way to the coordinator, which counts its time from now on."""
+        self.events.append(partial(self.coordinator.submitted, submission, self.now_us))
 
     def abort(self, request_id: int) -> None:
         """See controller_interface.ControllerInterface."""
-        self.events.append(AbortRequested(request_id))
+        self._abort(request_id)
 
     # --- turns
 
@@ -152,6 +145,9 @@ class RecoveringCluster(RegroupingCluster):
             _, loop = random.choice(self.zombies)
             for _ in range(random.choice([1, 4, 30])):
                 next(loop)
+        elif draw < 0.2 and self.coordinator.prefill is not None:
+            self.coordinator.dial_prefill()
+            self._settle()
         elif draw < (0.25 if self.is_serving else 0.5) and (seats := self.coordinator.may_go_on()):
             self._go_on(random.choice(seats))
         else:
@@ -242,8 +238,7 @@ class RecoveringCluster(RegroupingCluster):
 
     def _take_polled(self, process: Process) -> None:
         polled = process.instance.poll()
-        member = Member("instance", process.index)
-        process.events.extend((member, self.terms[process], event) for event in polled.events)
+        self._say(process, polled.events)
         self.tokens[process].extend(polled.tokens)
 
     def _lose_some(self) -> None:
@@ -251,6 +246,13 @@ class RecoveringCluster(RegroupingCluster):
         random = self.random
         living = sorted(self.coordinator.attached)
         if not living or not self._may_lose():
+            return
+        if self.coordinator.has_prefill and random.random() < self.prefill_loss_share:
+            self.losses_left -= 1
+            self.num_prefills_lost += 1
+            self.jobs.clear()
+            self.coordinator.lose_prefill()
+            self._settle()
             return
         num = min(random.choice([1, 1, 1, 2, len(self.processes)]), len(living))
         self.losses_left -= 1
@@ -270,50 +272,32 @@ class RecoveringCluster(RegroupingCluster):
         self._die(index, "it was ended by SIGKILL", is_seen)
         self._settle()
 
-    def _serve(self, keeps_rows: bool) -> None:
-        self.full_seat = None
-        super()._serve(keeps_rows)
-        if not keeps_rows:
-            self.letters.append(self.front_end.interrupted)
-
     def _join(self, index: int, term: int, join: pb.Join) -> None:
         super()._join(index, term, join)
         self.tokens.setdefault(self.processes[index], deque())
 
-    def _plan(self) -> None:
-        if self.losses_left and self.random.random() < self.full_share and self._may_lose():
-            self.full_seat, self.num_posted = self.random.choice(self.serving), 0
-        super()._plan()
-        if self.full_seat is not None and self.num_posted > 1 and self._may_lose():
-            self.losses_left -= 1
-            self.num_losses += 1
-            self.num_unread += 1
-            member = Member("instance", self.full_seat)
-            self.members.lose(member, f"{member} left 1 messages unread", "unread")
-            self.full_seat = None
-        self._settle()
+    # --- controller_interface.ControllerEvents
 
-    def _is_dropped(self, index: int) -> bool:
-        """Whether the stream of this seat is full: its process reads nothing, and it holds one."""
-        self.num_posted += index == self.full_seat
-        return index == self.full_seat and self.num_posted > 1
+    def placed(self, placement: Placement, num_cached: int | None = None) -> None:
+        """See ControllerEvents."""
+        self.letters.append(partial(self.front_end.placed, placement, num_cached))
 
-    def _post(self, index: int, call: Callable[[HashInstance, Any], None], what: Any) -> None:
-        if not self._is_dropped(index):
-            super()._post(index, call, what)
+    def preempted(self, preempted: Preempted) -> None:
+        """See ControllerEvents."""
+        self.letters.append(partial(self.front_end.preempted, preempted))
 
-    def _send(self, plan: InstancePlan) -> None:
-        if not self._is_dropped(plan.instance):
-            super()._send(plan)
+    def ended(self, ended: Ended) -> None:
+        """See ControllerEvents."""
+        self.letters.append(partial(self.front_end.ended, ended))
 
-    def _tell_front_end(self, plan: Plan) -> None:
-        for placement in plan.placements:
-            self.letters.append(partial(self.front_end.placed, placement))
-        for preempted in plan.preempted:
-            self.num_preemptions += 1
-            self.letters.append(partial(self.front_end.preempted, preempted))
-        for ended in plan.ended:
-            self.letters.append(partial(self.front_end.ended, ended))
+    def interrupted(self) -> int:
+        """See ControllerEvents."""
+        self.letters.append(self.front_end.interrupted)
+        return 1
+
+    def tokens_lost(self, request_id: int, sentence: str) -> None:
+        """See ControllerEvents."""
+        self.letters.append(partial(self.front_end.tokens_lost, request_id, sentence))
 
 
 def _is_over(stream: ClientStream) -> bool:

@@ -1,20 +1,17 @@
 """Play hash clusters from seeds: as drawn, levelling, sharing prompts, losing an instance.
 
-python tests/harness/hash_seeds.py [--levelling | --sharing | --losses] --seeds 1000
-python tests/harness/hash_seeds.py [...] --seed N       replays one
+PYTHONPATH=tests python -m harness.seed_campaign --kind levelling --seed N    replays one
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from dataclasses import replace
 from random import Random
 
 from control_plane.scheduler.invariants import check
 from harness.hash_cluster import HashCluster
 from harness.hash_parts import draw_config, levelling_config, small_moves_between_nodes
+from harness.hash_play import played
 from nanocp.config.whole import Config
 from nanocp.values.plan import (
     Arrival,
@@ -57,16 +54,7 @@ def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:
 
 def play(seed: int, config: Config | None = None, has_experts: bool = True) -> HashCluster:
     """Play one seed to its end; a failure names the seed."""
-    cluster = HashCluster(seed, config=config, has_experts=has_experts)
-    try:
-        cluster.play()
-    except Exception as error:
-        how = "--levelling " if config else ""
-        error.add_note(
-            f"replay: python tests/harness/hash_seeds.py {how}--seed {seed}   ({cluster.config})"
-        )
-        raise
-    return cluster
+    return played(HashCluster(seed, config=config, has_experts=has_experts), f"plain --seed {seed}")
 
 
 def play_levelling(seed: int) -> HashCluster:
@@ -99,69 +87,4 @@ def play_sharing(seed: int) -> HashCluster:
     sharing = HashCluster(seed, 24, replace(config, cluster=cluster, scheduler=scheduler))
     sharing.prefix_share = 0.9
     sharing.prefill_share = 0.13
-    try:
-        sharing.play()
-    except Exception as error:
-        error.add_note(f"replay: python tests/harness/hash_seeds.py --sharing --seed {seed}")
-        raise
-    return sharing
-
-
-def main() -> None:
-    """Play seeds from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--seeds", type=int, default=1000, help="play seeds FIRST .. FIRST + SEEDS - 1"
-    )
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument(
-        "--levelling", action="store_true", help="under cost_aware, with page moves"
-    )
-    parser.add_argument("--sharing", action="store_true", help="prompts that begin alike")
-    parser.add_argument(
-        "--losses", action="store_true", help="lose an instance in the middle of each"
-    )
-    parser.add_argument("--seed", type=int, help="play this one only")
-    arguments = parser.parse_args()
-    seeds = (
-        range(arguments.first, arguments.first + arguments.seeds)
-        if arguments.seed is None
-        else [arguments.seed]
-    )
-    HashCluster.check_every = 1
-    begin = time.monotonic()
-    names = (
-        *("windows", "tokens", "hand-offs", "extensions", "moves", "moves between nodes"),
-        *("calls with parked rows", "preemptions", "resyncs", "shared tokens"),
-    )
-    totals = dict.fromkeys(names, 0)
-    ends: dict[str, int] = {}
-    for seed in seeds:
-        if arguments.sharing:
-            cluster = play_sharing(seed)
-        elif arguments.losses:
-            config = levelling_config(seed) if arguments.levelling else None
-            cluster = lose_an_instance(seed, config)
-        else:
-            cluster = play_levelling(seed) if arguments.levelling else play(seed)
-        totals["windows"] += cluster.num_windows
-        totals["resyncs"] += cluster.num_resyncs
-        totals["hand-offs"] += cluster.num_hand_offs
-        totals["extensions"] += cluster.num_extensions
-        totals["moves"] += cluster.num_moves
-        totals["moves between nodes"] += cluster.num_moves_between_nodes
-        totals["calls with parked rows"] += cluster.num_calls_with_parked_rows
-        totals["preemptions"] += cluster.num_preemptions
-        totals["shared tokens"] += cluster.scheduler.prefix_sharing.num_hit_tokens
-        for story in cluster.stories.values():
-            totals["tokens"] += len(story.output)
-            end = story.reason.value if story.reason else "complete"
-            ends[end] = ends.get(end, 0) + 1
-    print(
-        f"{len(seeds)} seeds in {time.monotonic() - begin:.1f} s: {totals}, requests {ends}",
-        file=sys.stdout,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return played(sharing, f"sharing --seed {seed}")

@@ -1,7 +1,7 @@
-"""A hash cluster whose terms are led by the real coordinator of members.
+"""Plays whose terms end and begin, as the real coordinator leads them.
 
-What leaves the coordinator is carried out here: instances leave and join, processes end and others
-dial, and the scheduler hears of it. A seed says when.
+What leaves the coordinator is carried out here: processes leave and join, end, and others dial, and
+the scheduler hears of it. A seed says when.
 """
 
 from __future__ import annotations
@@ -9,71 +9,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from control_plane.coordinator.members.output import MembersEvent, StartProcess
 from control_plane.coordinator.members.short_terms import MAX_SHORT_TERMS
 from data_plane.instance.interface import TermEnds, TermStart
 from harness.hash_cluster import HashCluster
-from harness.hash_coordinator import HashCoordinator
-from harness.hash_instance import region_layout
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import Process
-from harness.local_exchange import LocalExchange
-from harness.local_pages import LocalPageRing, LocalPeerRings, local_peer_rings
+from harness.hash_play import HashPlay
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Left, Member, Ready
-from nanocp.values.plan import ClusterLost, Event, Plan, Regrouped, TargetRun, TermEnded
+from nanocp.values.plan import ClusterLost, Plan, Regrouped, TargetRun, TermEnded
 from nanocp.values.table import InstanceTable
+from nanocp.wire.members import ToMember
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 _TURN_US = 2000
 """Time of the coordinator for each turn: every deadline is many turns away."""
 
 
-class RegroupingCluster(HashCluster):
-    """Terms and seats of a hash cluster; what is lost, and when, is for the heirs."""
+class RegroupingPlay(HashPlay):
+    """Terms and processes of a play; what is lost, and when, is for the heirs."""
 
     limits = LimitsConfig(drain_timeout_ms=1, suspect_ms=1_000_000_000, recovery_timeout_ms=300_000)
     """The limits of the coordinator: nobody beats, and a recovery may take long."""
+    redundant_experts = 0
 
-    def __init__(self, seed: int, num_requests: int, config: Config | None) -> None:
-        """Draw a cluster; `_start_cluster` begins its first term."""
+    def _draw_terms(self) -> None:
+        """Draw how terms end; `_begin_cluster` begins the first one."""
         self.term = 1
         """The number of the term that serves, or of the last one."""
-        self.terms: dict[Process, int] = {}
-        """The term that each process is in; a dead one stays in its last."""
-        super().__init__(seed, num_requests, config)
-        self.running = {*range(len(self.processes))}
-        """Seats whose instance is in a term, the last one or the next."""
+        self.serving = list(range(len(self.processes)))
+        """Seats of the term."""
+        self.running = {*self.serving}
+        """Seats whose process is in a term, the last one or the next."""
         self.lost: set[int] = set()
-        """Seats whose instance is gone; another is made when it joins."""
-        self.ends_of: dict[int, list[TermEnds]] = {}
-        """By term and seat: what instances join with."""
+        """Seats whose process is gone; another is made when it joins."""
+        self.ends_of: dict[int, list[Any]] = {}
+        """By term and seat: what processes join with."""
         self.is_serving = False
-        self.change: Future[None] | None = None
-        """The last change of seats that somebody asked for."""
-        self.redundant_experts = self._draw_redundancy()
+        self.losses_left = self.num_losses = 0
         self.num_terms = -1
         """Terms that followed the first."""
-        self.num_shrinks = self.num_changes = self.num_kept = self.num_stale_events = 0
-
-    def _draw_redundancy(self) -> int:
-        return self.random.choice([0, NUM_EXPERTS])
-
-    def _begin_controller(self, first_term: int = 0) -> None:
-        config = replace(self.config, limits=self.limits)
-        self.ends_of.clear()
-        self.change = None
-        self.coordinator = HashCoordinator(
-            config, self.redundant_experts, self.scheduler, first_term
-        )
-        self.members = self.coordinator.members
-        self._settle()
+        self.full_seat: int | None = None
+        self.num_posted = self.num_unread = 0
 
     def _start_cluster(self) -> None:
+        """Heirs begin it, once they have drawn what they need."""
+
+    def _begin_cluster(self) -> None:
         """The first controller and the first term begin."""
+        self.full_share = self.random.choice([0, 0.003])
+        """How often a process stops reading its stream, which holds one message and no other."""
         self._begin_controller()
         for index in range(len(self.processes)):
             self._dial(index)
@@ -81,10 +71,12 @@ class RegroupingCluster(HashCluster):
             self._obey(self.random.randrange(len(self.processes)))
         self.members.start.wait()
 
-    def _start_process(self, index: int, exchange: LocalExchange, moves: LocalPeerRings) -> Process:
-        process = super()._start_process(index, exchange, moves)
-        self.terms[process] = self.term
-        return process
+    def _begin_controller(self, first_term: int = 0) -> None:
+        cluster = replace(self.config.cluster, redundant_experts=self.redundant_experts)
+        self.ends_of.clear()
+        self._new_coordinator(replace(self.config, limits=self.limits, cluster=cluster), first_term)
+        self.members = self.coordinator.members
+        self._settle()
 
     def _pass_time(self) -> None:
         self.coordinator.clock_us += _TURN_US
@@ -92,26 +84,36 @@ class RegroupingCluster(HashCluster):
         if due_us is not None and due_us <= self.coordinator.clock_us:
             self._settle()
 
-    def _run_some(self, index: int) -> None:
-        if index in self.running:
-            super()._run_some(index)
-
-    def _accepted(self, entry: Event | tuple[Member, int, Event]) -> Event | None:
-        """Reports of a term that is over are dropped by the members."""
-        if not isinstance(entry, tuple):
-            return entry
-        member, term, event = entry
-        is_taken = self.members.heard(member, event, term)
-        self.num_stale_events += not is_taken
-        return event if is_taken else None
-
     def _may_lose(self) -> bool:
         """Whether a loss now does not end one short term too many in a row."""
         short = self.members._short_terms
         num_windows = short._num_reports // len(self.serving)
         return not self.is_serving or len(short._seats) < MAX_SHORT_TERMS - 1 or num_windows > 10
 
+    def _plan(self) -> None:
+        if self.losses_left and self.random.random() < self.full_share and self._may_lose():
+            self.full_seat, self.num_posted = self.random.choice(self.serving), 0
+        super()._plan()
+        self._settle()
+
+    def _take_work(self, member: Member, message: ToMember) -> bool:
+        """The stream of a process that reads nothing holds one message."""
+        if self.full_seat is None or member.instance != self.full_seat:
+            return super()._take_work(member, message)
+        self.num_posted += 1
+        if self.num_posted == 1:
+            return super()._take_work(member, message)
+        if self.num_posted == 2:
+            self.losses_left -= 1
+            self.num_losses += 1
+            self.num_unread += 1
+        return False
+
     # --- processes
+
+    def _run_some(self, index: int) -> None:
+        if index in self.running:
+            super()._run_some(index)
 
     def _go_on(self, index: int) -> None:
         """A process does what it was last asked to, or another one dials."""
@@ -150,42 +152,28 @@ class RegroupingCluster(HashCluster):
             case "leave":
                 if index in self.running:
                     self._leave(index)
-                self.coordinator.heard(index, Left(), order.term)
+                self.members.heard(self.processes[index].member, Left(), order.term)
             case "join":
                 self._join(index, order.term, order.join)
-                self.coordinator.heard(index, Ready(), order.term)
+                self.members.heard(self.processes[index].member, Ready(), order.term)
         self._settle()
 
     def _leave(self, index: int) -> None:
         process = self.processes[index]
-        self._take_polled(process)
-        process.instance.leave()
-        process.plans.clear()
-        process.posts.clear()
-        self.loops[index] = self._instance_loop(process)
+        self._leave_term(process)
+        process.forget()
+        self.loops[index] = self._loop(process)
         self.running.discard(index)
 
     def _join(self, index: int, term: int, join: pb.Join) -> None:
-        num = len(self.processes)
         if term not in self.ends_of:
-            layout = region_layout(self.config)
-            exchanges = LocalExchange.create_all(num, layout, self.config.limits)
-            self.ends_of[term] = [
-                TermEnds(exchange, [LocalPageRing()], moves)
-                for exchange, moves in zip(exchanges, local_peer_rings(num), strict=True)
-            ]
-        ends = self.ends_of[term][index]
-        if index in self.lost:
-            process = self._start_process(index, ends.exchange, ends.moves)
-            self.processes[index] = process
-            self.loops[index] = self._instance_loop(process)
-            self.lost.discard(index)
-        process = self.processes[index]
-        experts = ExpertTable(tuple(join.expert_seats), tuple(join.expert_slots))
-        start = TermStart(list(join.seats), experts, join.newest_ticket, join.keeps_rows)
-        process.instance.join(ends, start)
-        (process.ring,) = ends.rings
-        self.terms[process] = term
+            self.ends_of[term] = self._new_ends()
+        is_new = index in self.lost
+        process = self.processes[index] = self._join_term(index, self.ends_of[term][index], join)
+        if is_new:
+            self.loops[index] = self._loop(process)
+        self.lost.discard(index)
+        process.term = term
         self.running.add(index)
 
     # --- the controller
@@ -199,8 +187,8 @@ class RegroupingCluster(HashCluster):
                 self._die(coordinator.to_kill.pop(0), "it was killed")
             elif coordinator.to_start:
                 self._started(coordinator.to_start.pop(0))
-            elif coordinator.events:
-                self._take_up(coordinator.events.popleft())
+            elif coordinator.changes:
+                self._take_up(coordinator.changes.popleft())
             elif self.members.terms.is_serving and not self.is_serving:
                 self._begin_term(False)  # The first of a controller.
             else:
@@ -216,19 +204,65 @@ class RegroupingCluster(HashCluster):
                 raise AssertionError(event.message)
             case Regrouped():
                 self._begin_term(event.keeps_rows)
-                return
             case TermEnded():
                 self.is_serving = False
-        self._call_scheduler([event])
+        self.coordinator.take_up(event)
+        if batch := self.coordinator.take_events():
+            self._call_scheduler(batch)
+
+    def _begin_term(self, keeps_rows: bool) -> None:
+        self.term, self.serving = self.members.terms.number, self.members.seats
+        self.is_serving, self.full_seat = True, None
+        self.num_terms += 1
+
+    def _regroup(self) -> None:
+        """The term ends though nobody is lost."""
+        self.members.terms.end()
+        self._settle()
+
+
+class RegroupingCluster(RegroupingPlay, HashCluster):
+    """Terms and seats of a hash cluster."""
+
+    def __init__(self, seed: int, num_requests: int, config: Config | None) -> None:
+        """Draw a cluster; `_begin_cluster` begins its first term."""
+        super().__init__(seed, num_requests, config)
+        self.change: Future[None] | None = None
+        """The last change of seats that somebody asked for."""
+        self.redundant_experts = self._draw_redundancy()
+        self.num_shrinks = self.num_changes = self.num_kept = 0
+
+    def _draw_redundancy(self) -> int:
+        return self.random.choice([0, NUM_EXPERTS])
+
+    def _begin_controller(self, first_term: int = 0) -> None:
+        self.change = None
+        super()._begin_controller(first_term)
+
+    def _leave_term(self, process: Process) -> None:
+        self._take_polled(process)
+        process.instance.leave()
+
+    def _join_term(self, index: int, ends: TermEnds, join: pb.Join) -> Process:
+        process = self.processes[index]
+        if index in self.lost:
+            process = self._start_process(index, ends)
+        experts = ExpertTable(tuple(join.expert_seats), tuple(join.expert_slots))
+        start = TermStart(list(join.seats), experts, join.newest_ticket, join.keeps_rows)
+        process.instance.join(ends, start)
+        (process.ring,) = ends.rings
+        return process
+
+    def _take_up(self, event: MembersEvent) -> None:
+        super()._take_up(event)
+        if isinstance(event, Regrouped):
+            self.num_kept += len(self.scheduler._held)
 
     def _begin_term(self, keeps_rows: bool) -> None:
         num, before = len(self.processes), self.serving
-        self.term, self.serving = self.members.terms.number, self.members.seats
+        super()._begin_term(keeps_rows)
         for index in {*range(num)} - {*self.serving}:
-            self.processes[index].plans.clear()
-            self.processes[index].posts.clear()
-        self.is_serving = True
-        self.num_terms += 1
+            self.processes[index].forget()
         self.num_changes += keeps_rows
         self.num_shrinks += len(self.serving) < len(before)
         self.shadows = [
@@ -237,18 +271,6 @@ class RegroupingCluster(HashCluster):
             else InstanceTable(index, num)
             for index in range(num)
         ]
-        if self.num_terms:
-            self._serve(keeps_rows)
-
-    def _serve(self, keeps_rows: bool) -> None:
-        """The scheduler takes note that the term has begun."""
-        self._call_scheduler([Regrouped(self.term, tuple(self.serving), keeps_rows)])
-        self.num_kept += len(self.scheduler._held)
-
-    def _regroup(self) -> None:
-        """The term ends though nobody is lost."""
-        self.members.terms.end()
-        self._settle()
 
     def _want_seats(self, seats: Sequence[int] = ()) -> None:
         """Let the cluster have these seats, or any."""
@@ -259,8 +281,7 @@ class RegroupingCluster(HashCluster):
         self.change = self.members.want(wanted, "a seed")
         self._settle()
 
-    def _carry_out(self, plan: Plan) -> None:
-        super()._carry_out(plan)
+    def _count(self, plan: Plan) -> None:
+        super()._count(plan)
         if plan.is_settled:
             assert not any(process.plans for process in self.processes)
-            self.members.changes.settled()

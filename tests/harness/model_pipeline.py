@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -89,7 +89,7 @@ class ModelPipeline(HashPipeline):
         self.abort_share = 0
         self.speeds = [1 for _ in self.speeds]
         each = params if isinstance(params, list) else [params] * len(prompts)
-        stories = [self.submit(ids, own) for ids, own in zip(prompts, each, strict=True)]
+        stories = [self.ask(ids, own) for ids, own in zip(prompts, each, strict=True)]
         self.num_requests = len(self.stories)
         self.play()
         return [output_of(story) for story in stories]
@@ -101,7 +101,8 @@ class ModelPipeline(HashPipeline):
             _, split = self.asks.pop(0)
             self._asked = split
             assert not layouts.obstacle(split)
-            self.events.append(LayoutWanted(split))
+            wanted = LayoutWanted(split)
+            self.events.append(partial(self.coordinator.happened, wanted))
         super()._turn()
 
     def _make_stages(self, ends: list[tuple[StageLinks, PageMover]]) -> list[Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 from typing import NamedTuple
 
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.passes import PassesConfig
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.scheduler import SchedulerConfig
+from nanocp.config.whole import Config
 
 
 class PipelineSetup(NamedTuple):
@@ -17,6 +19,14 @@ class PipelineSetup(NamedTuple):
     cluster: ClusterConfig
     scheduler: SchedulerConfig
     pipeline: PipelineConfig
+
+    @property
+    def config(self) -> Config:
+        """The configuration of a service with this pipeline."""
+        num_stages = self.pipeline.num_stages
+        cluster = replace(self.cluster, num_instances=num_stages, layout="pipeline")
+        passes = {each.name: getattr(self.pipeline, each.name) for each in fields(PassesConfig)}
+        return Config(cluster=cluster, scheduler=self.scheduler, pipeline=PassesConfig(**passes))
 
 
 def draw_setup(random: Random) -> PipelineSetup:

@@ -5,12 +5,12 @@
     PYTHONPATH=tests python -m harness.seed_campaign --kind operators --seeds 1000
 
 Kinds take turns: instances are lost; seats come and go too; the controller and front ends are lost
-too. A kind of its own plays operators (hash_operators). One line of JSON is written for each seed,
-with the code that played it. Seeds whose last line is of the present code and has no error are not
-played again. In one of eight seeds the scheduler's invariants are checked after every call, in the
-others after every sixteenth, whenever a term changes, and at the end; every token is checked in
-all. When nothing more is to be lost instances are no longer slow, which would cost half of the
-time. Exits 1 if a seed failed or was not played.
+too. All other kinds, such as operators and pipelines, are played if they are named. One line of
+JSON is written for each seed, with the code that played it. Seeds whose last line is of the present
+code and has no error are not played again. In one of eight seeds the scheduler's invariants are
+checked after every call, in the others after every sixteenth, whenever a term changes, and at the
+end; every token is checked in all. When nothing more is to be lost instances are no longer slow,
+which would cost half of the time. Exits 1 if a seed failed or was not played.
 """
 
 from __future__ import annotations
@@ -22,13 +22,23 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness import (
+    hash_offload,
+    hash_pipeline,
+    hash_pipeline_losses,
+    hash_recovery_seeds,
+    hash_seeds,
+)
 from harness.hash_failover import FailoverCluster
 from harness.hash_operators import OperatedCluster
+from harness.hash_play import HashPlay
 from harness.hash_recovery import RecoveringCluster
 from harness.paths import ROOT
 
@@ -36,6 +46,22 @@ KINDS = ("losses", "changes", "failovers")
 """Seed N is of kind N % 3."""
 OPERATORS = "operators"
 """A kind that takes no turn with the others."""
+OTHERS: dict[str, Callable[[int], HashPlay]] = {
+    "plain": hash_seeds.play,
+    "levelling": hash_seeds.play_levelling,
+    "sharing": hash_seeds.play_sharing,
+    "crowd": hash_seeds.play_crowd,
+    "regroups": lambda seed: hash_recovery_seeds.play(seed, 0, 20),
+    "offload": hash_offload.play_offloading,
+    "offload-crowd": hash_offload.play_crowded,
+    "offload-losses": hash_offload.play_losing,
+    "offload-cuts": hash_offload.play_cut,
+    "pipeline": hash_pipeline.play,
+    "pipeline-chaos": partial(hash_pipeline.play, is_chaos=True),
+    "pipeline-losses": hash_pipeline_losses.play,
+    "pipeline-losses-chaos": partial(hash_pipeline_losses.play, is_chaos=True),
+}
+"""Such kinds too; each plays a seed."""
 COUNTS = (
     *("terms", "losses", "shrinks", "changes", "kept", "attempts", "stale_tokens", "stale_events"),
     *("windows", "calls", "preemptions", "moves", "hand_offs"),
@@ -64,17 +90,26 @@ def play(seed: int, kind: str = "") -> dict[str, Any]:
     begin_s = time.process_time()
     line: dict[str, Any] = {"seed": seed}
     try:
+        if kind in OTHERS:
+            of_kind = OTHERS[kind](seed)
+            return line | _counts(of_kind) | {"cpu_s": round(time.process_time() - begin_s, 3)}
         cluster = make_cluster(seed, kind)
         cluster.check_every = 16 if seed // len(KINDS) % 8 else 1
         try:
             cluster.play()
         finally:
-            line |= {name: getattr(cluster, f"num_{name}", 0) for name in COUNTS}
+            line |= _counts(cluster)
             line["tokens"] = sum(len(stream.output_ids) for stream in cluster.streams.values())
     except Exception as raised:
         line["error"] = f"{type(raised).__name__}: {raised}"
     line["cpu_s"] = round(time.process_time() - begin_s, 3)
     return line
+
+
+def _counts(played: HashPlay) -> dict[str, int]:
+    """What the play has met, of what it counts."""
+    counts = {name: getattr(played, f"num_{name}", 0) for name in COUNTS}
+    return counts | getattr(played, "counts", {})
 
 
 def present_code() -> str:
@@ -121,13 +156,19 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="play this one only, with every check")
     parser.add_argument(
-        "--kind", choices=[*KINDS, OPERATORS], default="", help="of all seeds; else they take turns"
+        "--kind",
+        choices=[*KINDS, OPERATORS, *OTHERS],
+        default="",
+        help="of all seeds; else they take turns",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes that play")
     parser.add_argument("--progress", type=Path, default=Path("seeds.jsonl"))
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        make_cluster(arguments.seed, arguments.kind).play()
+        if arguments.kind in OTHERS:
+            OTHERS[arguments.kind](arguments.seed)
+        else:
+            make_cluster(arguments.seed, arguments.kind).play()
         return 0
     wanted = range(arguments.first, arguments.first + arguments.seeds)
     code = f"{present_code()} {arguments.kind}".strip()

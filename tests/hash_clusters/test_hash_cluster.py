@@ -1,6 +1,6 @@
 """Whole clusters of HashInstances: every token is right, and every frame comes back.
 
-HASH_SEEDS=1000 plays more; `python tests/harness/hash_seeds.py --seed N` replays one.
+HASH_SEEDS=1000 plays more; a seed that fails says how to replay it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from control_plane.scheduler.scheduler import Scheduler
-from harness import hash_cluster
+from harness import hash_play
 from harness.hash_parts import draw_config
 from harness.hash_seeds import HashCluster, play
 from nanocp.config.cluster import ClusterConfig
@@ -42,7 +42,7 @@ def test_every_token_is_right_in_lanes_under_chaos(lanes):
 
 
 def test_models_without_experts_are_right_in_lanes(monkeypatch):
-    monkeypatch.setattr(hash_cluster, "MAX_TURNS", 150_000)
+    monkeypatch.setattr(hash_play, "MAX_TURNS", 150_000)
     clusters = [
         HashCluster(seed, config=config(seed, "random", policy="chaos"), has_experts=False)
         for seed in range(320, 323)

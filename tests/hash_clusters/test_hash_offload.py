@@ -1,6 +1,6 @@
 """Whole clusters whose pages go to slots and come back: every token is right, no slot is lost.
 
-OFFLOAD_SEEDS=100 plays more; harness/hash_offload.py replays one.
+OFFLOAD_SEEDS=100 plays more.
 """
 
 import os

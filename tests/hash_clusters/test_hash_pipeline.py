@@ -1,6 +1,6 @@
 """Whole pipelines of HashStages: every token is right, and every frame comes back.
 
-`PYTHONPATH=tests python -m harness.hash_pipeline [--chaos] --seeds 1000` plays more.
+`make seeds KIND=pipeline-chaos` plays more.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 import pytest
 
-from harness import hash_cluster
+from harness import hash_play
 from harness.hash_failover import FailoverCluster
 from harness.hash_parts import offloading_config
 from harness.hash_recovery_seeds import play, play_failovers
@@ -41,16 +41,17 @@ def test_the_play_meets_what_it_is_for():
     assert sum(cluster.num_kept for cluster in clusters)
 
 
-@pytest.mark.parametrize("seed", [50000, 50002, 50003, 50004, 50007, 50018, 50053])
-def test_a_seed_that_sees_planted_faults_is_right_without_them(seed):
-    """Each is the first from 50000 on that sees some of the mutants (tests/mutants)."""
+@pytest.mark.parametrize("seed", [50002, 50003, 50010, 50011, 50013, 50014, 50018, 50050])
+def test_a_seed_that_sees_planted_faults_is_right_without_them(seed, monkeypatch):
+    """Each sees some of the mutants (tests/mutants), and they are few."""
+    monkeypatch.setattr(hash_play, "MAX_TURNS", 150_000)
     make_cluster(seed).play()
 
 
 @pytest.mark.parametrize("seed", [403, 460])
 def test_a_row_without_room_where_it_should_move_comes_back_later(seed, monkeypatch):
     """The seat of its pages leaves, and those that stay have no frame: once it waited for ever."""
-    monkeypatch.setattr(hash_cluster, "MAX_TURNS", 150_000)
+    monkeypatch.setattr(hash_play, "MAX_TURNS", 150_000)
     make_cluster(seed).play()
 
 

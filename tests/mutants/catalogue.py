@@ -110,7 +110,7 @@ MUTANTS = [
         path="control_plane/scheduler/pages/quarantine.py",
         text="if self.last_reported[instance] < last_window and instance in self.seats:",
         fault="if self.last_reported[instance] < last_window - 2 and instance in self.seats:",
-        tests=seen_by(50002),
+        tests=seen_by(50011),
     ),
     Mutant(
         name="fence",
@@ -190,7 +190,7 @@ MUTANTS = [
         path="control_plane/frontend/streams.py",
         text="stream.params, self._front_end, tuple(stream.output_ids), penalized_ids",
         fault="stream.params, self._front_end, (), penalized_ids",
-        tests=seen_by(50000),
+        tests=seen_by(50003),
     ),
     Mutant(
         name="stop-string",
@@ -310,7 +310,7 @@ MUTANTS = [
         path="control_plane/frontend/streams.py",
         text="if stream is None or token.attempt != stream.attempt:",
         fault="if stream is None:",
-        tests=seen_by(50007),
+        tests=seen_by(50010),
     ),
     Mutant(
         name="early-tokens",
@@ -342,7 +342,7 @@ MUTANTS = [
         path="control_plane/scheduler/terms/seat_change.py",
         text="self._state.lose(instance)",
         fault="pass",
-        tests=seen_by(50007),
+        tests=seen_by(50002),
     ),
     Mutant(
         name="old-tickets",

@@ -232,8 +232,8 @@ OF_PIPELINE = [
         name="row-beside-its-next-attempt",
         why="a request begins another attempt while the row of the last one runs on",
         path="control_plane/scheduler/base.py",
-        text="if request is not None: self._release(request)",
-        fault="pass",
+        text="self._give_way(request)\n        admission.come_back",
+        fault="admission.come_back",
         tests=(*SCHEDULER, "another_attempt"),
     ),
     Mutant(

@@ -54,23 +54,23 @@ class Admission:
     def __len__(self) -> int:
         return len(self.queue) + len(self.away)
 
-    def arrive(self, arrival: Arrival, now_us: int) -> bool:
-        """Queue a new request, or end it; False if it was admitted before and is to come back."""
+    def refusal(self, arrival: Arrival) -> tuple[FinishReason, str] | None:
+        """Why the request ends as it arrives, whichever attempt it is; None if it does not."""
         if self.failure is not None:
-            self._answer.end(arrival.request_id, FinishReason.FAILED, self.failure)
-        elif invalid := invalidity(arrival, self._cluster):
-            self._answer.end(arrival.request_id, FinishReason.INVALID, invalid)
-        elif arrival.request_id in self.first_windows.fatal:
-            self._answer.end(arrival.request_id, FinishReason.FATAL, FATAL)
-        elif arrival.resumes or arrival.attempt > 0:
-            return False
-        else:
-            refusals = self.queue.admit(arrival, now_us)
-            for refused, sentence in refusals:
-                self._answer.end(refused, FinishReason.REFUSED, sentence)
-            self.should_walk |= arrival.request_id in self.queue
-            self._deferral.admitted(1 - len(refusals))
-        return True
+            return FinishReason.FAILED, self.failure
+        if invalid := invalidity(arrival, self._cluster):
+            return FinishReason.INVALID, invalid
+        if arrival.request_id in self.first_windows.fatal:
+            return FinishReason.FATAL, FATAL
+        return None
+
+    def admit(self, arrival: Arrival, now_us: int) -> None:
+        """Queue a new request, or end it or another one if the queue is full."""
+        refusals = self.queue.admit(arrival, now_us)
+        for refused, sentence in refusals:
+            self._answer.end(refused, FinishReason.REFUSED, sentence)
+        self.should_walk |= arrival.request_id in self.queue
+        self._deferral.admitted(1 - len(refusals))
 
     def come_back(self, arrival: Arrival, now_us: int) -> None:
         """Queue a request that was admitted before."""
@@ -113,12 +113,17 @@ class Admission:
 
     def end(self, request_id: int, reason: FinishReason, message: str) -> None:
         """End a request that is not placed; nothing if it is unknown."""
+        if self.forget(request_id):
+            self._answer.end(request_id, reason, message)
+
+    def forget(self, request_id: int) -> bool:
+        """A request waits no more; returns whether it did."""
         if request_id in self.queue:
             self.queue.remove(request_id)
         elif self.away.pop(request_id, None) is None:
-            return
+            return False
         self.should_walk = True
-        self._answer.end(request_id, reason, message)
+        return True
 
     def note(self, request_id: int, now_us: int, obstacle: Callable[[], str]) -> None:
         """Note why a request was not placed, once a second: it is tried again and again."""

@@ -345,6 +345,21 @@ def test_a_request_of_one_token_in_each_pass_that_was_lost_is_ended():
     assert [ended.reason for ended in plan.ended] == [FinishReason.FATAL]
 
 
+def test_of_a_request_that_is_ended_as_it_arrives_no_earlier_attempt_is_placed():
+    """The attempt before came between two terms, when the third loss was not counted yet."""
+    scheduler = scheduler_of(2, 1000)
+    for attempt in range(3):
+        scheduler.plan_pass([Arrival(1, 10, 9, attempt=attempt), Resubmitted()], 0)
+        scheduler.plan_pass([InstanceLost(1)], 0)
+        if attempt == 2:
+            scheduler.plan_pass([Arrival(1, 10, 9, attempt=3)], 0)
+        scheduler.plan_pass([Regrouped(attempt + 2, (0, 1))], 0)
+    plan = scheduler.plan_pass([Arrival(1, 10, 9, attempt=4)], 0)
+    assert [ended.reason for ended in plan.ended] == [FinishReason.FATAL]
+    assert not scheduler.num_waiting
+    assert scheduler.plan_pass([Resubmitted()], 0).pass_plan is None
+
+
 @pytest.mark.parametrize("work", [SamplerWork(0), SamplerWork.DRAWN | SamplerWork.NUCLEUS])
 def test_layers_leave_a_last_stage_where_requests_sample_slowly(work):
     costs = PassCosts(token_us=10.0, nucleus_us=80.0)

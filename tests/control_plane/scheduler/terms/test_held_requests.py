@@ -310,3 +310,19 @@ def test_a_held_request_is_prefilled_again_for_its_missing_log_probabilities():
     plan = story.plan(arrival, Resubmitted())
     assert [each.request_id for each in plan.transfers] == [1]
     assert story.state(1) is State.TRANSFERRING
+
+
+def test_of_two_attempts_that_come_together_only_the_last_is_told_of_its_place():
+    """The first goes on over its pages, the second gives them up: its prompt is yet to be placed.
+
+    Who carries plans out would take the place of the first for that of the second, and have no
+    prompt for it later.
+    """
+    story = Story()
+    story.place(1)
+    story.regroup()
+    first = Arrival(1, 101, 49, b"again", attempt=1)
+    second = Arrival(1, 102, 48, b"again", attempt=2, is_recomputed=True)
+    assert story.plan(first, second).placements == ()
+    placed = story.plan(Resubmitted()).placements
+    assert [each.request_id for each in placed] == [1]
