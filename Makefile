@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 export RAY_AUTH_MODE := disabled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo mutants seeds test test-system lint format proto gpu-check gpu-bench gpu-overlap clean
+.PHONY: help setup demo mutants seeds test test-system lint format proto client gpu-check gpu-bench gpu-overlap clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,6 +100,9 @@ format: $(STAMP)  ## ruff, writing
 
 proto: $(STAMP)  ## generate nanocp/wire/v1 from proto/ again
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. proto/nanocp/wire/v1/*.proto
+
+client: $(STAMP)  ## generate nanocp/client/sync_client.py from async_client.py again
+	PYTHONPATH=tests $(BIN)/python -m harness.sync_client
 
 clean:  ## remove caches and made checkpoints
 	rm -rf checkpoints .pytest_cache .mypy_cache .ruff_cache .hypothesis

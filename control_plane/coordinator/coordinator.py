@@ -86,9 +86,9 @@ class Coordinator:
     def submitted(self, submission: Submission, now_us: int) -> None:
         """A request has come, or a later attempt of one."""
         self._submitted[submission.request_id] = submission
-        if submission.attempt:
+        if submission.arrival.attempt:
             self._metrics.recovery.submitted_again()
-        self.happened(submission.arrival(now_us))
+        self.happened(submission.event(now_us))
 
     def owe(self, num_answers: int) -> None:
         """Front ends are to submit so many times more, or have: then it is negative.
@@ -158,7 +158,8 @@ class Coordinator:
             if submission is not None:
                 self._metrics.scheduling.placed(placement.cp_degree)
                 num_cached = self.flights.num_cached(submission, plan)
-                self._metrics.recovery.placed(submission.attempt, submission.prompt_len, num_cached)
+                arrival = submission.arrival
+                self._metrics.recovery.placed(arrival.attempt, arrival.prompt_len, num_cached)
                 self._front_end.placed(placement, num_cached)
             else:
                 self._metrics.scheduling.binding_changed()

@@ -6,11 +6,12 @@ validated. Does not know: an API's message format, tokens, the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import quote
 
+from control_plane.frontend.api_keys import ApiKeys
 from nanocp.values.sampling_fields import SamplingRequest
 
 UNREAD_TIMEOUT_S = 40
@@ -32,6 +33,14 @@ class Origin:
 
 
 NOWHERE = Origin()
+
+
+def origin_of(
+    headers: Mapping[str, str], keys: ApiKeys, endpoint: str, user: str, priority: int
+) -> Origin:
+    """Where a request comes from. headers: HTTP's, or the call's metadata."""
+    tenant = keys.tenant(headers.get("authorization"), user)
+    return Origin(priority, endpoint, tenant, headers.get("traceparent", ""))
 
 
 class Reasoning(NamedTuple):

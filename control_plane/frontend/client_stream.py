@@ -16,7 +16,7 @@ from control_plane.frontend.client_request import NOWHERE, Origin
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.frontend.tokenizer import OutputText
 from control_plane.observe.observer import EndedRequest
-from nanocp.values.plan import Ended, FinishReason, Placement
+from nanocp.values.plan import Arrival, Ended, FinishReason, Placement
 from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
 
 
@@ -118,6 +118,23 @@ class ClientStream:
     def num_undelivered(self) -> int:
         """Tokens that are held for the client."""
         return len(self.output_ids) - self._num_taken + len(self._early)
+
+    def arrival(self, row_start: bytes, page_hashes: tuple[bytes, ...]) -> Arrival:
+        """The present attempt for the scheduler: output that is there is prompt of it."""
+        num_done = len(self.output_ids)
+        return Arrival(
+            self.request_id,
+            self.prompt_len + num_done,
+            self.params.max_tokens - num_done,
+            row_start,
+            priority=self.origin.priority,
+            resumes=self.was_preempted,
+            attempt=self.attempt,
+            page_hashes=page_hashes,
+            client_id=self.client_id,
+            tenant=self.origin.tenant,
+            sampler_work=int(self.params.work),
+        )
 
     def times(self) -> EndedRequest:
         """Lengths and durations until now, as the observer gets them."""

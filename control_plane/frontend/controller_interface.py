@@ -10,7 +10,7 @@ and returns at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nanocp.values.plan import Arrival, Ended, Placement, Preempted
@@ -20,55 +20,33 @@ from nanocp.values.plan import Arrival, Ended, Placement, Preempted
 class Submission:
     """A validated request on its way into the waiting queue, or a later attempt of one."""
 
-    request_id: int
-    """Positive, counted by the front end in the order of submission. Every attempt keeps it."""
+    arrival: Arrival
+    """What the scheduler gets, without what the controller adds. The front end counts ids, in the
+    order of submission; every attempt keeps its own."""
     prompt_ids: Sequence[int]
     """Prompt for the prefill; the scheduler sees only its length. Output of earlier attempts is
     part of it."""
-    prompt_len: int
-    max_tokens: int
-    row_start: bytes
-    """An encoded RowInput (nanocp.wire.convert)."""
-    priority: int = 0
-    """The request's class: lower numbers go first."""
     queue_timeout_us: int | None = None
     """The request ends with EXPIRED if it is not placed within this time. None: it waits without
     limit."""
-    resumes: bool = False
-    """Whether the request was preempted; max_tokens is then what it may still generate."""
     front_end: str = ""
     """host:port that gets the log probabilities of the prompt."""
     prompt_logprobs: int | None = None
     """Number of most likely tokens beside each token of the prompt. None: no log probabilities of
     the prompt."""
-    page_hashes: tuple[bytes, ...] = ()
-    """See `Arrival.page_hashes`."""
-    attempt: int = 0
-    """See `Arrival.attempt`."""
-    client_id: str = ""
-    """See `Arrival.client_id`."""
-    tenant: str = ""
-    """See `Arrival.tenant`."""
-    sampler_work: int = 0
-    """See `Arrival.sampler_work`."""
 
-    def arrival(self, now_us: int) -> Arrival:
-        """The event that it becomes for the scheduler when the controller takes it."""
-        waits = self.queue_timeout_us
-        return Arrival(
-            self.request_id,
-            self.prompt_len,
-            self.max_tokens,
-            self.row_start,
-            priority=self.priority,
-            deadline_us=None if waits is None else now_us + waits,
-            resumes=self.resumes,
-            page_hashes=self.page_hashes,
-            attempt=self.attempt,
-            is_recomputed=self.attempt > 0 and self.prompt_logprobs is not None,
-            client_id=self.client_id,
-            tenant=self.tenant,
-            sampler_work=self.sampler_work,
+    @property
+    def request_id(self) -> int:
+        """That of its arrival."""
+        return self.arrival.request_id
+
+    def event(self, now_us: int) -> Arrival:
+        """What it becomes for the scheduler when the controller takes it."""
+        waits_us = self.queue_timeout_us
+        return replace(
+            self.arrival,
+            deadline_us=None if waits_us is None else now_us + waits_us,
+            is_recomputed=self.arrival.attempt > 0 and self.prompt_logprobs is not None,
         )
 
 

@@ -7,14 +7,14 @@ docs/use/operate.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from control_plane.observe.metric_families import PREFIX
+from control_plane.observe.metric_families import families
 from nanocp.values.members import EngineNow
 
 
@@ -49,39 +49,26 @@ class EngineMetrics(Collector):
             for engine in self._engines
         ]
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         """One sample of each metric for each engine."""
-        yield GaugeMetricFamily(
-            f"{PREFIX}frames_awaiting_prefill",
-            "Frames of placed requests whose pages the prefill has yet to write.",
-            self._num_awaited,
+        engines = self._engines
+        return families(
+            {
+                "frames_awaiting_prefill": self._num_awaited,
+                "prefill_engine_up": {each.url: each.is_up for each in engines},
+                "prefill_engine_tokens_in_flight": {
+                    each.url: each.tokens_in_flight for each in engines
+                },
+                "prefill_engine_requests": {
+                    (each.url, outcome): getattr(each, f"num_{outcome}")
+                    for each in engines
+                    for outcome in ("done", "failed", "cancelled")
+                },
+                "prefill_pages": {each.url: each.num_pages for each in engines},
+                "prefill_seconds": {
+                    (each.url, phase): getattr(each, f"{phase}_s")
+                    for each in engines
+                    for phase in ("answer", "arrive")
+                },
+            }
         )
-        up = _by_url("prefill_engine_up", "1 if the engine has passed its latest probe.")
-        tokens = _by_url("prefill_engine_tokens_in_flight", "Prompt tokens that it is asked for.")
-        requests = CounterMetricFamily(
-            f"{PREFIX}prefill_engine_requests",
-            "Prompts that the engine was asked for, by outcome.",
-            labels=["url", "outcome"],
-        )
-        pages = CounterMetricFamily(
-            f"{PREFIX}prefill_pages", "Pages that the engine has sent.", labels=["url"]
-        )
-        seconds = CounterMetricFamily(
-            f"{PREFIX}prefill_seconds",
-            "Seconds of prompts that are done: until the answer, and until all pages arrived.",
-            labels=["url", "phase"],
-        )
-        for engine in self._engines:
-            up.add_metric([engine.url], float(engine.is_up))
-            tokens.add_metric([engine.url], engine.tokens_in_flight)
-            requests.add_metric([engine.url, "done"], engine.num_done)
-            requests.add_metric([engine.url, "failed"], engine.num_failed)
-            requests.add_metric([engine.url, "cancelled"], engine.num_cancelled)
-            pages.add_metric([engine.url], engine.num_pages)
-            seconds.add_metric([engine.url, "answer"], engine.answer_s)
-            seconds.add_metric([engine.url, "arrive"], engine.arrive_s)
-        yield from (up, tokens, requests, pages, seconds)
-
-
-def _by_url(name: str, explanation: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, explanation, labels=["url"])

@@ -10,23 +10,23 @@ library's own observations 32 reports took three times as long as the scheduler'
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from control_plane.observe.metric_families import ITERATION_TOKENS, PREFIX, counter, histogram
+from control_plane.observe.metric_families import (
+    INSTANCES,
+    READ,
+    Recorded,
+    families,
+    histogram_family,
+)
 from nanocp.values.plan import WindowDone
-
-# fmt: off
-_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
-_SPREAD_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0,
-             30.0)
-# fmt: on
 
 
 class InstanceMetrics:
@@ -37,38 +37,18 @@ class InstanceMetrics:
     ) -> None:
         self._num_steps = steps_per_window
         self._sums = _Sums([_EngineSums() for _ in range(num_instances)])
-        self._step = _EngineHistograms(
-            "step_seconds", "Mean step of a window.", _STEP_S, num_instances
-        )
-        self._exchange = _EngineHistograms(
-            "step_exchange_seconds",
-            "Mean wait for the exchange in a step of a window.",
-            _STEP_S,
-            num_instances,
-        )
-        self._masks = _EngineHistograms(
-            "grammar_mask_seconds",
-            "Mean wait for masks in a step of a window that has structured output.",
-            _SPREAD_S,
-            num_instances,
-        )
-        self._iteration = _EngineHistograms(
-            "iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS, num_instances
-        )
-        for collector in (self._sums, self._step, self._exchange, self._masks, self._iteration):
+        self._step, self._exchange, self._masks, self._iteration = histograms = [
+            _EngineHistograms(name, num_instances)
+            for name in (
+                "step_seconds",
+                "step_exchange_seconds",
+                "grammar_mask_seconds",
+                "iteration_tokens_total",
+            )
+        ]
+        for collector in (self._sums, *histograms):
             registry.register(collector)
-        self._spread = histogram(
-            registry,
-            "step_spread_seconds",
-            (
-                "Most minus least time that an instance was busy in a window's mean step, without "
-                "waits."
-            ),
-            _SPREAD_S,
-        )
-        self._resyncs = counter(
-            registry, "table_resyncs", "Full tables sent after a digest mismatch."
-        )
+        self._recorded = Recorded(registry, INSTANCES)
         self._busy_us: dict[int, tuple[int, int]] = {}
         """By window: (least, most) time that an instance was busy in a step, of those that have
         reported."""
@@ -87,19 +67,19 @@ class InstanceMetrics:
         self._busy_us[done.window] = min(least, busy_us), max(most, busy_us)
         if is_complete:
             least, most = self._busy_us.pop(done.window)
-            self._spread.observe((most - least) / 1e6)
+            self._recorded.observe("step_spread_seconds", (most - least) / 1e6)
 
     def resynced(self) -> None:
         """An instance asked for a full table."""
-        self._resyncs.inc()
+        self._recorded.count("table_resyncs")
 
 
 class _EngineHistograms(Collector):
     """A histogram for each instance."""
 
-    def __init__(self, name: str, text: str, buckets: Sequence[float], num_engines: int) -> None:
-        self._name, self._text, self._buckets = PREFIX + name, text, tuple(buckets)
-        self._bounds = [floatToGoString(bound) for bound in (*buckets, float("inf"))]  # type: ignore[no-untyped-call]
+    def __init__(self, name: str, num_engines: int) -> None:
+        self._name, self._buckets = name, READ[name].buckets
+        self._bounds = [floatToGoString(bound) for bound in (*self._buckets, float("inf"))]  # type: ignore[no-untyped-call]
         self._counts = [[0] * len(self._bounds) for _ in range(num_engines)]
         self._sums = [0.0] * num_engines
 
@@ -109,8 +89,8 @@ class _EngineHistograms(Collector):
         self._sums[engine] += value
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client.registry.Collector."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["engine"])
+        """One family with every instance."""
+        family = histogram_family(self._name)
         for engine, (counts, sum_) in enumerate(zip(self._counts, self._sums, strict=True)):
             buckets = list(zip(self._bounds, accumulate(counts), strict=True))
             family.add_metric([str(engine)], buckets, sum_)
@@ -153,42 +133,24 @@ class _Sums(Collector):
         self.windows[bucket] = self.windows.get(bucket, 0) + 1
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client.registry.Collector."""
-        for name, text, kinds in (
-            (
-                "exchange_bytes",
-                "Bytes of rows put into others' memory.",
-                ("route_bytes", "expert_bytes"),
-            ),
-            (
-                "graph_rows",
-                "Rows of the buckets replayed, padding included.",
-                ("own_slots", "received_slots"),
-            ),
-            (
-                "graph_padding_rows",
-                "Padding rows of the buckets replayed.",
-                ("own_padding", "received_padding"),
-            ),
-        ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=["engine", "kind"])
-            for engine, sums in enumerate(self.engines):
-                for kind in kinds:
-                    family.add_metric([str(engine), kind.split("_")[0]], getattr(sums, kind))
-            yield family
-        family = CounterMetricFamily(
-            f"{PREFIX}hidden_exchange_seconds",
-            "Time, at most, that one lane of a step computed while the other awaited the exchange.",
-            labels=["engine"],
+        """One sample of each metric for each instance, and one for each bucket."""
+        engines = list(enumerate(self.engines))
+        return families(
+            {
+                "exchange_bytes": {
+                    (engine, kind): getattr(sums, f"{kind}_bytes")
+                    for engine, sums in engines
+                    for kind in ("route", "expert")
+                },
+                **{
+                    f"graph_{what}rows": {
+                        (engine, kind): getattr(sums, f"{kind}_{attribute}")
+                        for engine, sums in engines
+                        for kind in ("own", "received")
+                    }
+                    for what, attribute in (("", "slots"), ("padding_", "padding"))
+                },
+                "hidden_exchange_seconds": {e: sums.hidden_us / 1e6 for e, sums in engines},
+                "graph_windows": dict(sorted(self.windows.copy().items())),
+            }
         )
-        for engine, sums in enumerate(self.engines):
-            family.add_metric([str(engine)], sums.hidden_us / 1e6)
-        yield family
-        family = CounterMetricFamily(
-            f"{PREFIX}graph_windows",
-            "Windows by the bucket replayed.",
-            labels=["bucket_rows", "bucket_received"],
-        )
-        for (rows, received), count in sorted(self.windows.copy().items()):
-            family.add_metric([str(rows), str(received)], count)
-        yield family

@@ -78,25 +78,3 @@ class Observer(Protocol):
 
     def on_request_over(self, longest: int) -> None:
         """A client's request is over; its longest choice has this number of tokens."""
-
-
-class Unobserved:
-    """An observer that does nothing."""
-
-    def on_request(self, num_choices: int) -> None:
-        """Nothing."""
-
-    def on_submitted(self, prompt_len: int) -> None:
-        """Nothing."""
-
-    def on_first_token(self, ttft_s: float) -> None:
-        """Nothing."""
-
-    def on_token(self, interval_s: float, paused_by: str = "") -> None:
-        """Nothing."""
-
-    def on_finished(self, reason: FinishReason, times: EndedRequest) -> None:
-        """Nothing."""
-
-    def on_request_over(self, longest: int) -> None:
-        """Nothing."""

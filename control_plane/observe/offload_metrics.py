@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from control_plane.observe.metric_families import PREFIX, total
+from control_plane.observe.metric_families import families
 from control_plane.scheduler.pages.offload import OffloadReading
 
 _TIERS = ("host", "file")
@@ -30,29 +30,15 @@ class OffloadMetrics(Collector):
         self._reading = reading
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client.registry.Collector."""
+        """One sample of each metric for each tier; none before the first reading."""
         reading = self._reading
         if reading is None:
-            return
-        pages = GaugeMetricFamily(
-            f"{PREFIX}kv_offload_pages", "Pages outside the frames.", labels=["tier"]
-        )
-        stowed = CounterMetricFamily(
-            f"{PREFIX}kv_offload_stowed_pages", "Pages that went there.", labels=["tier"]
-        )
-        fetched = CounterMetricFamily(
-            f"{PREFIX}kv_offload_fetched_pages", "Pages that came back from there.", labels=["tier"]
-        )
-        for family, numbers in (
-            (pages, reading.num_kept),
-            (stowed, reading.num_stowed),
-            (fetched, reading.num_fetched),
-        ):
-            for tier, number in zip(_TIERS, numbers, strict=True):
-                family.add_metric([tier], number)
-            yield family
-        yield total(
-            "kv_offload_hits",
-            "Prompt tokens of placed requests whose pages came from outside the frames.",
-            reading.num_hit_tokens,
+            return []
+        return families(
+            {
+                "kv_offload_pages": dict(zip(_TIERS, reading.num_kept, strict=True)),
+                "kv_offload_stowed_pages": dict(zip(_TIERS, reading.num_stowed, strict=True)),
+                "kv_offload_fetched_pages": dict(zip(_TIERS, reading.num_fetched, strict=True)),
+                "kv_offload_hits": reading.num_hit_tokens,
+            }
         )

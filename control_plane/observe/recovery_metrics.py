@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from control_plane.observe.metric_families import PAUSE_S, counter, gauge, histogram, total
+from control_plane.observe.metric_families import PHASES, RECOVERY, Recorded, families
 from nanocp.values.members import Report
 from nanocp.values.plan import PAGE_SIZE
 
-PHASES = ("leave", "load", "join")
-"""What a term that is to come waits for: instances that are in the last one, processes that are not
-there yet, instances that attach to one another."""
-_MEMBER_KINDS = ("instance", "prefill")
-_LOSS_CAUSES = ("exit", "stream", "silent", "stuck", "gone", "unread")
-_REGROUP_CAUSES = ("loss", "request")
 SEAT_STATES = ("empty", "loading", "serving", "draining")
-_REPORT_KINDS = ("window_done", "transfer_done", "transfer_fenced")
 
 
 class RecoveryMetrics(Collector):
@@ -49,39 +41,7 @@ class RecoveryMetrics(Collector):
         self._num_spares: Callable[[], int] = int
         self._seats: tuple[str, ...] = ()
         self._num_lost = 0
-        self._lost = counter(
-            registry, "members_lost", "Members that were lost, by cause.", "kind", "cause"
-        )
-        self._regroups = counter(registry, "regroups", "Terms that began, by cause.", "cause")
-        self._recovery = histogram(
-            registry, "recovery_seconds", "From the end of a term to the next one.", PAUSE_S
-        )
-        self._recovery_phase = histogram(
-            registry,
-            "recovery_phase_seconds",
-            "The parts of recovery_seconds, by what the next term waited for.",
-            PAUSE_S,
-            "phase",
-        )
-        self._attempts = counter(
-            registry, "request_attempts", "Submissions of requests that were submitted before."
-        )
-        self._replayed = counter(
-            registry, "replayed_tokens", "Tokens whose KV later attempts computed."
-        )
-        self._pages_kept = counter(registry, "pages_kept", "Pages whose KV later attempts found.")
-        self._stale = counter(
-            registry, "stale_messages", "Messages of an earlier term, dropped.", "kind"
-        )
-        # Before the first loss they are 0: a query then has an answer, and a rate sees the first.
-        for kind, cause in product(_MEMBER_KINDS, _LOSS_CAUSES):
-            self._lost.labels(kind, cause)
-        for cause in _REGROUP_CAUSES:
-            self._regroups.labels(cause)
-        for kind in _REPORT_KINDS:
-            self._stale.labels(kind)
-        for phase in PHASES:
-            self._recovery_phase.labels(phase)
+        self._recorded = Recorded(registry, RECOVERY)
         registry.register(self)
 
     # --- the controller's thread ---
@@ -101,7 +61,7 @@ class RecoveryMetrics(Collector):
     def lost(self, kind: str, cause: str) -> None:
         """A member of this kind was lost."""
         self._num_lost += 1
-        self._lost.labels(kind, cause).inc()
+        self._recorded.count("members_lost", kind, cause)
 
     def term_ended(self) -> None:
         """No window runs any more."""
@@ -118,17 +78,17 @@ class RecoveryMetrics(Collector):
     def term_began(self, term: int, cause: str) -> None:
         """Windows run again."""
         self._term = term
-        self._regroups.labels(cause).inc()
+        self._recorded.count("regroups", cause)
         if self._ended_s is not None:
             self.waits_for(self._phase)
             for phase, seconds in self._phases_s.items():
-                self._recovery_phase.labels(phase).observe(seconds)
-            self._recovery.observe(self._phase_began_s - self._ended_s)
+                self._recorded.observe("recovery_phase_seconds", seconds, phase)
+            self._recorded.observe("recovery_seconds", self._phase_began_s - self._ended_s)
             self._ended_s = None
 
     def submitted_again(self) -> None:
         """A front end submits a request that it had submitted before."""
-        self._attempts.inc()
+        self._recorded.count("request_attempts")
 
     def placed(self, attempt: int, prompt_len: int, num_cached: int) -> None:
         """An attempt of a request has a row, and KV of these first tokens of its prompt is there.
@@ -136,8 +96,8 @@ class RecoveryMetrics(Collector):
         prompt_len: tokens of prompt and known output. Of the last one no KV is needed.
         """
         if attempt:
-            self._replayed.inc(prompt_len - 1 - num_cached)
-            self._pages_kept.inc(-(-num_cached // PAGE_SIZE))
+            self._recorded.count("replayed_tokens", by=prompt_len - 1 - num_cached)
+            self._recorded.count("pages_kept", by=-(-num_cached // PAGE_SIZE))
 
     def waits(self, num_held: int, num_tickets: int) -> None:
         """Take how many requests wait for their next attempt, and tickets for an answer."""
@@ -146,7 +106,7 @@ class RecoveryMetrics(Collector):
     def dropped(self, report: Report) -> None:
         """A report of an earlier term was dropped."""
         kind = re.sub("(?<!^)(?=[A-Z])", "_", type(report).__name__).lower()
-        self._stale.labels(kind).inc()
+        self._recorded.count("stale_messages", kind)
 
     # --- any thread ---
 
@@ -162,18 +122,16 @@ class RecoveryMetrics(Collector):
             "spares": self._num_spares(),
         }
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         """One sample of each metric that is known when a page is made."""
-        yield gauge("term", "Number of the latest term that served.", self._term)
-        is_recovering = float(self._ended_s is not None)
-        yield gauge("recovering", "1 while no term serves after one ended.", is_recovering)
-        yield gauge("requests_held", "Requests that wait for their next attempt.", self._num_held)
-        tickets = "Tickets of the prefill that some receiver has not answered."
-        yield gauge("tickets_open", tickets, self._num_tickets)
-        seats = GaugeMetricFamily("nanocp:seats", "Seats by state.", labels=["state"])
-        for state in SEAT_STATES:
-            seats.add_metric([state], self._seats.count(state))
-        seats.add_metric(["spare"], self._num_spares())
-        yield seats
-        unlogged = self._num_unlogged()
-        yield total("event_log_dropped", "Calls that the event log lacks.", unlogged)
+        seats = {state: self._seats.count(state) for state in SEAT_STATES}
+        return families(
+            {
+                "term": self._term,
+                "recovering": self._ended_s is not None,
+                "requests_held": self._num_held,
+                "tickets_open": self._num_tickets,
+                "seats": {**seats, "spare": self._num_spares()},
+                "event_log_dropped": self._num_unlogged(),
+            }
+        )

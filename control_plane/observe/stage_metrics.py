@@ -7,13 +7,13 @@ cluster page. Does not know: passes, layers. The names are explained in docs/use
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from control_plane.observe.metric_families import PREFIX
+from control_plane.observe.metric_families import families
 from nanocp.values.passes import WAIT_CAUSES
 from nanocp.values.plan import WindowDone
 
@@ -56,14 +56,11 @@ class StageMetrics(Collector):
         total_us = max(sum(sums_us), 1)
         return {cause: us / total_us for cause, us in zip(WAIT_CAUSES, waits_us, strict=True)}
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         """One sample for each stage and cause."""
-        family = CounterMetricFamily(
-            f"{PREFIX}stage_wait_seconds",
-            "Time that a stage idled while a pass was in flight, by cause.",
-            labels=["engine", "cause"],
-        )
-        for stage, sums_us in enumerate(self._sums_us):
-            for cause, us in zip(WAIT_CAUSES, sums_us, strict=True):
-                family.add_metric([str(stage), cause], us / 1e6)
-        yield family
+        waits_s = {
+            (stage, cause): us / 1e6
+            for stage, sums_us in enumerate(self._sums_us)
+            for cause, us in zip(WAIT_CAUSES, sums_us, strict=True)
+        }
+        return families({"stage_wait_seconds": waits_s})

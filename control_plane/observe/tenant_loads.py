@@ -35,8 +35,8 @@ def tenant_loads(scheduler: ObservedScheduler) -> tuple[TenantLoad, ...]:
     placed: Counter[str] = Counter()
     pages: Counter[str] = Counter()
     for request in state.requests.values():
-        placed[request.tenant] += 1
-        pages[request.tenant] += request.num_pages
+        placed[request.arrival.tenant] += 1
+        pages[request.arrival.tenant] += request.num_pages
     queued = Counter(entry.arrival.tenant for entry in queue)
     counters = scheduler.fair_share.counters
     return tuple(

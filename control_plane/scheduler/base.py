@@ -152,7 +152,7 @@ class SchedulerBase(ABC):
         if request_id in admission.queue:
             admission.queue.replace(arrival)
             return
-        if request is not None and arrival.attempt <= request.attempt:
+        if request is not None and arrival.attempt <= request.arrival.attempt:
             return
         if self._goes_on(request, arrival):
             return

@@ -200,7 +200,7 @@ class Scheduler(SchedulerBase):
         request = self._tickets.owner(event.ticket)
         self.offload.missed(event)
         if request is not None:
-            self._preempt(request, request.prompt_len)
+            self._preempt(request, request.arrival.prompt_len)
 
     def _transfer_fenced(self, event: TransferFenced | TransferDone) -> None:
         self.offload.answered(event)

@@ -227,7 +227,7 @@ class Controller:
         """See controller_interface.ControllerInterface."""
         limit = self._config.scheduler.max_queued_requests
         with self._lock:
-            is_full = self._num_queued >= limit and not submission.resumes
+            is_full = self._num_queued >= limit and not submission.arrival.resumes
             self._num_queued += not is_full
         if is_full:
             message = f"max_queued_requests ({limit}) requests wait for the controller itself"

@@ -107,9 +107,9 @@ class MembersShell:
                 return  # As after most reports, of which every instance sends one a window.
         self.settle()
 
-    def failed(self, member: Member | None, message: str) -> None:
+    def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
         """Take the end of a stream; see member_streams.MemberListener."""
-        self.within(self._members.failed, member, message)
+        self.within(self._members.failed, member, message, says_why)
 
     # --- what leaves the coordinator
 

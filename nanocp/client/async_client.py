@@ -52,8 +52,7 @@ class AsyncChunks:
             except grpc.RpcError as error:
                 if self._resumption.is_over:
                     raise StopAsyncIteration from None
-                metadata = await self._call.initial_metadata()
-                pause_s = self._resumption.pause_s(self._endpoint.target, error, metadata)
+                pause_s = self._resumption.pause_s(self._endpoint.target, error)
                 self._endpoints.failed(self._endpoint)
                 await asyncio.sleep(pause_s)
                 if self._is_closed:
@@ -79,7 +78,10 @@ class AsyncChunks:
 
 
 class AsyncClient:
-    """A connection to a service for one asyncio event loop, inside which it must be made."""
+    """A connection to a service for one asyncio event loop.
+
+    Making it raises RuntimeError outside that loop.
+    """
 
     def __init__(
         self,
@@ -96,15 +98,8 @@ class AsyncClient:
         is judged, if not by the system's; it means tls. With several targets a request goes on at
         the next one when its own is lost, for at most resume_timeout_s without a new token.
 
-        Nothing is sent before the first call. Raises RuntimeError outside an event loop: the
-        connection would belong to another loop than its calls, which would then hang.
+        Nothing is sent before the first call.
         """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            raise RuntimeError(
-                "AsyncClient must be made inside the event loop that uses it: in an async def"
-            ) from None
         self._endpoints = Endpoints(target, api_key, tls, ca, grpc.aio)
         self._resume_timeout_s = resume_timeout_s
 
@@ -136,8 +131,10 @@ class AsyncClient:
             try:
                 return generation_of(await call)
             except grpc.RpcError as error:
-                metadata = await call.initial_metadata()
-                pause_s = resumption.pause_s(endpoint.target, error, metadata)
+                pause_s = resumption.pause_s(endpoint.target, error)
+            except BaseException:
+                call.cancel()
+                raise
             self._endpoints.failed(endpoint)
             await asyncio.sleep(pause_s)
 

@@ -6,6 +6,7 @@ which a call begins. Does not know: requests.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +56,18 @@ class Endpoints:
         ca: Path | str | None,
         kind: ModuleType,
     ) -> None:
-        """target: host:port of each. ca: a file of certificates. Raises ValueError or OSError."""
+        """target: host:port of each. ca: a file of certificates. kind: grpc or grpc.aio.
+
+        Raises ValueError or OSError; RuntimeError for grpc.aio outside an event loop: connections
+        would belong to another loop than their calls, which would then hang.
+        """
+        if kind is grpc.aio:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                raise RuntimeError(
+                    "AsyncClient must be made inside the event loop that uses it: in an async def"
+                ) from None
         targets = (target,) if isinstance(target, str) else tuple(target)
         if not targets or not all(targets):
             raise ValueError(

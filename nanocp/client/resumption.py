@@ -117,11 +117,10 @@ class Resumption:
             self._output_ids[response.index].extend(response.token_ids)
         return chunk_of(response)
 
-    def pause_s(self, target: str, error: Any, metadata: Any) -> float:
+    def pause_s(self, target: str, error: Any) -> float:
         """How long to wait before the next call, after this failure of one to the target.
 
-        metadata: what the front end had sent before it failed. Raises ServiceError if there is to
-        be no other call.
+        Raises ServiceError if there is to be no other call.
         """
         now_s = time.monotonic()
         if not self._num_failures:
@@ -131,7 +130,7 @@ class Resumption:
         is_late = now_s - self._failing_since_s > self._resume_timeout_s
         if not may_go_on or is_late:
             raise service_error(target, error) from error
-        if any(key == _REQUEST_ID_METADATA for key, _ in metadata or ()):
+        if any(key == _REQUEST_ID_METADATA for key, _ in error.initial_metadata() or ()):
             self._attempt += 1
         num_rounds = self._num_failures // self._num_targets
         if not num_rounds:

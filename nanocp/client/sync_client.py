@@ -1,3 +1,4 @@
+# Generated from async_client.py by `make client`; change that file.
 """`Client`: a connection for threads.
 
 Enters: a service's host:port, prompts, sampling options. Leaves: chunks as the service streams
@@ -6,7 +7,6 @@ them, or a ServiceError. Does not know: how the service works.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ class Chunks:
     def __init__(self, endpoints: Endpoints, resumption: Resumption) -> None:
         self._endpoints = endpoints
         self._resumption = resumption
-        self._closed = threading.Event()
+        self._is_closed = False
         self._begin()
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -49,15 +49,14 @@ class Chunks:
     def __next__(self) -> Chunk:
         while True:
             try:
-                chunk = self._resumption.chunk(next(self._call))
+                chunk = self._resumption.chunk(next(self._responses))
             except grpc.RpcError as error:
                 if self._resumption.is_over:
                     raise StopIteration from None
-                pause_s = self._resumption.pause_s(
-                    self._endpoint.target, error, self._call.initial_metadata()
-                )
+                pause_s = self._resumption.pause_s(self._endpoint.target, error)
                 self._endpoints.failed(self._endpoint)
-                if self._closed.wait(pause_s):
+                time.sleep(pause_s)
+                if self._is_closed:
                     raise Aborted("the request was closed") from error
                 self._begin()
             else:
@@ -66,7 +65,7 @@ class Chunks:
 
     def close(self) -> None:
         """Abort the request if it has not ended. Idempotent."""
-        self._closed.set()
+        self._is_closed = True
         self._call.cancel()
 
     def _begin(self) -> None:
@@ -76,6 +75,7 @@ class Chunks:
             timeout=self._resumption.timeout_s,
             metadata=self._endpoints.metadata,
         )
+        self._responses = iter(self._call)
 
 
 class Client:
@@ -127,7 +127,7 @@ class Client:
             try:
                 return generation_of(call.result())
             except grpc.RpcError as error:
-                pause_s = resumption.pause_s(endpoint.target, error, call.initial_metadata())
+                pause_s = resumption.pause_s(endpoint.target, error)
             except BaseException:
                 call.cancel()
                 raise

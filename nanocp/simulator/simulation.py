@@ -10,7 +10,6 @@ event while fewer than two windows are in flight; a window runs when the one bef
 from __future__ import annotations
 
 import heapq
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from nanocp.simulator.decided import DecidedLoads
 from nanocp.simulator.nano_batches import ScheduledSteps
 from nanocp.simulator.nics import Nics
 from nanocp.simulator.outcome import Outcome, Recorder, Run
-from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
+from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.plan import (
     PAGE_SIZE,
     Arrival,
@@ -215,14 +214,7 @@ class Simulation:
     def _arrive(self, request: WorkloadRequest) -> Arrival:
         request_id = self._recorder.arrived(request)
         self._requests[request_id] = request
-        return Arrival(
-            request_id,
-            request.prompt_len,
-            request.max_tokens,
-            needs_prefill=not request.is_running,
-            page_hashes=_page_hashes(request),
-            tenant=request.tenant,
-        )
+        return request.arrival(request_id)
 
     # --- the controller's part
 
@@ -257,17 +249,8 @@ class Simulation:
             self._decided.request_ended(request_id)
             request = self._requests[request_id]
             num_left = request.prompt_len + request.max_tokens - num_tokens
-            self._push(
-                now_us,
-                Arrival(
-                    request_id,
-                    num_tokens,
-                    num_left,
-                    resumes=True,
-                    page_hashes=_page_hashes(request),
-                    tenant=request.tenant,
-                ),
-            )
+            again = replace(request.arrival(request_id), prompt_len=num_tokens, max_tokens=num_left)
+            self._push(now_us, replace(again, needs_prefill=True, resumes=True))
         if plan.window is not None:
             self._send_window(plan.window, plan.instances, now_us)
 
@@ -349,16 +332,6 @@ class Simulation:
     def _push(self, at_us: int, event: Event | None) -> None:
         self._num_pushed += 1
         heapq.heappush(self._heap, (at_us, self._num_pushed, event))
-
-
-def _page_hashes(request: WorkloadRequest) -> tuple[bytes, ...]:
-    """Hash the full pages of a prompt without its last token, as the front end does."""
-    pages_per_id = HASH_ID_TOKENS // PAGE_SIZE
-    num_pages = min((request.prompt_len - 1) // PAGE_SIZE, len(request.hash_ids) * pages_per_id)
-    return tuple(
-        struct.pack("<QQ", request.hash_ids[page // pages_per_id], page)
-        for page in range(num_pages)
-    )
 
 
 def _as_one_instance(file: ClusterFile) -> ClusterFile:

@@ -5,7 +5,10 @@ Enters: numbers. Leaves: a frozen value. Does not know: where it comes from.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+
+from nanocp.values.plan import PAGE_SIZE, Arrival
 
 HASH_ID_TOKENS = 512
 """Mooncake's block."""
@@ -31,6 +34,26 @@ class WorkloadRequest:
 
     tenant: str = ""
     """See `Arrival.tenant`."""
+
+    def arrival(self, request_id: int) -> Arrival:
+        """What the scheduler gets of it."""
+        return Arrival(
+            request_id,
+            self.prompt_len,
+            self.max_tokens,
+            needs_prefill=not self.is_running,
+            page_hashes=self._page_hashes(),
+            tenant=self.tenant,
+        )
+
+    def _page_hashes(self) -> tuple[bytes, ...]:
+        """Hash the full pages of the prompt without its last token, as the front end does."""
+        pages_per_id = HASH_ID_TOKENS // PAGE_SIZE
+        num_pages = min((self.prompt_len - 1) // PAGE_SIZE, len(self.hash_ids) * pages_per_id)
+        return tuple(
+            struct.pack("<QQ", self.hash_ids[page // pages_per_id], page)
+            for page in range(num_pages)
+        )
 
     def __post_init__(self) -> None:
         if (

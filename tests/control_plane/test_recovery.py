@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.coordinator.members import replacements
-from control_plane.observe.recovery_metrics import PHASES
+from control_plane.observe.metric_families import PHASES
 from control_plane.shell.event_log import LogReader
 from harness.hash_members import MortalMember
 from harness.hash_service import (

@@ -75,9 +75,10 @@ class FailoverCluster(RecoveringCluster):
 
     def submitted(self, submission: Submission) -> None:
         """A front end's submission has come."""
-        client_id = self.numbers.setdefault(submission.request_id, submission.client_id)
-        assert client_id == submission.client_id, f"{submission} has a number of {client_id}"
-        for request_id in self.attendance.submitted(submission.request_id, submission.client_id):
+        name = submission.arrival.client_id
+        client_id = self.numbers.setdefault(submission.request_id, name)
+        assert client_id == name, f"{submission} has a number of {client_id}"
+        for request_id in self.attendance.submitted(submission.request_id, name):
             self.abort(request_id)
         self._submit(submission)
 
@@ -112,12 +113,15 @@ class FailoverCluster(RecoveringCluster):
 
     def expect(self, submission: Submission) -> None:
         """The judge: an attempt goes on from what its client was given."""
-        request_id, row = submission.request_id, decode_row_input(submission.row_start)
+        request_id, row = (
+            submission.request_id,
+            decode_row_input(submission.arrival.row_start),
+        )
         known_ids = list(submission.prompt_ids)
         self.known_ids[request_id] = known_ids
         prompt_ids = known_ids[: len(known_ids) - len(row.output_ids)]
         self.expected[request_id] = Expected(self.model, prompt_ids, row.params, row.output_ids)
-        self.num_attempts += submission.attempt > 0
+        self.num_attempts += submission.arrival.attempt > 0
 
     def _arrive(self, prompt_len: int = 0, max_tokens: int = 0) -> None:
         prompt_ids, params = self._draw_request(prompt_len, max_tokens)

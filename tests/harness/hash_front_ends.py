@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from control_plane.frontend.client_stream import ClientStream
 from control_plane.frontend.controller_interface import Submission
-from control_plane.observe.observer import EndedRequest, Unobserved
+from control_plane.observe.observer import EndedRequest
 from harness.hash_recovery import ReseedingStreams
+from harness.unobserved import Unobserved
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import SamplingParams
 

@@ -20,6 +20,7 @@ from nanocp.config.whole import Config
 from nanocp.values.members import Member, Ready, Said
 from nanocp.values.plan import (
     AbortRequested,
+    Arrival,
     Ended,
     FinishReason,
     Placement,
@@ -144,18 +145,17 @@ class HashPlay:
     ) -> None:
         known, num_generated = story.known_ids, len(story.known_ids) - len(story.prompt_ids)
         story.is_unsent = True
-        submission = Submission(
+        arrival = Arrival(
             story.request_id,
-            known,
             len(known),
             story.params.max_tokens - num_generated,
             row_start(self.config, story),
-            story.priority,
-            timeout_us,
-            resumes,
+            priority=story.priority,
+            resumes=resumes,
             page_hashes=page_hashes(known),
             attempt=story.attempt,
         )
+        submission = Submission(arrival, known, timeout_us)
         self.events.append(partial(self._submitted, story, submission, self.now_us))
 
     def _submitted(self, story: Story, submission: Submission, now_us: int) -> None:

@@ -21,10 +21,10 @@ from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.streams import ClientStreams
-from control_plane.observe.observer import Unobserved
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import Expected, Process
 from harness.hash_terms import RegroupingCluster
+from harness.unobserved import Unobserved
 from nanocp.config.whole import Config
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import Token
@@ -99,7 +99,7 @@ class RecoveringCluster(RegroupingCluster):
         request_id = submission.request_id
         self._submit(submission)
         self.known_ids[request_id] = list(submission.prompt_ids)
-        if submission.attempt:
+        if submission.arrival.attempt:
             self.num_attempts += 1
             stream = self.streams[request_id]
             self.expected[request_id] = Expected(

@@ -147,8 +147,8 @@ def num_cached(submission: Submission, plan: Plan) -> int:
         if transfer.request_id == submission.request_id and transfer.source is None:
             num_pages = transfer.targets[0].first_page
             num_pages += fetched_pages(plan.fetches).get(transfer.ticket, 0)
-            return min(num_pages * PAGE_SIZE, submission.prompt_len - 1)
-    return submission.prompt_len - 1
+            return min(num_pages * PAGE_SIZE, submission.arrival.prompt_len - 1)
+    return submission.arrival.prompt_len - 1
 
 
 def _after(targets: Sequence[TargetRun], num_pages: int) -> tuple[TargetRun, ...]:

@@ -422,10 +422,15 @@ class Members:
                 return True
         return False
 
-    def failed(self, member: Member | None, message: str) -> None:
-        """A member cannot go on, or its stream broke. member: None if it never said hello."""
-        if member is not None:
+    def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
+        """A member cannot go on, or its stream broke. member: None if it never said hello.
+
+        says_why: False where how the process ends says more than the message.
+        """
+        if member is not None and (says_why or self._goes_on):
             self.lose(member, message, "stream")
+        elif member is not None:
+            self.replacements.await_end(member, partial(self.lose, member, message, "stream"))
         elif self._goes_on:
             # Its process ends, which is noticed too.
             self.output.warn(message)

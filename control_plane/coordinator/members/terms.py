@@ -51,7 +51,7 @@ class Terms:
         steps: TermSteps,
         waits_for: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """waits_for: called with what the next term waits for, one of recovery_metrics.PHASES."""
+        """waits_for: called with what the next term waits for, one of metric_families.PHASES."""
         self._steps = steps
         self._waits_for = waits_for
         self.number = 0

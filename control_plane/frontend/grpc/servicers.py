@@ -21,10 +21,10 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import (
     UNREAD_TIMEOUT_S,
     ClientRequest,
-    Origin,
     Resume,
     ResumedChoice,
     header_of,
+    origin_of,
 )
 from control_plane.frontend.open_requests import (
     ChoiceFinish,
@@ -169,12 +169,7 @@ def _client_request(
     return ClientRequest(
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
         prompt_field=kind,
-        origin=Origin(
-            message.priority,
-            endpoint,
-            keys.tenant(metadata.get("authorization"), message.user),
-            metadata.get("traceparent", ""),
-        ),
+        origin=origin_of(metadata, keys, endpoint, message.user, message.priority),
         request_id=request_id,
         queue_timeout_ms=queue_timeout_ms,
         resume=_resume(message.resume) if message.HasField("resume") else None,

@@ -24,7 +24,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.middleware.errors import ServerErrorMiddleware
 
 from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
-from control_plane.frontend.client_request import Origin
+from control_plane.frontend.client_request import Origin, origin_of
 from control_plane.frontend.http import errors
 from control_plane.frontend.http.chat import ChatWriter
 from control_plane.frontend.http.client_requests import (
@@ -33,7 +33,6 @@ from control_plane.frontend.http.client_requests import (
     chat_request,
     check_model,
     completion_requests,
-    origin_of,
 )
 from control_plane.frontend.http.completions import CompletionWriter
 from control_plane.frontend.http.deltas import deltas
@@ -178,7 +177,9 @@ def _add_generation(app: FastAPI, parts: ApiParts, keys: ApiKeys) -> None:
         """The id of the response, and the request's origin. Raises ApiError."""
         check_model(request.model, model)
         request.check_supported()
-        return call_id(prefix, http_request, request), origin_of(http_request, request, keys)
+        headers, path = http_request.headers, http_request.url.path
+        origin = origin_of(headers, keys, path, request.user or "", request.priority)
+        return call_id(prefix, http_request, request), origin
 
     @app.post("/v1/completions", response_model=Completion, **_POST)
     async def completions(request: CompletionRequest, http_request: Request) -> Response:

@@ -15,7 +15,6 @@ from typing import Any
 
 from fastapi import Request
 
-from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.client_request import (
     ClientRequest,
     Origin,
@@ -70,17 +69,6 @@ def call_id(prefix: str, http_request: Request, request: GenerationRequest) -> s
     except ValueError as error:
         raise ApiError(str(error), "request_id") from error
     return f"{prefix}-{http_request.state.request_id}"
-
-
-def origin_of(http_request: Request, request: GenerationRequest, keys: ApiKeys) -> Origin:
-    """Where the request comes from, by its headers and its body."""
-    headers = http_request.headers
-    return Origin(
-        request.priority,
-        http_request.url.path,
-        keys.tenant(headers.get("Authorization"), request.user or ""),
-        headers.get("traceparent", ""),
-    )
 
 
 def completion_requests(

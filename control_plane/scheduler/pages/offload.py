@@ -109,10 +109,10 @@ class Offload:
         """Rows have filled pages: others find them from now on, also those of ended requests."""
         for request_id, attempt, page, page_hash in pages:
             request = self._state.requests.get(request_id)
-            is_over = request is None or request.attempt != attempt
+            is_over = request is None or request.arrival.attempt != attempt
             if is_over:
                 leaving = (each for each in self._leaving if each.request_id == request_id)
-                request = next((each for each in leaving if each.attempt == attempt), None)
+                request = next((each for each in leaving if each.arrival.attempt == attempt), None)
             # Without the pages before it nobody would find this one.
             if request is not None and len(request.page_hashes) == page:
                 request.page_hashes += (page_hash,)
@@ -160,7 +160,7 @@ class Offload:
                 self.num_fetched[page.slot >= self._num_slots[0]] += 1
             for instance, of_instance in pages.items():
                 self._answer.fetches.append(Fetch(request.ticket, instance, tuple(of_instance)))
-            end = min((found[-1][1].page + 1) * PAGE_SIZE, request.prompt_len - 1)
+            end = min((found[-1][1].page + 1) * PAGE_SIZE, request.arrival.prompt_len - 1)
             self.num_hit_tokens += end - found[0][1].page * PAGE_SIZE
         if request.request_id not in keys:
             self.forget(request.request_id)
@@ -168,7 +168,7 @@ class Offload:
 
     def _found(self, request: Request) -> list[tuple[Key, StoredPage]]:
         """Pages of the request's ticket, from the first on, that are in slots."""
-        num_tokens = request.prompt_len - 1
+        num_tokens = request.arrival.prompt_len - 1
         has_tail = self._tails.get(request.request_id) == num_tokens
         found: list[tuple[Key, StoredPage]] = []
         for run in request.targets(num_tokens):

@@ -33,7 +33,7 @@ class PassRow:
     @property
     def num_prompt_left(self) -> int:
         """Tokens of its prompt that no planned pass has; 0 for a row that decodes."""
-        return max(self.request.prompt_len - self.next, 0)
+        return max(self.request.arrival.prompt_len - self.next, 0)
 
     @property
     def is_planned(self) -> bool:
@@ -87,7 +87,7 @@ class PassRows:
         """(row, tokens) of prompts by class and by age, as many as this in all."""
         rows = [row for row in self.by_id.values() if row.num_prompt_left]
         chunks: list[tuple[PassRow, int]] = []
-        for row in sorted(rows, key=lambda row: (row.request.priority, row.request.request_id)):
+        for row in sorted(rows, key=lambda row: row.request.order):
             if num_tokens <= 0:
                 break
             count = min(row.num_prompt_left, num_tokens)
@@ -100,7 +100,7 @@ class PassRows:
         first = row.next
         row.next += count
         row.last_pass = number
-        samples = row.next >= row.request.prompt_len
+        samples = row.next >= row.request.arrival.prompt_len
         if samples:
             row.last_sample = number
         return Span(row.request.request_id, first, count, samples)
@@ -119,8 +119,8 @@ class PromptRows(PassRows):
 
         A short chunk reads all weights too, and nobody waits for a pass to be short.
         """
-        lengths = [row.request.prompt_len for row in self.by_id.values() if row.num_prompt_left]
-        equal = max((self._equal_chunk(length) for length in lengths), default=0)
+        rows = [row for row in self.by_id.values() if row.num_prompt_left]
+        equal = max((self._equal_chunk(row.request.arrival.prompt_len) for row in rows), default=0)
         share = max(-(-self.num_prompt_left // self._num_stages), equal)
         return self._taken(min(share, self._max_tokens))
 

@@ -194,7 +194,7 @@ class PipelineScheduler(SchedulerBase):
         if self._lost_seats and self.num_in_flight:
             self._admission.first_windows.lost(self._prompts_in.keys())
         for row in rows.values():
-            self.fair_share.row_stops(row.request.tenant)
+            self.fair_share.row_stops(row.request.arrival)
         rows.clear()
         sharing = self.prefix_sharing
         self._begin_term()
@@ -218,7 +218,7 @@ class PipelineScheduler(SchedulerBase):
         runs ahead, must not see the frames written again.
         """
         row = self._rows.by_id.pop(request.request_id)
-        self.fair_share.row_stops(request.tenant)
+        self.fair_share.row_stops(request.arrival)
         self._starved.pop(request.request_id, None)
         if request.is_started:
             self._lowering.suspend(request)
@@ -252,7 +252,7 @@ class PipelineScheduler(SchedulerBase):
                 self.layouts.places.write(run.frame, run.num_pages)
         row = PassRow(request, request.num_shared * PAGE_SIZE, sampler_work=arrival.sampler_work)
         self._rows.by_id[request.request_id] = row
-        self.fair_share.row_starts(request.tenant)
+        self.fair_share.row_starts(request.arrival)
         return True
 
     # --- passes
@@ -299,7 +299,7 @@ class PipelineScheduler(SchedulerBase):
         if not self._starved or self.num_in_flight:
             return False
         rows = [self._rows.by_id[request_id].request for request_id in self._starved]
-        newest = max(rows, key=lambda request: (request.priority, request.request_id))
+        newest = max(rows, key=lambda request: request.order)
         num_tokens = self._rows.by_id[newest.request_id].next + 1
         self._answer.preempted.append(Preempted(newest.request_id, num_tokens))
         self._release(newest)
@@ -320,10 +320,10 @@ class PipelineScheduler(SchedulerBase):
             row = by_id[span.request_id]
             # Stages run passes in their order: who is planned later reads what this one writes.
             self.prefix_sharing.written(row.request, row.next)
-            if span.first < row.request.prompt_len:
+            if span.first < row.request.arrival.prompt_len:
                 self._prompts_in[span.request_id] = number
             if span.samples:
-                self.fair_share.generated(row.request.tenant, 1)
+                self.fair_share.generated(row.request.arrival, 1)
             if row.is_planned:
                 self._release(row.request)
         self._next_pass += 1

@@ -158,7 +158,7 @@ class Admission:
             if place(arrival):
                 placed.append(arrival.request_id)
                 if not arrival.resumes and not arrival.attempt:
-                    self.fair_share.placed(arrival.tenant, arrival.prompt_len)
+                    self.fair_share.placed(arrival)
                 continue
             num_passed += 1
             since_us = self._deferral.may_be_passed_since_us(arrival.request_id, arrived_us)

@@ -1,13 +1,15 @@
 """Fairness between tenants: how much service each has had (arXiv 2401.00588).
 
-Enters: which tenants wait, prompts that were placed, rows that run, windows. Leaves: a counter for
-each tenant; the lowest goes first within a class. Does not know: instances, requests.
+Enters: requests that wait, prompts that were placed, rows that run, windows. Leaves: a counter for
+each tenant; the lowest goes first within a class. Does not know: instances.
 
 A placed prompt counts its tokens, a generated token counts OUTPUT_WEIGHT. A tenant that comes back
 begins at the lowest counter of those that wait: idle time earns no credit.
 """
 
 from __future__ import annotations
+
+from nanocp.values.plan import Arrival
 
 OUTPUT_WEIGHT = 2
 """What a generated token counts, in tokens of prompt."""
@@ -40,34 +42,38 @@ class FairShare:
         waiting = [self.counters[tenant] for tenant in self._num_waiting]
         return max(waiting) - min(waiting) if waiting else 0
 
-    def waits(self, tenant: str) -> None:
-        """A request of the tenant enters the queue."""
+    def waits(self, arrival: Arrival) -> None:
+        """A request enters the queue."""
+        tenant = arrival.tenant
         if tenant not in self._num_waiting:
             least = min(map(self.counters.__getitem__, self._num_waiting), default=self._last)
             self.counters[tenant] = max(self.counters.get(tenant, 0), least)
             self._idle.pop(tenant, None)
         self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
 
-    def leaves(self, tenant: str) -> None:
-        """A request of the tenant leaves the queue: it was placed, or it has ended."""
+    def leaves(self, arrival: Arrival) -> None:
+        """A request leaves the queue: it was placed, or it has ended."""
+        tenant = arrival.tenant
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:
             del self._num_waiting[tenant]
             self._last = self.counters[tenant]
             self._may_be_idle(tenant)
 
-    def placed(self, tenant: str, num_tokens: int) -> None:
-        """A request of the tenant is placed for the first time, with this many tokens of prompt."""
-        self.counters[tenant] += num_tokens
+    def placed(self, arrival: Arrival) -> None:
+        """A request is placed for the first time."""
+        self.counters[arrival.tenant] += arrival.prompt_len
 
-    def row_starts(self, tenant: str) -> None:
-        """A row of the tenant is in every window from the next one on."""
+    def row_starts(self, arrival: Arrival) -> None:
+        """A row of the request is in every window from the next one on."""
+        tenant = arrival.tenant
         self._idle.pop(tenant, None)
         self.counters.setdefault(tenant, self._last)
         self._num_rows[tenant] = self._num_rows.get(tenant, 0) + 1
 
-    def row_stops(self, tenant: str) -> None:
-        """A row of the tenant is in no window from the next one on."""
+    def row_stops(self, arrival: Arrival) -> None:
+        """A row of the request is in no window from the next one on."""
+        tenant = arrival.tenant
         self._num_rows[tenant] -= 1
         if not self._num_rows[tenant]:
             del self._num_rows[tenant]
@@ -78,9 +84,9 @@ class FairShare:
         for tenant, num_rows in self._num_rows.items():
             self.counters[tenant] += OUTPUT_WEIGHT * num_steps * num_rows
 
-    def generated(self, tenant: str, num_tokens: int) -> None:
-        """A row of the tenant generates this many tokens, in a pipeline, which has no windows."""
-        self.counters[tenant] += OUTPUT_WEIGHT * num_tokens
+    def generated(self, arrival: Arrival, num_tokens: int) -> None:
+        """A row of the request generates this many tokens, in a pipeline, which has no windows."""
+        self.counters[arrival.tenant] += OUTPUT_WEIGHT * num_tokens
 
     def end_term(self) -> None:
         """No row runs any more."""

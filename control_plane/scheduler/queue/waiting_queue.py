@@ -97,7 +97,7 @@ class WaitingQueue:
         self._waiting[arrival.request_id] = Waiting(arrival, now_us)
         tenants = self._classes.setdefault(arrival.priority, {})
         insort(tenants.setdefault(arrival.tenant, []), arrival.request_id)
-        self._fair_share.waits(arrival.tenant)
+        self._fair_share.waits(arrival)
         if arrival.deadline_us is not None:
             heapq.heappush(self._deadlines, (arrival.deadline_us, arrival.request_id))
         self.num_tokens += arrival.prompt_len
@@ -120,7 +120,7 @@ class WaitingQueue:
             del tenants[arrival.tenant]
             if not tenants:
                 del self._classes[arrival.priority]
-        self._fair_share.leaves(arrival.tenant)
+        self._fair_share.leaves(arrival)
         self.num_tokens -= arrival.prompt_len
 
     def _of_class(self, tenants: Mapping[str, Sequence[int]]) -> Iterator[Waiting]:

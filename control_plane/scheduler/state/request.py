@@ -71,17 +71,12 @@ class Request:
     """A placed request."""
 
     request_id: int
-    prompt_len: int
-    max_tokens: int
-    row_start: bytes
-    priority: int
+    """That of its arrivals, at hand because everything looks at it."""
+    arrival: Arrival
+    """The attempt of the row that it has or will have."""
     kv_len_max: int
     """Tokens of KV it can ever have: the last generated token has none."""
     moe_binding: int
-    attempt: int = 0
-    """`Arrival.attempt` of the row that it has or will have."""
-    tenant: str = ""
-    """`Arrival.tenant`."""
     state: State = RUNNABLE
     runs: list[TargetRun] = field(default_factory=list)
     """The request's pages, ascending without gaps, those for coming tokens too."""
@@ -129,14 +124,9 @@ class Request:
         """The record of an arrival that is being placed."""
         return cls(
             arrival.request_id,
-            arrival.prompt_len,
-            arrival.max_tokens,
-            arrival.row_start,
-            arrival.priority,
+            arrival,
             arrival.prompt_len + arrival.max_tokens - 1,
             moe_binding,
-            arrival.attempt,
-            arrival.tenant,
             position=arrival.prompt_len - 1,
         )
 
@@ -145,11 +135,13 @@ class Request:
         assert arrival.prompt_len + arrival.max_tokens - 1 == self.kv_len_max, (
             f"attempt {arrival.attempt} of request {self.request_id} asks for another length"
         )
-        self.prompt_len = arrival.prompt_len
-        self.max_tokens = arrival.max_tokens
-        self.row_start = arrival.row_start
-        self.attempt = arrival.attempt
+        self.arrival = arrival
         self.position = arrival.prompt_len - 1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The lowest goes first: by class, then by number."""
+        return self.arrival.priority, self.request_id
 
     def lose_row(self) -> None:
         """No instance has a row of it or an entry in its table any more."""
@@ -215,7 +207,7 @@ class Request:
 
     def placement(self, step: int) -> Placement:
         """Where the request is when all steps before this one have run."""
-        num_tokens = max(self.prompt_len, min(self.position_at(step), self.kv_len_max))
+        num_tokens = max(self.arrival.prompt_len, min(self.position_at(step), self.kv_len_max))
         return Placement(self.request_id, self.moe_binding, num_tokens, self.holders)
 
 

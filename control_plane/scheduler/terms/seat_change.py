@@ -95,7 +95,7 @@ class SeatChange:
         )
 
     def settle(self) -> bool:
-        """Issue no window; returns whether those in flight are reported: the term may end."""
+        """Issue no window; returns whether those in flight are reported: the term may end then."""
         self.has_settled = not self._rows.in_flight and not self._quarantine
         return self.has_settled
 

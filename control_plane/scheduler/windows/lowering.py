@@ -103,9 +103,8 @@ class Lowering:
         request.first_window = window
         self._tell_pages(request, request.runs)
         self._tell_holders(request, request.position)
-        start = RowStart(
-            request.request_id, request.position, request.max_tokens, request.row_start
-        )
+        asked = request.arrival
+        start = RowStart(asked.request_id, request.position, asked.max_tokens, asked.row_start)
         self._pending[moe_binding].starts.append(start)
         self.resume(request)
 

@@ -130,7 +130,7 @@ class RowWindows:
 
     def come_back(self, request: Request) -> None:
         """A parked request without a row starts one as soon as its pages can be committed."""
-        insort(self.parked, (request.priority, request.request_id))
+        insort(self.parked, request.order)
 
     def remove(self, request: Request) -> int | None:
         """The request ends: its row is in no window from the next one on.
@@ -141,7 +141,7 @@ class RowWindows:
         if request.state is RUNNING:
             self._suspend(request)
         elif request.state is PARKED:
-            self.parked.remove((request.priority, request.request_id))
+            self.parked.remove(request.order)
         elif request.state is RUNNABLE:
             del self.runnable[request.request_id]
         return request.last_window
@@ -244,7 +244,7 @@ class RowWindows:
         while (position := request.tail_end) < request.kv_len_max:
             window = self._window_of(request, position)
             if window > self.next_window:
-                self._due.setdefault(window, []).append((request.priority, request.request_id))
+                self._due.setdefault(window, []).append(request.order)
                 return
             self._state.enter_next_run(request)
 
@@ -259,7 +259,7 @@ class RowWindows:
         """The row is in every window from the next one on."""
         self._state.run(request)
         self.num_running += 1
-        self._fair_share.row_starts(request.tenant)
+        self._fair_share.row_starts(request.arrival)
         num_left = request.kv_len_max - request.position
         request.exit_window = -(-(request.since_step + num_left) // self._num_steps)
         self._exits.setdefault(request.exit_window, []).append(request.request_id)
@@ -274,15 +274,15 @@ class RowWindows:
         self._lowering.suspend(request)
         request.last_window = self.next_window - 1
         self.num_running -= 1
-        self._fair_share.row_stops(request.tenant)
+        self._fair_share.row_stops(request.arrival)
 
     def _park(self, request: Request) -> None:
         self._state.park(request)
-        insort(self.parked, (request.priority, request.request_id))
+        insort(self.parked, request.order)
 
     def _unpark(self, request: Request) -> None:
         if request.request_id not in self.stopped and self._fill_window(request):
-            self.parked.remove((request.priority, request.request_id))
+            self.parked.remove(request.order)
             self._run(request)
 
     # --- re-binding

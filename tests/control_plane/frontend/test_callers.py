@@ -99,7 +99,7 @@ def tenants_of(service: Service, key: str, pool: ThreadPoolExecutor, user: str) 
         ):
             answer = pool.submit(call)
             submission = service.controller.next_submission()
-            tenants.add(submission.arrival(0).tenant)
+            tenants.add(submission.event(0).tenant)
             answered = (submission.request_id, 0, [5], FinishReason.LENGTH)
             service.instance.deliver(*answered)
             answer.result(WAIT_S)

@@ -44,7 +44,7 @@ def service() -> Iterator[Service]:
 
 
 def params_of(submission: Submission) -> SamplingParams:
-    return decode_row_input(submission.row_start).params
+    return decode_row_input(submission.arrival.row_start).params
 
 
 @pytest.mark.parametrize("seed", [2**63 - 2, None])
@@ -224,7 +224,7 @@ def test_the_core_needs_no_api() -> None:
         async with open_requests.begin(request) as open_request:
             assert open_request.prompt_ids == TOKENIZER.encode("the fox", add_special_tokens=False)
             first = controller.next_submission()
-            assert first.max_tokens == LIMITS.max_model_len - len(open_request.prompt_ids)
+            assert first.arrival.max_tokens == LIMITS.max_model_len - len(open_request.prompt_ids)
             with pytest.raises(RequestError, match="2 requests are open") as raised:
                 await open_requests.begin(ClientRequest([5], "prompt")).__aenter__()
             assert raised.value.reason is FinishReason.REFUSED
@@ -310,8 +310,12 @@ def test_log_probabilities_of_the_prompt_that_were_lost_are_asked_for_by_another
         request, 0, [7, 8] if has_ended else [7], LENGTH if has_ended else None
     )
     again = service.controller.next_submission()
-    assert (list(again.prompt_ids), again.prompt_logprobs, again.max_tokens) == ([5, 6, 9], 2, 1)
-    assert again.attempt > 0, "the queue's caps do not refuse it"
+    assert (list(again.prompt_ids), again.prompt_logprobs, again.arrival.max_tokens) == (
+        [5, 6, 9],
+        2,
+        1,
+    )
+    assert again.arrival.attempt > 0, "the queue's caps do not refuse it"
     service.prefill.send_prompt_logprobs(again.request_id, 1, logprobs_of(1, 2))
     # Nobody reads what it generates.
     assert service.controller.next_abort() == again.request_id
@@ -335,7 +339,7 @@ def test_a_request_whose_prompts_log_probabilities_are_lost_each_time_fails(
     service.instance.deliver(requests[0].request_id, 0, [7])
     for _ in range(2):
         requests.append(again := service.controller.next_submission())
-        service.instance.deliver(again.request_id, 0, [7], LENGTH, again.attempt)
+        service.instance.deliver(again.request_id, 0, [7], LENGTH, again.arrival.attempt)
     with pytest.raises(Unavailable, match="log probabilities of the prompt were lost"):
         next(chunks)
     assert service.controller.next_abort() == requests[0].request_id
@@ -351,8 +355,8 @@ def test_a_resumed_request_does_not_ask_for_its_prompt_again(service: Service) -
     assert first.prompt_logprobs, "they are complete before the request goes away"
     service.front_end.preempted(Preempted(request, 3))
     again = service.controller.next_submission()
-    assert (again.resumes, again.prompt_logprobs) == (True, None)
-    service.instance.deliver(request, 1, [8], LENGTH, again.attempt)
+    assert (again.arrival.resumes, again.prompt_logprobs) == (True, None)
+    service.instance.deliver(request, 1, [8], LENGTH, again.arrival.attempt)
     ids = [token_id for chunk in (first, *chunks) for token_id in chunk.token_ids]
     assert ids == [7, 8]
 

@@ -34,7 +34,15 @@ from harness.frontend_fakes import (
 from harness.service_recovery import until
 from nanocp.client import Client
 from nanocp.values.members import Member
-from nanocp.values.plan import ClusterLoad, Ended, FinishReason, InstanceLoad, Placement, Preempted
+from nanocp.values.plan import (
+    Arrival,
+    ClusterLoad,
+    Ended,
+    FinishReason,
+    InstanceLoad,
+    Placement,
+    Preempted,
+)
 from nanocp.wire import front_ends as convert
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1.frontend_pb2 import FrontEndHello
@@ -114,9 +122,12 @@ def test_a_request_and_its_tokens_go_their_ways(remote: Remote) -> None:
     with Client(front_end.address) as client:
         chunks = client.generate([5, 6, 7], max_tokens=3, seed=4, user="ada", request_id="mine")
         submission = remote.controller.next_submission()
-        assert (submission.request_id, submission.client_id) == (2, "mine")
-        assert (list(submission.prompt_ids), submission.prompt_len) == ([5, 6, 7], 3)
-        assert (submission.front_end, submission.tenant) == (front_end.members_address, "ada")
+        assert (submission.request_id, submission.arrival.client_id) == (2, "mine")
+        assert (list(submission.prompt_ids), submission.arrival.prompt_len) == ([5, 6, 7], 3)
+        assert (submission.front_end, submission.arrival.tenant) == (
+            front_end.members_address,
+            "ada",
+        )
         member.deliver(2, 0, [20, 21, 22], FinishReason.LENGTH)
         assert ids_of(chunks) == [20, 21, 22]
         assert client.loads() == ClusterLoad() or client.loads() == LOAD
@@ -152,8 +163,8 @@ def test_requests_of_a_lost_front_end_run_on_for_a_while(remote: Remote) -> None
         first_chunk.start()
         remote.kill(0)
         resumed = remote.controller.next_submission()
-        assert (resumed.request_id, resumed.attempt) == (2, 1)
-        assert resumed.client_id == mine.client_id
+        assert (resumed.request_id, resumed.arrival.attempt) == (2, 1)
+        assert resumed.arrival.client_id == mine.client_id
         # What nobody reads any more ends at once, what nobody resumes a little later.
         assert remote.controller.next_abort() == mine.request_id
         assert remote.controller.next_abort() == lost.request_id
@@ -188,7 +199,7 @@ def test_another_controller_gets_every_open_request_again(remote: Remote) -> Non
         # The same port takes it back as that of another controller would.
         link._call.cancel()
         again = remote.controller.next_submission()
-        assert (again.request_id, again.attempt) == (first.request_id, 1)
+        assert (again.request_id, again.arrival.attempt) == (first.request_id, 1)
         assert list(again.prompt_ids) == [5, 20]
         member.deliver(first.request_id, 1, [98], attempt=0)
         member.deliver(first.request_id, 1, [21, 22], FinishReason.LENGTH, attempt=1)
@@ -254,9 +265,20 @@ def test_observations_are_the_same_calls_elsewhere() -> None:
 
 
 def test_every_field_of_a_submission_crosses() -> None:
-    submission = Submission(
-        5, [1, 2], 2, 9, b"row", -3, 700, True, "host:1", 2, (b"a" * 16,), 4, "mine", "ada", 7
+    arrival = Arrival(
+        5,
+        2,
+        9,
+        b"row",
+        priority=-3,
+        resumes=True,
+        attempt=4,
+        page_hashes=(b"a" * 16,),
+        client_id="mine",
+        tenant="ada",
+        sampler_work=7,
     )
+    submission = Submission(arrival, [1, 2], 700, "host:1", 2)
     assert submission_from_wire(submission_to_wire(submission)) == submission
     bare = replace(submission, queue_timeout_us=None, prompt_logprobs=None)
     assert submission_from_wire(submission_to_wire(bare)) == bare

@@ -49,7 +49,7 @@ def request(
 
 
 def row_of(submission: Submission) -> RowInput:
-    return decode_row_input(submission.row_start)
+    return decode_row_input(submission.arrival.row_start)
 
 
 def test_the_next_attempt_has_all_that_the_first_had_and_the_clients_tokens(
@@ -62,7 +62,7 @@ def test_the_next_attempt_has_all_that_the_first_had_and_the_clients_tokens(
     submission = service.controller.next_submission()
     row = row_of(submission)
     assert list(submission.prompt_ids) == [5, 6, 7, 20, 21]
-    assert (submission.attempt, submission.max_tokens) == (3, 3)
+    assert (submission.arrival.attempt, submission.arrival.max_tokens) == (3, 3)
     assert (row.attempt, row.last_token, row.output_ids) == (3, 21, (20, 21))
     assert (row.params.seed, row.params.repetition_penalty, row.params.max_tokens) == (11, 1.5, 5)
     assert row.prompt_ids == (5, 6, 7), "penalties need the prompt without the output"

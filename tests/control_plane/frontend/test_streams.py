@@ -103,23 +103,28 @@ def test_a_preempted_request_comes_back_once_with_all_it_has_generated(
             streams.deliver(0, [Token(FRONT_END, stream.request_id, index, 100 + index, None)])
     back = controller.next_submission()
     output_ids = tuple(100 + index for index in range(num_generated))
-    assert (back.request_id, back.resumes, back.prompt_ids) == (
+    assert (back.request_id, back.arrival.resumes, back.prompt_ids) == (
         first.request_id,
         True,
         (7, *output_ids),
     )
-    assert (back.prompt_len, back.max_tokens, back.priority) == (
+    assert (back.arrival.prompt_len, back.arrival.max_tokens, back.arrival.priority) == (
         1 + num_generated,
         9 - num_generated,
         3,
     )
-    row = decode_row_input(back.row_start)
+    row = decode_row_input(back.arrival.row_start)
     assert (row.output_ids, row.last_token) == (output_ids, (7, *output_ids)[-1])
-    assert row.params == decode_row_input(first.row_start).params, (
+    assert row.params == decode_row_input(first.arrival.row_start).params, (
         "max_tokens counts from the first token"
     )
     last = Token(
-        FRONT_END, stream.request_id, num_generated, 5, FinishReason.STOP, attempt=back.attempt
+        FRONT_END,
+        stream.request_id,
+        num_generated,
+        5,
+        FinishReason.STOP,
+        attempt=back.arrival.attempt,
     )
     streams.deliver(0, [last])
     assert stream.output_ids == [*output_ids, 5] and controller.submissions.empty()
@@ -134,7 +139,7 @@ def test_a_preempted_request_takes_the_prompt_that_a_penalty_needs_along() -> No
     )
     streams.deliver(0, [Token(FRONT_END, stream.request_id, 0, 8, None)])
     streams.preempted(Preempted(stream.request_id, 4))
-    rows = [decode_row_input(controller.next_submission().row_start) for _ in range(2)]
+    rows = [decode_row_input(controller.next_submission().arrival.row_start) for _ in range(2)]
     assert [(row.prompt_ids, row.output_ids) for row in rows] == [((7, 9), ()), ((7, 9), (8,))]
 
 
@@ -150,7 +155,7 @@ def test_pages_are_known_by_the_prompt_and_of_a_request_that_resumes_by_its_outp
     stream, _ = streams.submit("two", prompt, choices)
     streams.deliver(0, (Token(FRONT_END, stream.request_id, index, 8, None) for index in (0, 1)))
     streams.preempted(Preempted(stream.request_id, 129))
-    hashes = [controller.next_submission().page_hashes for _ in range(3)]
+    hashes = [controller.next_submission().arrival.page_hashes for _ in range(3)]
     assert hashes == [page_hashes(prompt), (), page_hashes([*prompt, 8, 8])], (
         "log probabilities need the prompt's prefill"
     )
@@ -212,13 +217,13 @@ def test_a_new_attempt_forgets_tokens_that_came_early_and_takes_no_older_ones() 
     streams.deliver(0, [*tokens[:5], tokens[6]])
     streams.interrupted()
     again = controller.next_submission()
-    assert (again.attempt, again.resumes) == (first.attempt + 1, False)
+    assert (again.arrival.attempt, again.arrival.resumes) == (first.arrival.attempt + 1, False)
     assert again.prompt_ids == (7, *range(100, 105))
-    assert decode_row_input(again.row_start).attempt == again.attempt
+    assert decode_row_input(again.arrival.row_start).attempt == again.arrival.attempt
     streams.deliver(0, [tokens[5], tokens[6]])
     assert stream.output_ids == [*range(100, 105)], "tokens of the attempt before are dropped"
     new = [
-        Token(FRONT_END, stream.request_id, index, 200 + index, None, attempt=again.attempt)
+        Token(FRONT_END, stream.request_id, index, 200 + index, None, attempt=again.arrival.attempt)
         for index in (5, 6, 7)
     ]
     streams.deliver(0, new)
@@ -238,7 +243,7 @@ def test_tokens_that_are_lost_on_their_way_begin_a_new_attempt_three_times_in_a_
     lose(3)
     assert (stream.attempt, stream.output_ids, stream.ended) == (6, [100], None)
     again = [controller.next_submission() for _ in range(6)][-1]
-    assert (again.prompt_ids, again.attempt, again.max_tokens) == ((7, 100), 6, 8)
+    assert (again.prompt_ids, again.arrival.attempt, again.arrival.max_tokens) == ((7, 100), 6, 8)
     lose(1)
     assert stream.ended and stream.ended.reason is FinishReason.FAILED
     assert stream.ended.message == "instance 0: nobody takes the tokens"
@@ -287,14 +292,14 @@ def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
     submissions = [controller.next_submission() for _ in range(3)]
     assert [each.prompt_logprobs for each in submissions] == [2, 2, None]
     # A request that keeps its pages is prefilled all the same.
-    assert [each.arrival(0).is_recomputed for each in submissions] == [False, True, False]
+    assert [each.event(0).is_recomputed for each in submissions] == [False, True, False]
     assert stream.prompt_logprobs and len(stream.prompt_logprobs) == 2
 
 
 def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_controller() -> None:
-    streams = ClientStreams(FRONT_END, 100, Recorder(), first_id=2, id_step=2)
+    streams = ClientStreams(FRONT_END, 100, Recorder(), id_step=2)
     controller = FakeController(streams.placed)
-    streams.connect(controller)
+    streams.connect(controller, 2)
     choices = [Choice(SamplingParams(max_tokens=9))]
     numbers = [streams.submit(name, [7], choices)[0].request_id for name in "ab"]
     # It was told that 2 is the newest.
@@ -324,7 +329,7 @@ def test_a_later_attempt_asks_again_for_the_log_probabilities_of_the_prompt_that
     streams.interrupted()
     controller.next_submission()
     again = controller.next_submission()
-    assert (again.prompt_logprobs, again.front_end, again.page_hashes) == (2, FRONT_END, ())
+    assert (again.prompt_logprobs, again.front_end, again.arrival.page_hashes) == (2, FRONT_END, ())
     # That prefill computes the output's too.
     streams.add_prompt_logprobs(stream.request_id, 1, logprobs[:131])
     assert stream.prompt_logprobs == logprobs[:129]

@@ -7,17 +7,22 @@ import urllib.request
 from functools import partial
 
 import pytest
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.frontend.api_keys import OperatorKeys
+from control_plane.observe.metric_families import INSTANCES, READ, RECOVERY, REQUESTS, SCHEDULING
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import EndedRequest
+from control_plane.observe.stage_metrics import StageMetrics
 from control_plane.observe.status_server import StatusServer, metrics_page
 from control_plane.scheduler.pages.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
 from harness.drained_seat import drained_scheduler
 from harness.hash_service import generate, hash_service, prompt
 from nanocp.config.cluster import ClusterConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -41,6 +46,7 @@ def scrape(address):
         }
 
 
+KINDS = {Counter: "counter", Histogram: "histogram", GaugeMetricFamily: "gauge"}
 CLUSTER = ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000)
 
 
@@ -316,3 +322,23 @@ def test_the_load_of_a_seat_that_leaves_counts_what_it_has_and_nothing_as_free()
     stays, leaves = scheduler.loads()
     assert stays.num_frames == 8 and stays.frames_free
     assert leaves.frames_free == 0 and leaves.num_frames == leaves.frames_committed > 0
+
+
+def test_the_page_has_each_row_of_the_table():
+    config = Config(cluster=CLUSTER, prefill=PrefillConfig(engines=("http://a:1",)))
+    metrics = Metrics(config)
+    metrics.offload.planned(OffloadReading((3, 1), (9, 4), (5, 2), 448))
+    StageMetrics(metrics.registry, num_stages=2)
+    page = {
+        family.name.removeprefix("nanocp:"): family
+        for family in metrics.registry.collect()
+        if not family.name.startswith("process_")
+    }
+    assert set(page) == {*READ, *SCHEDULING, *INSTANCES, *RECOVERY, *REQUESTS}
+    for rows in (READ, SCHEDULING, INSTANCES, RECOVERY, REQUESTS):
+        for name, row in rows.items():
+            assert (page[name].documentation, page[name].type) == (row.help, KINDS[row.kind]), name
+            known = {
+                sample.labels.get(label) for sample in page[name].samples for label in row.labels
+            }
+            assert known >= {value for values in row.labels.values() for value in values}, name

@@ -28,6 +28,7 @@ from harness.service_recovery import until
 from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.simulator.replay import replay
 from nanocp.values.members import PREFILL, Member
+from nanocp.values.plan import Arrival
 
 END_S = 15.0
 """All streams have ended this long after an instance is lost (protocol.md, bounded waits):
@@ -267,7 +268,7 @@ def test_submissions_that_the_controller_has_not_taken_are_bounded():
         go_on = threading.Event()
         controller._loop.call_soon_threadsafe(go_on.wait, 20)
         for request_id in range(1001, 1006):
-            controller.submit(Submission(request_id, [1, 2], 2, 1, b""))
+            controller.submit(Submission(Arrival(request_id, 2, 1), [1, 2]))
         label = {"reason": "max_queued_requests"}
         assert (
             service.metrics.registry.get_sample_value("nanocp:admission_rejections_total", label)
@@ -376,7 +377,7 @@ def test_a_request_whose_last_token_is_lost_gets_it_though_nothing_follows_it(mo
             monkeypatch.undo()
             raise ValueError("a batch that cannot be read")
 
-        monkeypatch.setattr(service._front_ends._front_ends[0]._streams, "deliver", refuse)
+        monkeypatch.setattr(service._front_ends._streams, "deliver", refuse)
         (chunk,) = client.generate(prompt(20, 1), max_tokens=1, seed=1, timeout_s=240)
         assert list(chunk.token_ids) == expected(prompt(20, 1), 1)
 
@@ -388,7 +389,7 @@ def test_a_request_whose_tokens_are_lost_goes_on_from_those_in_order(monkeypatch
             chunks = client.generate(prompt(200, 1), max_tokens=200, seed=1, timeout_s=240)
             tokens = list(next(chunks).token_ids)
 
-            streams = service._front_ends._front_ends[0]._streams
+            streams = service._front_ends._streams
             deliver, first = streams.deliver, iter([True])
 
             def refuse(instance, tokens):

@@ -17,10 +17,10 @@ from control_plane.shell.members_shell import MembersShell, wait_for
 from harness.member_cluster import FIRST, LIMITS, SECOND, Cluster
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Failure, Hello, Left, Peer, Ready
-from nanocp.values.plan import InstanceLost, TargetRun, TermEnded, Transfer, WindowDone
+from nanocp.values.plan import Arrival, InstanceLost, TargetRun, TermEnded, Transfer, WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def in_a_loop(test):
@@ -95,7 +95,7 @@ async def test_a_stream_that_is_full_in_the_middle_of_a_ticket_leaves_no_ticket_
     shell._take_up = lambda event: event == TermEnded() and transfers.end_term()
     shell.streams[FIRST].max_messages = 0
     on_both = (TargetRun(0, 2, 0, 5), TargetRun(2, 1, 1, 0))
-    transfer, submission = Transfer(1, 1, 190, on_both), Submission(1, range(191), 191, 8, b"")
+    transfer, submission = Transfer(1, 1, 190, on_both), Submission(Arrival(1, 191, 8), range(191))
     assert transfers.start(transfer, submission) is None
     assert transfers.num_prefilling == 1, "the term goes on until the plan is carried out"
     shell.settle()

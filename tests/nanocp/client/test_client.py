@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from harness import sync_client
 from harness.scripted_service import CHUNKS, WAIT_S, ScriptedService
 from nanocp import client as nanocp_client
 from nanocp.client import AsyncClient, Client, ServiceError
@@ -41,7 +42,7 @@ def test_the_package_has_the_clients_and_does_not_import_them_before() -> None:
         "assert (Client, AsyncClient) == (nanocp.client.Client, nanocp.client.AsyncClient); "
         "assert not hasattr(nanocp, 'Clint')"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_a_stream_becomes_chunks(server: ScriptedService) -> None:
@@ -233,4 +234,14 @@ def test_the_client_imports_nothing_heavy() -> None:
         "import sys, nanocp.client; "
         "assert not {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_the_client_for_threads_is_what_the_one_for_event_loops_says() -> None:
+    assert sync_client.TARGET.read_text() == sync_client.generated(), "run `make client`"
+
+
+def test_a_pattern_of_the_table_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sync_client.REPLACED, "no such word", "")
+    with pytest.raises(ValueError, match=r"'no such word' is nowhere in async_client\.py"):
+        sync_client.generated()

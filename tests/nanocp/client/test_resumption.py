@@ -197,12 +197,15 @@ def test_it_does_not_give_up_before_the_stated_time() -> None:
         def details(self) -> str:
             return "the cluster is starting"
 
+        def initial_metadata(self) -> None:
+            """Nothing was sent before."""
+
     resumption = Resumption([1], {}, 2, resume_timeout_s=600.0)
-    pauses = [resumption.pause_s("host:1", Refused(), ()) for _ in range(5000)]
+    pauses = [resumption.pause_s("host:1", Refused()) for _ in range(5000)]
     assert pauses == sorted(pauses) and 1 < pauses[-1] <= 2
     late = Resumption([1], {}, 2, resume_timeout_s=-1.0)
     with pytest.raises(Unavailable, match="the cluster is starting"):
-        late.pause_s("host:1", Refused(), ())
+        late.pause_s("host:1", Refused())
 
 
 def test_one_endpoint_and_other_errors_are_the_end(serve: Serve) -> None:

@@ -12,7 +12,7 @@ from nanocp.config.passes import PassesConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import Member
 from nanocp.values.passes import WAIT_CAUSES, LayersMoved
-from nanocp.values.plan import WindowDone
+from nanocp.values.plan import Arrival, WindowDone
 
 
 class Sent:
@@ -26,11 +26,11 @@ def test_a_wait_for_a_pass_is_a_bubble_only_while_one_is_in_flight():
     registry = CollectorRegistry()
     config = Config(cluster=ClusterConfig(num_instances=2, layout="pipeline"))
     flights = PipelineFlights(config, Sent(), 4, StageMetrics(registry, 2))
-    submission = Submission(1, [5] * 10, 10, 9, b"")
+    submission = Submission(Arrival(1, 10, 9), [5] * 10)
     assert [one["waits"] for one in flights.stages()] == [{}, {}]
     assert all("waits" not in str(line) for line in _stages(flights.stages()))
     for number in range(2):
-        events = [submission.arrival(0)] if number == 0 else []
+        events = [submission.event(0)] if number == 0 else []
         plan = flights.plan(events, 0)
         assert plan.window == number
         list(flights.prepare(plan, {1: submission}))
@@ -64,8 +64,8 @@ def test_a_stage_that_reports_layers_which_nobody_moves_is_refused():
         pipeline=PassesConfig(layer_policy="chaos_layers"),
     )
     flights = PipelineFlights(config, Sent(), 4, StageMetrics(CollectorRegistry(), 2))
-    submission, moves = Submission(1, [5] * 10, 10, 90, b""), None
-    events = [submission.arrival(0)]
+    submission, moves = Submission(Arrival(1, 10, 90), [5] * 10), None
+    events = [submission.event(0)]
     with pytest.raises(ValueError, match="stage 1 reported layers 1, which nobody moves"):
         flights.reported(Member("instance", 1), LayersMoved(1, 1))
     for number in range(40):

@@ -7,7 +7,7 @@ import pytest
 from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.frontend.controller_interface import Submission
 from nanocp.values.members import PREFILL
-from nanocp.values.plan import Fence, TargetRun, Transfer, TransferFailed
+from nanocp.values.plan import Arrival, Fence, TargetRun, Transfer, TransferFailed
 
 TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))
 
@@ -38,7 +38,7 @@ def members():
 def started(transfers, tickets):
     for ticket in tickets:
         transfer = Transfer(ticket, ticket, 190, TWO)
-        submission = Submission(ticket, range(191), 191, 8, b"")
+        submission = Submission(Arrival(ticket, 191, 8), range(191))
         assert transfers.start(transfer, submission) is None
 
 
@@ -62,6 +62,6 @@ def test_without_a_new_prefill_every_open_ticket_fails(members):
     for instance in (2, 3):
         transfers.answered(1, instance)
     assert [failed.ticket for failed in transfers.prefill_lost()] == [2]
-    late = transfers.start(Transfer(3, 3, 190, TWO), Submission(3, range(191), 191, 8, b""))
+    late = transfers.start(Transfer(3, 3, 190, TWO), Submission(Arrival(3, 191, 8), range(191)))
     assert isinstance(late, TransferFailed)
     assert late.ticket == 3

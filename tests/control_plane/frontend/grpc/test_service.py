@@ -21,6 +21,7 @@ from harness.frontend_fakes import (
     make_config,
     running,
 )
+from harness.unobserved import Unobserved
 from nanocp.client import (
     Client,
     Unavailable,
@@ -108,7 +109,11 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         front_end = FrontEnd(
-            Config(service=ServiceConfig(grpc_port=port)), None, LIMITS, MEMBER_SECRETS
+            Config(service=ServiceConfig(grpc_port=port)),
+            None,
+            LIMITS,
+            MEMBER_SECRETS,
+            Unobserved(),
         )
         with pytest.raises(OSError, match=f"cannot listen on port {port} of 127.0.0.1"):
             front_end.start()
@@ -119,13 +124,21 @@ def test_two_services_do_not_share_a_port(service: Service) -> None:
     port = int(service.address.rpartition(":")[2])
     with pytest.raises(OSError, match=str(port)):
         FrontEnd(
-            Config(service=ServiceConfig(grpc_port=port)), None, LIMITS, MEMBER_SECRETS
+            Config(service=ServiceConfig(grpc_port=port)),
+            None,
+            LIMITS,
+            MEMBER_SECRETS,
+            Unobserved(),
         ).start()
 
 
 def test_a_server_on_every_interface_gives_an_address_to_dial() -> None:
     front_end = FrontEnd(
-        Config(service=ServiceConfig(host="0.0.0.0", grpc_port=0)), None, LIMITS, MEMBER_SECRETS
+        Config(service=ServiceConfig(host="0.0.0.0", grpc_port=0)),
+        None,
+        LIMITS,
+        MEMBER_SECRETS,
+        Unobserved(),
     )
     try:
         host, _, port = front_end.start().rpartition(":")

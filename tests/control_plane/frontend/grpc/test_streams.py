@@ -32,9 +32,12 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     chunks = service.client.generate(prompt, max_tokens=len(ids), request_id="fox")
     submission = service.controller.next_submission()
     assert list(submission.prompt_ids) == TOKENIZER.encode(prompt)
-    assert (submission.prompt_len, submission.max_tokens) == (len(submission.prompt_ids), len(ids))
+    assert (submission.arrival.prompt_len, submission.arrival.max_tokens) == (
+        len(submission.prompt_ids),
+        len(ids),
+    )
     service.front_end.placed(
-        Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2)))
+        Placement(submission.request_id, 2, submission.arrival.prompt_len, ((0, 0), (1, 2)))
     )
     instance = service.member(2)
     instance.deliver(submission.request_id, 0, ids[:1])
@@ -42,7 +45,10 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     assert (first.request_id, list(first.token_ids), first.finish) == ("fox", ids[:1], None)
     for index in range(1, len(ids)):
         instance.deliver(
-            submission.request_id, index, [ids[index]], LENGTH if index == len(ids) - 1 else None
+            submission.request_id,
+            index,
+            [ids[index]],
+            LENGTH if index == len(ids) - 1 else None,
         )
     rest = list(chunks)
     instance.close()
@@ -54,10 +60,10 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     assert finish is not None and all(chunk.finish is None for chunk in rest[:-1])
     assert (finish.reason, finish.prompt_tokens, finish.generated_tokens) == (
         LENGTH,
-        submission.prompt_len,
+        submission.arrival.prompt_len,
         len(ids),
     )
-    num_pages = -(-(submission.prompt_len + len(ids) - 1) // 64)
+    num_pages = -(-(submission.arrival.prompt_len + len(ids) - 1) // 64)
     assert num_pages > 1, "the prompt should be longer"
     assert (finish.cp_degree, finish.moe_binding, finish.kv_split) == (
         2,
@@ -140,7 +146,7 @@ def test_the_row_carries_all_that_the_instance_needs(service: Service) -> None:
         chunks = service.client.generate(
             [5, 6, 7], stop_token_ids=[42], ignore_eos=ignore_eos, **options
         )
-        row = decode_row_input(service.controller.next_submission().row_start)
+        row = decode_row_input(service.controller.next_submission().arrival.row_start)
         assert (row.last_token, row.front_end, row.output_ids) == (
             7,
             service.front_end.members_address,
@@ -162,7 +168,7 @@ def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Se
     chunks = service.client.generate(
         [7, 5, 7, 6], **options, logit_bias={9: -1.5, 3: 2.0}, bad_words=["quick", " zq"]
     )
-    row = decode_row_input(service.controller.next_submission().row_start)
+    row = decode_row_input(service.controller.next_submission().arrival.row_start)
     assert {name: getattr(row.params, name) for name in options} == options
     assert row.params.logit_bias == ((3, 2.0), (9, -1.5))
     assert row.prompt_ids == (5, 6, 7)
@@ -173,7 +179,7 @@ def test_penalties_reach_the_row_and_bring_the_prompt_that_they_need(service: Se
     chunks.close()
     service.controller.next_abort()
     chunks = service.client.generate([7, 5, 7, 6], presence_penalty=1.0)
-    assert decode_row_input(service.controller.next_submission().row_start).prompt_ids == ()
+    assert decode_row_input(service.controller.next_submission().arrival.row_start).prompt_ids == ()
     chunks.close()
     service.controller.next_abort()
 
@@ -196,7 +202,7 @@ def test_priority_and_the_shorter_of_two_limits_reach_the_controller(
         [5], priority=-7, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s
     )
     submission = service.controller.next_submission()
-    assert (submission.priority, submission.resumes) == (-7, False)
+    assert (submission.arrival.priority, submission.arrival.resumes) == (-7, False)
     if range_us is None:
         assert submission.queue_timeout_us is None
     else:
@@ -210,7 +216,7 @@ def test_absent_options_take_their_defaults_and_a_seed_is_drawn(service: Service
     rows = []
     for _ in range(2):
         chunks = service.client.generate([5])
-        rows.append(decode_row_input(service.controller.next_submission().row_start).params)
+        rows.append(decode_row_input(service.controller.next_submission().arrival.row_start).params)
         chunks.close()
         service.controller.next_abort()
     assert (rows[0].max_tokens, rows[0].temperature, rows[0].top_k, rows[0].top_p) == (
@@ -238,7 +244,7 @@ def test_a_prompt_of_a_hundred_thousand_tokens_fits(service: Service) -> None:
     for asked in (prompt, "the life of a token, and then some words. " * 5_000):
         chunks = service.client.generate(asked, max_tokens=1)
         submission = service.controller.next_submission()
-        assert submission.prompt_len == len(submission.prompt_ids) >= 100_000
+        assert submission.arrival.prompt_len == len(submission.prompt_ids) >= 100_000
         service.instance.deliver(submission.request_id, 0, [9], LENGTH)
         assert len(list(chunks)) == 1
 
@@ -328,7 +334,7 @@ def test_stop_strings_and_bad_words_need_a_tokenizer() -> None:
 def test_logprobs_come_with_their_tokens_however_these_arrive(service: Service) -> None:
     chunks = service.client.generate([5], max_tokens=4, logprobs=2, stop="q")
     submission = service.controller.next_submission()
-    assert decode_row_input(submission.row_start).params.logprobs == 2
+    assert decode_row_input(submission.arrival.row_start).params.logprobs == 2
     (q_id,) = TOKENIZER.encode("q")
     tokens = [
         Token(

@@ -66,7 +66,7 @@ def test_a_chat_is_rendered_and_answered(
     submission = service.controller.next_submission()
     rendered = "<s>system: the fox\nuser: who\nare you\n"
     assert list(submission.prompt_ids) == TOKENIZER.encode(rendered, add_special_tokens=False)
-    assert submission.max_tokens == LIMITS.max_model_len - submission.prompt_len, (
+    assert submission.arrival.max_tokens == LIMITS.max_model_len - submission.arrival.prompt_len, (
         "as many as the model's length leaves"
     )
     service.instance.deliver(submission.request_id, 0, [*HELLO, 1], STOP)
@@ -185,12 +185,16 @@ def test_fields_of_vllm_reach_the_row(
         **options,
     )
     submission = service.controller.next_submission()
-    assert (submission.priority, submission.queue_timeout_us, submission.max_tokens) == (
+    assert (
+        submission.arrival.priority,
+        submission.queue_timeout_us,
+        submission.arrival.max_tokens,
+    ) == (
         -3,
         9_000_000,
         16,
     )
-    params = decode_row_input(submission.row_start).params
+    params = decode_row_input(submission.arrival.row_start).params
     assert (params.temperature, params.top_k, params.min_p, params.top_p) == (0.5, 7, 0.25, 0.5)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
         1.5,
@@ -221,7 +225,7 @@ def test_absent_fields_take_the_checkpoints_defaults_and_openais(
     body |= {"best_of": 1, "guided_json": None}
     answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body)
     submission = service.controller.next_submission()
-    params = decode_row_input(submission.row_start).params
+    params = decode_row_input(submission.arrival.row_start).params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 0.5, 0, 16)
     service.instance.deliver(submission.request_id, 0, HELLO, LENGTH)
     assert answer.result(WAIT_S).status_code == 200
@@ -318,7 +322,7 @@ def test_the_placement_of_a_request_is_returned_if_asked_for(
         answer = pool.submit(httpx.post, f"{service.url}/v1/{path}", json=body)
         submission = service.controller.next_submission()
         service.front_end.placed(
-            Placement(submission.request_id, 2, submission.prompt_len, ((0, 0), (1, 2)))
+            Placement(submission.request_id, 2, submission.arrival.prompt_len, ((0, 0), (1, 2)))
         )
         with contextlib.closing(service.member(2)) as instance:
             for index, reason in enumerate((None, LENGTH)):
@@ -330,7 +334,7 @@ def test_the_placement_of_a_request_is_returned_if_asked_for(
                 "data: "
             )
         (choice,) = json.loads(text)["choices"]
-        pages = -(-(submission.prompt_len + 1) // 64)
+        pages = -(-(submission.arrival.prompt_len + 1) // 64)
         shares = [{"instance": 0, "pages": 1}, {"instance": 2, "pages": pages - 1}]
         expected = {"cp_degree": 2, "moe_binding": 2, "kv_split": shares}
         assert choice.get("placement") == (expected if asks else None)

@@ -139,7 +139,7 @@ def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(
 
     answer = pool.submit(complete)
     submission = service.controller.next_submission()
-    assert submission.max_tokens == max(max_tokens, 1) and submission.prompt_logprobs == 1
+    assert submission.arrival.max_tokens == max(max_tokens, 1) and submission.prompt_logprobs == 1
     prompt_ids = list(submission.prompt_ids)
     service.prefill.send_prompt_logprobs(
         submission.request_id, 1, logprobs_of(3, len(prompt_ids) - 1)

@@ -169,7 +169,7 @@ def test_only_auto_with_a_strict_tool_holds_text_to_tags():
                 submission = service.controller.next_submission()
                 service.instance.deliver(submission.request_id, 0, [5, EOS], FinishReason.STOP)
                 assert answer.result(60).status_code == 200
-            constraint = decode_row_input(submission.row_start).params.constraint
+            constraint = decode_row_input(submission.arrival.row_start).params.constraint
             assert ("arguments" in constraint) == bool(constraint) == is_held, constraint
 
 

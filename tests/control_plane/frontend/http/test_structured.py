@@ -49,7 +49,7 @@ def grammar_for(service: Service, path: str = "completions", **fields: Any) -> s
         submission = service.controller.next_submission()
         service.instance.deliver(submission.request_id, 0, [5], FinishReason.LENGTH)
         thread.join()
-    params = decode_row_input(submission.row_start).params
+    params = decode_row_input(submission.arrival.row_start).params
     assert 1 in params.stop_token_ids, "the end of sequence"
     return params.constraint
 

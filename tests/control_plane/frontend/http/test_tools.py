@@ -141,7 +141,7 @@ def test_a_named_function_is_a_schema_of_the_answer(
     assert (call.function.name, call.function.arguments) == ("time", '{"zone":"CET"}')
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.content is None
-    grammar = decode_row_input(submission.row_start).params.constraint
+    grammar = decode_row_input(submission.arrival.row_start).params.constraint
     assert '"CET"' in grammar and '"city"' not in grammar
 
 
@@ -152,7 +152,7 @@ def test_required_calls_are_a_list(service: Service, client: openai.OpenAI) -> N
     )
     (call,) = answer.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Ulm"}
-    grammar = decode_row_input(submission.row_start).params.constraint
+    grammar = decode_row_input(submission.arrival.row_start).params.constraint
     assert '"weather"' in grammar and '"time"' in grammar
 
 
@@ -217,7 +217,7 @@ def test_an_answer_that_is_held_to_a_form_may_come_behind_reasoning(
         assert message.get("reasoning") == reasoning, message
         said = message.get("content") or message["tool_calls"][0]["function"]["arguments"]
         assert json.loads(said) == {"city": "<think>Ulm"}
-    grammar = decode_row_input(submission.row_start).params.constraint
+    grammar = decode_row_input(submission.arrival.row_start).params.constraint
     matcher = LLMatcher(LLTokenizer(TOKENIZER._tokenizer.to_str(), eos_token=[1]), grammar)
     ids = TOKENIZER.encode(before + text, add_special_tokens=False)
     assert matcher.consume_tokens(ids) and matcher.is_accepting(), matcher.get_error()
@@ -241,7 +241,7 @@ def test_pydantic_classes_parse(service: Service, client: openai.OpenAI) -> None
         '{"name":"Ulm","people":129942}',
     )
     assert answer.choices[0].message.parsed == City(name="Ulm", people=129942)
-    assert '"people"' in decode_row_input(submission.row_start).params.constraint
+    assert '"people"' in decode_row_input(submission.arrival.row_start).params.constraint
 
 
 def test_earlier_calls_reach_the_template_as_objects(

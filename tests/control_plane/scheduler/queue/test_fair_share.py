@@ -74,11 +74,11 @@ def test_the_order_is_that_of_plain_counters_and_one_tenants_is_by_arrival(drawn
         elif order := plain.order():
             walked = []
             for (placed, _), _ in zip(queue, range(who + 1), strict=False):
-                share.placed(placed.tenant, placed.prompt_len)
+                share.placed(placed)
                 walked.append(placed)
             for placed in walked:
                 queue.remove(placed.request_id)
-                share.row_starts(placed.tenant)
+                share.row_starts(placed)
             assert walked == order[: who + 1]
             for placed in walked:
                 plain.place(placed)
@@ -115,7 +115,8 @@ def test_a_tenant_is_placed_soon_however_many_requests_another_has():
 def test_tenants_that_are_idle_are_forgotten_one_by_one():
     share = FairShare()
     for number in range(5000):
-        share.waits(str(number))
-        share.placed(str(number), 1)
-        share.leaves(str(number))
+        arrival = Arrival(number + 1, 1, 1, tenant=str(number))
+        share.waits(arrival)
+        share.placed(arrival)
+        share.leaves(arrival)
     assert len(share.counters) == 4096 and "4999" in share.counters and share.spread == 0
