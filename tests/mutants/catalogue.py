@@ -324,8 +324,8 @@ MUTANTS = [
         name="one-ahead",
         why="a row restarts one position after its last known token (kept KV)",
         path="control_plane/scheduler/state/request.py",
-        text="self.attempt = arrival.attempt\n        self.position = arrival.prompt_len - 1",
-        fault="self.attempt = arrival.attempt\nself.position = arrival.prompt_len",
+        text="self.arrival = arrival\n        self.position = arrival.prompt_len - 1",
+        fault="self.arrival = arrival\nself.position = arrival.prompt_len",
         tests=seen_by(50003),
     ),
     Mutant(
