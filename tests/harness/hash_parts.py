@@ -132,7 +132,7 @@ class Process:
         """To the controller, in order, each with its term."""
 
     def forget(self) -> None:
-        """Its term is over: what was under way to it is void."""
+        """Drop what is under way to it: its term is over."""
         self.plans.clear()
         self.posts.clear()
         self.full_plan = None

@@ -54,7 +54,7 @@ class StageProcess:
         self.waits_for = ""
 
     def forget(self) -> None:
-        """Its term is over: what was under way to it is void."""
+        """Drop what is under way to it: its term is over."""
         self.items.clear()
 
 

@@ -72,7 +72,7 @@ def test_instances_are_lost_while_seats_come_and_go():
 
 
 @pytest.mark.parametrize(
-    "seeds", [(2, 8, 11, 15), pytest.param(range(20, 60), marks=pytest.mark.system)]
+    "seeds", [(2, 8, 11, 80), pytest.param(range(20, 60), marks=pytest.mark.system)]
 )
 def test_the_controller_and_front_ends_are_lost_at_any_turn_and_clients_get_every_token(seeds):
     clusters = [play_failovers(seed) for seed in seeds]
@@ -82,7 +82,7 @@ def test_the_controller_and_front_ends_are_lost_at_any_turn_and_clients_get_ever
 
 def test_the_controller_is_lost_while_pages_are_in_slots():
     # A process that copies nothing under the next controller never ends these.
-    clusters = [FailoverCluster(seed, config=offloading_config(seed)) for seed in (500, 502, 503)]
+    clusters = [FailoverCluster(seed, config=offloading_config(seed)) for seed in (501, 502, 503)]
     for cluster in clusters:
         cluster.play()
         assert cluster.num_failovers and cluster.scheduler.offload.num_stowed[0]
