@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
 from nanocp.values.plan import PAGE_SIZE
 
 
-class FlashAttentionHeads(Attention):
+class FlashAttentionHeads:
     """The attention backend `flash_attention`; see backend.Attention."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, package: Any = None) -> None:
@@ -41,6 +40,7 @@ class FlashAttentionHeads(Attention):
     def run(
         self, q_AHE: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames, as backend.Attention.run says."""
         frame_AP, length_A = plan
         kv = pool_FSW.view(*pool_FSW.shape[:2], 2, self._num_kv_heads, self._head_dim)
         out, lse, *_ = self._package.flash_attn_with_kvcache(

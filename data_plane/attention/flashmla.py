@@ -17,8 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
-
 
 @dataclass(frozen=True, slots=True)
 class FlashMlaPlan:
@@ -29,7 +27,7 @@ class FlashMlaPlan:
     schedule: Any
 
 
-class FlashMla(Attention):
+class FlashMla:
     """The attention backend `flashmla`; see backend.Attention."""
 
     def __init__(self, rank: int, package: Any = None) -> None:
@@ -44,6 +42,7 @@ class FlashMla(Attention):
     def run(
         self, q_AHD: Tensor, pool_FSD: Tensor, plan: FlashMlaPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames, as backend.Attention.run says."""
         out, lse = self._package.flash_mla_with_kvcache(
             q_AHD[:, None],
             pool_FSD[:, :, None],

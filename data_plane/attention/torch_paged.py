@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
 from data_plane.attention.lse_merge import lse_merge
 from nanocp.values.plan import PAGE_SIZE
 
@@ -168,7 +167,7 @@ class KvHeads(KvLayout):
         return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
 
 
-class TorchPaged(Attention):
+class TorchPaged:
     """The attention backend `torch`; see backend.Attention."""
 
     def __init__(self, layout: KvLayout) -> None:
@@ -184,6 +183,7 @@ class TorchPaged(Attention):
     def run(
         self, q_AHD: Tensor, pool_FSW: Tensor, plan: AttentionPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames, as backend.Attention.run says."""
         return paged_attention(q_AHD, pool_FSW, plan, scale, self._layout)
 
 

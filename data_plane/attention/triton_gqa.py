@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
 from data_plane.attention.triton_merge import merge_splits
 from data_plane.attention.triton_split import (
     LOG2_E,
@@ -93,7 +92,7 @@ def decode_heads_kernel(
             )  # fmt: skip
 
 
-class TritonHeads(Attention):
+class TritonHeads:
     """The attention backend `triton` for K/V heads; see backend.Attention."""
 
     def __init__(
@@ -118,6 +117,7 @@ class TritonHeads(Attention):
     def run(
         self, q_AHE: Tensor, pool_FSW: Tensor, plan: TritonPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames, as backend.Attention.run says."""
         num_rows, heads, width = len(q_AHE), self._num_heads, self._head_dim
         out = q_AHE.new_empty((num_rows, heads, width))
         lse = q_AHE.new_empty((num_rows, heads), dtype=torch.float32)

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from data_plane.attention.backend import Attention
 from data_plane.attention.fp8_latent import views
 from data_plane.attention.triton_merge import merge_splits
 from data_plane.attention.triton_split import (
@@ -191,7 +190,7 @@ def decode_fp8_kernel(
             )  # fmt: skip
 
 
-class TritonMla(Attention):
+class TritonMla:
     """The attention backend `triton`; see backend.Attention."""
 
     def __init__(
@@ -212,6 +211,7 @@ class TritonMla(Attention):
     def run(
         self, q_AHD: Tensor, pool_FSD: Tensor, plan: TritonPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Attend to a layer's frames, as backend.Attention.run says."""
         num_rows, heads, rank = len(q_AHD), self._num_heads, self._rank
         out = q_AHD.new_empty((num_rows, heads, rank))
         lse = q_AHD.new_empty((num_rows, heads), dtype=torch.float32)
