@@ -11,20 +11,14 @@ served.
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
-import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
-import typer
-from machine import describe, write_results
-from pauses import MAX_ADDED_S, AddedPause, measure_pauses
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from kit import BenchRun, Claim, at_least, at_most, bench
+from pauses import AddedPause, measure_pauses
 from service import ROOT, checkpoint_of
 
 from nanocp.bench.backends import Backend, GrpcBackend, OpenAIBackend
@@ -38,36 +32,34 @@ APIS = ("grpc", "http")
 SAMPLING = {"temperature": 0.0, "ignore_eos": True}
 MIN_RATIO = 0.8
 """Claim: output tokens a second over HTTP against gRPC."""
+MAX_ADDED_S = 0.3
+"""Claim: what any one request adds to the longest pause of a stream beside it."""
+KEYS = (
+    *("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms"),
+    "cpu_ms_per_token",
+)
 
 
-def main(
-    quick: Annotated[bool, typer.Option(help="Under a minute.")] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Under a minute.")
+def main(run: BenchRun) -> None:
     """Measure both APIs in turn, and compare."""
-    load_before = os.getloadavg()[0]
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    rounds, num_prompts = (2, 32) if quick else (5, 256)
+    rounds, num_prompts = (2, 32) if run.is_quick else (5, 256)
     requests = sample_requests(
         DatasetOptions(num_prompts=num_prompts, input_len=64, output_len=64), None
     )
     with serving(checkpoint_of("tiny"), NUM_INSTANCES, {}, ray=False, http=True) as service:
-        measured = asyncio.run(measure(service, requests, rounds, console))
+        measured = asyncio.run(measure(service, requests, run.track(range(rounds), "rounds")))
     results = [summary(api, measured[api]) for api in APIS]
-    show(results, console)
+    run.table(f"{CONCURRENCY} requests at a time", results)
     with serving(ROOT / "models/tale", 2, {}, ray=False, http=True) as service:
-        pauses = measure_pauses(f"http://127.0.0.1:{service.http_port}", 1 if quick else 5)
-    show_pauses(pauses, console)
-    if json is not None:
-        write_results(json, [*results, *map(asdict, pauses)], describe(load_before))
-    if not show_claim(results, console) & show_pause_claim(pauses, console):
-        raise typer.Exit(1)
+        pauses = measure_pauses(f"http://127.0.0.1:{service.http_port}", 1 if run.is_quick else 5)
+    run.table("longest pause of a stream, idle and beside a request", [*map(asdict, pauses)])
+    run.keep(*results, *map(asdict, pauses))
+    run.judge([claim_of(results), claim_of_pauses(pauses)])
 
 
 async def measure(
-    service: Serving, requests: list[SampleRequest], rounds: int, console: Console
+    service: Serving, requests: list[SampleRequest], rounds: Iterable[int]
 ) -> dict[str, list[dict[str, Any]]]:
     """Measure each API: API -> what each round's report says.
 
@@ -84,7 +76,7 @@ async def measure(
     try:
         for api in APIS:
             await _send(backends[api], requests[:CONCURRENCY], f"warm-{api}-")
-        for number in track(range(rounds), "rounds", console=console, transient=True):
+        for number in rounds:
             # Who is first changes, so that a drift of the machine meets both.
             for api in APIS if number % 2 else APIS[::-1]:
                 began_s = sum(process.cpu_times()[:2])
@@ -110,56 +102,22 @@ async def _send(backend: Backend, requests: list[SampleRequest], prefix: str) ->
 
 def summary(api: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """One object for the results: the median round of each number."""
-    keys = (
-        "output_throughput",
-        "request_throughput",
-        "median_ttft_ms",
-        "median_tpot_ms",
-        "cpu_ms_per_token",
-    )
-    medians = {key: round(statistics.median(values[key] for values in rounds), 3) for key in keys}
+    medians = {key: round(statistics.median(values[key] for values in rounds), 3) for key in KEYS}
     return {"api": api, "rounds": len(rounds), "requests": rounds[0]["completed"], **medians}
 
 
-def show(results: list[dict[str, Any]], console: Console) -> None:
-    """A column for each API."""
-    table = Table(f"{CONCURRENCY} requests at a time", *(entry["api"] for entry in results))
-    for key in list(results[0])[1:]:
-        table.add_row(key, *(f"{entry[key]:g}" for entry in results))
-    console.print(table)
-
-
-def show_claim(results: list[dict[str, Any]], console: Console) -> bool:
-    """Say whether it holds."""
+def claim_of(results: Sequence[dict[str, Any]]) -> Claim:
+    """What is claimed of both APIs."""
     grpc, http = (entry["output_throughput"] for entry in results)
-    holds = bool(http >= MIN_RATIO * grpc)
-    sentence = (
-        f"HTTP gives {http / grpc:.2f} of gRPC's output tokens a second, at least {MIN_RATIO}"
-    )
-    console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {sentence}")
-    return holds
+    return at_least("HTTP gives {} of gRPC's output tokens a second", http / grpc, MIN_RATIO)
 
 
-def show_pauses(pauses: list[AddedPause], console: Console) -> None:
-    """A row for each kind of request."""
-    table = Table("request beside a stream", "status", "answered in s", "longest pause, idle in s",
-                  "beside it", "added")  # fmt: skip
-    for each in pauses:
-        numbers = (each.answered_s, each.idle_s, each.beside_s, each.added_s)
-        table.add_row(each.request, str(each.status), *(f"{number:.3f}" for number in numbers))
-    console.print(table)
-
-
-def show_pause_claim(pauses: list[AddedPause], console: Console) -> bool:
-    """Say whether it holds, and for what not."""
+def claim_of_pauses(pauses: Sequence[AddedPause]) -> Claim:
+    """What is claimed of any one request, by the one that adds most."""
     worst = max(pauses, key=lambda each: each.added_s)
-    sentence = (
-        f"any one request adds at most {MAX_ADDED_S} s to the longest pause of a stream; most adds "
-        f"{worst.request}: {worst.added_s:.3f} s"
-    )
-    console.print(f"{'holds' if worst.holds else 'DOES NOT HOLD'}: {sentence}")
-    return worst.holds
+    what = f"{worst.request}, of all requests, adds most to a stream's longest pause: {{}} s"
+    return at_most(what, worst.added_s, MAX_ADDED_S)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -5,16 +5,16 @@
 The simulator's cluster files on 32 H200, fitted constants. First the cost model: one request alone,
 split evenly within a node. Then the scheduler: the same load under the paper's policy and without
 CP. Everything is computed or simulated, and nothing is measured; --quick leaves the second out.
+Claimed is what docs/use/models.md says of its table.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
-from machine import describe, write_results
+from kit import BenchRun, Claim, bench
 
 from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
 from nanocp.simulator.cost import CostModel, profile_cp_degrees
@@ -62,41 +62,38 @@ def outcomes(file: ClusterFile) -> dict[str, Outcome]:
     return found
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="the cost model only: a second")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what was found to PATH")
-    options = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    rows = []
-    steps = "" if options.quick else f" | step, ms: {' / '.join(POLICIES)} | within the SLO"
-    print(
-        "| cluster | KV, B a layer | link, B | CP from, tokens | "
-        f"{LENGTH:,} tokens alone, us: degree 1 / 8 | of it{steps} |"
-    )
-    print("|---|" + "---:|" * (5 if options.quick else 7))
+@bench("The cost model only: a second.")
+def main(run: BenchRun) -> None:
+    """Compute and simulate one cluster file after the other."""
     for name in CLUSTERS:
         file = load_cluster_file(name)
         row = cost_row(name, file)
-        share = row["alone_most_cp_us"] / row["alone_us"]
-        cells = [
-            f"{row['kv_bytes_per_layer']:,}", f"{row['bytes_per_link']:,}",
-            f"{row['cp_from_tokens']:,}",
-            f"{row['alone_us']:.0f} / {row['alone_most_cp_us']:.0f}", f"{share:.2f}",
-        ]  # fmt: skip
-        if not options.quick:
+        if not run.is_quick:
             found = outcomes(file)
             row["step_ms"] = {policy: one.step_ms_mean for policy, one in found.items()}
             row["attainment"] = {policy: one.attainment for policy, one in found.items()}
-            cells.append(" / ".join(f"{ms:.1f}" for ms in row["step_ms"].values()))
-            cells.append(" / ".join(f"{share:.0%}" for share in row["attainment"].values()))
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-        rows.append(row)
-    if options.json:
-        write_results(options.json, rows, describe(load_before))
+            run.say(f"{name}: {row['step_ms']}, {row['attainment']}")
+        run.keep(row)
+    run.table(f"{LENGTH:,} tokens alone, us", run.results)
+    run.judge(claims(run.results))
+
+
+def claims(rows: Sequence[dict[str, Any]]) -> Iterator[Claim]:
+    """What is claimed of models in the order of their KV."""
+    rows = sorted(rows, key=lambda row: row["kv_bytes_per_layer"])
+    for less, more in pairwise(rows):
+        if less["kv_bytes_per_layer"] == more["kv_bytes_per_layer"]:
+            continue
+        shares = [row["alone_most_cp_us"] / row["alone_us"] for row in (less, more)]
+        what = f"{more['cluster']} against {less['cluster']}, which has less KV: CP leaves "
+        what += f"{shares[1]:.2f} and {shares[0]:.2f} of the time, and pays from "
+        what += f"{more['cp_from_tokens']} and {less['cp_from_tokens']} tokens"
+        is_more = shares[1] < shares[0] and more["cp_from_tokens"] < less["cp_from_tokens"]
+        yield Claim(f"{what}: more is won where there is more KV", is_more)
+    for row in (row for row in rows if "step_ms" in row):
+        ours, theirs = (row["step_ms"][policy] for policy in POLICIES)
+        what = f"{row['cluster']}: a step takes {ours:.1f} ms, without CP {theirs:.1f} ms"
+        yield Claim(f"{what}: less", ours < theirs)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ stays unplugged: the other two serve on. Requests are judged as they end, in one
 from __future__ import annotations
 
 import asyncio
-import json as json_lib
-import os
+import json
 import random
 import signal
 import tempfile
@@ -26,8 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from machine import describe, write_results
+from kit import CANNOT_JUDGE, BenchRun, bench
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.nodes import Node, nodes, why_not
@@ -38,7 +36,7 @@ from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of, pauses_by_kind, serving_share, total_losses
 from nanocp.chaos.run import JUDGE_S, ChaosRun, ask_all, settled
-from nanocp.cli.console import counted, output, print_claims
+from nanocp.cli.console import counted
 from nanocp.serve.process import HELD_FRAMES
 
 NUM_MACHINES = 3
@@ -97,18 +95,16 @@ class Unplugging:
         self.happened.append(Loss(kind, time.monotonic(), (name,)))
 
 
+@bench()
 def main(
-    minutes: Annotated[float, typer.Option(help="Time in which something is lost.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Of the requests and the losses.")] = 0,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the result here, the machine beside it.")
-    ] = None,
+    run: BenchRun,
+    minutes: Annotated[float, "Time in which something is lost."] = 10.0,
+    seed: Annotated[int, "Of the requests and the losses."] = 0,
 ) -> None:
     """Play chaos between machines; the reference model judges every token."""
-    load_before, console = os.getloadavg()[0], output()
     if reason := why_not():
-        console.print(reason)
-        raise typer.Exit(2)
+        run.say(reason)
+        raise SystemExit(CANNOT_JUDGE)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = folder / "tiny-12"
@@ -116,27 +112,25 @@ def main(
         with nodes(NUM_MACHINES, folder / "machines") as machines:
             cluster = RayCluster(machines, folder)
             service = serve(machines, checkpoint, NUM_MACHINES, 1, **_SETTINGS)
-            run = ChaosRun(checkpoint, seconds=60 * minutes, seed=seed)
+            chaos = ChaosRun(checkpoint, seconds=60 * minutes, seed=seed)
             with closing(JudgeBeside(ReferenceJudge, checkpoint)) as judge:
-                result = play(machines, service, run, judge)
+                result = play(machines, service, chaos, judge)
             cluster.down()
-    if json is not None:
-        write_results(json, [result], describe(load_before))
-    for key, value in result.items():
-        console.print(f"{key}: {value}", highlight=False, markup=False)
+    run.keep(result)
+    run.facts(result)
     # Which seats the others have is Ray's choice. None of them is on the machine that is unplugged:
     # a window needs every instance of its term.
     num_seats = len(result["seats_at_the_end"])
-    claims = [*claims_of(result), ("the other machines serve", num_seats == NUM_MACHINES - 1)]
-    raise typer.Exit(not print_claims(console, claims))
+    serve_on = ("the other machines serve", num_seats == NUM_MACHINES - 1)
+    run.judge([*claims_of(result), serve_on])
 
 
 def play(
-    machines: Sequence[Node], service: Serve, run: ChaosRun, judge: JudgeBeside
+    machines: Sequence[Node], service: Serve, chaos: ChaosRun, judge: JudgeBeside
 ) -> dict[str, Any]:
     """Load the service, cause losses, and judge what came of it."""
     asked: list[Asked] = []
-    losses = Unplugging(machines, run.seed)
+    losses = Unplugging(machines, chaos.seed)
     began_s = time.monotonic()
     http_urls = [f"http://{machines[0].address}:{_HTTP_PORT}"]
 
@@ -144,19 +138,19 @@ def play(
         return service.process.poll() is not None
 
     addresses, cause = [service.address], losses.cause_until
-    asyncio.run(ask_all(run, addresses, http_urls, cause, asked, has_ended, judge.take))
+    asyncio.run(ask_all(chaos, addresses, http_urls, cause, asked, has_ended, judge.take))
     took_s = time.monotonic() - began_s
     seats: list[int] = []
     frames, tickets, ended_early = 0, 0, has_ended()
     if not ended_early:
-        seats = json_lib.loads(_status(machines[0], "cluster/seats"))["serving"]
+        seats = json.loads(_status(machines[0], "cluster/seats"))["serving"]
         frames = settled(lambda: _sum_of(machines[0], HELD_FRAMES))
         tickets = settled(lambda: _sum_of(machines[0], ("nanocp:tickets_open",)))
     exit_status, there = service.interrupt(), machines[:-1]
     with counted("judged") as judged:
         found = judge.found(asked, JUDGE_S, judged)
     return {
-        "seed": run.seed,
+        "seed": chaos.seed,
         "seconds": round(took_s, 1),
         **found,
         "losses": total_losses(losses.happened),
@@ -168,7 +162,7 @@ def play(
         "exit_status": exit_status,
         "ended_early": ended_early,
         "tokens_per_s": round(found["tokens"] / took_s, 1),
-        "serving_share": serving_share(asked, began_s, run.seconds),
+        "serving_share": serving_share(asked, began_s, chaos.seconds),
         "by_kind": pauses_by_kind(asked, losses.happened),
         "log_end": service.lines[-20:] if exit_status or ended_early else [],
     }
@@ -188,4 +182,4 @@ def _sum_of(machine: Node, names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -17,20 +17,14 @@ process a window; they hardly depend on the load of the machine, waits do.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
-from machine import describe, write_results
+from kit import BenchRun, Claim, at_most, bench
 from pretended_instances import Pretended, pretend
-from rich.console import Console
-from rich.table import Table
 
 from control_plane.coordinator.flights.decode import DecodeFlights
 from control_plane.frontend.controller_interface import Submission
@@ -50,7 +44,7 @@ from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
 from nanocp.values.members import Member
-from nanocp.values.plan import Arrival, Ended, Placement, Preempted
+from nanocp.values.plan import Arrival, Placement
 from nanocp.wire.v1 import cluster_pb2 as pb
 
 WINDOW_MS = {45: 42.0, 256: 185.0}
@@ -59,6 +53,7 @@ SIZES = ((32, 45), (32, 256), (128, 256), (256, 256))
 QUICK_SIZES = ((32, 45),)
 MAX_SHARE = {(32, 256, "instance"): 0.25, (256, 256, "node"): 0.5}
 """Claim: p99 of the wait is at most this share of a window, at (instances, rows, streams)."""
+POLICY = "dual_balanced"
 MAX_LOAD = 1.0
 """Waits are judged if fewer other processes than this ran at the start."""
 OUTPUT_LEN = 1_000
@@ -91,7 +86,10 @@ class SizedCluster(NamedTuple):
 
 
 class _NoClients:
-    """The front end of a benchmark: it only counts what it must not see."""
+    """The front end of a benchmark: it only counts requests that end, which none must.
+
+    Only refused requests end here, the others when their tokens are planned.
+    """
 
     def __init__(self) -> None:
         self.num_ended = 0
@@ -99,21 +97,11 @@ class _NoClients:
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
         """Nothing to do."""
 
-    def preempted(self, preempted: Preempted) -> None:
+    def ended(self, *what: Any) -> None:
         """Count it."""
         self.num_ended += 1
 
-    def interrupted(self) -> None:
-        """Count it."""
-        self.num_ended += 1
-
-    def tokens_lost(self, request_id: int, sentence: str) -> None:
-        """Count it."""
-        self.num_ended += 1
-
-    def ended(self, ended: Ended) -> None:
-        """Count it: only refused requests end here, the others when their tokens are planned."""
-        self.num_ended += 1
+    preempted = interrupted = tokens_lost = ended
 
 
 class _NoProcesses:
@@ -171,7 +159,7 @@ def _watch(controller: Controller) -> _Stamps:
     return stamps
 
 
-def _config(point: SizedCluster, policy: str) -> Config:
+def _config(point: SizedCluster) -> Config:
     """The service's configuration, with the scheduler of a simulated cluster of that size."""
     file = load_cluster_file("h200x32-deepseek-v3")
     bounds = replace(file.cluster.bounds, max_rows=2 * point.rows)
@@ -180,7 +168,7 @@ def _config(point: SizedCluster, policy: str) -> Config:
     )
     return Config(
         cluster=cluster,
-        scheduler=scheduler_config(file, CostModel(file, "fitted"), policy),
+        scheduler=scheduler_config(file, CostModel(file, "fitted"), POLICY),
         prefill=PrefillConfig(synthetic_kv=True),
         limits=LimitsConfig(
             start_timeout_ms=round(1e3 * _START_S),
@@ -205,9 +193,9 @@ def _submissions(point: SizedCluster, max_model_len: int) -> Iterator[tuple[floa
         yield request.arrival_us / 1e6, submission
 
 
-def measure(point: SizedCluster, policy: str, node_streams: bool) -> dict[str, Any]:
+def measure(point: SizedCluster, node_streams: bool) -> dict[str, Any]:
     """Start a controller and its instances, fill them, and watch it for some windows."""
-    config, secrets, front_end = _config(point, policy), MemberSecrets(), _NoClients()
+    config, secrets, front_end = _config(point), MemberSecrets(), _NoClients()
     metrics = Metrics(config)
     controller = Controller(
         config,
@@ -254,7 +242,7 @@ def measure(point: SizedCluster, policy: str, node_streams: bool) -> dict[str, A
         controller.stop()
     if front_end.num_ended or controller.members.failure.done():
         raise RuntimeError(f"{front_end.num_ended} requests ended, or a member was lost")
-    return _line(point, policy, node_streams, clocks, stamps, reported)
+    return _line(point, node_streams, clocks, stamps, reported)
 
 
 def _fill(
@@ -328,7 +316,6 @@ def _play(
 
 def _line(
     point: SizedCluster,
-    policy: str,
     node_streams: bool,
     clocks: _Clocks,
     stamps: _Stamps,
@@ -346,7 +333,7 @@ def _line(
     return {
         "instances": point.instances,
         "rows": point.rows,
-        "policy": policy,
+        "policy": POLICY,
         "streams": "node" if node_streams else "instance",
         "window_ms": window_ms,
         "wait_ms_p50": round(percentile(waits_ms, 50), 2),
@@ -359,83 +346,28 @@ def _line(
     }
 
 
-# --- showing
-
-
-def main(
-    quick: Annotated[
-        bool, typer.Option(help="Under a minute: 32 instances only, few windows.")
-    ] = False,
-    instances: Annotated[
-        list[int] | None, typer.Option(help="Only these numbers of instances.")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="Of the scheduler.")] = "dual_balanced",
-    streams: Annotated[
-        list[str] | None, typer.Option(help="instance or node: one for each; both if not given.")
-    ] = None,
-    windows: Annotated[int, typer.Option(help="That count, of each size.")] = 300,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Under a minute: 32 instances only, few windows; judges no claim.")
+def main(run: BenchRun) -> None:
     """Measure every size in turn."""
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    load_before = os.getloadavg()[0]
-    for kind in streams or ():
-        if kind not in ("instance", "node"):
-            raise typer.BadParameter(f"{kind} is neither instance nor node", param_hint="--streams")
-    sizes = list(QUICK_SIZES if quick else SIZES)
-    if instances:
-        sizes = [size for size in SIZES if size[0] in instances]
-    num_windows = 60 if quick else windows
-    kinds = [stream == "node" for stream in streams or ("instance", "node")]
-    lines = []
-    for size in sizes:
-        for node_streams in kinds:
-            lines.append(measure(SizedCluster(*size, num_windows), policy, node_streams))
-            wait_ms, share = lines[-1]["wait_ms_p99"], lines[-1]["share_p99"]
-            console.print(
-                f"{size[0]} x {size[1]}, a stream for each {lines[-1]['streams']}: wait p99 "
-                f"{wait_ms} ms, {share:.1%} of a window"
-            )
-    show(lines, console)
-    if json is not None:
-        write_results(json, lines, describe(load_before) | {"is_quick": quick})
-    if quick or load_before > MAX_LOAD:
-        why = "a quick run" if quick else f"a machine with a load of {load_before:.1f}"
-        console.print(f"{why} cannot judge waits")
-    elif not judge(lines, console):
-        raise typer.Exit(1)
+    num_windows = 60 if run.is_quick else 300
+    for size in QUICK_SIZES if run.is_quick else SIZES:
+        for node_streams in (False, True):
+            run.keep(measure(SizedCluster(*size, num_windows), node_streams), is_quick=run.is_quick)
+    run.table("the controller, ms a window; wait: last report in to last plan out", run.results)
+    is_busy = run.load_before > MAX_LOAD
+    unless = f"a load of {run.load_before:.1f}" if is_busy else ""
+    run.judge(claims(run.results), run.too_quick or unless)
 
 
-def show(lines: Sequence[dict[str, Any]], console: Console) -> None:
-    """A line for each size; times in ms of a window."""
-    table = Table(title="the controller, ms a window; wait: last report in to last plan out")
-    names = [name for name in lines[0] if name != "num_windows"]
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    for line in lines:
-        cells = [line[name] for name in names]
-        cells[names.index("share_p99")] = f"{line['share_p99']:.1%}"
-        table.add_row(*map(str, cells))
-    console.print(table)
-
-
-def judge(lines: Sequence[dict[str, Any]], console: Console) -> bool:
-    """Say which claims hold; returns whether all do."""
-    all_hold = True
+def claims(lines: Sequence[dict[str, Any]]) -> Iterator[Claim]:
+    """What is claimed of some sizes."""
     for line in lines:
         most = MAX_SHARE.get((line["instances"], line["rows"], line["streams"]))
         if most is not None:
-            holds = line["share_p99"] <= most
-            all_hold &= holds
             size = f"{line['instances']} x {line['rows']}, a stream for each {line['streams']}"
-            console.print(
-                f"{size}: p99 of the wait is {line['share_p99']:.1%} of a window, claimed <= "
-                f"{most:.0%}: {'holds' if holds else 'DOES NOT HOLD'}"
-            )
-    return all_hold
+            what = f"{size}: p99 of the wait is {{}} of a window"
+            yield at_most(what, line["share_p99"], most)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -21,18 +21,15 @@ import asyncio
 import os
 import signal
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-import typer
-from chaos_in_process import Disturbed, play_in_process
-from machine import describe, write_results
-from service import checkpoint_of
+from chaos import CONFIG, NUM_INSTANCES, Disturbed, play_in_process
+from kit import BenchRun, Claim, at_least, at_most, bench, none
+from service import MEMBER, checkpoint_of
 
 from control_plane.launchers.processes import ProcessLauncher
 from data_plane.member.lifetime import SpareSpec
@@ -43,16 +40,12 @@ from data_plane.startup.shared_parts import torch_dtype
 from nanocp.chaos.judge import Judge, ReferenceJudge
 from nanocp.chaos.load import Asked
 from nanocp.chaos.run import ChaosRun
-from nanocp.cli.console import output, print_claims
-from nanocp.config.cluster import ClusterConfig
-from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.serve.service import member_environment, open_checkpoint
 from nanocp.values.members import Member
 
 Kind = TypeVar("Kind", int, str)
 
-NUM_INSTANCES = 4
 ALL, FEWER = [0, 1, 2, 3], [0, 1, 2]
 MAX_PAUSE_S = 1.0
 MAX_SPARE_S = 2.0
@@ -72,51 +65,28 @@ _BEFORE_KILL_S = 0.5
 _LOOK_S = 0.02
 _WAIT_S = 180.0
 """Longest wait for a seat to be filled, or a spare to be ready."""
-CONFIG = Config(
-    cluster=ClusterConfig(
-        num_instances=NUM_INSTANCES, num_frames=128, max_model_len=2048, redundant_experts=2
-    ),
-    service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0),
-)
-WITH_SPARE = replace(CONFIG, cluster=replace(CONFIG.cluster, redundant_experts=0, spares=1))
+REDUNDANT = replace(CONFIG, cluster=replace(CONFIG.cluster, redundant_experts=2))
+WITH_SPARE = replace(CONFIG, cluster=replace(CONFIG.cluster, spares=1))
 
 
-class ElasticPhase(StrEnum):
-    """What is run alone."""
-
-    CHANGING = "changing"
-    REPLACING = "replacing"
-
-
+@bench("25 seconds of changes, and one kill of each kind.")
 def main(
-    quick: Annotated[
-        bool, typer.Option(help="25 seconds of changes, and one kill of each kind.")
-    ] = False,
-    only: Annotated[ElasticPhase | None, typer.Option(help="One phase; by default both.")] = None,
-    minutes: Annotated[float, typer.Option(help="Of each phase.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
+    run: BenchRun,
+    only: Annotated[Literal["changing", "replacing"] | None, "One phase; by default both."] = None,
+    minutes: Annotated[float, "Of each phase."] = 5.0,
+    seed: Annotated[int, "Of the requests."] = 0,
 ) -> None:
     """Run the phases under load; the reference model judges every output."""
-    load_before = os.getloadavg()[0]
-    console = output()
     checkpoint = checkpoint_of("tiny")
-    judge, seconds = ReferenceJudge(checkpoint), 25.0 if quick else 60 * minutes
-    results, claims = [], []
-    if only is not ElasticPhase.REPLACING:
-        results.append(changing(checkpoint, judge, seconds, seed))
-        claims += claims_of(results[-1])
-    if only is not ElasticPhase.CHANGING:
-        results.append(replacing(checkpoint, judge, 0.0 if quick else seconds, seed))
-        claims += claims_of_spares(results[-1])
-    if json is not None:
-        write_results(json, results, describe(load_before))
-    for result in results:
-        for name, value in result.items():
-            console.print(f"{name}: {value}", highlight=False, markup=False)
-    raise typer.Exit(not print_claims(console, claims))
+    judge, seconds = ReferenceJudge(checkpoint), 25.0 if run.is_quick else 60 * minutes
+    if only != "replacing":
+        run.keep(changing(checkpoint, judge, seconds, seed))
+        run.judge(claims_of(run.results[-1]))
+    if only != "changing":
+        run.keep(replacing(checkpoint, judge, 0.0 if run.is_quick else seconds, seed))
+        run.judge(claims_of_spares(run.results[-1]))
+    for result in run.results:
+        run.facts(result)
 
 
 def changing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict[str, Any]:
@@ -152,8 +122,8 @@ def changing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict[
         disturbed.note("kill")
         disturbed.launcher.kill(Member("instance", 1))
 
-    run = ChaosRun(checkpoint, seconds=seconds, seed=seed)
-    result, disturbed = play_in_process(CONFIG, run, judge, change)
+    chaos = ChaosRun(checkpoint, seconds=seconds, seed=seed)
+    result, disturbed = play_in_process(REDUNDANT, chaos, judge, change)
     by_number = tokens_per_s(disturbed.asked, serving)
     return {
         "phase": "changing",
@@ -221,8 +191,8 @@ def replacing(checkpoint: Path, judge: Judge, seconds: float, seed: int) -> dict
         own_start_s = _own_start_s(checkpoint)
 
     num_minutes_s = 2 * num_pairs * minute_s
-    run = ChaosRun(checkpoint, seconds=max(seconds, 25.0) + num_minutes_s, seed=seed)
-    result, disturbed = play_in_process(WITH_SPARE, run, judge, lose_one_by_one, before)
+    chaos = ChaosRun(checkpoint, seconds=max(seconds, 25.0) + num_minutes_s, seed=seed)
+    result, disturbed = play_in_process(WITH_SPARE, chaos, judge, lose_one_by_one, before)
     by_minute = tokens_per_s(disturbed.asked, minutes)
     spare_s, process_s = (statistics.median(times) for times in took_s.values())
     return {
@@ -258,8 +228,7 @@ def _is_noticed(disturbed: Disturbed, term: int) -> bool:
 def _own_start_s(checkpoint: Path) -> float:
     """Seconds in which a process starts, and loads all but experts, beside an idle service."""
     factory = open_checkpoint(WITH_SPARE, checkpoint).spare_factory
-    command = [sys.executable, "-m", "data_plane.member.process"]
-    launcher, began_s = ProcessLauncher(command, member_environment(WITH_SPARE)), time.monotonic()
+    launcher, began_s = ProcessLauncher(MEMBER, member_environment(WITH_SPARE)), time.monotonic()
     try:
         spec = SpareSpec("spare", factory, WITH_SPARE, checkpoint)
         launcher.start_spare("spare", spec, lambda how, was_ready: None)
@@ -292,78 +261,45 @@ def tokens_per_s(asked: list[Asked], phases: list[tuple[float, Kind]]) -> dict[K
     return {kind: round(tokens[kind] / seconds[kind], 1) for kind in kinds}
 
 
-def claims_of(result: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What is claimed of changes, and whether it holds."""
+def claims_of(result: dict[str, Any]) -> Iterator[Claim]:
+    """What is claimed of changes."""
+    too_short = "too short" if result["seconds"] < _JUDGED_S else ""
+    yield from _nothing_failed(result)
+    yield none("attempt was begun by planned changes", result["attempts_of_planned_changes"])
+    planned = (result["by_kind"][kind]["pause_s_max"] for kind in ("upgrade", "drain", "scale"))
+    yield at_most("planned pauses take {} s", max(planned), MAX_PAUSE_S).unless(too_short)
     least = 0.95 * (NUM_INSTANCES - 1) / NUM_INSTANCES
-    kinds = ("upgrade", "drain", "scale")
-    planned = [result["by_kind"][kind]["pause_s_max"] for kind in kinds]
-    is_short = result["seconds"] < _JUDGED_S
-    timed = [
-        (f"planned pauses of {max(planned)} s are at most 1 s", max(planned) <= MAX_PAUSE_S),
-        (
-            f"three give {result['ratio']} of four's tokens, at least {least:.2f}",
-            result["ratio"] >= least,
-        ),
-    ]
-    if is_short:
-        timed = [(f"{sentence}; too short to judge", True) for sentence, _ in timed]
-    return [
-        *_nothing_failed(result),
-        ("planned changes began no attempt", not result["attempts_of_planned_changes"]),
-        *timed,
-    ]
+    yield at_least("three give {} of four's tokens", result["ratio"], least).unless(too_short)
 
 
-def claims_of_spares(result: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What is claimed of spares, and whether it holds."""
-    limit_s = MAX_SPARE_S + result["experts_load_s"]
-    start_s = result["own_start_s"] + result["experts_load_s"]
-    max_process_s = round(MAX_START_RATIO * start_s + MAX_AFTER_START_S, 2)
-    is_short = result["minute_s"] < _MINUTE_S
-    return [
-        *_nothing_failed(result),
-        *(
-            (
-                f"a process that is {how} is missed after {result['noticed_s'][how]} s, at most "
-                f"{limit}",
-                result["noticed_s"][how] <= limit,
-            )
-            for how, limit in MAX_NOTICED_S.items()
-        ),
-        (
-            f"all serve again {result['spare_s']} s after a loss by a spare, at most {limit_s} s "
-            "(2 s and the experts' load)",
-            result["spare_s"] <= limit_s,
-        ),
-        (
-            f"that is {result['spare_ratio']} of the time with a new process, at most 0.6",
-            result["spare_ratio"] <= MAX_SPARE_RATIO,
-        ),
-        (
-            f"all serve again {result['new_process_s']} s after a loss by a new process, at most "
-            f"{max_process_s} s ({MAX_START_RATIO} of its own start, and {MAX_AFTER_START_S} s)",
-            result["new_process_s"] <= max_process_s,
-        ),
-        (
-            f"minutes with a kill give {result['kill_ratio']} of the tokens of others, at least "
-            f"{MIN_KILL_RATIO}" + "; too short to judge" * is_short,
-            result["kill_ratio"] >= MIN_KILL_RATIO or is_short,
-        ),
-    ]
+def claims_of_spares(result: dict[str, Any]) -> Iterator[Claim]:
+    """What is claimed of spares."""
+    too_short = "too short" if result["minute_s"] < _MINUTE_S else ""
+    load_s = result["experts_load_s"]
+    start_s = MAX_START_RATIO * (result["own_start_s"] + load_s) + MAX_AFTER_START_S
+    yield from _nothing_failed(result)
+    for how, limit in MAX_NOTICED_S.items():
+        what = f"a process that is {how} is missed after {{}} s"
+        yield at_most(what, result["noticed_s"][how], limit)
+    what = "all serve again {} s after a loss by a spare (2 s and the experts' load)"
+    yield at_most(what, result["spare_s"], MAX_SPARE_S + load_s)
+    what = "that is {} of the time with a new process"
+    yield at_most(what, result["spare_ratio"], MAX_SPARE_RATIO)
+    what = f"by a new process {{}} s ({MAX_START_RATIO} of its own start, {MAX_AFTER_START_S} s)"
+    yield at_most(what, result["new_process_s"], round(start_s, 2))
+    what = "minutes with a kill give {} of the tokens of others"
+    yield at_least(what, result["kill_ratio"], MIN_KILL_RATIO).unless(too_short)
 
 
-def _nothing_failed(result: dict[str, Any]) -> list[tuple[str, bool]]:
+def _nothing_failed(result: dict[str, Any]) -> Iterator[Claim]:
     phase = result["phase"]
-    return [
-        (f"{phase}: no accepted request was lost", not result["lost"]),
-        (f"{phase}: no output has a wrong token", not result["wrong"]),
-        (f"{phase}: no token was given twice", not result["doubled"]),
-        (
-            f"{phase}: no frame and no segment is left",
-            not (result["frames_left"] + result["segments_left"]),
-        ),
-    ]
+    yield none(f"accepted request was lost ({phase})", result["lost"])
+    yield none(f"output has a wrong token ({phase})", result["wrong"])
+    yield none(f"token was given twice ({phase})", result["doubled"])
+    yield none(
+        f"frame or segment is left ({phase})", result["frames_left"] + result["segments_left"]
+    )
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -10,21 +10,16 @@ mean nothing.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
-import machine
 import torch
+from kit import BenchRun, Claim, Result, at_least, bench
 
 from data_plane.attention.fp8_latent import quantise
 from data_plane.model.page_bytes import token_bytes
@@ -64,8 +59,6 @@ COLD_BYTES = 2**28
 LONG_CONTEXT = 2**16
 MIN_OF_CEILING, MIN_OF_FLASHMLA = 0.80, 0.85
 """The claims, at LONG_CONTEXT and above."""
-
-Result = dict[str, Any]
 
 
 def cells(shapes: AttentionShapes, quick: bool = False) -> list[tuple[str, int, int]]:
@@ -109,25 +102,20 @@ def rates(
     }
 
 
-def broken_claims(results: list[Result]) -> list[str]:
-    """Sentences on what was claimed and did not hold."""
+def claims(results: Sequence[Result]) -> Iterator[Claim]:
+    """What is claimed of long contexts."""
     long = [r for r in results if r["kind"] == "attention" and r["context"] >= LONG_CONTEXT]
     flashmla_us = {
         (r["kv"], r["batch"], r["context"]): r["us"] for r in long if r["backend"] == "flashmla"
     }
-    broken = []
-    for result in long:
-        if result["backend"] != "triton":
-            continue
-        where = f"{result['kv']}, batch {result['batch']}, context {result['context']}"
-        if result["of_ceiling"] < MIN_OF_CEILING:
-            broken.append(
-                f"{where}: {result['of_ceiling']} of the nearer ceiling, not {MIN_OF_CEILING}"
-            )
-        peer_us = flashmla_us.get((result["kv"], result["batch"], result["context"]))
-        if peer_us is not None and peer_us / result["us"] < MIN_OF_FLASHMLA:
-            broken.append(f"{where}: {peer_us / result['us']:.2f}x FlashMLA, not {MIN_OF_FLASHMLA}")
-    return broken
+    for result in (result for result in long if result["backend"] == "triton"):
+        cell = result["kv"], result["batch"], result["context"]
+        where = f"{cell[0]}, batch {cell[1]}, context {cell[2]}"
+        what = f"{where}: {{}} of the nearer ceiling"
+        yield at_least(what, result["of_ceiling"], MIN_OF_CEILING)
+        if cell in flashmla_us:
+            what = f"{where}: {{}} of FlashMLA's rate"
+            yield at_least(what, flashmla_us[cell] / result["us"], MIN_OF_FLASHMLA)
 
 
 def replay_us(calls: list[Callable[[], Any]], rounds: int = 20) -> float:
@@ -135,11 +123,11 @@ def replay_us(calls: list[Callable[[], Any]], rounds: int = 20) -> float:
 
     So launches cost as they do in a step. Without a GPU it is one round of calls.
     """
-    begun = time.perf_counter()
+    begun = perf_counter()
     for call in calls:
         call()
     if not torch.cuda.is_available():
-        return (time.perf_counter() - begun) * 1e6 / len(calls)
+        return (perf_counter() - begun) * 1e6 / len(calls)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -181,24 +169,6 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def large_tiles(*arguments: Any) -> Any:
-    """Make our FP8 backend with tiles of 64 tokens: half the rescalings, but spilled registers."""
-    from data_plane.attention import triton_mla
-
-    class LargeTiles(triton_mla.TritonMla):
-        def run(self, *arguments: Any) -> Any:
-            small, triton_mla.TILES_FP8 = (
-                triton_mla.TILES_FP8,
-                replace(triton_mla.TILES_FP8, block_tokens=64),
-            )
-            try:
-                return super().run(*arguments)
-            finally:
-                triton_mla.TILES_FP8 = small
-
-    return LargeTiles(*arguments)
-
-
 class AttentionCells:
     """One pool of frames that all cells of a KV format read."""
 
@@ -218,8 +188,6 @@ class AttentionCells:
         self.order = torch.randperm(self.num_frames, device=device()).int()
         ours = rank, rope, shapes.heads, None if torch.cuda.is_available() else 2
         self.backends: dict[str, Any] = {"triton": TritonMla(*ours)}
-        if kv == "fp8":
-            self.backends["triton, 64 tokens"] = large_tiles(*ours)
         if kv == "bf16" and find_spec("flash_mla"):
             self.backends["flashmla"] = FlashMla(rank)
 
@@ -238,6 +206,13 @@ class AttentionCells:
             [lambda plan=plan: backend.run(q, self.pool, plan, 0.04) for plan in plans],
             shapes.rounds,
         )
+
+    def results(self, name: str, batch: int, context: int, ceilings: Result) -> Iterator[Result]:
+        """The result of a cell."""
+        us = self.measure(name, batch, context)
+        where = {"kv": self.kv, "batch": batch, "context": context}
+        num = work(self.shapes, self.kv, batch, context)
+        yield rates("attention", name, us, *num, ceilings, **where)
 
 
 def measure_merge(shapes: AttentionShapes, ceilings: Result) -> Iterator[Result]:
@@ -279,110 +254,36 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
             )
             weights = gate_up.nbytes + down.nbytes
             flops = 2 * num_experts * rows * 3 * hidden * size
-            yield rates(
-                "experts",
-                name,
-                us,
-                weights // (2 if name == "deep_gemm" else 1),
-                flops,
-                ceilings,
-                rows=rows,
-            )
+            num_bytes = weights // (2 if name == "deep_gemm" else 1)
+            yield rates("experts", name, us, num_bytes, flops, ceilings, rows=rows)
 
 
-def attempt(what: str, measure: Callable[[], Any]) -> Any:
-    """What it measures; None if it failed, which is said: all else is measured still."""
-    try:
-        return measure()
-    except Exception:
-        print(f"FAILED {what}\n{traceback.format_exc(limit=-3)}", flush=True)
-        return None
-
-
-def options(
-    description: str, limit_s: int, arguments: Sequence[str] | None, has_quick: bool = False
-) -> argparse.Namespace:
-    """Parse a GPU benchmark's options by argparse: a GPU machine may have torch and Triton only."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="results; what it holds is not measured again"
-    )
-    if has_quick:
-        parser.add_argument(
-            "--quick", action="store_true", help="three shapes, under a minute; breaks no claim"
-        )
-    parser.add_argument("--tiny", action="store_true", help="small shapes: does it run at all?")
-    parser.add_argument(
-        "--limit-s", type=int, default=limit_s, help="begin no further measurement after so long"
-    )
-    chosen = parser.parse_args(arguments)
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not torch.cuda.is_available() and not (chosen.tiny and is_interpreted):
-        sys.exit(
-            f"{Path(parser.prog).stem}: no NVIDIA GPU is here (torch sees none); run it on a "
-            "machine that has one"
-        )
-    return chosen
-
-
-def describe() -> Result:
-    """This machine, with its GPU."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return machine.describe(os.getloadavg()[0]) | {"gpu": name}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+@bench("Three shapes, under a minute; judges no claim.", on_gpu_s=450)
+def main(run: BenchRun) -> None:
     """Measure attention, LSE merge and expert GEMMs on this machine's GPU."""
-    chosen = options((__doc__ or "").splitlines()[0], 450, arguments, has_quick=True)
-    deadline, described = time.monotonic() + chosen.limit_s, describe()
-    shapes = TINY if chosen.tiny else FULL
-    results: list[Result] = machine.read_results(chosen.json)
-    num_failed = 0
-
-    def keep(result: Result) -> None:
-        results.append(result)
-        print(" ".join(f"{key}={value}" for key, value in result.items()), flush=True)
-        if chosen.json:
-            machine.write_results(chosen.json, results, described)
-
-    if not results:
-        keep(measure_ceilings(chosen.tiny))
-    ceilings, done = (
-        results[0],
-        {(r.get("backend"), r.get("kv"), r.get("batch"), r.get("context")) for r in results},
-    )
+    shapes = TINY if run.is_tiny else FULL
+    if not run.results:
+        run.keep(measure_ceilings(run.is_tiny))
+    ceilings = run.results[0]
     for measure in (measure_merge, measure_experts):
         kind = measure.__name__.removeprefix("measure_")
-        if not any(kind == result["kind"] for result in results):
-            found = attempt(
-                kind, lambda measure=measure: list(measure(shapes, ceilings))
-            )  # whole, or not at all
-            num_failed += found is None
-            for result in found or ():
-                keep(result)
+        if not any(kind == result["kind"] for result in run.results):
+            run.attempt(kind, partial(measure, shapes, ceilings))
+    names = ("backend", "kv", "batch", "context")
+    done = {tuple(result.get(name) for name in names) for result in run.results}
     group: AttentionCells | None = None
-    for kv, batch, context in cells(shapes, chosen.quick):
-        if time.monotonic() > deadline:
-            print(f"{chosen.limit_s} s are over; the same command goes on where this one stopped")
+    for kv, batch, context in cells(shapes, run.is_quick):
+        if run.is_over:
             break
         if group is None or group.kv != kv:
             group = None  # before the next pool is allocated
             group = AttentionCells(shapes, kv)
         for name in group.backends:
-            if (name, kv, batch, context) in done:
-                continue
-            where = {"kv": kv, "batch": batch, "context": context}
-            us = attempt(f"{name} {where}", partial(group.measure, name, batch, context))
-            num_failed += us is None
-            if us is not None:
-                keep(
-                    rates(
-                        "attention", name, us, *work(shapes, kv, batch, context), ceilings, **where
-                    )
-                )
-    broken = [] if chosen.tiny else broken_claims(results)
-    print("\n".join(broken) or "every claim holds for what was measured")
-    sys.exit(1 if num_failed or (broken and not chosen.quick) else 0)
+            if (name, kv, batch, context) not in done:
+                where = name, batch, context
+                run.attempt((kv, *where), partial(group.results, *where, ceilings))
+    if not run.is_tiny:
+        run.judge(claims(run.results), run.too_quick)
 
 
 if __name__ == "__main__":

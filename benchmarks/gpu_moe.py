@@ -14,17 +14,16 @@ small shapes, on the CPU under TRITON_INTERPRET=1 too, where its times mean noth
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
-import gpu_attention
-import machine
 import torch
+from gpu_attention import replay_us
 from gpu_moe_case import FULL, TINY, MoeCase, MoeShapes
+from kit import BenchRun, Claim, Result, at_least, at_most, bench, none
 from torch import Tensor
 
 from data_plane.moe.fused_state import CHOOSE, DISPATCH, GATE, INNER, OUTPUT, ROUTE
@@ -37,7 +36,6 @@ MAX_SMALL, MAX_ANY, SMALL_ROWS = 0.85, 1.0, 32
 LEAST_GEMM, LEAST_BUSY, BUSY_ROWS = 0.9, 0.85, 128
 """Weight bytes a second over the grouped GEMM's; share of programs' time in tasks at that batch."""
 
-Result = dict[str, Any]
 CELL = ("form", "experts", "instances", "rows")
 """What names a measurement, beside its kind."""
 
@@ -150,8 +148,8 @@ def measure_time(shapes: MoeShapes, cell: Result) -> Result:
     case = case_of(shapes, cell)
     case.run_fused(), case.run_split()
     fused = case.fused[0]
-    split_us = gpu_attention.replay_us([case.run_split] * 4)
-    fused_us = gpu_attention.replay_us([case.layer(0)] * 4)
+    split_us = replay_us([case.run_split] * 4)
+    fused_us = replay_us([case.layer(0)] * 4)
     before = fused.statistic.clone(), int(fused.epoch)
     case.layer(0)()
     case.check()
@@ -233,11 +231,11 @@ def measure_gemm(shapes: MoeShapes, cell: Result) -> Result:
         reset()
         run(INNER, OUTPUT, programs=fused.num_programs)
 
-    both = gpu_attention.replay_us([reset_and_run])
-    fused_us = both - gpu_attention.replay_us([reset])
+    both = replay_us([reset_and_run])
+    fused_us = both - replay_us([reset])
     count = prepared[shape.at_expert :][: case.num_here].clone()
     x = case.x[0].expand(case.num_here, -1, -1).contiguous()
-    split_us = gpu_attention.replay_us([partial(experts.run_grouped, x, count)])
+    split_us = replay_us([partial(experts.run_grouped, x, count)])
     num_bytes = int((count > 0).sum()) * case.expert_bytes()
     return {
         "fused_gb_per_s": round(num_bytes / fused_us / 1e3, 1),
@@ -257,68 +255,49 @@ MEASURES = {
 """Kind -> what measures a cell of it."""
 
 
-def broken_claims(results: Sequence[Result]) -> list[str]:
-    """Sentences on what was claimed and did not hold."""
-    broken = []
+def claims(results: Sequence[Result]) -> Iterator[Claim]:
+    """What is claimed of times."""
     for result in results:
-        what = " ".join(f"{key}={result[key]}" for key in ("form", "experts", "instances", "rows")
-                        if key in result)  # fmt: skip
-        if result["kind"] == "time":
-            most = MAX_SMALL if result["rows"] <= SMALL_ROWS else MAX_ANY
-            if result["ratio"] > most:
-                broken.append(f"{what}: {result['ratio']} of the split path's time, not {most}")
-            if result["rows"] == BUSY_ROWS and result["busy"] < LEAST_BUSY:
-                broken.append(f"{what}: programs have tasks {result['busy']} of the time")
-        if result["kind"] == "gemm" and result["ratio"] < LEAST_GEMM:
-            broken.append(f"{what}: products at {result['ratio']} of the grouped GEMM's rate")
-        if result["kind"] == "operations" and result["fused"] != 1:
-            broken.append(f"{what}: a fused layer is {result['fused']} operations, not one")
-    return broken
+        what = " ".join(f"{name}={result[name]}" for name in CELL if name in result)
+        match result["kind"]:
+            case "time":
+                most = MAX_SMALL if result["rows"] <= SMALL_ROWS else MAX_ANY
+                yield at_most(f"{what}: {{}} of the split path's time", result["ratio"], most)
+                if result["rows"] == BUSY_ROWS:
+                    yield at_least(f"{what}: in tasks of the time", result["busy"], LEAST_BUSY)
+            case "gemm":
+                yield at_least(f"{what}: of the grouped GEMM's rate", result["ratio"], LEAST_GEMM)
+            case "operations":
+                yield at_most(f"{what}: operations of a fused layer", result["fused"], 1)
 
 
-def wrong(results: Sequence[Result]) -> list[str]:
-    """Sentences on what was wrong, whatever the machine."""
-    found = []
+def faults(results: Sequence[Result]) -> Iterator[Claim]:
+    """What must not be, whatever the machine."""
     for result in results:
         if result["kind"] == "right":
-            if result["different"] or not result["error"] < 2e-2:
-                found.append(f"{result}: wrong, or different from replay to replay")
-            if result["sent"] != result["to_send"]:
-                found.append(f"{result}: a row travels to each holder once, and back once")
-        if result["kind"] == "late" and "did not come" not in result["error"]:
-            found.append(f"{result}: an instance that stays away was no error")
-        is_timed = result["kind"] == "late" and torch.cuda.is_available()
-        if is_timed and result["ms"] > 2 * result["limit_ms"] + 100:
-            found.append(f"{result}: the wait was longer than twice its limit")
-    return found
+            is_wrong = result["different"] or not result["error"] < 2e-2
+            yield none("sum is wrong, or different from replay to replay", is_wrong and result)
+            is_more = result["sent"] != result["to_send"]
+            yield none("row travels more than once to a holder and back", is_more and result)
+        if result["kind"] == "late":
+            is_said = "did not come" in result["error"]
+            yield none("instance stays away without an error", not is_said and result)
+            if torch.cuda.is_available():
+                yield at_most("ms of a wait", result["ms"], 2 * result["limit_ms"] + 100)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@bench(on_gpu_s=400)
+def main(run: BenchRun) -> None:
     """Measure a fused mixture on this machine's GPU."""
-    chosen = gpu_attention.options((__doc__ or "").splitlines()[0], 400, arguments)
-    deadline, described = time.monotonic() + chosen.limit_s, gpu_attention.describe()
-    shapes = TINY if chosen.tiny else FULL
-    results: list[Result] = machine.read_results(chosen.json)
-    num_failed = 0
-    names = ("kind", *CELL)
-    measured = [{name: result[name] for name in names} for result in results]
-    everything = [{"kind": kind, **cell} for kind in MEASURES for cell in cells(shapes, kind)]
-    for name in [name for name in everything if name not in measured]:
-        if time.monotonic() > deadline:
-            print(f"{chosen.limit_s} s are over; the same command goes on where this one stopped")
-            break
-        measure = MEASURES[name["kind"]]
-        found = gpu_attention.attempt(str(name), partial(measure, shapes, name))
-        num_failed += found is None
-        if found is None:
-            continue
-        results.append(name | found)
-        print(" ".join(f"{key}={value}" for key, value in results[-1].items()), flush=True)
-        if chosen.json:
-            machine.write_results(chosen.json, results, described)
-    broken = wrong(results) + ([] if chosen.tiny else broken_claims(results))
-    print("\n".join(broken) or "every claim holds for what was measured")
-    sys.exit(1 if num_failed or broken else 0)
+    shapes, names = TINY if run.is_tiny else FULL, ("kind", *CELL)
+    measured = [{name: result[name] for name in names} for result in run.results]
+    for kind, measure in MEASURES.items():
+        for name in ({"kind": kind, **cell} for cell in cells(shapes, kind)):
+            if name not in measured:
+                run.attempt(name, lambda name=name, m=measure: [name | m(shapes, name)])
+    run.judge(faults(run.results))
+    if not run.is_tiny:
+        run.judge(claims(run.results))
 
 
 if __name__ == "__main__":

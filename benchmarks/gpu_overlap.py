@@ -8,17 +8,14 @@ kernel that spins for a given time.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median, pstdev
 from types import SimpleNamespace
 from typing import Any
 
-import machine
 import torch
-from gpu_attention import attempt, describe, options
+from kit import BenchRun, Claim, Result, at_least, at_most, bench
 from torch import Tensor, nn
 
 from data_plane.graph.cuda_graphs import CudaGraphs
@@ -27,8 +24,6 @@ from nanocp.overlap.engine.engine import OverlapEngine
 from nanocp.overlap.engine.streams import CudaStreams
 from nanocp.overlap.ops import SplitFunc
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow
-
-Result = dict[str, Any]
 
 GEMMS = ((64, 7168, 2048), (512, 7168, 2048), (2048, 8192, 3584))
 """(rows, inputs, outputs): DeepSeek-V3's experts, LLaMA-2 70B's up and gate on one of eight."""
@@ -190,21 +185,20 @@ def engine(rows: int, width: int) -> Result:
     }
 
 
-def broken_claims(results: Sequence[Result]) -> list[str]:
-    """Sentences on what was claimed and did not hold."""
-    broken = []
-    for result in results:
-        if result["kind"] == "lanes" and 0.7 <= result["waits_of_compute"] <= 1.2:
-            what = f"{result['rows']} rows, waits of {result['waits_of_compute']} of compute"
-            if result["ratio"] > MAX_LANES:
-                broken.append(f"{what}: two lanes take {result['ratio']} of one, not {MAX_LANES}")
-            if result["hidden"] < 0.5:
-                broken.append(f"{what}: {result['hidden']} of the waits are hidden, not 0.5")
-        if result["kind"] == "engine" and not result["equal"]:
-            broken.append(f"{result['rows']} rows: halves do not give the bits of the whole")
-        if result["kind"] == "engine" and result["ratio"] > MAX_OF_WHOLE:
-            broken.append(f"{result['rows']} rows: halves take {result['ratio']} of the whole")
-    return broken
+def claims(results: Sequence[Result]) -> Iterator[Claim]:
+    """What is claimed of lanes and of the engine; one fails if none of them was measured."""
+    claimed = [result for result in results if result["kind"] in ("lanes", "engine")]
+    if not claimed:
+        yield Claim("something that is claimed was measured", False)
+    for result in claimed:
+        rows = f"{result['rows']} rows"
+        if result["kind"] == "engine":
+            yield Claim(f"{rows}: halves give the bits of the whole", result["equal"])
+            yield at_most(f"{rows}: halves take {{}} of the whole", result["ratio"], MAX_OF_WHOLE)
+        elif 0.7 <= result["waits_of_compute"] <= 1.2:
+            what = f"{rows}, waits of {result['waits_of_compute']} of compute"
+            yield at_most(f"{what}: two lanes take {{}} of one", result["ratio"], MAX_LANES)
+            yield at_least(f"{what}: {{}} of the waits are hidden", result["hidden"], 0.5)
 
 
 def spread(results: Sequence[Result]) -> Iterator[str]:
@@ -261,32 +255,16 @@ def measurements(is_tiny: bool) -> Iterator[tuple[tuple[Any, ...], Callable[[], 
             yield ("interference", mechanism, *shape), lambda how=how: list(how())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@bench(on_gpu_s=480)
+def main(run: BenchRun) -> None:
     """Measure on this machine's GPU."""
-    chosen = options((__doc__ or "").splitlines()[0], 480, arguments)
-    deadline, described = time.monotonic() + chosen.limit_s, describe()
-    results: list[Result] = machine.read_results(chosen.json)
-    done = {tuple(result["what"]) for result in results}
-    num_failed = 0
-    for what, measure in measurements(chosen.tiny):
-        if what in done:
-            continue
-        if time.monotonic() > deadline:
-            print(f"{chosen.limit_s} s are over; the same command goes on where this one stopped")
-            break
-        found = attempt(" ".join(map(str, what)), measure)
-        num_failed += found is None
-        for result in found or ():
-            results.append({"what": list(what), **result})
-            print(" ".join(f"{key}={value}" for key, value in result.items()), flush=True)
-        if chosen.json:
-            machine.write_results(chosen.json, results, described)
-    print("\n".join(spread(results)))
-    broken = [] if chosen.tiny else broken_claims(results)
-    if not (chosen.tiny or any(result["kind"] in ("lanes", "engine") for result in results)):
-        broken = ["nothing that is claimed was measured"]
-    print("\n".join(broken) or "every claim holds for what was measured")
-    sys.exit(1 if num_failed or broken else 0)
+    done = {tuple(result["what"]) for result in run.results}
+    for what, measure in measurements(run.is_tiny):
+        if what not in done:
+            run.attempt(what, lambda w=what, m=measure: [{"what": [*w], **each} for each in m()])
+    run.say("\n".join(spread(run.results)))
+    if not run.is_tiny:
+        run.judge(claims(run.results))
 
 
 if __name__ == "__main__":

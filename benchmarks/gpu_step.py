@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-import gpu_attention
-import machine
 import torch
+from gpu_attention import measure_ceilings, rates, replay_us
 from gpu_shapes import FULL, TINY, StepShapes, latent, random_weights
+from kit import BenchRun, Claim, Result, at_most, bench
 
 from data_plane.attention.triton_merge import merge_routed
 from data_plane.attention.triton_mla import TritonMla
@@ -44,8 +44,6 @@ from nanocp.values.plan import PAGE_SIZE
 MAX_CPU_US, MAX_GRAPHS, MAX_GRAPH_GIB = 100, 48, 5.32
 """The claims: processor time of a replayed step; graphs and memory at the paper's bounds (its Table
 2)."""
-
-Result = dict[str, Any]
 
 
 class Card:
@@ -68,7 +66,7 @@ class Card:
 
         So launches cost as they do in a step.
         """
-        return gpu_attention.replay_us(list(calls), self.shapes.rounds)
+        return replay_us(list(calls), self.shapes.rounds)
 
     def host_us(self, call: Callable[[], Any]) -> tuple[float, float]:
         """Measure a call that returns before the device is done.
@@ -195,7 +193,7 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     for name in ("put Q", "take Q", "put RES", "take RES"):
         us = card.us(lambda phase=phases[name]: phase(0))
         num_bytes = 2 * links * sizes[Channel.Q if name.endswith("Q") else Channel.RES]
-        yield gpu_attention.rates("exchange", name, us, num_bytes, 0, ceilings, rows=links)
+        yield rates("exchange", name, us, num_bytes, 0, ceilings, rows=links)
     count_N, num_rows = case.num_sent[0], slots
     slot_NB = torch.full((num_instances, num_rows), -1, dtype=torch.int32, device=card.device)
     slot_NB[1:] = torch.arange(num_rows, device=card.device, dtype=torch.int32)
@@ -205,11 +203,11 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     partial_lse = torch.randn(links, kind.num_heads, device=card.device)
     us = card.us(lambda: merge_routed(out, lse, partial, partial_lse, count_N, slot_NB))
     num_bytes = partial.nbytes + partial_lse.nbytes + 2 * (out.nbytes + lse.nbytes)
-    yield gpu_attention.rates("exchange", "merge", us, num_bytes, 0, ceilings, rows=num_rows)
+    yield rates("exchange", "merge", us, num_bytes, 0, ceilings, rows=num_rows)
     us = card.us(case.run_layer)
     case.check()
     num_bytes = 4 * num_instances * links * (sizes[Channel.Q] + sizes[Channel.RES])
-    yield gpu_attention.rates("exchange", "a layer of all", us, num_bytes, 0, ceilings, rows=links)
+    yield rates("exchange", "a layer of all", us, num_bytes, 0, ceilings, rows=links)
     empty = torch.zeros_like(count_N)
     us = card.us(lambda: case.members[0].wait(Channel.Q, empty))
     yield {"kind": "exchange", "backend": "wait for nobody", "us": round(us, 2)}
@@ -317,55 +315,30 @@ def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
 MEASURES = (measure_exchange, measure_step, measure_graphs, measure_wire)
 
 
-def broken_claims(results: list[Result]) -> list[str]:
-    """Sentences on what was claimed and did not hold."""
-    broken = []
+def claims(results: Sequence[Result]) -> Iterator[Claim]:
+    """What is claimed of steps and graphs."""
     for result in results:
-        if result["kind"] == "step" and result["replay_cpu_us"] >= MAX_CPU_US:
-            broken.append(
-                f"{result['rows']} rows: {result['replay_cpu_us']} us of processor time, not "
-                f"{MAX_CPU_US}"
-            )
-        if result["kind"] == "graphs" and (
-            result["graphs"] > MAX_GRAPHS or result["gib"] > MAX_GRAPH_GIB
-        ):
-            broken.append(
-                f"{result['graphs']} graphs and {result['gib']} GiB, not {MAX_GRAPHS} and "
-                f"{MAX_GRAPH_GIB}"
-            )
-    return broken
+        if result["kind"] == "step":
+            us = result["replay_cpu_us"]
+            what = f"{result['rows']} rows: {us} us of processor time, under {MAX_CPU_US}"
+            yield Claim(what, us < MAX_CPU_US)
+        if result["kind"] == "graphs":
+            yield at_most("graphs", result["graphs"], MAX_GRAPHS)
+            yield at_most("GiB of graphs", result["gib"], MAX_GRAPH_GIB)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@bench(on_gpu_s=400)
+def main(run: BenchRun) -> None:
     """Measure the exchange and whole steps on this machine's GPU."""
-    chosen = gpu_attention.options((__doc__ or "").splitlines()[0], 400, arguments)
-    deadline, described = time.monotonic() + chosen.limit_s, gpu_attention.describe()
-    card = Card(TINY if chosen.tiny else FULL)
-    results: list[Result] = machine.read_results(chosen.json)
-    num_failed = 0
-
-    def keep(found: Sequence[Result]) -> None:
-        results.extend(found)
-        for result in found:
-            print(" ".join(f"{key}={value}" for key, value in result.items()), flush=True)
-        if chosen.json:
-            machine.write_results(chosen.json, results, described)
-
-    if not results:
-        keep([gpu_attention.measure_ceilings(chosen.tiny)])
+    card = Card(TINY if run.is_tiny else FULL)
+    if not run.results:
+        run.keep(measure_ceilings(run.is_tiny))
     for measure in MEASURES:
         kind = measure.__name__.removeprefix("measure_")
-        if any(result["kind"] == kind for result in results):
-            continue
-        if time.monotonic() > deadline:
-            print(f"{chosen.limit_s} s are over; the same command goes on where this one stopped")
-            break
-        found = gpu_attention.attempt(kind, lambda measure=measure: list(measure(card, results[0])))
-        num_failed += found is None
-        keep(found or [])
-    broken = [] if chosen.tiny else broken_claims(results)
-    print("\n".join(broken) or "every claim holds for what was measured")
-    sys.exit(1 if num_failed or broken else 0)
+        if not any(result["kind"] == kind for result in run.results):
+            run.attempt(kind, partial(measure, card, run.results[0]))
+    if not run.is_tiny:
+        run.judge(claims(run.results))
 
 
 if __name__ == "__main__":

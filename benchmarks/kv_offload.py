@@ -15,25 +15,19 @@ Every block has new prompts, and each row fills at least one page that is stowed
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import random
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import psutil
-import typer
-from machine import describe, write_results
-from measured_twice import CANNOT_JUDGE
-from rich.console import Console
-from service import checkpoint_of, decode, random_prompts
-from structured_output import ratio_of
+from kit import BenchRun, Claim, bench
+from service import checkpoint_of, random_prompts, step_cpu_ms
+from structured_output import Ratio, in_turn
 
 from nanocp.client import Client
-from nanocp.serve.process import Serving, serving
+from nanocp.serve.process import serving
 
 BATCH, PROMPT_LEN, STEPS = 16, 20, 64
 MAX_TOKENS = 2000
@@ -44,39 +38,20 @@ PAGE = 64
 HITS = ("nanocp:kv_offload_hits_total", "nanocp:prefix_cache_hits_total")
 
 
-def main(
-    quick: Annotated[
-        bool, typer.Option(help="Under a minute: preset tiny, 3 blocks; judges no step.")
-    ] = False,
-    blocks: Annotated[int, typer.Option(help="Blocks of two measurements of a step.")] = 20,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Under a minute: preset tiny, whose steps are short, 3 blocks; judges no step.")
+def main(run: BenchRun, blocks: Annotated[int, "Blocks of two measurements."] = 20) -> None:
     """Play conversations, then measure steps in turn."""
-    console, load_before = Console(), os.getloadavg()[0]
-    saved = converse(checkpoint_of("tiny"), *((4, 3) if quick else (12, 5)))
-    console.print(
+    saved = converse(checkpoint_of("tiny"), *((4, 3) if run.is_quick else (12, 5)))
+    is_equal = saved["saved"] == saved["predicted"] and saved["outside"] > 0
+    what = (
         f"{saved['rounds']} rounds: {saved['saved']} of {saved['prompt_tokens']} prompt tokens "
         f"were there, predicted {saved['predicted']}; {saved['outside']} came from outside frames"
     )
-    preset, num_blocks = ("tiny", 3) if quick else ("small", blocks)
-    step = ratio_of(measure(checkpoint_of(preset), num_blocks, console), "on", MAX_STEP)
-    console.print(
-        f"with kv_offload a step takes {step.ratio:.3f} of the processor time ({step.low:.3f} to "
-        f"{step.high:.3f}) of {step.step_ms:.1f} ms; at most {MAX_STEP}: {step.verdict}"
-    )
-    if json is not None:
-        machine = describe(load_before) | {"preset": preset}
-        write_results(json, [saved, asdict(step) | {"verdict": step.verdict}], machine)
-    is_equal = saved["saved"] == saved["predicted"] and saved["outside"] > 0
-    console.print(f"{'holds' if is_equal else 'DOES NOT HOLD'}: exactly the predicted tokens")
-    if quick:
-        console.print("--quick: preset tiny, whose steps are short. The claim is about small.")
-    if not is_equal or (not quick and step.verdict == "does not hold"):
-        raise typer.Exit(1)
-    if not quick and step.verdict != "holds":
-        raise typer.Exit(CANNOT_JUDGE)
+    run.judge([Claim(what, is_equal)])
+    preset, num_blocks = ("tiny", 3) if run.is_quick else ("small", blocks)
+    step = Ratio.of(measure(checkpoint_of(preset), num_blocks, run.say), "on", MAX_STEP)
+    run.keep(saved, step.result(), preset=preset)
+    run.judge([step.claim("with kv_offload a step")], run.too_quick)
 
 
 def converse(checkpoint: Path, num_conversations: int, num_rounds: int) -> dict[str, int]:
@@ -103,45 +78,28 @@ def converse(checkpoint: Path, num_conversations: int, num_rounds: int) -> dict[
     return result | {"saved": outside + inside, "outside": outside}
 
 
-def measure(checkpoint: Path, num_blocks: int, console: Console) -> dict[str, list[float]]:
+def measure(
+    checkpoint: Path, num_blocks: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
     """Milliseconds of processor time of a step, without kv_offload and with it, one a block."""
-    step_ms: dict[str, list[float]] = {"off": [], "on": []}
-    draw = random.Random(0)
+    settings = {"data_plane.threads_per_instance": 1, "cluster.num_frames": 528}
+    more = {"off": {}, "on": {"kv_offload.host_gib": 1.0}}
     with contextlib.ExitStack() as held:
         services = {
-            "off": held.enter_context(_service(checkpoint, {})),
-            "on": held.enter_context(_service(checkpoint, {"kv_offload.host_gib": 1.0})),
+            name: held.enter_context(
+                serving(checkpoint, 1, settings | each, ray=False, synthetic_kv=False)
+            )
+            for name, each in more.items()
         }
-        for service in services.values():  # The first tokens pay for compiling and page faults.
-            _step_ms(service, random_prompts(checkpoint, BATCH, PROMPT_LEN, 999), 8)
-        for block in range(num_blocks):
-            prompts = random_prompts(checkpoint, BATCH, PROMPT_LEN, block)
-            for name in draw.sample(list(services), 2):
-                step_ms[name].append(_step_ms(services[name], prompts, STEPS))
-            latest = ", ".join(f"{name} {values[-1]:.2f}" for name, values in step_ms.items())
-            console.print(f"block {block + 1} of {num_blocks}: ms a step: {latest}")
-    return step_ms
 
+        def step_ms(name: str, seed: int, num_tokens: int = STEPS) -> float:
+            prompts = random_prompts(checkpoint, BATCH, PROMPT_LEN, seed)
+            return step_cpu_ms(services[name], prompts, num_tokens, MAX_TOKENS)
 
-def _service(
-    checkpoint: Path, settings: Mapping[str, object]
-) -> contextlib.AbstractContextManager[Serving]:
-    more = {"data_plane.threads_per_instance": 1, "cluster.num_frames": 528, **settings}
-    return serving(checkpoint, 1, more, ray=False, synthetic_kv=False)
-
-
-def _step_ms(service: Serving, prompts: list[list[int]], num_tokens: int) -> float:
-    (pid,) = service.instance_pids()
-    cpu_s: list[float] = []
-
-    def at_edge() -> None:
-        times = psutil.Process(pid).cpu_times()
-        cpu_s.append(times.user + times.system)
-
-    steady = asyncio.run(decode(service.target, prompts, num_tokens, MAX_TOKENS, at_edge))
-    num_steps = (steady.end_s - steady.begin_s) * steady.tokens_per_s / BATCH
-    return 1e3 * (cpu_s[1] - cpu_s[0]) / num_steps
+        for name in services:  # The first tokens pay for compiling and page faults.
+            step_ms(name, 999, 8)
+        return in_turn({name: partial(step_ms, name) for name in services}, num_blocks, say)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

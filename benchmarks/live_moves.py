@@ -1,6 +1,6 @@
 """Rows re-bind, pages move and requests are preempted while others run: exactness, and the cost.
 
-    python benchmarks/live_moves.py [--quick] [--minutes M] [--runs] [--json PATH]
+    python benchmarks/live_moves.py [--quick] [--minutes M] [--json PATH]
 
 Enters: the tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings,
 extensions and page moves. Leaves: tables, and a list of {phase, seconds, requests, tokens, wrong,
@@ -9,32 +9,27 @@ wait_ms_p50, wait_ms_max, moves}, where moves are moved_tokens.costs and the wai
 preempted requests; exit status 1 if a claim does not hold. Does not know: who moved when.
 
 Rows and pages move all the time (`moving`); then under a load that generates more than its frames
-hold (`preempting`). With --runs nothing is served: see page_runs.
+hold (`preempting`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
-import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import page_runs
-import typer
-from machine import describe, write_results
+from kit import BenchRun, Claim, at_least, at_most, bench, none
 from moved_tokens import ANY, MIN_PROMPT_LEN, MOVES, costs, gaps_of, waits_ms
-from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
 from service import checkpoint_of, random_prompts
 
-from nanocp.cli.console import print_claims
+from nanocp.cli.console import progress
 from nanocp.client import AsyncClient
 from nanocp.serve.process import serving
 
@@ -99,37 +94,21 @@ class PlayedRequest:
         return 1e3 * (self.arrivals_s[-1] - self.arrivals_s[0]) / (len(self.arrivals_s) - 1)
 
 
+@bench("14 seconds of moves: under a minute.")
 def main(
-    quick: Annotated[bool, typer.Option(help="14 seconds of moves: under a minute.")] = False,
-    minutes: Annotated[
-        float, typer.Option(help="Of load with moves; preemptions take a fifth more.")
-    ] = 10.0,
-    runs: Annotated[
-        bool,
-        typer.Option(help="Only: what many runs of pages cost a request. No claim; half a minute."),
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
+    run: BenchRun,
+    minutes: Annotated[float, "Of load with moves; preemptions take a fifth more."] = 10.0,
 ) -> None:
     """Play the load, then let the reference model judge every output."""
-    load_before = os.getloadavg()[0]
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    if runs:
-        found = [cost._asdict() for cost in page_runs.measure(9 if quick else 51)]
-        show_runs(found, console)
-        if json is not None:
-            write_results(json, found, describe(load_before))
-        return
-    checkpoint = checkpoint_of("tiny")
-    moving_s = 14.0 if quick else 60.0 * minutes
-    with Progress(console=console, transient=True) as progress:
-        played = {name: play(checkpoint, name, moving_s, progress) for name in PHASES}
-        results = [judge(checkpoint, name, *played[name], progress) for name in PHASES]
-    show(results, console)
-    if json is not None:
-        write_results(json, results, describe(load_before))
-    raise typer.Exit(0 if show_claims(results, console) else 1)
+    checkpoint, moving_s = checkpoint_of("tiny"), 14.0 if run.is_quick else 60.0 * minutes
+    with progress() as bar:
+        played = {name: play(checkpoint, name, moving_s, bar) for name in PHASES}
+        results = [judge(checkpoint, name, *played[name], bar) for name in PHASES]
+    for result in results:
+        run.table("four instances, policy chaos", [result])
+        run.table(f"from token to token by moves meanwhile, {result['phase']}", result["moves"])
+    run.keep(*results)
+    run.judge(claims_of(results))
 
 
 def play(
@@ -229,75 +208,31 @@ def judge(
     } | service
 
 
-def show(results: list[dict[str, Any]], console: Console) -> None:
-    """The phases side by side, then what their moves cost."""
-    table = Table(
-        "",
-        *(result["phase"] for result in results),
-        title="Live moves: four instances, policy chaos",
-    )
-    for name in [name for name in results[0] if name not in ("phase", "moves")]:
-        table.add_row(name, *(f"{result[name]:,}" for result in results))
-    console.print(table)
-    columns = ("gaps", "ms", "ms_others", "ms_before", "ratio_others", "ratio_before")
-    for result in results:
-        table = Table("moved meanwhile", *columns, title=f"From token to token, {result['phase']}")
-        for cost in result["moves"]:
-            table.add_row(cost["kind"], *(f"{cost[column]:,}" for column in columns))
-        console.print(table)
-
-
-def show_runs(found: list[dict[str, Any]], console: Console) -> None:
-    """One line for each kind of work: its time at one run, and the ratios of more."""
-    numbers = sorted({cost["runs"] for cost in found})
-    title = f"A request with {page_runs.NUM_PAGES} pages on an instance, by runs; of one run"
-    table = Table("", "us at 1 run", *(f"{n} runs" for n in numbers[1:]), title=title)
-    for what in dict.fromkeys(cost["what"] for cost in found):
-        of_one, *rest = [cost for cost in found if cost["what"] == what]
-        table.add_row(what, f"{of_one['us']:,.0f}", *(f"{cost['ratio']:.2f}" for cost in rest))
-    console.print(table)
-
-
-def show_claims(results: list[dict[str, Any]], console: Console) -> bool:
-    """Say what holds; True if all does."""
+def claims_of(results: Sequence[dict[str, Any]]) -> Iterator[Claim]:
+    """What is claimed of both phases."""
     moving, preempting = results
+    sums = {
+        name: sum(result[name] for result in results)
+        for name in ("wrong", "frames_not_back", "tokens", "near_ties")
+    }
+    yield none("request has a wrong token", sums["wrong"])
+    yield none("frame is left", sums["frames_not_back"])
     pages_per_s = moving["pages_moved"] / moving["seconds"]
+    yield at_least("{} pages move in a second", pages_per_s, MIN_PAGES_PER_S)
     preempted_per_min = preempting["preemptions"] / preempting["seconds"] * 60
-    tokens, near_ties = (
-        sum(result[name] for result in results) for name in ("tokens", "near_ties")
+    yield at_least(
+        "{} requests are preempted in a minute", preempted_per_min, MIN_PREEMPTIONS_PER_MIN
     )
+    yield at_most("near-ties, of all tokens", sums["near_ties"] / sums["tokens"], MAX_NEAR_TIES)
     cost_of = {cost["kind"]: cost for cost in moving["moves"]}
-    before = cost_of[ANY]["ratio_before"] if ANY in cost_of else math.inf
-    claims = [
-        ("no request has a wrong token", sum(result["wrong"] for result in results) == 0),
-        ("every frame came back", sum(result["frames_not_back"] for result in results) == 0),
-        (
-            f"{pages_per_s:.1f} pages move in a second, at least {MIN_PAGES_PER_S}",
-            pages_per_s >= MIN_PAGES_PER_S,
-        ),
-        (
-            (
-                f"{preempted_per_min:.1f} requests are preempted in a minute, at least "
-                f"{MIN_PREEMPTIONS_PER_MIN}"
-            ),
-            preempted_per_min >= MIN_PREEMPTIONS_PER_MIN,
-        ),
-        (
-            f"{near_ties} near-ties of {tokens:,} tokens, at most 1 of 1,000",
-            near_ties <= MAX_NEAR_TIES * tokens,
-        ),
-    ]
     for kind in MOVES:
         ratio = cost_of[kind]["ratio_others"] if kind in cost_of else math.inf
-        sentence = (
-            f"{kind}: the moved request's next token takes {ratio} times as long as others' at "
-            "that time"
-        )
-        claims.append((f"{sentence}, at most {MAX_RATIO_OTHERS}", ratio <= MAX_RATIO_OTHERS))
-    sentence = f"any move: {before} times as long as its own just before, when nothing moved"
-    claims.append((f"{sentence}, at most {MAX_RATIO_BEFORE}", before <= MAX_RATIO_BEFORE))
-    return print_claims(console, claims)
+        what = f"{kind}: the moved request's next token takes {{}} times as long as others' then"
+        yield at_most(what, ratio, MAX_RATIO_OTHERS)
+    before = cost_of[ANY]["ratio_before"] if ANY in cost_of else math.inf
+    what = "any move: {} times as long as its own just before, when nothing moved"
+    yield at_most(what, before, MAX_RATIO_BEFORE)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

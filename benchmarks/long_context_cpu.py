@@ -12,19 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json as json_format
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from machine import describe, write_results
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from kit import BenchRun, at_most, bench
 from service import checkpoint_of, decode, random_prompts
 
 from nanocp.serve.process import Serving, serving
@@ -65,49 +61,25 @@ class ContextStep:
     """The long request's, as its client sees it."""
 
 
-def main(
-    quick: Annotated[
-        bool, typer.Option(help="Under a minute: preset tiny, 16k tokens, one round; no claim.")
-    ] = False,
-    kv_tokens: Annotated[int | None, typer.Option(help="KV tokens of the long request.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Under a minute: preset tiny, 16k tokens, one round; judges no claim.")
+def main(run: BenchRun) -> None:
     """Measure degree 1 and degree 2 in turn, so that a drift of the machine meets both."""
-    console, load_before = Console(), os.getloadavg()[0]
-    shape = QUICK if quick else FULL
-    if kv_tokens is not None:
-        shape = ContextShape(shape.preset, kv_tokens, shape.num_tokens, shape.rounds)
-    steps = measure(shape, console)
+    shape = QUICK if run.is_quick else FULL
+    steps = measure(shape, run.track([1, 2] * shape.rounds, "steps"))
     results = [_result(shape, degree, steps[degree]) for degree in sorted(steps)]
     ratio = results[1]["step_ms"] / results[0]["step_ms"]
-    show(results, ratio, console)
-    if json is not None:
-        write_results(
-            json,
-            results,
-            describe(load_before) | {"preset": shape.preset, "ratio": round(ratio, 3)},
-        )
-    if quick:
-        console.print(
-            "--quick: preset tiny, 16k tokens, one round. The claim is about the full run."
-        )
-    elif ratio > MAX_RATIO:
-        raise typer.Exit(1)
+    run.table(f"one long request beside {NUM_SHORT_ROWS} short rows", results)
+    run.keep(*results, preset=shape.preset, ratio=round(ratio, 3))
+    run.judge([at_most("step time at degree 2 / degree 1", ratio, MAX_RATIO)], run.too_quick)
 
 
-def measure(shape: ContextShape, console: Console) -> dict[int, list[ContextStep]]:
-    """By degree, one ContextStep a round."""
+def measure(shape: ContextShape, degrees: Iterable[int]) -> dict[int, list[ContextStep]]:
+    """By degree, one ContextStep each time that it is named."""
     checkpoint = long_checkpoint(shape.preset, shape.long_len)
     steps: dict[int, list[ContextStep]] = {1: [], 2: []}
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=2 * shape.rounds)
-        for _, degree in itertools.product(range(shape.rounds), steps):
-            progress.update(task, description=f"degree {degree}")
-            with _serving(checkpoint, shape, degree) as service:
-                steps[degree].append(_measure(service, checkpoint, shape))
-            progress.advance(task)
+    for degree in degrees:
+        with _serving(checkpoint, shape, degree) as service:
+            steps[degree].append(_measure(service, checkpoint, shape))
     return steps
 
 
@@ -122,9 +94,9 @@ def long_checkpoint(preset: str, long_len: int) -> Path:
     for file in source.iterdir():
         if file.name != "config.json" and not (path / file.name).is_symlink():
             (path / file.name).symlink_to(file)
-    config = json_format.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
     config["max_position_embeddings"] = _max_model_len(long_len)
-    (path / "config.json").write_text(json_format.dumps(config, indent=2))
+    (path / "config.json").write_text(json.dumps(config, indent=2))
     return path
 
 
@@ -164,27 +136,19 @@ def _measure(service: Serving, checkpoint: Path, shape: ContextShape) -> Context
         checkpoint, NUM_SHORT_ROWS, SHORT_LEN
     )
     samples: list[dict[tuple[str, str], float]] = []
-    state = asyncio.run(
-        decode(
-            service.target,
-            prompts,
-            shape.num_tokens,
-            MAX_TOKENS,
-            lambda: samples.append(service.metrics()),
-        )
-    )
 
-    def spent(name: str, engine: str) -> float:
-        key = (f"nanocp:{name}", engine)
-        return samples[1][key] - samples[0][key]
+    def at_edge() -> None:
+        samples.append(service.metrics())
 
-    engines = [str(engine) for engine in range(NUM_INSTANCES)]
-    step_s = [
-        spent("step_seconds_sum", engine) / spent("step_seconds_count", engine)
-        for engine in engines
-    ]
-    waited_s = [spent("step_exchange_seconds_sum", engine) for engine in engines]
-    share = sum(waited_s) / sum(spent("step_seconds_sum", engine) for engine in engines)
+    state = asyncio.run(decode(service.target, prompts, shape.num_tokens, MAX_TOKENS, at_edge))
+
+    def spent(name: str) -> list[float]:
+        keys = [(f"nanocp:{name}", str(instance)) for instance in range(NUM_INSTANCES)]
+        return [samples[1][key] - samples[0][key] for key in keys]
+
+    spent_s, counts = spent("step_seconds_sum"), spent("step_seconds_count")
+    step_s = [seconds / count for seconds, count in zip(spent_s, counts, strict=True)]
+    share = sum(spent("step_exchange_seconds_sum")) / sum(spent_s)
     inside = [at for at in state.arrivals_s[0] if state.begin_s <= at <= state.end_s]
     return ContextStep(
         1000 * max(step_s), share, 1000 * (inside[-1] - inside[0]) / (len(inside) - 1)
@@ -203,24 +167,5 @@ def _result(shape: ContextShape, degree: int, steps: list[ContextStep]) -> dict[
     }
 
 
-def show(results: list[dict[str, Any]], ratio: float, console: Console) -> None:
-    """One line for each degree, and the ratio."""
-    table = Table(
-        title=f"one request of {results[0]['kv_tokens']} tokens beside {NUM_SHORT_ROWS} short rows"
-    )
-    for column in (
-        "CP degree",
-        "step ms",
-        "waiting for the exchange",
-        "TPOT ms of the long request",
-    ):
-        table.add_column(column, justify="right")
-    for result in results:
-        step_ms, share = f"{result['step_ms']:.1f}", f"{result['exchange_share']:.1%}"
-        table.add_row(str(result["cp_degree"]), step_ms, share, f"{result['tpot_ms']:.1f}")
-    console.print(table)
-    console.print(f"step time at degree 2 / degree 1: {ratio:.3f} (claimed: at most {MAX_RATIO})")
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    main()

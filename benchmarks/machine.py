@@ -58,6 +58,18 @@ def describe(load_before: float) -> dict[str, Any]:
     }
 
 
+def headline(load_before: float) -> str:
+    """Say in a line on what machine and of what code this is."""
+    about = describe(load_before)
+    commit = about["commit"][:12] or f"code {about['code']}"
+    changed = " with local changes" if about["has_local_changes"] else ""
+    torch = about["versions"].get("torch", "absent")
+    return (
+        f"{about['cpu']}, {about['cores']} cores, torch {torch}, commit {commit}{changed}, "
+        f"load {load_before:.1f}"
+    )
+
+
 def code_digest() -> str:
     """Digest the code that runs on a GPU machine, which may have no commit.
 
@@ -86,10 +98,10 @@ def read_results(path: Path | None) -> list[dict[str, Any]]:
     return results
 
 
-def write_results(path: Path, results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
-    """Write the list, and the machine beside it."""
+def write_results(path: Path, results: Any, machine: dict[str, Any]) -> None:
+    """Write the results, a list or an object, and the machine beside them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(list(results), indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".machine.json").write_text(json.dumps(machine, indent=1) + "\n")
 
 
@@ -111,7 +123,7 @@ class TwoProcesses(NamedTuple):
         scarce, scaling = min(self._asdict().items(), key=lambda each: each[1])
         if scaling >= at_least:
             return ""
-        return f"not judged: {scarce} of two processes is {scaling:.2f} of one's ({at_least:.2f})"
+        return f"{scarce} of two processes is {scaling:.2f} of one's ({at_least:.2f})"
 
 
 def two_processes(seconds: float = _SCALING_S) -> TwoProcesses:

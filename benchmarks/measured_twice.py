@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+from kit import Claim, at_least, at_most
 
 MAX_NOISE = 1.15
 """Two measurements of one point may differ so much; beyond it nothing is judged."""
@@ -43,70 +40,40 @@ def point_of(first: Ways, second: Ways, *, other_is_chosen: bool) -> dict[str, A
     }
 
 
-CANNOT_JUDGE = 2
-"""Exit status of a run that was too noisy to judge: it is no success."""
-
-
-def judged(points: list[dict[str, Any]], console: Console) -> list[dict[str, Any]]:
-    """The points that can be judged.
-
-    Exits with status 2 (`CANNOT_JUDGE`), after a sentence, if there is none or most cannot.
-    """
-    quiet = [point for point in points if point["noise"] <= MAX_NOISE]
-    if quiet and 2 * len(quiet) >= len(points):
-        return quiet
-    console.print(
-        f"cannot judge: {len(points) - len(quiet)} of {len(points)} points differ by more than "
-        f"{MAX_NOISE:.2f} between two measurements; run it on a quiet machine"
+def quiet(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The points that can be judged, and why none can; that is empty unless most cannot."""
+    judged = [point for point in points if point["noise"] <= MAX_NOISE]
+    if judged and 2 * len(judged) >= len(points):
+        return judged, ""
+    return [], (
+        f"{len(points) - len(judged)} of {len(points)} points differ by more than {MAX_NOISE:.2f} "
+        "between two measurements; run it on a quiet machine"
     )
-    raise typer.Exit(CANNOT_JUDGE)
 
 
-def claims_of_choices(points: list[dict[str, Any]], max_of_plain: float) -> list[tuple[str, bool]]:
-    """What is claimed of the choice, and whether it holds; nothing without points.
+def claims_of_choices(points: list[dict[str, Any]], max_of_plain: float) -> Iterator[Claim]:
+    """What is claimed of the choice; nothing without points.
 
     max_of_plain: most that the choice may take of the plain way where that is the better one.
     """
     if not points:
-        return []
-    num_right = sum(point["regret"] <= MAX_REGRET for point in points)
-    claims = [
-        (
-            f"the choice is within 5% of the better way at {num_right} of {len(points)} points, "
-            f"at least {MIN_RIGHT:.0%}",
-            num_right >= MIN_RIGHT * len(points),
-        )
-    ]
+        return
+    share = sum(point["regret"] <= MAX_REGRET for point in points) / len(points)
+    what = f"the choice is within 5% of the better way at {{}} of {len(points)} points"
+    yield at_least(what, share, MIN_RIGHT)
     nothing = [point["chosen_of_plain"] for point in points if point["ratio"] >= 1]
     if nothing:
-        claims.append(
-            (
-                f"where nothing is to be won the choice takes {max(nothing):.2f} of the plain way, "
-                f"at most {max_of_plain}",
-                max(nothing) <= max_of_plain,
-            )
-        )
-    return claims
+        what = "where nothing is to be won the choice takes {} of the plain way"
+        yield at_most(what, max(nothing), max_of_plain)
 
 
 def claims_of_long_waits(
     points: Iterable[tuple[str, dict[str, Any]]], ways: str, max_ratio: float
-) -> Iterator[tuple[str, bool]]:
-    """What is claimed where waits are as long as compute, and whether it holds.
+) -> Iterator[Claim]:
+    """What is claimed where waits are as long as compute.
 
     points: (what point it is, the point). ways: the sentence with {} for the ratio of the ways.
     """
     for at, point in points:
-        ratio, hidden = point["ratio"], point["hidden"]
-        yield f"{at}: {ways.format(ratio)}, at most {max_ratio}", ratio <= max_ratio
-        yield f"{at}: {hidden} of it is hidden, at least {MIN_HIDDEN}", hidden >= MIN_HIDDEN
-
-
-def show(title: str, points: list[dict[str, Any]], console: Console) -> None:
-    """One line for each point."""
-    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in points[0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for point in points:
-        table.add_row(*map(str, point.values()))
-    console.print(table)
+        yield at_most(f"{at}: {ways}", point["ratio"], max_ratio)
+        yield at_least(f"{at}: {{}} of it is hidden", point["hidden"], MIN_HIDDEN)

@@ -17,37 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
-import typer
-from intervals import median_interval
-from machine import TwoProcesses, describe, two_processes, write_results
-from moe_points import (
-    CALL,
-    EARLY,
-    PART_NAMES,
-    PARTS,
-    POINTS,
-    TWO,
-    WHOLE_STEPS,
-    MixturePoint,
-    claims,
-    result_of,
-)
-from rich.console import Console
-from rich.table import Table
+from kit import BenchRun, Claim, Interval, at_most, bench
+from machine import TwoProcesses, two_processes
 from service import checkpoint_of, decode, random_prompts
 
 from data_plane.model.config import ModelConfig
@@ -74,6 +56,43 @@ from nanocp.serve.service import member_environment
 from nanocp.values.experts import home_experts
 from nanocp.values.members import Peer
 
+PARTS, CALL, TWO, EARLY = "parts", "one call", "two processors", "arrival"
+"""Variants: a call for each part of a mixture; one call, with moe_schedule barrier; that on two
+processors; one call with moe_schedule arrival."""
+ROWS = (8, 16, 96, 128)
+"""Rows of an instance, where schedules are compared."""
+
+
+class MixturePoint(NamedTuple):
+    """What is measured, by every variant that it names."""
+
+    part: str
+    instances: int
+    rows: int
+    variants: tuple[str, ...]
+    late_ms: float = 0.0
+    straggler_ms: float = 0.0
+    """Another instance in each layer comes so much later."""
+    is_tcp: bool = False
+    """Whether puts go by TCP, as between nodes."""
+
+
+Part = Literal["processors", "four", "arrival", "tcp", "step", "service"]
+POINTS = (
+    *(MixturePoint("processors", 1, rows, (PARTS, CALL, TWO)) for rows in (1, 4, 8, 16, 32)),
+    *(MixturePoint("four", 4, rows, (PARTS, CALL, EARLY)) for rows in (1, 8)),
+    *(MixturePoint("arrival", 2, rows, (CALL, EARLY)) for rows in ROWS),
+    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 0.0, 1.5) for rows in ROWS),
+    *(MixturePoint("arrival", 2, rows, (CALL, EARLY), 1.0) for rows in ROWS),
+    MixturePoint("arrival", 2, 128, (CALL, EARLY), 5.0),
+    *(MixturePoint("tcp", 2, rows, (CALL, EARLY), 1.0, is_tcp=True) for rows in ROWS),
+    MixturePoint("step", 1, 1, (PARTS, CALL, TWO)),
+    MixturePoint("step", 1, 8, (PARTS, CALL, TWO)),
+    MixturePoint("step", 1, 32, (PARTS, CALL, TWO)),
+    *(MixturePoint("service", 2, rows, (CALL, EARLY)) for rows in (1, 8, 16)),
+)
+WHOLE_STEPS = ("step", "service")
+"""Parts whose times are of a step; the others' are of a layer."""
 MAX_ROWS = 128
 STEP_LENGTH = 256
 REPEATS = 3
@@ -84,53 +103,37 @@ Times = dict[tuple[MixturePoint, str], list[float]]
 """(point, variant) -> microseconds, one for each round."""
 
 
+@bench("Under a minute: two layers, few rounds, no whole step unless --only asks for it; no claim.")
 def main(
-    quick: Annotated[
-        bool,
-        typer.Option(
-            help="Under a minute: few rounds; no whole step unless --only asks for it; no claim."
-        ),
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Measure only this part: {', '.join(PART_NAMES)}.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    kernels: Annotated[str, typer.Option(help="Instructions: avx2, avx512, amx.")] = "",
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
+    run: BenchRun,
+    only: Annotated[list[Part] | None, "Measure only this part; may be given again."] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], "Of weights and rows."] = "float32",
+    kernels: Annotated[str, "Instructions: avx2, avx512, amx."] = "",
 ) -> None:
     """Measure every point, show the ratios, judge the claims."""
-    console, load_before = Console(), os.getloadavg()[0]
-    wanted = set(only or PART_NAMES) - set(WHOLE_STEPS if quick and not only else ())
-    unknown = wanted - set(PART_NAMES)
-    if unknown:
-        raise typer.BadParameter(f"{unknown}; parts are {', '.join(PART_NAMES)}", param_hint="only")
+    wanted = set(only or get_args(Part)) - set(WHOLE_STEPS if run.is_quick and not only else ())
     here = two_processes()
-    visits, rounds, layers = (1, 8, 2) if quick else (3, 20, 8)
+    run.say(f"two processes over one: {here}")
+    visits, rounds, layers = (1, 8, 2) if run.is_quick else (3, 20, 8)
     times: dict[tuple[MixturePoint, str], list[float]] = defaultdict(list)
     for visit in range(visits):
-        console.print(f"visit {visit + 1} of {visits}")
+        run.say(f"visit {visit + 1} of {visits}")
         for instances, is_tcp in ((1, False), (2, False), (2, True), (4, False)):
             alike = [p for p in POINTS if (p.instances, p.is_tcp) == (instances, is_tcp)]
             if points := [p for p in alike if p.part in wanted - set(WHOLE_STEPS)]:
                 with members(instances, is_tcp, layers, dtype, kernels) as pipes:
                     for point in points:
-                        measure(pipes, point, rounds, console, times)
+                        measure(pipes, point, rounds, times)
         if "step" in wanted:
             measure_steps([p for p in POINTS if p.part == "step"], dtype, times)
         if "service" in wanted:
             points = [p for p in POINTS if p.part == "service"]
-            measure_services(points, max(1, rounds // 4), dtype, console, times)
+            measure_services(points, max(1, rounds // 4), dtype, run.say, times)
     results = [result_of(point, variant, us) for (point, variant), us in times.items()]
-    wrong = show(results, console, here)
-    if json is not None:
-        about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}
-        machine = describe(load_before) | {"two_processes_over_one": here._asdict()}
-        write_results(json, results, machine | about)
-    if quick:
-        console.print("--quick: two layers, few rounds. The claims are about the full run.")
-    raise typer.Exit(bool(wrong) and not quick)
+    run.table("microseconds of a layer, of a step in step and service", results)
+    about = {"layers": layers, "dtype": dtype, "kernels": kernels or "fastest"}
+    run.keep(*results, two_processes_over_one=here._asdict(), **about)
+    run.judge(claims(times, here), run.too_quick)
 
 
 # --- mixtures
@@ -171,18 +174,15 @@ def in_turn(variants: Sequence[str], number: int) -> Sequence[str]:
     return variants[:: -1 if number % 2 else 1]
 
 
-def measure(
-    pipes: Sequence[Connection], point: MixturePoint, rounds: int, console: Console, times: Times
-) -> None:
+def measure(pipes: Sequence[Connection], point: MixturePoint, rounds: int, times: Times) -> None:
     """Run the variants of a point turn by turn; the slowest instance counts."""
-    with console.status(f"{point.part}: {point.instances} instances, {point.rows} rows"):
-        for number in range(rounds + 1):
-            for variant in in_turn(point.variants, number):
-                for pipe in pipes:
-                    pipe.send((variant, point.rows, point.late_ms, point.straggler_ms))
-                slowest = max(pipe.recv() for pipe in pipes)
-                if number:
-                    times[point, variant].append(slowest)
+    for number in range(rounds + 1):
+        for variant in in_turn(point.variants, number):
+            for pipe in pipes:
+                pipe.send((variant, point.rows, point.late_ms, point.straggler_ms))
+            slowest = max(pipe.recv() for pipe in pipes)
+            if number:
+                times[point, variant].append(slowest)
 
 
 def _run_member(
@@ -344,7 +344,11 @@ def measure_steps(points: Sequence[MixturePoint], dtype: str, times: Times) -> N
 
 
 def measure_services(
-    points: Sequence[MixturePoint], rounds: int, dtype: str, console: Console, times: Times
+    points: Sequence[MixturePoint],
+    rounds: int,
+    dtype: str,
+    say: Callable[[str], None],
+    times: Times,
 ) -> None:
     """Time steps of two services with all that a service does, moe_schedule barrier and auto."""
     checkpoint = checkpoint_of("small")
@@ -368,64 +372,60 @@ def measure_services(
                     steady = asyncio.run(decode(target, prompts, 32 if number else 2))
                     if number:
                         times[point, variant].append(1e6 * batch / steady.tokens_per_s)
-                console.print(f"{_name(point)}: round {number} of {rounds}")
+                say(f"{_name(point)}: round {number} of {rounds}")
 
 
 # --- showing
 
 
-def show(results: Sequence[dict[str, Any]], console: Console, here: TwoProcesses) -> list[str]:
-    """Print a line for each variant, with its ratio to the first; returns the claims that fail.
+def claims(times: Times, here: TwoProcesses) -> Iterator[Claim]:
+    """What is claimed of the points that were measured.
 
-    A ratio is the median of the rounds', and beside it stands its 95% interval. A bound that is
-    below the median but within the interval is not judged.
-
-    here: what two processes do on this machine. That two processors win less than is asked is not
-    judged if these do less.
+    A ratio is the median of the rounds', whose times drift together. A bound that is below it but
+    within its 95% interval is not judged. here: what two processes do on this machine. That two
+    processors win less than is asked is not judged if these do less.
     """
-    table = Table(title=f"microseconds of a layer, of a step in {', '.join(WHOLE_STEPS)}")
-    for name in ("point", "variant", "min", "median", "of the first"):
-        table.add_column(name, justify="left" if name in ("point", "variant") else "right")
-    judged, wrong = [], []
     for point in POINTS:
-        of_point = {
-            r["variant"]: r
-            for r in results
-            if all(r[name] == getattr(point, name) for name in point._fields if name in r)
-        }
-        for variant in (variant for variant in point.variants if variant in of_point):
-            result, first = of_point[variant], of_point[point.variants[0]]
-            table.add_row(
-                _name(point) if result is first else "",
-                variant,
-                f"{result['min_us']:.0f}",
-                f"{result['median_us']:.0f}",
-                f"{median(ratios_of(result, first)):.3f}",
-            )
-        for claim in claims(point) if of_point else []:
-            ratios = ratios_of(of_point[claim.variant], of_point[claim.other])
-            ratio, (low, high) = median(ratios), median_interval(np.array(ratios))
-            said = f"{_name(point)}: {claim.variant} takes {ratio:.3f} of {claim.other}"
-            said = f"{said} ({low:.3f} to {high:.3f}), at most {claim.at_most}"
-            if ratio <= claim.at_most:
-                judged.append(f"holds: {said}")
-                continue
-            reason = here.why_not(1 / claim.at_most) if claim.variant == TWO else ""
-            if low <= claim.at_most:
-                reason = reason or "not judged: the bound is in the interval"
-            judged.append(f"{reason or 'DOES NOT HOLD'}: {said}")
-            if not reason:
-                wrong.append(said)
-    console.print(table)
-    console.print(f"two processes over one: {here}")
-    for sentence in judged:
-        console.print(sentence)
-    return wrong
+        for variant, other, most in bounds(point) if (point, CALL) in times else ():
+            pairs = zip(times[point, variant], times[point, other], strict=True)
+            ratio, low, high = Interval.of([one / of for one, of in pairs])
+            what = f"{_name(point)}: {variant} takes {{}} of {other} ({low:.3f} to {high:.3f})"
+            claim = at_most(what, ratio, most)
+            if not claim.holds:
+                claim = claim.unless(here.why_not(1 / most) if variant == TWO else "")
+                claim = claim.unless("the bound is in the interval" if low <= most else "")
+            yield claim
 
 
-def ratios_of(result: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """Divide times of one round, which drift together."""
-    return [one / of for one, of in zip(result["us"], other["us"], strict=True)]
+def bounds(point: MixturePoint) -> list[tuple[str, str, float]]:
+    """(variant, other, the most that it takes of the other's time) at a point, by docs/log.md."""
+    match point:
+        case MixturePoint("processors", rows=16):
+            return [(TWO, CALL, 0.65)]
+        case MixturePoint("processors", rows=32):
+            return [(TWO, CALL, 0.60)]
+        case MixturePoint("step", rows=32):
+            return [(TWO, CALL, 0.80)]
+        case MixturePoint("four") | MixturePoint("service"):
+            return [(EARLY, CALL, 1.02)]
+        case MixturePoint("arrival", late_ms=0.0, straggler_ms=0.0):
+            return [(EARLY, CALL, 1.02)]
+        case MixturePoint("arrival", late_ms=0.0):
+            return [(EARLY, CALL, 0.93)]
+        case MixturePoint("arrival") | MixturePoint("tcp", rows=8 | 16):
+            return [(EARLY, CALL, 0.95)]
+    return []
+
+
+def result_of(point: MixturePoint, variant: str, us: Sequence[float]) -> dict[str, Any]:
+    """Name what a variant took at a point."""
+    fields = {name: value for name, value in point._asdict().items() if name != "variants"}
+    return fields | {
+        "variant": variant,
+        "min_us": round(min(us), 1),
+        "median_us": round(median(us), 1),
+        "us": [round(each, 1) for each in us],
+    }
 
 
 def _name(point: MixturePoint) -> str:
@@ -438,4 +438,4 @@ def _name(point: MixturePoint) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -12,19 +12,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from machine import describe, write_results
-from measured_twice import show
+from kit import BenchRun, Claim, at_most, bench
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +36,6 @@ from transformers import (
     StaticCache,
 )
 
-from nanocp.cli.console import output, print_claims
 from nanocp.overlap.engine.backend import overlap, overlap_backend
 from nanocp.overlap.engine.batch import Cut
 from nanocp.overlap.engine.engine import OverlapEngine
@@ -64,37 +59,24 @@ CACHES = ("none", "growing", "static")
 NUM_OPERATORS = 100
 
 
-def main(
-    quick: Annotated[
-        bool, typer.Option(help="Under a minute: two layers, few rounds; judges no time.")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Under a minute: two layers, few rounds; judges no time.")
+def main(run: BenchRun) -> None:
     """Capture three models, time the engine, and count what merging copies."""
-    console, load_before = output(), os.getloadavg()[0]
     torch.set_num_threads(1)
     # One row has a graph of its own, without a batch to split: it warns of that.
     logging.getLogger("nanocp.overlap.engine.backend").setLevel(logging.ERROR)
-    num_layers, num_rounds = (2, 5) if quick else (4, 300)
+    num_layers, num_rounds = (2, 5) if run.is_quick else (4, 300)
     with torch.no_grad():
         captured = [capture(name, cache, num_layers) for name in MODELS for cache in CACHES]
         fallen_back = fallback(num_layers, num_rounds)
         operators = operator_cost(num_rounds)
         merged = [merging(name, num_layers) for name in MODELS]
-    results = [*captured, fallen_back, operators, *merged]
     for part in (captured, [fallen_back], [operators], merged):
-        show(part[0]["part"], part, console)
-    if json is not None:
-        write_results(json, results, describe(load_before) | {"layers": num_layers})
-    claims = [claim for result in captured for claim in claims_of_capture(result)]
-    claims += [claim for result in merged for claim in claims_of_merging(result)]
-    if quick:
-        console.print("--quick judges no time")
-    else:
-        claims += claims_of_time(fallen_back, operators)
-    raise typer.Exit(not print_claims(console, claims))
+        run.table(part[0]["part"], part)
+    run.keep(*captured, fallen_back, operators, *merged, layers=num_layers)
+    run.judge(claim for result in captured for claim in claims_of_capture(result))
+    run.judge(claim for result in merged for claim in claims_of_merging(result))
+    run.judge(claims_of_time(fallen_back, operators), run.too_quick)
 
 
 # --- models
@@ -191,19 +173,14 @@ def _cache(model: nn.Module, kind: str) -> DynamicCache | StaticCache | None:
     return StaticCache(model.config, max_cache_len=CACHE_LENGTH)
 
 
-def claims_of_capture(result: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+def claims_of_capture(result: dict[str, Any]) -> Iterator[Claim]:
     """Equal bits, and one graph for all batches of several rows."""
     which = f"{result['model']}, cache: {result['cache']}"
-    at_most = MAX_APART if result["cache"] == "static" else 0.0
-    yield (
-        f"{which}: logits differ by {result['apart']:.2g}, at most {at_most:g}",
-        result["apart"] <= at_most,
-    )
+    most = MAX_APART if result["cache"] == "static" else 0.0
+    yield at_most(f"{which}: logits differ by", result["apart"], most)
     graphs = 2 if result["cache"] == "growing" else 1
-    yield (
-        f"{which}: 8, 5 and 2 rows have {result['graphs']} graphs, {graphs} expected",
-        result["graphs"] == graphs,
-    )
+    sentence = f"8, 5 and 2 rows have {result['graphs']} graphs, {graphs} expected"
+    yield Claim(f"{which}: {sentence}", result["graphs"] == graphs)
 
 
 # --- time
@@ -352,26 +329,13 @@ def between_threads(calls: int) -> None:
     consumer.join()
 
 
-def claims_of_time(
-    fallen_back: dict[str, Any], operators: dict[str, Any]
-) -> list[tuple[str, bool]]:
-    """What is claimed of the engine's own time, and whether it holds."""
-    return [
-        (
-            f"a batch that is not split takes {fallen_back['ratio']} of the graph's time, at most "
-            f"{MAX_FALLBACK}",
-            fallen_back["ratio"] <= MAX_FALLBACK,
-        ),
-        (
-            f"an operator that a policy decides on costs {operators['decided_us']} us, at most "
-            f"{MAX_DECIDED_US:g}",
-            operators["decided_us"] <= MAX_DECIDED_US,
-        ),
-        (
-            f"a repeated operator costs {operators['repeated_us']} us, at most {MAX_RECORDED_US:g}",
-            operators["repeated_us"] <= MAX_RECORDED_US,
-        ),
-    ]
+def claims_of_time(fallen_back: dict[str, Any], operators: dict[str, Any]) -> Iterator[Claim]:
+    """What is claimed of the engine's own time."""
+    what = "a batch that is not split takes {} of the graph's time"
+    yield at_most(what, fallen_back["ratio"], MAX_FALLBACK)
+    what = "an operator that a policy decides on costs {} us"
+    yield at_most(what, operators["decided_us"], MAX_DECIDED_US)
+    yield at_most("a repeated operator costs {} us", operators["repeated_us"], MAX_RECORDED_US)
 
 
 # --- memory
@@ -431,19 +395,16 @@ def merging(name: str, num_layers: int) -> dict[str, Any]:
     }
 
 
-def claims_of_merging(result: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+def claims_of_merging(result: dict[str, Any]) -> Iterator[Claim]:
     """The rows are not copied, and little more memory is needed."""
-    yield (
-        f"{result['model']}: merging copies {result['copied_bytes']} bytes, at most the mask's "
-        f"{result['mask_bytes']}",
-        result["copied_bytes"] <= result["mask_bytes"],
+    what = f"{result['model']}: merging copies {{}} bytes, the mask's"
+    yield at_most(what, result["copied_bytes"], result["mask_bytes"])
+    what = (
+        f"{result['model']}: halves need {{}} of the memory of the whole batch and of the "
+        f"{result['merged_bytes']} bytes that they are merged into"
     )
-    yield (
-        f"{result['model']}: halves need {result['ratio']} of the memory of the whole batch and "
-        f"the {result['merged_bytes']} bytes that they are merged into, at most {MAX_PEAK}",
-        result["ratio"] <= MAX_PEAK,
-    )
+    yield at_most(what, result["ratio"], MAX_PEAK)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -11,28 +11,16 @@ fastest step of each counts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from machine import describe, write_results
-from measured_twice import (
-    CANNOT_JUDGE,
-    Ways,
-    claims_of_choices,
-    claims_of_long_waits,
-    judged,
-    point_of,
-    show,
-)
+from kit import BenchRun, Claim, bench
+from measured_twice import Ways, claims_of_choices, claims_of_long_waits, point_of, quiet
 from service import checkpoint_of
 
 from data_plane.profiling.batch import Batch, BatchRequest
 from data_plane.profiling.cluster import MeasuringCluster, measuring
-from nanocp.cli.console import output, print_claims, progress
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
@@ -58,48 +46,28 @@ LINKED_SHARE = 4
 """One of so many rows is at CP degree 2."""
 
 
-def main(
-    quick: Annotated[
-        bool, typer.Option(help="Under a minute: preset tiny, few points; judges no claim.")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Under a minute: preset tiny, few points; judges no claim.")
+def main(run: BenchRun) -> None:
     """Measure every point twice: one half chooses, as a profile does, the other judges."""
-    console, load_before = output(), os.getloadavg()[0]
     preset, rows, wanted, num_steps = (
-        ("tiny", (8,), (0.0, 1.0), 3) if quick else ("small", (8, 32, MAX_ROWS), WANTED_WAITS, 5)
+        ("tiny", (8,), (0.0, 1.0), 3)
+        if run.is_quick
+        else ("small", (8, 32, MAX_ROWS), WANTED_WAITS, 5)
     )
+    bounds = BoundsConfig(max_rows=MAX_ROWS, max_links=MAX_ROWS, max_attention_rows=2 * MAX_ROWS)
     config = Config(
-        cluster=ClusterConfig(
-            num_instances=2,
-            num_frames=5 * MAX_ROWS,
-            bounds=BoundsConfig(
-                max_rows=MAX_ROWS, max_links=MAX_ROWS, max_attention_rows=2 * MAX_ROWS
-            ),
-        ),
+        cluster=ClusterConfig(num_instances=2, num_frames=5 * MAX_ROWS, bounds=bounds),
         scheduler=SchedulerConfig(lanes="always"),
     )
-    results: list[dict[str, Any]] = []
-    checkpoint, environment = checkpoint_of(preset), member_environment(config)
-    with measuring(config, checkpoint, environment) as cluster, progress() as bar:
-        task = bar.add_task("measuring", total=len(rows) * len(wanted))
-        for count in rows:
-            for point in measure(cluster, count, wanted, num_steps, config):
-                results.append(point)
-                bar.advance(task)
-    show("a step in two lanes against one", results, console)
-    if json is not None:
-        write_results(json, results, describe(load_before) | {"preset": preset})
-    if quick:
-        console.print("--quick judges no claim")
-        raise typer.Exit(CANNOT_JUDGE)
-    points = judged(results, console)
-    for point in filter(_is_long, points):
-        if point["halves_on_time"] > MAX_HALVES:
-            console.print(f"not claimed: {point['rows']} rows, ratio {point['ratio']}")
-    raise typer.Exit(not print_claims(console, claims_of(points)))
+    with measuring(config, checkpoint_of(preset), member_environment(config)) as cluster:
+        points = (
+            point for count in rows for point in measure(cluster, count, wanted, num_steps, config)
+        )
+        results = list(run.track(points, "measuring", len(rows) * len(wanted)))
+    run.table("a step in two lanes against one", results)
+    run.keep(*results, preset=preset)
+    judged, reason = quiet(results)
+    run.judge(claims_of(judged if judged else results), run.too_quick or reason)
 
 
 def batch_of(rows: int) -> Batch:
@@ -158,29 +126,23 @@ def measure(
         }
 
 
-def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What is claimed of points that can be judged, and whether it holds."""
-    claims = claims_of_choices(points, MAX_OF_ONE)
-    as_long = [each for each in filter(_is_long, points) if each["halves_on_time"] <= MAX_HALVES]
+def claims_of(points: list[dict[str, Any]]) -> Iterator[Claim]:
+    """What is claimed of points; nothing without points."""
+    yield from claims_of_choices(points, MAX_OF_ONE)
+    long = [each for each in points if WAITS[0] <= float(each["waits_of_compute"]) <= WAITS[1]]
+    as_long = [each for each in long if each["halves_on_time"] <= MAX_HALVES]
     named = (
         (f"{point['rows']} rows, a wait of {point['waits_of_compute']} of compute", point)
         for point in as_long
     )
-    claims += claims_of_long_waits(named, "two lanes take {} of one", MAX_RATIO)
+    yield from claims_of_long_waits(named, "two lanes take {} of one", MAX_RATIO)
     if points and not as_long:
-        claims.append(
-            (
-                f"a point has waits of {WAITS[0]} to {WAITS[1]} of compute, and halves on time "
-                f"take {MAX_HALVES} of the whole",
-                False,
-            )
+        yield Claim(
+            f"a point has waits of {WAITS[0]} to {WAITS[1]} of compute, and halves on time take "
+            f"{MAX_HALVES} of the whole",
+            False,
         )
-    return claims
-
-
-def _is_long(point: dict[str, Any]) -> bool:
-    return WAITS[0] <= float(point["waits_of_compute"]) <= WAITS[1]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -24,26 +24,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import typer
-from machine import describe, write_results
-from measured_twice import (
-    Ways,
-    claims_of_choices,
-    claims_of_long_waits,
-    judged,
-    point_of,
-    show,
-)
+from kit import BenchRun, Claim, bench
+from measured_twice import Ways, claims_of_choices, claims_of_long_waits, point_of, quiet
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_plane.profiling.late_puts import let_others_in
-from nanocp.cli.console import output, print_claims, progress
 from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.engine.engine import OverlapEngine
 from nanocp.overlap.ops import SplitFunc
@@ -81,33 +71,18 @@ class LinkTimes(NamedTuple):
     """Whether halves and whole gave the same bits."""
 
 
-def main(
-    quick: Annotated[
-        bool, typer.Option(help="Half a minute: two layers, few rounds; judges only the bits.")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Half a minute: two layers, few rounds; judges only the bits.")
+def main(run: BenchRun) -> None:
     """Measure links of several rates; the rates are calibrated in the run."""
-    console, load_before = output(), os.getloadavg()[0]
-    num_layers, wanted, num_rounds = (1, (0.0, 1.0), 3) if quick else (4, WANTED, 5)
-    results: list[dict[str, Any]] = []
-    with two_processes(num_layers) as ask, progress() as bar:
-        task = bar.add_task("measuring", total=len(wanted))
-        for point in measure(ask, wanted, num_layers, num_rounds):
-            results.append(point)
-            bar.advance(task)
-    show("halves of a batch over a link, against the whole batch", results, console)
-    if json is not None:
-        write_results(json, results, describe(load_before) | {"layers": num_layers})
-    is_equal = all(point["equal"] for point in results)
-    print_claims(console, [("halves give the bits of the whole", is_equal)])
-    if quick:
-        console.print("--quick judges no time")
-        raise typer.Exit(not is_equal)
-    holds = print_claims(console, claims_of(judged(results, console)))
-    raise typer.Exit(not (holds and is_equal))
+    num_layers, wanted, num_rounds = (1, (0.0, 1.0), 3) if run.is_quick else (4, WANTED, 5)
+    with two_processes(num_layers) as ask:
+        points = measure(ask, wanted, num_layers, num_rounds)
+        results = list(run.track(points, "measuring", len(wanted)))
+    run.table("halves of a batch over a link, against the whole batch", results)
+    run.keep(*results, layers=num_layers)
+    run.judge([("halves give the bits of the whole", all(point["equal"] for point in results))])
+    judged, reason = quiet(results)
+    run.judge(claims_of(judged if judged else results), run.too_quick or reason)
 
 
 Ask = Callable[[float, int], LinkTimes]
@@ -158,15 +133,14 @@ def compute_us_of(free: Sequence[LinkTimes]) -> float:
     return min(each.whole_us - each.link_us for each in free)
 
 
-def claims_of(points: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What is claimed of points that can be judged, and whether it holds."""
-    claims = claims_of_choices(points, MAX_OF_WHOLE)
+def claims_of(points: list[dict[str, Any]]) -> Iterator[Claim]:
+    """What is claimed of points; nothing without points."""
+    yield from claims_of_choices(points, MAX_OF_WHOLE)
     as_long = [point for point in points if AS_LONG[0] <= point["link_of_compute"] <= AS_LONG[1]]
     named = ((f"the link is {point['link_of_compute']} of compute", point) for point in as_long)
-    claims += claims_of_long_waits(named, "halves take {} of the whole", MAX_RATIO)
+    yield from claims_of_long_waits(named, "halves take {} of the whole", MAX_RATIO)
     if points and not as_long:
-        claims.append((f"a link is {AS_LONG[0]} to {AS_LONG[1]} of compute", False))
-    return claims
+        yield Claim(f"a link is {AS_LONG[0]} to {AS_LONG[1]} of compute", False)
 
 
 # --- two processes
@@ -310,4 +284,4 @@ class _Forwards:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -24,10 +24,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
-from intervals import median_interval
+from kit import Claim, Interval
 from service import checkpoint_of, random_prompts
 
 from data_plane.connectors.rings import PageWriters
@@ -51,8 +52,6 @@ _PROBE_TOKENS = 65
 class StepCost:
     """The time from token to token with arriving pages, over that without."""
 
-    TOO_MUCH: ClassVar[str] = "does not hold"
-
     pages_per_s: float
     """Pages that arrived, in the windows in which they did."""
     page_bytes: int
@@ -68,24 +67,14 @@ class StepCost:
     num_blocks: int
 
     @property
-    def verdict(self) -> str:
-        """Holds, does not hold, or cannot be judged by this run."""
-        if self.ratio_high <= MAX_RATIO:
-            return "holds"
-        if self.ratio_low > MAX_RATIO:
-            return self.TOO_MUCH
-        return "cannot be judged by this run"
-
-    @property
-    def sentence(self) -> str:
-        """The result and the claim."""
-        return (
-            f"{self.pages_per_s:.0f} pages/s of {self.page_bytes / 1e6:.2f} MB arrive: a step takes"
-            f" {self.ratio:.3f} times as long ({self.ratio_low:.3f} to {self.ratio_high:.3f}) as "
-            f"without, {self.step_ms:.2f} ms; without pages against without: {self.null_low:.3f} "
-            f"to {self.null_high:.3f}; {self.num_blocks} blocks.\nAt most {MAX_RATIO}: "
-            f"{self.verdict}"
+    def claim(self) -> Claim:
+        """What is claimed, judged by the interval."""
+        what = (
+            f"{self.pages_per_s:.0f} pages/s of {self.page_bytes / 1e6:.2f} MB arrive: a step "
+            f"takes {{}} times as long as without, {self.step_ms:.2f} ms; two windows without "
+            f"differ by {self.null_low:.3f} to {self.null_high:.3f}; {self.num_blocks} blocks"
         )
+        return Interval(self.ratio, self.ratio_low, self.ratio_high).at_most(what, MAX_RATIO)
 
 
 def step_cost(preset: str, num_blocks: int) -> StepCost:
@@ -186,21 +175,11 @@ def step_ms(arrivals: Sequence[Sequence[float]], begin: float, end: float) -> fl
 
 def cost_of(blocks: Sequence[Block], counted: dict[str, Any]) -> StepCost:
     """Medians and intervals over the blocks. counted: pages, seconds and page_bytes."""
-    ratios = np.array([2 * b.arriving / (b.none + b.none_again) for b in blocks])
-    null = np.array([b.none_again / b.none for b in blocks])
-    low, high = median_interval(ratios)
-    null_low, null_high = median_interval(null)
-    return StepCost(
-        pages_per_s=counted["pages"] / counted["seconds"],
-        page_bytes=counted["page_bytes"],
-        step_ms=float(np.median([b.none for b in blocks])),
-        ratio=float(np.median(ratios)),
-        ratio_low=low,
-        ratio_high=high,
-        null_low=null_low,
-        null_high=null_high,
-        num_blocks=len(blocks),
-    )
+    ratio = Interval.of([2 * b.arriving / (b.none + b.none_again) for b in blocks])
+    _, *null = Interval.of([b.none_again / b.none for b in blocks])
+    step_ms = float(np.median([b.none for b in blocks]))
+    pages_per_s = counted["pages"] / counted["seconds"]
+    return StepCost(pages_per_s, counted["page_bytes"], step_ms, *ratio, *null, len(blocks))
 
 
 # --- the engine, in a process of its own
@@ -226,8 +205,6 @@ def scripted_engine(checkpoint: Path) -> Iterator[str]:
 
 
 def _counted(url: str) -> dict[str, Any]:
-    from urllib.request import urlopen
-
     with urlopen(f"{url}/counted", timeout=10) as reply:
         counted: dict[str, Any] = json.loads(reply.read())
     return counted

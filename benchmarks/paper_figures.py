@@ -8,20 +8,15 @@ docs/research/paper-figures.md and prints its table. Figure 16 has this machine'
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from machine import ROOT, describe, write_results
+from kit import BenchRun, at_least, bench
+from machine import ROOT
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import track
 
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.outcome import ATTAINMENT, Outcome
@@ -51,6 +46,8 @@ ROWS = (32, 64, 128, 192, 240)
 """About, of Figure 16. Its requests are short, issue-0: with 1% long the memory ends at 130 rows an
 instance."""
 STEADY_TPOT_US = 45_000
+LEAST_HELD = 14
+"""Claim: as many claims of the paper hold as docs/research/paper-figures.md says."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class OneRun:
     """The run begins with what runs at this time per token. 0: at the policy's own."""
 
 
-class Claim(NamedTuple):
+class PaperClaim(NamedTuple):
     """What the paper says of a figure, what is found here, and whether it agrees."""
 
     figure: str
@@ -141,7 +138,7 @@ class Figures:
 
     def __init__(self, plan: Plans, runs: dict[OneRun, TimelineRecorder], out: Path) -> None:
         self.plan = plan
-        self.claims: list[Claim] = []
+        self.claims: list[PaperClaim] = []
         self._runs = runs
         self._out = out
 
@@ -169,7 +166,7 @@ class Figures:
         pictures.write_picture(self._out / f"{name}.png", draw, data, about=about)
 
     def _claim(self, figure: str, claim: str, paper: str, here: str, holds: bool) -> None:
-        self.claims.append(Claim(figure, claim, paper, here, holds))
+        self.claims.append(PaperClaim(figure, claim, paper, here, holds))
 
     def _rates(self) -> None:
         policies = (*self.plan.baselines, *OURS)
@@ -188,39 +185,32 @@ class Figures:
         for workload, by_policy in curves.items():
             most = {policy: most_sustained(points) for policy, points in by_policy.items()}
             best = max(self.plan.baselines, key=lambda policy: most[policy])
-            here = (
-                f"{most['dual_balanced']:g} beside {most[best]:g} of {best}; "
-                f"cost_aware {most['cost_aware']:g}"
-            )
+            ours, aware = most["dual_balanced"], f"cost_aware {most['cost_aware']:g}"
             if workload in ("issue-1", "issue-5"):
                 claim = f"{workload}: higher rate within the SLO than the best baseline"
-                self._claim("12", claim, "higher", here, most["dual_balanced"] > most[best])
+                here = f"{ours:g} beside {most[best]:g} of {best}; {aware}"
+                self._claim("12", claim, "higher", here, ours > most[best])
             elif workload == "issue-0":
-                ours, theirs = (
+                p50 = [
                     self._outcome(policy, workload, COMPARED[workload]).normalized_ms_p50
                     for policy in ("dual_balanced", "least_batch")
-                )
+                ]
                 claim = "issue-0: slightly lower latency than 32DP"
-                self._claim(
-                    "12", claim, "lower", f"p50 {ours:.2f} beside {theirs:.2f} ms", ours < theirs
-                )
+                here = f"p50 {p50[0]:.2f} beside {p50[1]:.2f} ms"
+                self._claim("12", claim, "lower", here, p50[0] < p50[1])
             else:
-                ours, theirs = most["dual_balanced"], most["uniform_cp:8"]
-                here = f"{ours:g} beside {theirs:g} requests/s; cost_aware {most['cost_aware']:g}"
+                theirs = most["uniform_cp:8"]
+                here = f"{ours:g} beside {theirs:g} requests/s; {aware}"
                 similar = theirs > 0 and abs(ours / theirs - 1) <= 0.15
                 self._claim("12", "issue-100: as uniform CP of 8", "similar", here, similar)
-        runs = self._timelines(policies, "issue-1", COMPARED["issue-1"])
-        self._draw("latency", pictures.latency_cdf, runs, "issue-1", COMPARED["issue-1"])
+        rate = COMPARED["issue-1"]
+        runs = self._timelines(policies, "issue-1", rate)
+        self._draw("latency", pictures.latency_cdf, runs, "issue-1", rate)
         p99 = {policy: timeline.outcome().normalized_ms_p99 for policy, timeline in runs.items()}
-        best = min(self.plan.baselines, key=lambda policy: p99[policy])
-        here = (
-            f"{p99['dual_balanced']:.0f} beside {p99[best]:.0f} ms of {best}; "
-            f"cost_aware {p99['cost_aware']:.0f}"
-        )
-        claim = (
-            f"lower P99 normalized latency than every baseline (issue-1, {COMPARED['issue-1']:g}/s)"
-        )
-        self._claim("12", claim, "lower", here, p99["dual_balanced"] < p99[best])
+        best, ours = min(self.plan.baselines, key=lambda policy: p99[policy]), p99["dual_balanced"]
+        here = f"{ours:.0f} beside {p99[best]:.0f} ms of {best}; cost_aware {p99['cost_aware']:.0f}"
+        claim = f"lower P99 normalized latency than every baseline (issue-1, {rate:g}/s)"
+        self._claim("12", claim, "lower", here, ours < p99[best])
 
     def _static(self) -> None:
         policies = ("least_batch", *UNIFORM, *OURS)
@@ -232,37 +222,25 @@ class Figures:
             for scenario, long_per_node in STATIC.items()
         }
         self._draw("figure_13_static", pictures.layer_groups, groups)
-        ratios = []
-        attention = []
-        for bars in groups.values():
-            ratios.append(
-                min(sum(bars[policy]) for policy in policies[:-2]) / sum(bars["dual_balanced"])
-            )
-            attention.append(
-                min(bars[policy].attention_us for policy in policies[:-2])
-                / bars["dual_balanced"].attention_us
-            )
-        here = "best baseline / ours: " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        self._claim(
-            "13",
-            "shortest layer with 1, 3, 5 and 7 long requests a node",
-            "yes",
-            here,
-            min(ratios) > 1,
-        )
-        here = "best baseline / ours: " + ", ".join(f"{ratio:.2f}" for ratio in attention)
-        self._claim(
-            "13", "smallest attention of the slowest instance", "yes", here, min(attention) > 1
-        )
-        gains = [sum(bars["least_batch"]) / sum(bars["dual_balanced"]) for bars in groups.values()]
-        here = "32DP / ours: " + ", ".join(f"{gain:.2f}" for gain in gains)
-        self._claim(
-            "13",
-            "the gain over 32DP shrinks as long requests grow in number",
-            "yes",
-            here,
-            gains[0] > gains[-1],
-        )
+
+        def ratios(of: Callable[[Any], float], others: tuple[str, ...]) -> list[float]:
+            return [
+                min(of(bars[policy]) for policy in others) / of(bars["dual_balanced"])
+                for bars in groups.values()
+            ]
+
+        def said(ratios: list[float]) -> str:
+            return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+        found = ratios(sum, policies[:-2])
+        claim = "shortest layer with 1, 3, 5 and 7 long requests a node"
+        self._claim("13", claim, "yes", f"best baseline / ours: {said(found)}", min(found) > 1)
+        found = ratios(lambda layer: layer.attention_us, policies[:-2])
+        claim = "smallest attention of the slowest instance"
+        self._claim("13", claim, "yes", f"best baseline / ours: {said(found)}", min(found) > 1)
+        found = ratios(sum, ("least_batch",))
+        claim = "the gain over 32DP shrinks as long requests grow in number"
+        self._claim("13", claim, "yes", f"32DP / ours: {said(found)}", found[0] > found[-1])
 
     def _balance(self) -> None:
         workload, rate = "issue-1", COMPARED["issue-1"]
@@ -272,21 +250,11 @@ class Figures:
         ours, aware = found["dual_balanced"], found["cost_aware"]
         kv, rows = found["least_batch"].kv_imbalance, found["least_cache"].row_imbalance
         here = f"{ours.kv_imbalance:.0%} beside {kv:.0%}; cost_aware {aware.kv_imbalance:.0%}"
-        self._claim(
-            "14",
-            "KV imbalance beside least_batch",
-            "74.13% beside 186.75%",
-            here,
-            ours.kv_imbalance < kv / 2,
-        )
+        claim, holds = "KV imbalance beside least_batch", ours.kv_imbalance < kv / 2
+        self._claim("14", claim, "74.13% beside 186.75%", here, holds)
         here = f"{ours.row_imbalance:.1%} beside {rows:.0%}; cost_aware {aware.row_imbalance:.1%}"
-        self._claim(
-            "14",
-            "row imbalance beside least_cache",
-            "8.54% beside 47.40%",
-            here,
-            ours.row_imbalance < rows / 2,
-        )
+        claim, holds = "row imbalance beside least_cache", ours.row_imbalance < rows / 2
+        self._claim("14", claim, "8.54% beside 47.40%", here, holds)
 
     def _queue(self) -> None:
         runs = self._timelines(("least_batch", *OURS), *HIGH_LOAD)
@@ -295,25 +263,13 @@ class Figures:
             policy: timeline.outcome().free_frames_share_while_waiting
             for policy, timeline in runs.items()
         }
-        here = f"{free['least_batch']:.0%} of the memory is free while requests wait"
-        self._claim(
-            "5c, 14",
-            "least_batch: requests wait beside much free memory",
-            "yes",
-            here,
-            free["least_batch"] > 0.1,
-        )
-        here = (
-            f"{free['dual_balanced']:.0%} is free while requests wait; "
-            f"cost_aware {free['cost_aware']:.0%}"
-        )
-        self._claim(
-            "14",
-            "ours: requests wait when memory is nearly exhausted",
-            "yes",
-            here,
-            free["dual_balanced"] < 0.1,
-        )
+        batch, ours, aware = (free[policy] for policy in ("least_batch", *OURS))
+        claim = "least_batch: requests wait beside much free memory"
+        here = f"{batch:.0%} of the memory is free while requests wait"
+        self._claim("5c, 14", claim, "yes", here, batch > 0.1)
+        claim = "ours: requests wait when memory is nearly exhausted"
+        here = f"{ours:.0%} is free while requests wait; cost_aware {aware:.0%}"
+        self._claim("14", claim, "yes", here, ours < 0.1)
 
     def _layers(self) -> None:
         policies = ("least_batch", "least_cache", "uniform_cp:8", *OURS)
@@ -326,29 +282,19 @@ class Figures:
         }
         self._draw("figure_15_layers", pictures.layer_groups, groups)
         bars = groups[f"issue-1, {COMPARED['issue-1']:g}/s"]
-        ours = bars["dual_balanced"]
-        batch, cache, uniform = bars["least_batch"], bars["least_cache"], bars["uniform_cp:8"]
-        here = (
-            f"{ours.attention_us:.0f} beside {batch.attention_us:.0f} and "
-            f"{cache.attention_us:.0f} us"
-        )
-        holds = ours.attention_us < 0.75 * min(batch.attention_us, cache.attention_us)
-        self._claim(
-            "15",
-            "attention of the slowest beside least_batch and least_cache",
-            "267.7 beside 811.3 and 986.1 us",
-            here,
-            holds,
-        )
+        batch, cache, uniform, ours, _ = (bars[policy] for policy in policies)
+        theirs = batch.attention_us, cache.attention_us
+        here = f"{ours.attention_us:.0f} beside {theirs[0]:.0f} and {theirs[1]:.0f} us"
+        claim = "attention of the slowest beside least_batch and least_cache"
+        paper, holds = "267.7 beside 811.3 and 986.1 us", ours.attention_us < 0.75 * min(theirs)
+        self._claim("15", claim, paper, here, holds)
         here = f"{ours.exchange_us:.1f} beside {uniform.exchange_us:.1f} us"
         holds = ours.exchange_us < 0.2 * uniform.exchange_us
         self._claim("15", "CP exchange beside uniform CP of 8", "60.4 beside 629.8 us", here, holds)
-        theirs = (batch.dispatch_combine_us, cache.dispatch_combine_us)
+        theirs = batch.dispatch_combine_us, cache.dispatch_combine_us
         here = f"{ours.dispatch_combine_us:.0f} beside {theirs[0]:.0f} and {theirs[1]:.0f} us"
-        holds = ours.dispatch_combine_us < min(theirs)
-        self._claim(
-            "15", "dispatch + combine below least_batch and least_cache", "below both", here, holds
-        )
+        claim = "dispatch + combine below least_batch and least_cache"
+        self._claim("15", claim, "below both", here, ours.dispatch_combine_us < min(theirs))
 
     def _scheduler(self) -> None:
         points = {}
@@ -358,23 +304,22 @@ class Figures:
         self._draw("figure_16_scheduler", pictures.scheduler_by_rows, points, "issue-0")
         most = {policy: max(share for _, share in pairs) for policy, pairs in points.items()}
         here = "at most " + ", ".join(f"{policy} {share:.2%}" for policy, share in most.items())
-        holds = most["dual_balanced"] < 0.05
-        self._claim(
-            "16", "scheduling is a small share of the step (here: below 5%)", "yes", here, holds
-        )
+        claim = "scheduling is a small share of the step (here: below 5%)"
+        self._claim("16", claim, "yes", here, most["dual_balanced"] < 0.05)
 
     def _cp(self) -> None:
         runs = self._timelines(OURS, *PEAK)
         self._draw("figure_18_cp", pictures.cp_over_time, runs, *PEAK)
         found = {policy: timeline.outcome() for policy, timeline in runs.items()}
+        ours = found["dual_balanced"]
         here = ", ".join(f"{policy} {outcome.cp_share:.1%}" for policy, outcome in found.items())
-        holds = abs(found["dual_balanced"].cp_share / 0.011 - 1) <= 0.25
+        holds = abs(ours.cp_share / 0.011 - 1) <= 0.25
         self._claim("18", "requests with CP, mean", "1.1% at peak", here, holds)
         here = ", ".join(
             f"{policy} {outcome.layer_us_max.exchange_us:.1f} us"
             for policy, outcome in found.items()
         )
-        holds = abs(found["dual_balanced"].layer_us_max.exchange_us / 35.5 - 1) <= 0.25
+        holds = abs(ours.layer_us_max.exchange_us / 35.5 - 1) <= 0.25
         self._claim("18", "most that the exchange takes of a layer", "35.5 us", here, holds)
 
 
@@ -388,62 +333,25 @@ def most_sustained(points: list[tuple[float, float]]) -> float:
     return most
 
 
-def markdown(claims: list[Claim]) -> str:
-    """The table of docs/research/paper-figures.md."""
-    rows = [
-        f"| {c.figure} | {c.claim} | {c.paper} | {c.here} | {'yes' if c.holds else '**no**'} |"
-        for c in claims
-    ]
-    return "\n".join(["| figure | claim | paper | here | holds |", "|---|---|---|---|---|", *rows])
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="short runs of fewer policies: under a minute, and rough",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the claims and what was found to PATH"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="for the pictures: docs/figures, with --quick a new one",
-    )
-    parser.add_argument("--processes", type=int, default=1)
-    options = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    plan = QUICK if options.quick else FULL
-    out = options.out or (
-        Path(tempfile.mkdtemp(prefix="nanocp-figures-")) if options.quick else ROOT / "docs/figures"
-    )
+@bench("Short runs of fewer policies: under a minute, and rough; judges nothing.")
+def main(
+    run: BenchRun,
+    out: Annotated[Path | None, "For the pictures: docs/figures, with --quick a new one."] = None,
+    processes: Annotated[int, "Runs at a time."] = 1,
+) -> None:
+    """Simulate, draw, and print the table of docs/research/paper-figures.md."""
+    if run.is_quick:
+        out = out or Path(tempfile.mkdtemp(prefix="nanocp-figures-"))
+    out = out or ROOT / "docs/figures"
     out.mkdir(parents=True, exist_ok=True)
-    tasks = list(dict.fromkeys(plan.tasks()))
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        done = track(
-            pool.imap_unordered(play, tasks),
-            total=len(tasks),
-            description="simulating",
-            console=Console(stderr=True),
-        )
-        runs = dict(done)
-    figures = Figures(plan, runs, out)
+    plan = QUICK if run.is_quick else FULL
+    figures = Figures(plan, dict(run.play(plan.tasks(), play, processes)), out)
     figures.draw()
-    print(markdown(figures.claims))
-    print(
-        f"pictures: {out}" + (" (runs too short for verdicts)" if options.quick else ""),
-        file=sys.stderr,
-    )
-    if options.json:
-        write_results(
-            options.json, [claim._asdict() for claim in figures.claims], describe(load_before)
-        )
+    run.keep(*(claim._asdict() for claim in figures.claims))
+    run.markdown(run.results)
+    run.say(f"pictures: {out}")
+    num_held = sum(claim.holds for claim in figures.claims)
+    run.judge([at_least("claims of the paper that hold", num_held, LEAST_HELD)], run.too_quick)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Does not know: how the engine decodes; the scripts beside this one do.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,13 +14,15 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 HERE = Path(__file__).parent
 DEFAULT_VLLM_ENV = HERE.parent / ".venv-vllm"
+Measure = Callable[[Sequence[Sequence[int]], int], dict[str, Any]]
+"""What an engine's script says of prompts and a number of tokens: {"tokens_per_s": x, ...}."""
 ANSWER_LIMIT_S = 600.0
 """A peer that has not loaded, or measured one batch, after so long is given up."""
 UP_TO_AVX2 = {
@@ -46,7 +49,7 @@ class PeerEngine:
     limit_s: float = ANSWER_LIMIT_S
 
     def measure(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
-        """What the engine's script says of these prompts: at least {"tokens_per_s": x}."""
+        """What the engine's script says of these prompts."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
         self.process.stdin.flush()
@@ -114,3 +117,22 @@ def vllm_python(path: Path) -> str:
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip()[-500:]}")
     return str(stamp.parent / "bin" / "python")
+
+
+def answer_lines(load: Callable[[str, str, int], tuple[str, Measure]]) -> None:
+    """Be such a process: load, say the version, then answer each line of input by a line.
+
+    load: checkpoint, dtype, threads -> the engine's version, and what measures prompts.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    # An engine may print to standard output too: the real one is for the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    version, measure = load(options.checkpoint, options.dtype, options.threads)
+    print(json.dumps({"version": version}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(measure(asked["prompts"], asked["num_tokens"])), file=answers, flush=True)

@@ -15,7 +15,6 @@ As a control, the stages of a prefill also share one core, where they must gain 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -27,16 +26,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
-import typer
-from machine import TwoProcesses, describe, two_processes, write_results
+from kit import BenchRun, Claim, bench
+from machine import TwoProcesses, two_processes
 from pipeline_layouts import NUM_LAYERS, Layouts, StageClaim
 from pipeline_link import NUM_DENSE, part_link
-from rich.console import Console
-from rich.table import Table
+from service import in_process
 
-from control_plane.launchers.processes import ProcessLauncher
 from control_plane.scheduler.pipeline.predictor import predict_pass
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
@@ -48,12 +45,12 @@ from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
-from nanocp.serve.service import Service, member_environment, open_checkpoint
+from nanocp.serve.service import Service
 from nanocp.simulator.fit.pipeline import KINDS, errors, measure
 from nanocp.simulator.pipeline.fit import FitError, fit_costs
 from nanocp.values.plan import PAGE_SIZE
 
-PARTS = ("predictor", "layouts", "prefill", "link")
+Part = Literal["predictor", "layouts", "prefill", "link"]
 BIG_VOCABULARY, SMALL_VOCABULARY = {"tiny": 32_768, "small": 129_280}, 4_096
 WIDE = {"hidden_size": 2048, "moe_intermediate_size": 32}
 """Preset tiny with rows of 8 KB there and back; DeepSeek-V3's have 7 (FP8) and 14 (BF16)."""
@@ -80,33 +77,32 @@ def part_predictor(
     for each in every:
         predict_pass(each.spans, costs, each.works)
     us = 1e6 * (time.perf_counter() - begin) / len(every)
+    found_here = f"{layer:.1%}, {layer / paper:.2f} of {paper:.1%}"
+    sampling = [
+        StageClaim(
+            f"sampling, {kind}: mean error",
+            "<= 5%",
+            f"{error.sampling:.1%} (the paper's form: {found['paper'][kind].sampling:.1%}); "
+            f"two plays differ by {apart[kind].sampling:.1%}",
+            error.sampling <= 0.05,
+        )
+        for kind, error in found["ours"].items()
+    ]
     return [
         StageClaim(
             "layer, held-out passes: mean error",
             "<= 7%, <= 0.35 of the paper's form",
-            f"{layer:.1%}, {layer / paper:.2f} of {paper:.1%}; "
-            f"two plays differ by {floor.layer:.1%}",
-            None if is_quick else layer <= 0.07 and layer <= 0.35 * paper,
+            f"{found_here}; two plays differ by {floor.layer:.1%}",
+            layer <= 0.07 and layer <= 0.35 * paper,
         ),
         StageClaim(
             "dense layer, held-out passes: mean error",
             "<= 7%",
             f"{dense:.1%}; two plays differ by {floor.dense:.1%}",
-            None if is_quick else dense <= 0.07,
+            dense <= 0.07,
         ),
-        StageClaim(
-            "a prediction, mean", "<= 20 us", f"{us:.1f} us", None if is_quick else us <= 20
-        ),
-        *(
-            StageClaim(
-                f"sampling, {kind}: mean error",
-                "<= 5%",
-                f"{error.sampling:.1%} (the paper's form: {found['paper'][kind].sampling:.1%}); "
-                f"two plays differ by {apart[kind].sampling:.1%}",
-                None if is_quick else error.sampling <= 0.05,
-            )
-            for kind, error in found["ours"].items()
-        ),
+        StageClaim("a prediction, mean", "<= 20 us", f"{us:.1f} us", us <= 20),
+        *sampling,
     ]
 
 
@@ -125,15 +121,8 @@ def serving(checkpoint: Path, num_stages: int, max_len: int) -> Iterator[Service
         limits=LimitsConfig(start_timeout_ms=300_000),
         service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0),
     )
-    launcher = ProcessLauncher(
-        [sys.executable, "-m", "data_plane.member.process"], member_environment(config)
-    )
-    service = Service(config, open_checkpoint(config, checkpoint), launcher)
-    try:
-        service.start(lambda step: None)
+    with in_process(config, checkpoint) as (service, _):
         yield service
-    finally:
-        service.stop()
 
 
 def first_token_s(service: Service, ids: Sequence[int]) -> float:
@@ -217,13 +206,13 @@ def part_prefill(checkpoint: Path, is_quick: bool, here: TwoProcesses) -> list[S
             "prefill, 2 stages: prompt tokens/s against the embedded prefill, 4 prompts",
             ">= 1.7x",
             f"{rate:.2f}x",
-            None if is_quick else rate >= 1.7,
+            rate >= 1.7,
         ).unless("" if rate >= 1.7 else here.why_not(1.7)),
         StageClaim(
             f"prefill, 2 stages: time to first token of {length} tokens",
             "<= 0.65",
             f"{ttft:.2f}",
-            None if is_quick else ttft <= 0.65,
+            ttft <= 0.65,
         ).unless("" if ttft <= 0.65 else here.why_not(1 / 0.65)),
         *claims,
     ]
@@ -267,7 +256,7 @@ class Subjects:
         return fit_costs("ours", passes["greedy"], *layers_of(checkpoint))
 
     def run(self, part: str) -> list[StageClaim]:
-        """Measure a part of PARTS."""
+        """Measure a part."""
         is_quick = self._is_quick
         match part:
             case "predictor":
@@ -289,52 +278,31 @@ def layers_of(checkpoint: Path) -> tuple[int, int, int]:
     return model.num_experts, model.num_experts_per_token, NUM_DENSE
 
 
+@bench("Preset tiny, few passes; judges nothing.")
 def main(
-    quick: Annotated[bool, typer.Option(help="Preset tiny, few passes; judges nothing.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="A part; may be given again.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
+    run: BenchRun, only: Annotated[list[Part] | None, "A part; may be given again."] = None
 ) -> None:
-    """Measure every part, and print what is asked beside what was found.
+    """Measure every part, and say what is asked beside what was found.
 
     A part that fails is a claim that does not hold; the others are measured.
     """
-    parts = set(only or PARTS)
-    if unknown := parts - set(PARTS):
-        raise typer.BadParameter(f"--only is {min(unknown)}; it must be one of {', '.join(PARTS)}")
-    load_before = os.getloadavg()[0]
     here = two_processes()
-    print(f"two processes over one: {here}", file=sys.stderr, flush=True)
-    about = {"two_processes_over_one": here._asdict()}
-    claims: list[StageClaim] = []
+    run.say(f"two processes over one: {here}")
     with tempfile.TemporaryDirectory() as folder:
-        subjects = Subjects(Path(folder), quick, here)
-        for part in (each for each in PARTS if each in parts):
+        subjects = Subjects(Path(folder), run.is_quick, here)
+        for part in (each for each in get_args(Part) if each in (only or get_args(Part))):
             begin = time.monotonic()
             try:
-                claims += subjects.run(part)
+                claims = subjects.run(part)
             except Exception as error:
                 traceback.print_exc()
-                claims.append(StageClaim(f"part {part}", "ends", f"{error!r}", False))
-            print(f"part {part}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-            if json is not None:
-                machine = describe(load_before) | about
-                write_results(json, [asdict(claim) for claim in claims], machine)
-    show(claims)
-    raise typer.Exit(1 if any(claim.holds is False for claim in claims) else 0)
-
-
-def show(claims: Sequence[StageClaim]) -> None:
-    """Print the table."""
-    table = Table()
-    for column in ("claim", "asked", "found", "holds"):
-        table.add_column(column)
-    for claim in claims:
-        holds = {True: "yes", False: "no", None: "not judged"}[claim.holds]
-        table.add_row(claim.claim, claim.asked, claim.found, holds)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+                claims = [StageClaim(f"part {part}", "ends", f"{error!r}", False)]
+            else:
+                claims = [claim.unless(run.too_quick) for claim in claims]
+            run.say(f"part {part}: {time.monotonic() - begin:.0f} s")
+            run.keep(*map(asdict, claims), two_processes_over_one=here._asdict())
+            run.judge(Claim(f"{c.claim}: {c.found}; asked: {c.asked}", c.holds) for c in claims)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

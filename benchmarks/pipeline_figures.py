@@ -9,16 +9,11 @@ when each claim holds.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import sys
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from machine import describe, write_results
+from kit import BenchRun, at_least, bench
 from pipeline_runs import (
     FULL,
     MODELS,
@@ -30,14 +25,14 @@ from pipeline_runs import (
     PlannedRuns,
     play,
 )
-from rich.console import Console
-from rich.progress import track
 
 from nanocp.simulator.pipeline.outcome import PipelineOutcome
 from nanocp.simulator.pipeline.pipeline_file import load_pipeline_file
 from nanocp.simulator.pipeline.simulation import SPREAD
 
 ATTAINMENT = 0.9
+LEAST_HELD = 12
+"""Claim: as many criteria hold as docs/research/pipeline-figures.md says."""
 CRITERIA = {
     "capacity": "14B ShareGPT: level's rate at 90% SLO is 1.12 to 1.19 of gLLM's",
     "capacity bound": "and at least 0.95 of what whole layers allow at the run's r",
@@ -266,48 +261,18 @@ def between(points: list[tuple[float, float]], rate: float) -> float:
     return min(points, key=lambda point: abs(point[0] - rate))[1]
 
 
-def markdown(claims: list[PipelineClaim]) -> str:
-    """The table of docs/research/pipeline-figures.md."""
-    rows = [f"| {c.criterion} | {c.here} | {'yes' if c.holds else '**no**'} |" for c in claims]
-    return "\n".join(["| criterion | here | holds |", "|---|---|---|", *rows])
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="runs of a second: under a minute, and no verdict"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the claims and what was found to PATH"
-    )
-    parser.add_argument("--processes", type=int, default=1)
-    options = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    plan = QUICK if options.quick else FULL
-    tasks = list(dict.fromkeys(plan.tasks()))
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        done = track(
-            pool.imap_unordered(play, tasks),
-            total=len(tasks),
-            description="simulating",
-            console=Console(stderr=True),
-        )
-        runs = dict(done)
-    figures = PipelineClaims(plan, runs)
+@bench("Runs of a second: under a minute; judges nothing.")
+def main(run: BenchRun, processes: Annotated[int, "Runs at a time."] = 1) -> None:
+    """Simulate, and print the tables of docs/research/pipeline-figures.md."""
+    plan = QUICK if run.is_quick else FULL
+    figures = PipelineClaims(plan, dict(run.play(plan.tasks(), play, processes)))
     figures.judge()
-    print(markdown(figures.claims))
-    print("\n| what | E2EL ms | TPOT ms | TTFT ms | SLO | idle | changes | r |")
-    print("|---|---|---|---|---|---|---|---|")
-    print("\n".join(figures.others()))
-    if options.quick:
-        print("runs too short for verdicts", file=sys.stderr)
-    if options.json:
-        write_results(
-            options.json, [claim._asdict() for claim in figures.claims], describe(load_before)
-        )
+    run.keep(*(claim._asdict() for claim in figures.claims))
+    run.markdown([{name: row[name] for name in list(row)[1:]} for row in run.results])
+    run.say("\n| what | E2EL ms | TPOT ms | TTFT ms | SLO | idle | changes | r |")
+    run.say("\n".join(["|---|---|---|---|---|---|---|---|", *figures.others()]))
+    num_held = sum(claim.holds for claim in figures.claims)
+    run.judge([at_least("criteria that hold", num_held, LEAST_HELD)], run.too_quick)
 
 
 if __name__ == "__main__":

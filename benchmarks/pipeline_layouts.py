@@ -78,7 +78,7 @@ class Layouts:
         even_us = max(per_pass(even))
         allowed_us, head = best_of(even)
         found, allowed = max(per_pass(last)) / even_us, allowed_us / even_us
-        claim = self._claim(
+        claim = StageClaim(
             f"decode, few rows, r = {r:.1f}, foretold {planned:.1f}: longest stage, level / even",
             f"r >= 2: <= 0.88, or within 3% of {allowed:.3f}, what whole layers allow",
             f"{found:.3f}, {changes_of(level)}",
@@ -112,7 +112,7 @@ class Layouts:
         us = makespan_us(played.passes)
         # Layers that stay cost nothing: what moving took is not theirs, whosever time it was.
         against = [us / (makespan_us(other) - moving_us) for other in (even, best)]
-        return self._claim(
+        return StageClaim(
             f"decode, prompts ({even_us[1] / sum(even_us):.0%} of even's time), decode: "
             f"level / even, level / static:{head},{NUM_LAYERS - head}",
             "<= 0.92 of both",
@@ -134,7 +134,7 @@ class Layouts:
         pass_us = makespan_us(level.passes) / len(level.passes)
         planning = (level.plan_us - even.plan_us) / pass_us
         claims = [
-            self._claim(
+            StageClaim(
                 f"steady mix, r = {r:.2f}: changes; planning of level besides even's, of a pass",
                 "r < 0.5: 0; <= 2%",
                 f"{level.num_changes}; {planning:.2%}",
@@ -152,7 +152,7 @@ class Layouts:
             lost_us = even_us - longest_of(layers_us, besides_us, (1, 1), NUM_LAYERS // 2)
             share, allowed = ((even_us - us) / lost_us for us in (longest_us, min(others_us)))
             claims.append(
-                self._claim(
+                StageClaim(
                     f"{name} stage of half the speed: what level recovers of what even loses",
                     ">= 60%, or a longest stage within 3% of what whole layers allow",
                     f"{share:.1%} of {allowed:.1%}, {changes_of(played)}",
@@ -169,11 +169,11 @@ class Layouts:
             played = self._run("level", rows, copy_ahead=copy_ahead)
             marks = [move for move in played.moves if move.is_mark]
             if not marks:
-                return self._claim("pre-copy", "<= 25% of a pass", "no layer moved", None)
+                return StageClaim("pre-copy", "<= 25% of a pass", "no layer moved", None)
             us.append(fmean(move.us for move in marks))
             frames.append(fmean(move.num_frames for move in marks))
             pass_us = sum(per_pass(played.passes[-self._num // 2 :]))
-        return self._claim(
+        return StageClaim(
             "pre-copy: KV at the mark, processor time of both ends",
             "<= 25% of a pass, <= 0.4 of that without",
             f"{us[0] / pass_us:.1%}, {us[0] / us[1]:.3f} ({frames[0]:.0f} and {frames[1]:.0f} "

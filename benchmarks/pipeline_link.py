@@ -10,8 +10,6 @@ what the layer takes here, as those of a GPU with as many rows take on 1 Gbit/s 
 from __future__ import annotations
 
 import os
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -87,7 +85,7 @@ def another_setting(share: float, gpu: float, mbit_per_s: int, measured: Sequenc
     return "a layer has more of the link than a GPU's" if share > gpu else ""
 
 
-def claim_of(run: LinkRun, costs: PassCosts, is_quick: bool) -> StageClaim:
+def claim_of(run: LinkRun, costs: PassCosts) -> StageClaim:
     """Measure stages and instances in turn, over two rounds; the link before and after them.
 
     The better round of each counts. Where it is asked, instances run in one lane and in two, and
@@ -103,7 +101,6 @@ def claim_of(run: LinkRun, costs: PassCosts, is_quick: bool) -> StageClaim:
     own_rows = run.num_rows // 2
     ms = layer_ms(run.checkpoint, own_rows)
     layouts = ("pipeline", "instances", "lanes") if run.is_asked else ("pipeline", "instances")
-    num_rounds = 2 if run.is_asked and not is_quick else 1
     with nodes_behind(run.mbit_per_s):
         before = rates(run.mbit_per_s)
         rounds = [
@@ -111,7 +108,7 @@ def claim_of(run: LinkRun, costs: PassCosts, is_quick: bool) -> StageClaim:
                 decode(run.checkpoint, layout, run.num_rows, run.num_tokens, costs)
                 for layout in layouts
             ]
-            for _ in range(num_rounds)
+            for _ in range(2 if run.is_asked else 1)
         ]
         measured = (*before, *rates(run.mbit_per_s))
     stages, *others = map(max, zip(*rounds, strict=True))
@@ -123,7 +120,7 @@ def claim_of(run: LinkRun, costs: PassCosts, is_quick: bool) -> StageClaim:
         f"the link (a GPU's {gpu:.2f}); the link let {min(measured):.1f} to {max(measured):.1f} "
         "Mbit/s through"
     )
-    can_judge = run.is_asked and not is_quick and len(os.sched_getaffinity(0)) >= 2
+    can_judge = run.is_asked and len(os.sched_getaffinity(0)) >= 2
     if run.is_asked and (reason := another_setting(share, gpu, run.mbit_per_s, measured)):
         found, can_judge = f"{found}; not judged: {reason}", False
     return StageClaim(claim, asked, found, min(ratios) >= LEAST_RATIO if can_judge else None)
@@ -162,14 +159,6 @@ def part_link(
         LinkRun(small, 20, *FEW_ROWS),
     ]
     if is_quick:
-        runs = [each._replace(num_rows=2, num_tokens=20) for each in (runs[0], runs[3])]
+        runs = [each._replace(num_rows=2, num_tokens=20, is_asked=False) for each in runs[::3]]
     costs = {checkpoint: costs_of(checkpoint) for checkpoint in (wide, small)}
-    claims = []
-    for run in runs:
-        began_s = time.monotonic()
-        claims.append(claim_of(run, costs[run.checkpoint], is_quick))
-        took_s = time.monotonic() - began_s
-        print(
-            f"{claims[-1].claim}: {claims[-1].found} ({took_s:.0f} s)", file=sys.stderr, flush=True
-        )
-    return claims
+    return [claim_of(run, costs[run.checkpoint]) for run in runs]

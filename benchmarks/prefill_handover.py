@@ -26,15 +26,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
-from machine import describe, write_results
-from page_arrivals import StepCost, step_cost
-from rich.console import Console
-from rich.table import Table
+from kit import BenchRun, bench
+from page_arrivals import step_cost
 
 from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.rings import PageWriters
@@ -52,6 +48,8 @@ NAMESPACE, HOST_END, ENGINE_END = "nanocp-engine", "10.213.7.1", "10.213.7.2"
 """The writer's network namespace, and the two ends of its link."""
 LINK = "nanocp-link"
 START_S = 60.0
+_SEND = "--send"
+"""Begins the arguments of the process that writes pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +63,24 @@ class Handover:
     gb_per_s: float
 
 
+@bench("A short run on the preset tiny.")
 def main(
-    quick: Annotated[bool, typer.Option(help="A short run on the preset tiny.")] = False,
-    seconds: Annotated[float, typer.Option(help="Of pages, for each way.")] = 5.0,
-    blocks: Annotated[int, typer.Option(help="Blocks of three windows of decode.")] = 60,
-    namespaces: Annotated[
-        bool, typer.Option("--namespaces", help="TCP and NIXL between two namespaces too (root).")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-    send: Annotated[str, typer.Option(hidden=True)] = "",
+    run: BenchRun,
+    blocks: Annotated[int, "Blocks of three windows of decode."] = 60,
+    namespaces: Annotated[bool, "TCP and NIXL between two namespaces too (root)."] = False,
 ) -> None:
     """Measure each way, then decode with and without arriving pages."""
-    if send:
-        write_pages(send)
-        return
-    load_before = os.getloadavg()[0]
-    console = Console() if sys.stdout.isatty() else Console(width=100)
-    handovers = measure_ways(1.0 if quick else seconds, namespaces, console)
-    cost = step_cost("tiny" if quick else "small", 6 if quick else blocks)
-    console.print(cost.sentence)
-    if json is not None:
-        write_results(json, [asdict(entry) for entry in (*handovers, cost)], describe(load_before))
-    raise typer.Exit(0 if cost.verdict != StepCost.TOO_MUCH else 1)
+    handovers = measure_ways(1.0 if run.is_quick else 5.0, namespaces)
+    run.keep(*map(asdict, handovers))
+    title = f"Pages of {PAGE_BYTES / 1e6:.1f} MB from an engine's writer into frames"
+    run.table(title, run.results, way="", pages_per_s=".0f", gb_per_s=".2f")
+    cost = step_cost(*(("tiny", 6) if run.is_quick else ("small", blocks)))
+    run.keep(asdict(cost))
+    run.judge([cost.claim])
 
 
-def measure_ways(seconds: float, namespaces: bool, console: Console) -> list[Handover]:
-    """Every way that this machine has, printed as a table."""
+def measure_ways(seconds: float, namespaces: bool) -> list[Handover]:
+    """Every way that this machine has."""
     dialled = ["tcp", *(["nixl"] if nixl_package() else [])]
     # UCX reads its variables once in a process.
     alone = ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1)
@@ -101,11 +89,6 @@ def measure_ways(seconds: float, namespaces: bool, console: Console) -> list[Han
         if namespaces:
             held.enter_context(linked_namespace())
             handovers += alone.map(measure, dialled, repeat(seconds), repeat(True))
-    title = f"Pages of {PAGE_BYTES / 1e6:.1f} MB from an engine's writer into frames"
-    table = Table("way", "pages/s", "GB/s", title=title)
-    for handover in handovers:
-        table.add_row(handover.way, f"{handover.pages_per_s:.0f}", f"{handover.gb_per_s:.2f}")
-    console.print(table)
     return handovers
 
 
@@ -123,7 +106,7 @@ def measure(backend: str, seconds: float, is_remote: bool = False) -> Handover:
         ring = PageRing.create(segments, 0, RING_PAGES, PAGE_BYTES, prefill_ring(0))
         held.callback(ring.close)
         where = {"cluster": cluster, "node": segments.node, "address": segments.address}
-        command = [sys.executable, __file__, "--send", json.dumps(where | {"backend": backend})]
+        command = [sys.executable, __file__, _SEND, json.dumps(where | {"backend": backend})]
         prefix = ["ip", "netns", "exec", NAMESPACE] if is_remote else []
         writer = subprocess.Popen([*prefix, *command])
         held.callback(writer.wait)
@@ -204,4 +187,7 @@ def linked_namespace() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == [_SEND]:
+        write_pages(sys.argv[2])
+    else:
+        main()

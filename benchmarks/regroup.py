@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import sys
 import time
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import typer
-from chaos_in_process import Disturbed, play_in_process
-from machine import describe, write_results
-from rich.console import Console
+from chaos import CONFIG, NUM_INSTANCES, SETTINGS, Disturbed, play_in_process
+from kit import BenchRun, Claim, at_most, bench
 from service import checkpoint_of
 
 from nanocp.chaos.judge import Judge, ReferenceJudge
@@ -34,97 +31,64 @@ from nanocp.chaos.load import Asked
 from nanocp.chaos.losses import Loss
 from nanocp.chaos.report import claims_of
 from nanocp.chaos.run import ChaosRun, play
-from nanocp.cli.console import output, print_claims
-from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.service import ServiceConfig
-from nanocp.config.whole import Config
 from nanocp.values.members import Member
 
-NUM_INSTANCES = 4
 MAX_LEAVE_S = 0.5
 """Goal: in addition to a step, longest time in which 99% of instances leave a term."""
 JUDGED_S = 60.0
 """Times are judged in runs of this length or more."""
 
 
-class RegroupPhase(StrEnum):
-    """What is run alone."""
-
-    REGROUPING = "regrouping"
-    LOSING = "losing"
-
-
-class RegroupPreset(StrEnum):
-    """Which model is served."""
-
-    TINY = "tiny"
-    SMALL = "small"
-
-    @property
-    def max_kept_s(self) -> float:
-        """Goal: median time without a token of a row that is kept."""
-        return 1.0 if self is RegroupPreset.TINY else 2.0
-
-    @property
-    def pause_s(self) -> float:
-        """Time from one end of a term to the next: prompts must be computed in between."""
-        return 1.0 if self is RegroupPreset.TINY else 10.0
+MAX_KEPT_S = {"tiny": 1.0, "small": 2.0}
+"""Preset -> goal: median time without a token of a row that is kept."""
+PAUSE_S = {"tiny": 1.0, "small": 10.0}
+"""Time from one end of a term to the next: prompts must be computed in between."""
 
 
-CONFIG = Config(
-    cluster=ClusterConfig(num_instances=NUM_INSTANCES, num_frames=128, max_model_len=2048),
-    scheduler=SchedulerConfig(policy="chaos"),
-    service=ServiceConfig(grpc_port=0, metrics_port=0, http_port=0),
-)
-
-
+@bench("10 and 25 seconds: about a minute.")
 def main(
-    quick: Annotated[bool, typer.Option(help="10 and 25 seconds: about a minute.")] = False,
-    only: Annotated[RegroupPhase | None, typer.Option(help="One phase; by default both.")] = None,
-    preset: Annotated[RegroupPreset, typer.Option(help="Which model.")] = RegroupPreset.TINY,
-    minutes: Annotated[float, typer.Option(help="Of each phase.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Of the requests and the losses.")] = 0,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
+    run: BenchRun,
+    only: Annotated[Literal["regrouping", "losing"] | None, "One phase; by default both."] = None,
+    preset: Annotated[Literal["tiny", "small"], "Which model."] = "tiny",
+    minutes: Annotated[float, "Of each phase."] = 5.0,
+    seed: Annotated[int, "Of the requests and the losses."] = 0,
 ) -> None:
     """Play the phases; the reference model judges every output."""
-    load_before = os.getloadavg()[0]
-    console = output()
     checkpoint = checkpoint_of(preset)
-    results: list[dict[str, Any]] = []
-    if only is not RegroupPhase.LOSING:
-        judge, seconds = ReferenceJudge(checkpoint), 10.0 if quick else 60 * minutes
-        results.append(regrouping(checkpoint, judge, seconds, preset))
-    if only is not RegroupPhase.REGROUPING:
-        settings = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
-        run = ChaosRun(
-            checkpoint, NUM_INSTANCES, 25.0 if quick else 60 * minutes, seed, settings=settings
-        )
-        found = play(run, ReferenceJudge, lambda step: print(step, file=sys.stderr))
-        results.append({"phase": RegroupPhase.LOSING, **found})
-    if json is not None:
-        write_results(json, results, describe(load_before))
-    shown = [show(result, console) for result in results]
-    raise typer.Exit(0 if all(shown) else 1)
+    if only != "losing":
+        seconds = 10.0 if run.is_quick else 60 * minutes
+        result = regrouping(checkpoint, ReferenceJudge(checkpoint), seconds, preset)
+        run.keep(result)
+        run.judge([*claims_of(result), *claims_of_terms(result)])
+    if only != "regrouping":
+        seconds = 25.0 if run.is_quick else 60 * minutes
+        chaos = ChaosRun(checkpoint, NUM_INSTANCES, seconds, seed, settings=SETTINGS)
+        found = play(chaos, ReferenceJudge, lambda step: print(step, file=sys.stderr))
+        run.keep({"phase": "losing", **found})
+        run.judge(claims_of(found))
+    for result in run.results:
+        run.facts(result)
 
 
 def regrouping(
-    checkpoint: Path, judge: Judge, seconds: float, preset: RegroupPreset = RegroupPreset.TINY
+    checkpoint: Path, judge: Judge, seconds: float, preset: str = "tiny"
 ) -> dict[str, Any]:
     """The load on a service of its own, whose every term ends after a while."""
     leave_s: list[float] = []
 
     async def regroup(disturbed: Disturbed, until_s: float) -> None:
         while time.monotonic() < until_s:
-            await asyncio.sleep(preset.pause_s)
+            await asyncio.sleep(PAUSE_S[preset])
             disturbed.note("a term ended")
             disturbed.service.regroup()
 
-    run = ChaosRun(checkpoint, seconds=seconds)
     result, disturbed = play_in_process(
-        CONFIG, run, judge, regroup, lambda disturbed: _time_leaving(disturbed, leave_s)
+        replace(CONFIG, scheduler=SchedulerConfig(policy="chaos")),
+        ChaosRun(checkpoint, seconds=seconds),
+        judge,
+        regroup,
+        lambda disturbed: _time_leaving(disturbed, leave_s),
     )
     step_s, regroup_s = (
         disturbed.sample(f"nanocp:{name}_seconds_sum")
@@ -133,7 +97,7 @@ def regrouping(
     )
     kept_s = sorted(kept_pauses_s(disturbed.asked, disturbed.happened))
     return {
-        "phase": RegroupPhase.REGROUPING,
+        "phase": "regrouping",
         "preset": preset,
         **result,
         "losses": disturbed.service.term - 1,
@@ -185,25 +149,21 @@ def kept_pauses_s(asked: Sequence[Asked], ends: Sequence[Loss]) -> list[float]:
     return pauses or [float("inf")]
 
 
-def show(result: dict[str, Any], console: Console) -> bool:
-    """Print a phase's numbers and claims; True if all claims hold."""
-    for name, value in result.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
-    claims = claims_of(result)
-    if result["phase"] == RegroupPhase.REGROUPING:
-        max_kept_s = RegroupPreset(result["preset"]).max_kept_s
-        max_leave_s = round(MAX_LEAVE_S + result["step_s"], 3)
-        timed = [
-            (f"a kept row pauses {result['kept_pause_s_p50']} s in the median, at most "
-             f"{max_kept_s}", result["kept_pause_s_p50"] <= max_kept_s),
-            (f"99% of instances leave a term within {result['leave_s_p99']} s, at most "
-             f"{max_leave_s} (a step and {MAX_LEAVE_S} s)", result["leave_s_p99"] <= max_leave_s),
-        ]  # fmt: skip
-        if result["seconds"] < JUDGED_S:
-            timed = [(f"{sentence}; too short to judge", True) for sentence, _ in timed]
-        claims += timed
-    return print_claims(console, claims)
+def claims_of_terms(result: dict[str, Any]) -> Iterator[Claim]:
+    """What is claimed of the phase in which every instance survives, besides `nanocp chaos`."""
+    too_short = "too short" if result["seconds"] < JUDGED_S else ""
+    kept = at_most(
+        "a kept row pauses {} s in the median",
+        result["kept_pause_s_p50"],
+        MAX_KEPT_S[result["preset"]],
+    )
+    leave = at_most(
+        f"99% of instances leave a term within {{}} s (a step and {MAX_LEAVE_S} s)",
+        result["leave_s_p99"],
+        round(MAX_LEAVE_S + result["step_s"], 3),
+    )
+    yield from (claim.unless(too_short) for claim in (kept, leave))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

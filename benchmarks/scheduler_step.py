@@ -2,38 +2,33 @@
 
     python benchmarks/scheduler_step.py [--quick] [--policy POLICY] [--json PATH]
 
-Enters: the paper's mix at 1% long on the simulated H200 cluster. Leaves: a table, a fit, and a list
-of {instances, rows, policy, load, mean_ms, p50_ms, p99_ms, plan_bytes}; exit status 1 if a claim
-does not hold. Does not know: sockets, members; nothing but the scheduler runs while the clock does.
+Enters: the paper's mix at 1% long on the simulated H200 cluster. Leaves: a table, and a list of
+{instances, rows, policy, load, mean_ms, p50_ms, p99_ms, share_of_step, plan_bytes,
+changes_per_step}; exit status 1 if a claim does not hold. Does not know: sockets, members; nothing
+but the scheduler runs while the clock does.
 
-Claims are about the simulated load (`scheduler_churn`): changes come as often as they do in a
-service. The other lines are stress, from 1,024 to 262,144 active requests, and claim nothing: a
-step brings as many requests admitted, ended, re-bound and outgrown (the promise is used up, so they
-get more pages) each as the churn says, the active requests / 600 unless the fit varies it. That
-re-binds up to 80 times as often as a service does.
+Arrivals, ends, re-bindings and moves come as often as they do in a service.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import scheduler_churn
-import typer
-from machine import describe, write_results
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from scheduler_stress import StressedService, StressPoint, at_rest
+from kit import BenchRun, Claim, at_most, bench
 
 from control_plane.scheduler.policies.registry import make_policy
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.garbage import freeze_long_lived
+from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.outcome import percentile
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
+from nanocp.values.plan import Event, Plan
 from nanocp.wire.convert import instance_plan_to_wire
 
 CLAIMS_MS = {
@@ -42,59 +37,21 @@ CLAIMS_MS = {
     ("dual_balanced", 256): 1.0,
     ("cost_aware", 256): 1.25,
 }
-"""Claim: with that many rows an instance, simulated, the mean of a call is at most this."""
+"""Claim: with that many rows an instance, the mean of a call is at most this."""
 MAX_SHARE_OF_STEP = 0.01
-"""Claim: with 256 rows an instance, simulated, a call takes at most this share of a step."""
-NUM_WARM_STEPS = 20
-RESULT_FIELDS = (
-    "instances",
-    "rows",
-    "policy",
-    "load",
-    "mean_ms",
-    "p50_ms",
-    "p99_ms",
-    "share_of_step",
-    "plan_bytes",
-    "changes_per_step",
-)
-"""Keys of a line in the results' file."""
+"""Claim: with 256 rows an instance, a call takes at most this share of a step."""
+NUM_INSTANCES = 32
+TPOT_US = {45: 42_000, 256: 185_000}
+"""Rows an instance -> about how long a step of them takes by the fitted cost model."""
+_OUTPUT_LEN = 1_000
+_NUM_FRAMES = 65_536
+"""Frames of each instance: 256 rows of the mix hold more KV than an H200 does."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChurnShape:
-    """What is measured."""
-
-    sizes: tuple[tuple[int, int], ...]
-    """(instances, rows)."""
-    fit_churns: tuple[float, ...]
-    """At FIT_INSTANCES x FIT_ROWS, in multiples of the churn there."""
-    fit_rows: tuple[int, ...]
-    """At FIT_INSTANCES and the churn of the first of them."""
-    num_steps: int
-
-
-FIT_INSTANCES, FIT_ROWS = 32, 256
-STRESSED = ((32, 256), (256, 256))
-FULL = ChurnShape(
-    (*((32, rows) for rows in (32, 64, 128, 256)), (256, 256), (1024, 256)),
-    (0.25, 0.5, 2.0),
-    (32, 64, 128, 256),
-    200,
-)
-QUICK = ChurnShape(STRESSED, (0.25,), (32, 256), 100)
-
-
+@bench("Under a minute: shorter runs.")
 def main(
-    quick: Annotated[
-        bool, typer.Option(help="Under a minute: the claimed points and a short fit.")
-    ] = False,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Again for more; default: both claimed ones.")
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
+    run: BenchRun,
+    policy: Annotated[list[str] | None, "Again for more; default: both claimed ones."] = None,
 ) -> None:
     """Measure every point in turn."""
     policies = policy or ["dual_balanced", "cost_aware"]
@@ -102,191 +59,93 @@ def main(
         try:
             make_policy(SchedulerConfig(policy=name))
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--policy") from None
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    load_before = os.getloadavg()[0]
-    shape = QUICK if quick else FULL
-    warm_up_s, seconds = (1.0, 2.0) if quick else (5.0, 20.0)
-    results = [
-        scheduler_churn.measure(rows, name, warm_up_s, seconds)
-        for name in policies
-        for rows in scheduler_churn.TPOT_US
-    ]
-    results += [result for name in policies for result in measure(shape, name, console)]
-    show(results, console)
-    fits = {name: fit(shape, name, results) for name in policies}
-    if json is not None:
-        kept = [{name: result[name] for name in RESULT_FIELDS} for result in results]
-        write_results(
-            json,
-            kept,
-            describe(load_before) | {"fit": {name: f._asdict() for name, f in fits.items()}},
-        )
-    if not show_claims(results, fits, console):
-        raise typer.Exit(1)
+            run.refuse(f"--policy: {error}")
+    warm_up_s, seconds = (1.0, 2.0) if run.is_quick else (5.0, 20.0)
+    for name in policies:
+        for rows in TPOT_US:
+            run.keep(measure(rows, name, warm_up_s, seconds))
+    run.table("plan_window; share: of a step by the fitted cost model", run.results)
+    run.judge(claims(run.results))
 
 
-# --- measuring
-
-
-def measure(shape: ChurnShape, policy: str, console: Console) -> list[dict[str, Any]]:
-    """Every point of one policy."""
-    sizes = [at_rest(*size, policy) for size in shape.sizes]
-    rest = at_rest(FIT_INSTANCES, FIT_ROWS, policy)
-    points = dict.fromkeys(
-        [
-            *sizes,
-            *(
-                rest._replace(churn_per_step=round(rest.churn_per_step * factor, 3))
-                for factor in shape.fit_churns
-            ),
-            *_at_equal_churn(shape, policy),
-        ]
+def measure(rows: int, policy: str, warm_up_s: float, seconds: float) -> dict[str, Any]:
+    """Play 1% long with about `rows` rows an instance, and time every call that plans a window."""
+    file = load_cluster_file("h200x32-deepseek-v3")
+    bounds = replace(file.cluster.bounds, max_rows=2 * rows)
+    cluster = replace(file.cluster, num_frames=_NUM_FRAMES, bounds=bounds)
+    rate = NUM_INSTANCES * rows / (_OUTPUT_LEN * TPOT_US[rows] / 1e6)
+    trial = Trial(
+        replace(file, cluster=cluster, row_buckets=(*file.row_buckets, 512)),
+        policy,
+        Workload("issue-1", rate, steady_tpot_us=TPOT_US[rows]),
+        warm_up_us=round(warm_up_s * 1e6),
+        measure_us=round(seconds * 1e6),
     )
-    results = []
-    with Progress(console=console, transient=True) as progress:
-        for point in progress.track(points, description=policy):
-            results.append(measure_point(point, shape.num_steps))
-    return results
-
-
-def _at_equal_churn(shape: ChurnShape, policy: str) -> list[StressPoint]:
-    churn = at_rest(FIT_INSTANCES, shape.fit_rows[0], policy).churn_per_step
-    return [StressPoint(FIT_INSTANCES, rows, policy, churn) for rows in shape.fit_rows]
-
-
-def measure_point(point: StressPoint, num_steps: int) -> dict[str, Any]:
-    """Fill a cluster, let it run, and time num_steps calls."""
-    cluster = StressedService(point)
-    cluster.fill()
-    for _ in range(NUM_WARM_STEPS):
-        cluster.step()
-    cluster.num_changes = dict.fromkeys(cluster.num_changes, 0)
-    freeze_long_lived()  # as `nanocp serve` does
-    times_ns, num_bytes = [], []
-    for _ in range(num_steps):
-        elapsed_ns, plan = cluster.step()
-        times_ns.append(elapsed_ns)
-        num_bytes.append(
-            sum(len(instance_plan_to_wire(own).SerializeToString()) for own in plan.instances)
-        )
-    share = fmean(times_ns) / 1e3 / cluster.modelled_step_us()
-    times_ns.sort()
-    return point._asdict() | {
-        "load": f"stress, {point.churn_per_step:.1f} x 4",
-        "mean_ms": round(fmean(times_ns) / 1e6, 4),
-        "p50_ms": round(times_ns[num_steps // 2] / 1e6, 4),
-        "p99_ms": round(times_ns[num_steps * 99 // 100] / 1e6, 4),
-        "plan_bytes": round(fmean(num_bytes)),
-        "share_of_step": round(share, 5),
+    simulation = trial.simulation()
+    calls = _Calls(simulation._plan_window, trial.warm_up_us)
+    simulation._plan_window = calls.plan_window
+    outcome = simulation.run(trial.requests())
+    times_ms = sorted(ns / 1e6 for ns in calls.times_ns)
+    return {
+        "instances": NUM_INSTANCES,
+        "rows": round(outcome.num_rows_mean / NUM_INSTANCES),
+        "policy": policy,
+        "load": f"simulated, {rows} rows",
+        "mean_ms": round(fmean(times_ms), 4),
+        "p50_ms": round(percentile(times_ms, 50), 4),
+        "p99_ms": round(percentile(times_ms, 99), 4),
+        "share_of_step": round(fmean(times_ms) / outcome.step_ms_mean, 5),
+        "plan_bytes": round(fmean(calls.sizes)),
         "changes_per_step": {
-            name: round(count / num_steps, 2) for name, count in cluster.num_changes.items()
+            name: round(count / len(times_ms), 2) for name, count in calls.num_changes.items()
         },
     }
 
 
-# --- the fit
+class _Calls:
+    """Stands before `plan_window`; a call that plans no window is added to the next one."""
+
+    def __init__(self, plan_window: Any, from_us: int) -> None:
+        self._plan_window = plan_window
+        self._from_us = from_us
+        self._owed_ns = 0
+        self.times_ns: list[int] = []
+        self.sizes: list[int] = []
+        self.num_changes: Counter[str] = Counter()
+
+    def plan_window(self, events: list[Event], now_us: int) -> Plan:
+        """Time one call, on the processor."""
+        if not self.times_ns:
+            freeze_long_lived()  # as `nanocp serve` does
+        began_ns = time.thread_time_ns()
+        plan: Plan = self._plan_window(events, now_us)
+        self._owed_ns += time.thread_time_ns() - began_ns
+        if plan.window is not None:
+            if now_us >= self._from_us:
+                self._note(plan)
+            self._owed_ns = 0
+        return plan
+
+    def _note(self, plan: Plan) -> None:
+        self.times_ns.append(self._owed_ns)
+        messages = [instance_plan_to_wire(own) for own in plan.instances]
+        self.sizes.append(sum(len(message.SerializeToString()) for message in messages))
+        self.num_changes["started"] += sum(len(own.starts) for own in plan.instances)
+        self.num_changes["ended"] += sum(len(own.ends) for own in plan.instances)
+        self.num_changes["transfers"] += sum(t.source is None for t in plan.transfers)
+        self.num_changes["moves"] += sum(t.source is not None for t in plan.transfers)
 
 
-class ChurnFit(NamedTuple):
-    """What a call costs at FIT_INSTANCES x FIT_ROWS over the churn, and what 8x the rows add."""
-
-    us_per_change: float
-    us_per_instance: float
-    """At no churn."""
-    rows_ratio: float
-    """The most rows over the fewest at equal churn."""
-
-
-def fit(shape: ChurnShape, policy: str, results: list[dict[str, Any]]) -> ChurnFit:
-    """Least squares over the points of FIT_INSTANCES x FIT_ROWS, by their medians."""
-    points = [
-        r
-        for r in results
-        if "churn_per_step" in r
-        and (r["instances"], r["rows"], r["policy"]) == (FIT_INSTANCES, FIT_ROWS, policy)
-    ]
-    changes = [4 * r["churn_per_step"] for r in points]
-    times_us = [1e3 * r["p50_ms"] for r in points]
-    mean_change, mean_us = fmean(changes), fmean(times_us)
-    slope = sum((x - mean_change) * (y - mean_us) for x, y in zip(changes, times_us, strict=True))
-    slope /= sum((x - mean_change) ** 2 for x in changes)
-    at = {
-        rows: next(
-            r["p50_ms"]
-            for r in results
-            if "churn_per_step" in r
-            and StressPoint(*(r[name] for name in StressPoint._fields)) == point
-        )
-        for rows, point in zip(shape.fit_rows, _at_equal_churn(shape, policy), strict=True)
-    }
-    ratio = at[max(at)] / at[min(at)]
-    return ChurnFit(
-        round(slope, 3), round((mean_us - slope * mean_change) / FIT_INSTANCES, 3), round(ratio, 3)
-    )
-
-
-# --- showing
-
-
-def show(results: list[dict[str, Any]], console: Console) -> None:
-    """Print a line for each point.
-
-    The paper's Figure 16 has the share at 32 instances, with the plans' transfer; our copy of the
-    text has lost its percentages.
-    """
-    table = Table(title="plan_window; share: of a step by the fitted cost model, as in Figure 16")
-    columns = (
-        "policy",
-        "instances",
-        "rows",
-        "load",
-        "mean ms",
-        "p50 ms",
-        "p99 ms",
-        "share",
-        "plan bytes",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("policy", "load") else "right")
-    for r in results:
-        times = (f"{r[name]:.3f}" for name in ("mean_ms", "p50_ms", "p99_ms"))
-        sizes = (str(r["instances"]), str(r["rows"]), r["load"])
-        table.add_row(
-            r["policy"], *sizes, *times, f"{r['share_of_step']:.1%}", f"{r['plan_bytes']:,}"
-        )
-    console.print(table)
-
-
-def show_claims(results: list[dict[str, Any]], fits: dict[str, ChurnFit], console: Console) -> bool:
-    """What is claimed beside what was measured; returns whether every claim holds."""
-    table = Table(title="claims")
-    for column in ("policy", "what", "measured", "claimed", "holds"):
-        table.add_column(column, justify="left" if column in ("policy", "what") else "right")
-    all_hold = True
-    for policy, what, measured, claimed in claims(results):
-        all_hold &= measured <= claimed
-        table.add_row(
-            policy, what, f"{measured:.3f}", f"<= {claimed}", "yes" if measured <= claimed else "NO"
-        )
-    console.print(table)
-    for policy, found in fits.items():
-        console.print(
-            f"{policy}: {found.us_per_change} us a change, {found.us_per_instance} us an instance"
-        )
-    return all_hold
-
-
-def claims(results: list[dict[str, Any]]) -> Iterator[tuple[str, str, float, float]]:
-    """(policy, what, measured, the most that is claimed)."""
-    for r in results:
-        for (policy, rows), claimed in CLAIMS_MS.items():
-            if (r["policy"], r["load"]) == (policy, f"simulated, {rows} rows"):
-                yield policy, f"mean ms, {r['load']}", r["mean_ms"], claimed
+def claims(results: Sequence[dict[str, Any]]) -> Iterator[Claim]:
+    """What is claimed of the points that were measured."""
+    for result in results:
+        for (policy, rows), most in CLAIMS_MS.items():
+            if (result["policy"], result["load"]) == (policy, f"simulated, {rows} rows"):
+                at = f"{policy}, {rows} rows: a call takes {{}}"
+                yield at_most(f"{at} ms", result["mean_ms"], most)
                 if rows == 256:
-                    what = "share of a step, 256 rows"
-                    yield policy, what, r["share_of_step"], MAX_SHARE_OF_STEP
+                    yield at_most(f"{at} of a step", result["share_of_step"], MAX_SHARE_OF_STEP)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,15 +1,15 @@
 """What the highest sustained rates must show, and tables of them.
 
-Enters: the results of scheduling_quality.py. Leaves: tables on a console, how many claims do not
-hold, and at which rate a policy has to fail. Does not know: how a rate is found.
+Enters: the results of scheduling_quality.py. Leaves: tables, claims, and at which rate a policy has
+to fail. Does not know: how a rate is found.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from kit import BenchRun, Claim, at_most
 
 from nanocp.simulator.outcome import LEAST_ALLOWED_MISSES
 
@@ -36,16 +36,16 @@ NUM_ROWS = 24
 _ROUNDING = 1e-4
 """Rates in the results are rounded."""
 
-_CELLS = {
-    "judged": ("num_judged", ".0f"),
-    "missed": ("num_missed", ".0f"),
-    "TTFT p99": ("ttft_ms_p99", ".0f"),
-    "TPOT p99": ("tpot_ms_p99", ".1f"),
-    "norm. p99": ("normalized_ms_p99", ".1f"),
-    "KV imbal.": ("kv_imbalance", ".0%"),
-    "row imbal.": ("row_imbalance", ".0%"),
+_COLUMNS = {
+    "num_judged": ".0f",
+    "num_missed": ".0f",
+    "ttft_ms_p99": ".0f",
+    "tpot_ms_p99": ".1f",
+    "normalized_ms_p99": ".1f",
+    "kv_imbalance": ".0%",
+    "row_imbalance": ".0%",
 }
-"""Column -> name in the results, format; times in ms."""
+"""Name in the results -> format; times in ms."""
 
 Results = dict[str, dict[str, dict[str, Any]]]
 
@@ -59,65 +59,47 @@ def least_ratio(key: str, rival: str) -> float:
     return max(1.0, *claimed)
 
 
-def show(results: Results, console: Console) -> None:
+def show(results: Results, run: BenchRun) -> None:
     """A table for each workload. A rate after "<" is one that is not sustained."""
     for key, rates in results["max_rate"].items():
-        table = Table(title=key)
-        for column in ("policy", "requests/s", "of fluid", *_CELLS):
-            table.add_column(column, justify="left" if column == "policy" else "right")
-        fails_at = results["fails_at"].get(key, {})
-        for policy in rates | fails_at:
+        rows: list[dict[str, Any]] = []
+        for policy, rate in rates.items():
+            of_fluid = rate / rates[FLUID] if rates.get(FLUID) else None
+            row = {"policy": policy, "rate": rate, "of_fluid": of_fluid}
+            rows.append(row | {name: results[name].get(key, {}).get(policy) for name in _COLUMNS})
+        run.table(key, rows, policy="", rate=".2f", of_fluid=".3f", **_COLUMNS)
+        for policy, rate in results["fails_at"].get(key, {}).items():
             if policy not in rates:
-                table.add_row(policy, f"< {fails_at[policy]:.2f}")
-                continue
-            values = [(results[name].get(key, {}), form) for name, form in _CELLS.values()]
-            table.add_row(
-                policy,
-                f"{rates[policy]:.2f}",
-                f"{rates[policy] / rates[FLUID]:.3f}" if rates.get(FLUID) else "-",
-                *(f"{of[policy]:{form}}" if policy in of else "-" for of, form in values),
-            )
-        console.print(table)
+                run.say(f"{key}, {policy}: < {rate:.2f} requests/s")
         for policy, num_allowed in results["num_allowed"].get(key, {}).items():
             if rates[policy] and num_allowed < LEAST_ALLOWED_MISSES:
-                console.print(f"{key}, {policy}: only {num_allowed} misses were allowed")
+                run.say(f"{key}, {policy}: only {num_allowed} misses were allowed")
 
 
-def judge(results: Results, console: Console) -> int:
-    """Say which claims hold; returns how many do not.
+def claims(results: Results) -> Iterator[Claim]:
+    """What is claimed; what was not measured cannot be judged.
 
-    A claim about what was not measured is shown and not judged. That the minutes suffice is said
-    only if all claims of all rows are judged; too many are too many without them.
+    That the minutes suffice is said only if all claims of all rows are judged; too many are too
+    many without them.
     """
-    table = Table(title="claims")
-    for column in ("workload", "claim", "measured", "claimed", "holds"):
-        table.add_column(column)
-    broken = num_open = 0
+    num_open = 0
     for key, rates in results["max_rate"].items():
-        at_most = results.get("fails_at", {}).get(key, {}) | rates
+        at_most_of = results.get("fails_at", {}).get(key, {}) | rates
         for claim, policy, others, least in _claims(key):
-            best = max(others, key=lambda other: at_most.get(other, 0.0))
-            if policy not in rates or not at_most.keys() >= {*others} or not at_most[best]:
+            best = max(others, key=lambda other: at_most_of.get(other, 0.0))
+            if policy not in rates or not at_most_of.keys() >= {*others} or not at_most_of[best]:
                 num_open += 1
-                table.add_row(key, claim, "-", f">= {least}", "not judged")
+                yield Claim(f"{key}: {claim}, at least {least}", None, "not measured")
                 continue
-            ratio = rates[policy] / at_most[best]
-            holds = ratio >= least - _ROUNDING
-            broken += not holds
+            ratio = rates[policy] / at_most_of[best]
             measured = f"{ratio:.3f}" if best in rates else f"> {ratio:.3f}"
-            table.add_row(key, claim, measured, f">= {least}", "yes" if holds else "no")
+            yield Claim(f"{key}: {claim}: {measured}, at least {least}", ratio >= least - _ROUNDING)
     if cpu_s := sum(sum(policies.values()) for policies in results.get("cpu_s", {}).values()):
-        is_whole = not num_open and len(results["max_rate"]) >= NUM_ROWS
-        holds = cpu_s <= 60 * MAX_CPU_MINUTES
-        broken += not holds
-        said = "no" if not holds else "yes" if is_whole else "not judged"
-        claimed = f"<= {MAX_CPU_MINUTES}"
-        table.add_row("all", "processor minutes", f"{cpu_s / 60:.0f}", claimed, said)
-    console.print(table)
-    if num_open or len(results["max_rate"]) < NUM_ROWS:
-        rows = f"{len(results['max_rate'])} of {NUM_ROWS} rows are there"
-        console.print(f"{rows}; {num_open} of their claims are not judged")
-    return broken
+        claim = at_most("processor minutes of all", cpu_s / 60, MAX_CPU_MINUTES)
+        num_rows = len(results["max_rate"])
+        is_whole = not num_open and num_rows >= NUM_ROWS
+        why = "" if is_whole or not claim.holds else f"{num_rows} of {NUM_ROWS} rows are there"
+        yield claim.unless(why)
 
 
 def _claims(key: str) -> list[tuple[str, str, tuple[str, ...], float]]:

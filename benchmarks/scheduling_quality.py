@@ -19,23 +19,17 @@ search that was interrupted goes on with --resume.
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import multiprocessing
-import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-import typer
-from machine import describe
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from kit import BenchRun, bench
 from scheduling_claims import (
     CLOSE,
     COST_AWARE,
@@ -44,7 +38,7 @@ from scheduling_claims import (
     POLICIES,
     RIVALS,
     Results,
-    judge,
+    claims,
     least_ratio,
     show,
 )
@@ -74,15 +68,8 @@ PRECISION, CLOSE_PRECISION, QUICK_PRECISION = 1.02, 1.005, 1.1
 """A rate is found to this factor: to the second where a claim is about what separates two rates,
 and to the third in a quick run."""
 MEASURES = (
-    "ttft_ms_p50",
-    "ttft_ms_p99",
-    "tpot_ms_p50",
-    "tpot_ms_p99",
-    "normalized_ms_p99",
-    "kv_imbalance",
-    "row_imbalance",
-    "cp_share",
-    "plan_ms_mean",
+    *("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "normalized_ms_p99"),
+    *("kv_imbalance", "row_imbalance", "cp_share", "plan_ms_mean"),
 )
 """Fields of an outcome in the results: means over the seeds. Beside them are num_judged,
 num_missed and num_allowed, sums over the seeds, cpu_s, processor seconds that a search took,
@@ -163,19 +150,30 @@ class Question:
     forms: Sequence[str]
     policies: Sequence[str]
     mooncake: Path | None
-    warm_up_s: float
-    measure_s: float | None
-    seed: int
-    num_seeds: int
     is_quick: bool
 
     @property
     def about(self) -> dict[str, Any]:
         """What stands beside the results."""
-        names = ("is_quick", "warm_up_s", "measure_s", "seed", "num_seeds")
         mooncake = self.mooncake and self.mooncake.name
-        more = {"mooncake": mooncake, "measure_s_of": MEASURE_S}
-        return {name: getattr(self, name) for name in names} | more
+        lengths = {"warm_up_s": self.warm_up_s, "measure_s": self.measure_s, "seed": 0}
+        more = {"num_seeds": self.num_seeds, "mooncake": mooncake, "measure_s_of": MEASURE_S}
+        return {"is_quick": self.is_quick} | lengths | more
+
+    @property
+    def warm_up_s(self) -> float:
+        """Seconds before those that count."""
+        return 15.0 if self.is_quick else 40.0
+
+    @property
+    def measure_s(self) -> float | None:
+        """Seconds that count; None: as many as `simulate sweep` takes."""
+        return 15.0 if self.is_quick else None
+
+    @property
+    def num_seeds(self) -> int:
+        """How many seeds."""
+        return 1 if self.is_quick else NUM_SEEDS
 
     def tasks(self) -> list[SearchTask]:
         """One for each row and policy, row after row; fluid has one for all wire forms."""
@@ -202,11 +200,16 @@ class Question:
 
     def _trial(self, name: str, policy: str, constants: str, form: str) -> Trial:
         measure_s = self.measure_s or MEASURE_S.get(name)
+        workload = Workload(name, FIRST_RATES[name])
+        if name not in MIXES:
+            scale = 8.0 if name.endswith("-x8") else 1.0
+            trace = f"mooncake:{self.mooncake}"
+            workload = Workload(trace, FIRST_RATES[name], length_scale=scale)
         target_ms = Slo().tpot_us // 1000 if policy.endswith(ON_TARGET) else 0
         return Trial(
             replace(self.file, tpot_target_ms=target_ms),
             policy.removesuffix(ON_TARGET),
-            _workload(name, self.mooncake, self.seed),
+            workload,
             constants=constants,
             wire_form=form,
             warm_up_us=round(self.warm_up_s * 1e6),
@@ -237,117 +240,61 @@ def search(task: SearchTask) -> SearchAnswer:
     return SearchAnswer(task, found, time.process_time() - began_s)
 
 
+@bench(
+    "1% long, fewer policies, one seed of short runs: a minute. Checks that the benchmark runs; "
+    "nothing is judged."
+)
 def main(
-    quick: Annotated[
-        bool,
-        typer.Option(
-            help="1% long, fewer policies, one seed of short runs: a minute. Checks that the "
-            "benchmark runs; nothing is judged."
-        ),
-    ] = False,
-    cluster: Annotated[
-        str, typer.Option(help="Name or path of a cluster file.")
-    ] = "h200x32-deepseek-v3",
-    constants: Annotated[
-        list[str] | None, typer.Option(help="Sets of constants; both if not given.")
-    ] = None,
-    wire_form: Annotated[
-        list[str] | None, typer.Option(help="latent or absorbed; both if not given.")
-    ] = None,
+    run: BenchRun,
+    cluster: Annotated[str, "Name or path of a cluster file."] = "h200x32-deepseek-v3",
+    constants: Annotated[list[str] | None, "Sets of them; fitted and peak if not given."] = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Of {', '.join(FIRST_RATES)}; all if not given, the trace's only with --mooncake."
-        ),
+        f"Of {', '.join(FIRST_RATES)}; all if not given, the trace's only with --mooncake.",
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Policies; all if not given. Where cost_aware's rate is not known, each is "
-            "searched for."
-        ),
+        "Policies; all if not given. Where cost_aware's rate is not known, each is searched for.",
     ] = None,
-    mooncake: Annotated[
-        Path | None, typer.Option(help="The whole Mooncake trace (the sample says little).")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Measured, of each run; default: as `simulate sweep`.")
-    ] = None,
-    warm_up: Annotated[float, typer.Option(help="Seconds before that.")] = 40.0,
-    seed: Annotated[int, typer.Option(help="The first.")] = 0,
-    seeds: Annotated[int, typer.Option(help="How many.")] = NUM_SEEDS,
-    processes: Annotated[int, typer.Option(help="Searches at a time.")] = 2,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option(help="Keep what the --json file has, and search for the rest.")
-    ] = False,
+    mooncake: Annotated[Path | None, "The whole Mooncake trace (the sample says little)."] = None,
+    processes: Annotated[int, "Searches at a time."] = 2,
+    resume: Annotated[bool, "Keep what the --json file has, and search for the rest."] = False,
 ) -> None:
     """Search, policy by policy, for the highest rate at which 99% of requests meet the SLO."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
     all_names = [name for name in FIRST_RATES if mooncake or name in MIXES]
+    for name in workload or ():
+        if name not in FIRST_RATES:
+            run.refuse(f"--workload: {name} is none of {', '.join(FIRST_RATES)}")
+        if name not in all_names:
+            run.refuse(f"--mooncake: {name} needs the trace")
     question = Question(
         file=load_cluster_file(cluster),
-        names=workload or (["issue-1"] if quick else all_names),
-        constants=constants or (["fitted"] if quick else ["fitted", "peak"]),
-        forms=wire_form or (FORMS[:1] if quick else FORMS),
-        policies=policy or (QUICK_POLICIES if quick else POLICIES),
+        names=workload or (["issue-1"] if run.is_quick else all_names),
+        constants=constants or (["fitted"] if run.is_quick else ["fitted", "peak"]),
+        forms=FORMS[:1] if run.is_quick else FORMS,
+        policies=policy or (QUICK_POLICIES if run.is_quick else POLICIES),
         mooncake=mooncake,
-        warm_up_s=15.0 if quick else warm_up,
-        measure_s=15.0 if quick else seconds,
-        seed=seed,
-        num_seeds=1 if quick else seeds,
-        is_quick=quick,
+        is_quick=run.is_quick,
     )
-    tasks = question.tasks()
-    machine = describe(os.getloadavg()[0]) | question.about | {"cluster": cluster}
-    known = _known(json) if resume else {}
-    results = collect(tasks, known, processes, console, partial(_keep, json, machine))
-    show(results, console)
-    if not quick and judge(results, console):
-        raise typer.Exit(1)
-
-
-def _known(path: Path | None) -> Results:
-    """What an interrupted search has found."""
-    if path is None or not path.exists():
-        return {}
-    known: Results = json_format.loads(path.read_text())
-    return known
-
-
-def _keep(path: Path | None, machine: dict[str, Any], results: Results) -> None:
-    """Write what is known, and beside it on what machine it was found."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for file, content in ((path, results), (path.with_suffix(".machine.json"), machine)):
-            file.write_text(json_format.dumps(content, indent=1) + "\n")
-
-
-def _workload(name: str, mooncake: Path | None, seed: int) -> Workload:
-    if name not in FIRST_RATES:
-        raise typer.BadParameter(
-            f"{name} is none of {', '.join(FIRST_RATES)}", param_hint="--workload"
-        )
-    if name in MIXES:
-        return Workload(name, FIRST_RATES[name], seed)
-    if mooncake is None:
-        raise typer.BadParameter(f"{name} needs the trace", param_hint="--mooncake")
-    scale = 8.0 if name.endswith("-x8") else 1.0
-    return Workload(f"mooncake:{mooncake}", FIRST_RATES[name], length_scale=scale)
+    known: Results = {}
+    if resume and run.path is not None and run.path.exists():
+        known = json.loads(run.path.read_text())
+    run.about |= question.about | {"cluster": cluster}
+    results = collect(question.tasks(), known, processes, run)
+    show(results, run)
+    if not run.is_quick:
+        run.judge(claims(results))
 
 
 def collect(
     tasks: Sequence[SearchTask],
     results: Results,
     processes: int,
-    console: Console,
-    keep: Callable[[Results], None],
+    run: BenchRun,
 ) -> Results:
     """Means over the seeds, by what is measured, workload and policy, in the order of the tasks.
 
-    `results` has what is known already; `keep` gets what is known whenever a search ends.
+    `results` has what is known already; what is known is written whenever a search ends.
     """
     for name in ("max_rate", "rates_by_seed", "fails_at", *COUNTS, *MEASURES, "cpu_s"):
         results.setdefault(name, {})
@@ -357,29 +304,24 @@ def collect(
         for task in tasks
         if not all(any(task.policy in of.get(key, {}) for of in known) for key in task.keys)
     ]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    for answer in run.track(_answers(missing, results, processes), "searching", len(missing)):
+        _note(results, answer, run.say)
+        run.write(results)
+    results = {name: _in_order(by_key, tasks) for name, by_key in results.items()}
+    run.write(results)
+    return results
+
+
+def _answers(missing: list[SearchTask], results: Results, processes: int) -> Iterator[SearchAnswer]:
+    """Search for so many at a time, each with what is known by then."""
     running: dict[Future[SearchAnswer], SearchTask] = {}
-    with (
-        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
-        Progress(*columns, console=console) as progress,
-    ):
-        bar = progress.add_task("searching", total=len(missing))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         while missing or running:
             while len(running) < processes and (task := take_ready(missing, running.values())):
                 running[pool.submit(search, task.near(results))] = task
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
-                _note(results, future.result(), progress.console)
-                keep(results)
-                progress.advance(bar)
-    results = {name: _in_order(by_key, tasks) for name, by_key in results.items()}
-    keep(results)
-    return results
+                yield future.result()
 
 
 def take_ready(missing: list[SearchTask], running: Iterable[SearchTask]) -> SearchTask | None:
@@ -392,13 +334,13 @@ def take_ready(missing: list[SearchTask], running: Iterable[SearchTask]) -> Sear
     return None
 
 
-def _note(results: Results, answer: SearchAnswer, console: Console) -> None:
+def _note(results: Results, answer: SearchAnswer, say: Callable[[str], None]) -> None:
     """Print what a task has found, and put it among the results."""
     task, found = answer.task, answer.found
     policy = task.policy
     rates = [one.rate_per_s for one in found.seeds] if found else task.bounds
     what = f"{task.key} {policy}: {'' if found else 'less than '}"
-    console.print(f"{what}{', '.join(f'{rate:.2f}' for rate in rates)} ({answer.cpu_s:.0f} s)")
+    say(f"{what}{', '.join(f'{rate:.2f}' for rate in rates)} ({answer.cpu_s:.0f} s)")
     results["cpu_s"].setdefault(task.key, {})[policy] = round(answer.cpu_s, 1)
     if found is None:
         results["fails_at"].setdefault(task.key, {})[policy] = round(fmean(rates), 3)
@@ -431,4 +373,4 @@ def _in_order(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

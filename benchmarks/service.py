@@ -12,12 +12,19 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
+import psutil
+
+from control_plane.launchers.processes import ProcessLauncher
 from nanocp.client import AsyncClient, ServiceError
+from nanocp.config.whole import Config
+from nanocp.serve.process import Serving
+from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 ROOT = Path(__file__).parents[1]
 REQUEST_TIMEOUT_S = 900
@@ -25,25 +32,34 @@ NUM_WARM_TOKENS = 4
 """The steady state begins when every stream has this many tokens."""
 
 
+MEMBER = (sys.executable, "-m", "data_plane.member.process")
+"""Command that starts a member."""
+
+
 def checkpoint_of(preset: str, stored: str = "float32") -> Path:
     """The checkpoint of a preset, made if absent. stored: the dtype of its weights."""
     path = ROOT / "checkpoints" / (preset if stored == "float32" else f"{preset}-{stored}")
     if not (path / "config.json").exists():
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "nanocp.cli.main",
-                "make-checkpoint",
-                str(path),
-                "--preset",
-                preset,
-                "--dtype",
-                stored,
-            ],
-            check=True,
-        )
+        command = [sys.executable, "-m", "nanocp.cli.main", "make-checkpoint", str(path)]
+        subprocess.run([*command, "--preset", preset, "--dtype", stored], check=True)
     return path
+
+
+@contextmanager
+def in_process(
+    config: Config, checkpoint: Path, command: Sequence[str] = MEMBER
+) -> Iterator[tuple[Service, ProcessLauncher]]:
+    """A service in this process whose members are processes, from ready to stopped.
+
+    command: starts a member.
+    """
+    launcher = ProcessLauncher(command, member_environment(config))
+    service = Service(config, open_checkpoint(config, checkpoint), launcher)
+    try:
+        service.start(lambda step: None)
+        yield service, launcher
+    finally:
+        service.stop()
 
 
 def random_prompts(
@@ -162,3 +178,28 @@ async def _decode(
         for task in tasks:
             task.cancel()
     return SteadyState(begin_s, end_s, streams.arrivals_s)
+
+
+def step_cpu_ms(
+    service: Serving,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    max_tokens: int | None = None,
+    constraints: Sequence[Mapping[str, str]] = ({},),
+) -> float:
+    """Milliseconds of processor time of a step, all threads of the service's one instance together.
+
+    Arguments are those of `decode`.
+    """
+    (pid,) = service.instance_pids()
+    cpu_s: list[float] = []
+
+    def at_edge() -> None:
+        times = psutil.Process(pid).cpu_times()
+        cpu_s.append(times.user + times.system)
+
+    steady = asyncio.run(
+        decode(service.target, prompts, num_tokens, max_tokens, at_edge, constraints)
+    )
+    num_steps = (steady.end_s - steady.begin_s) * steady.tokens_per_s / len(prompts)
+    return 1e3 * (cpu_s[1] - cpu_s[0]) / num_steps

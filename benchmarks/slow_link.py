@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import service as streams
 
-from control_plane.launchers.processes import ProcessLauncher
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
@@ -28,7 +27,6 @@ from nanocp.config.passes import PassCosts, PassesConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
-from nanocp.serve.service import Service, member_environment, open_checkpoint
 
 _BRIDGE, _NODE, _ADDRESS = "nanocp-gb", "nanocp-gb{}", "10.87.41.{}"
 _HOST = _ADDRESS.format(1)
@@ -46,6 +44,24 @@ _IN_NAMESPACE = (
     f'exec "$@" {sys.executable} -m data_plane.member.process "$0"'
 )
 """Starts a member; its name is $0."""
+_RECEIVE = """
+import socket, time
+with socket.create_server(("", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    link, _ = server.accept()
+link.recv(1)
+began_s, num_bytes = time.perf_counter(), 0
+while piece := link.recv(1 << 18):
+    num_bytes, ended_s = num_bytes + len(piece), time.perf_counter()
+print(8e-6 * num_bytes * 1514 / 1448 / (ended_s - began_s))
+"""
+"""Takes all bytes of one connection, and prints its port and Mbit/s. The rate counts frames of
+Ethernet with their headers, as a link does, from the first bytes to the last."""
+_SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as link:
+    link.sendall(bytes(int(sys.argv[3])))
+"""
 
 
 def why_not() -> str:
@@ -97,16 +113,15 @@ def rates(mbit_per_s: int) -> tuple[float, float]:
 
 
 def _rate(source: int, target: int, mbit_per_s: int) -> float:
-    def end(node: int, *words: str) -> list[str]:
-        script = Path(__file__).with_name("link_rate.py")
-        return ["ip", "netns", "exec", _NODE.format(node), sys.executable, str(script), *words]
+    def end(node: int, script: str, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", _NODE.format(node), sys.executable, "-c", script, *words]
 
     num_bytes = int(mbit_per_s * 1e6 / 8 * _RATE_S)
-    with subprocess.Popen(end(target, "receive"), stdout=subprocess.PIPE, text=True) as receiver:
+    with subprocess.Popen(end(target, _RECEIVE), stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
         try:
             port = receiver.stdout.readline().strip()
-            _run(*end(source, "send", _ADDRESS.format(target + 2), port, f"{num_bytes}"))
+            _run(*end(source, _SEND, _ADDRESS.format(target + 2), port, f"{num_bytes}"))
             return float(receiver.stdout.readline())
         finally:
             receiver.kill()
@@ -144,34 +159,29 @@ def decode(
         limits=LimitsConfig(start_timeout_ms=300_000),
         service=ServiceConfig(host=_HOST, grpc_port=0, metrics_port=0, http_port=0),
     )
-    launcher = ProcessLauncher(["sh", "-c", _IN_NAMESPACE], member_environment(config))
-    service = Service(config, open_checkpoint(config, checkpoint), launcher)
-
-    def seconds(name: str) -> float:
+    with streams.in_process(config, checkpoint, ["sh", "-c", _IN_NAMESPACE]) as (service, _):
         value = service.metrics.registry.get_sample_value
-        return sum(value(f"nanocp:{name}_sum", {"engine": str(i)}) or 0.0 for i in range(2))
 
-    def decoded(seed: int) -> Decoded:
-        edges: list[tuple[float, float, int]] = []
+        def seconds(name: str) -> float:
+            return sum(value(f"nanocp:{name}_sum", {"engine": str(i)}) or 0.0 for i in range(2))
 
-        def at_edge() -> None:
-            edges.append((seconds("step_exchange_seconds"), seconds("step_seconds"), _sent_bytes()))
+        def decoded(seed: int) -> Decoded:
+            edges: list[tuple[float, float, int]] = []
 
-        prompts = streams.random_prompts(checkpoint, num_rows, _PROMPT, seed)
-        most = num_tokens + _MOST_BEFORE
-        steady = asyncio.run(
-            streams.decode(service.address, prompts, num_tokens, most, at_edge=at_edge)
-        )
-        (waited_s, steps_s, sent_bytes), ends = edges
-        count = steady.tokens_per_s * (steady.end_s - steady.begin_s)
-        waiting = (ends[0] - waited_s) / (ends[1] - steps_s)
-        return Decoded(steady.tokens_per_s, waiting, (ends[2] - sent_bytes) / 1e3 / count)
+            def at_edge() -> None:
+                spent = seconds("step_exchange_seconds"), seconds("step_seconds")
+                edges.append((*spent, _sent_bytes()))
 
-    try:
-        service.start(lambda step: None)
+            prompts = streams.random_prompts(checkpoint, num_rows, _PROMPT, seed)
+            most = num_tokens + _MOST_BEFORE
+            steady = asyncio.run(
+                streams.decode(service.address, prompts, num_tokens, most, at_edge=at_edge)
+            )
+            waited_s, steps_s, sent_bytes = (end - begin for begin, end in zip(*edges, strict=True))
+            count = steady.tokens_per_s * (steady.end_s - steady.begin_s)
+            return Decoded(steady.tokens_per_s, waited_s / steps_s, sent_bytes / 1e3 / count)
+
         return max(decoded(seed) for seed in range(2))
-    finally:
-        service.stop()
 
 
 def _sent_bytes(num_nodes: int = 2) -> int:

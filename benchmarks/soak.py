@@ -11,26 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
 import psutil
-import typer
-from machine import describe, write_results
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from kit import BenchRun, Claim, at_most, bench, none
 from service import checkpoint_of, random_prompts
 
-from nanocp.cli.console import print_claims
+from nanocp.cli.console import progress
 from nanocp.client import Aborted, AsyncClient, InvalidArgument, ServiceError
 from nanocp.serve.process import Serving, serving
 
@@ -90,32 +84,22 @@ class Soak:
         ]
 
 
-def main(
-    quick: Annotated[bool, typer.Option(help="20 seconds of load: under a minute.")] = False,
-    minutes: Annotated[float, typer.Option(help="Of load.")] = 30.0,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("20 seconds of load: under a minute.")
+def main(run: BenchRun, minutes: Annotated[float, "Of load."] = 30.0) -> None:
     """Play every kind of client at once, then look at what is left."""
-    load_before = os.getloadavg()[0]
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    seconds = 20.0 if quick else 60.0 * minutes
-    checkpoint = checkpoint_of("tiny")
+    seconds, checkpoint = 20.0 if run.is_quick else 60.0 * minutes, checkpoint_of("tiny")
     with serving(
         checkpoint, NUM_INSTANCES, {}, ray=False, synthetic_kv=False, http=True
     ) as service:
-        record = asyncio.run(play(checkpoint, service, seconds, console))
+        record = asyncio.run(play(checkpoint, service, seconds))
         frames_not_back = service.frames_not_back()
     result = summary(record, seconds, frames_not_back)
-    show(result, console)
-    if json is not None:
-        write_results(json, [result], describe(load_before))
-    if not show_claims(result, console) and not quick:
-        raise typer.Exit(1)
+    run.facts(result)
+    run.keep(result)
+    run.judge(claims_of(result), run.too_quick)
 
 
-async def play(checkpoint: Path, service: Serving, seconds: float, console: Console) -> Record:
+async def play(checkpoint: Path, service: Serving, seconds: float) -> Record:
     """All clients, until the time is over."""
     record = Record()
     members = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
@@ -128,13 +112,13 @@ async def play(checkpoint: Path, service: Serving, seconds: float, console: Cons
         kinds = [*[("steady", steady)] * NUM_STEADY_CLIENTS, *KINDS.items()]
         for number, (kind, act) in enumerate(kinds):
             group.create_task(_repeat(soak, kind, act, random.Random(number)))
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("soaking", total=1.0)
+        with progress() as bar:
+            task = bar.add_task("soaking", total=1.0)
             while (share := soak.share) < 1:
                 record.memory_mib.append(
                     (share, sum(member.memory_info().rss for member in members) / 2**20)
                 )
-                progress.update(task, completed=share)
+                bar.update(task, completed=share)
                 await asyncio.sleep(min(5.0, seconds / 20))
     return record
 
@@ -241,29 +225,15 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[len(values) * 99 // 100] if values else float("nan")
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """What happened, line by line."""
-    table = Table("soak", "", title=None)
-    for name, value in result.items():
-        table.add_row(name, str(value))
-    console.print(table)
-
-
-def show_claims(result: dict[str, Any], console: Console) -> bool:
-    """Say what holds; True if all does."""
+def claims_of(result: dict[str, Any]) -> Iterator[Claim]:
+    """What is claimed of a run."""
+    yield none("error that is not the client's", result["errors"])
     memory = result["memory_end_mib"] / result["memory_settled_mib"]
+    yield at_most("resident memory grows {}x", memory, MAX_MEMORY_GROWTH)
     tpot = result["tpot_ms_p99_last"] / result["tpot_ms_p99_first"]
-    claims = [
-        ("no error that is not the client's", not result["errors"]),
-        (
-            f"resident memory grows {memory:.3f}x, at most {MAX_MEMORY_GROWTH}x",
-            memory <= MAX_MEMORY_GROWTH,
-        ),
-        (f"p99 TPOT grows {tpot:.3f}x, at most {MAX_TPOT_GROWTH}x", tpot <= MAX_TPOT_GROWTH),
-        ("every frame came back", result["frames_not_back"] == 0),
-    ]
-    return print_claims(console, claims)
+    yield at_most("p99 TPOT grows {}x", tpot, MAX_TPOT_GROWTH)
+    yield none("frame is left", result["frames_not_back"])
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

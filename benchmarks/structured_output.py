@@ -16,25 +16,20 @@ a grammar, none of which ends by itself).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json as json_library
-import os
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, Any
 
-import numpy as np
-import psutil
-import typer
-from intervals import median_interval
-from machine import describe, write_results
-from rich.console import Console
-from service import checkpoint_of, decode, random_prompts
+from kit import BenchRun, Claim, Interval, bench
+from service import checkpoint_of, random_prompts, step_cpu_ms
 
-from nanocp.serve.process import Serving, serving
+from nanocp.serve.process import serving
 
 BATCH, PROMPT_LEN = 32, 200
 MAX_WITH, MAX_WITHOUT = 1.05, 1.01
@@ -50,7 +45,7 @@ _ITEM = {
     "additionalProperties": False,
 }
 ENDLESS: tuple[Mapping[str, str], ...] = (
-    {"json_schema": json_library.dumps({"type": "array", "items": _ITEM, "minItems": 10_000})},
+    {"json_schema": json.dumps({"type": "array", "items": _ITEM, "minItems": 10_000})},
     {"regex": r"([A-Z][a-z ]{10,60}\. ){1000}"},
     {"grammar": 'root ::= line root\nline ::= [a-z]+ "=" [0-9] [0-9]? [0-9]? "\\n"\n'},
 )
@@ -65,12 +60,12 @@ ROUNDS: Mapping[str, tuple[str, Sequence[Mapping[str, str]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The processor time of a step over that with structured output off."""
+    """The processor time of a step over that of one whose service has something off."""
 
     rows: str
-    """with or without a constraint."""
+    """What of the service's is on, or which rows."""
     step_ms: float
-    """Processor time with structured output off, the median."""
+    """Processor time with it off, the median."""
     ratio: float
     low: float
     high: float
@@ -78,103 +73,73 @@ class Ratio:
     at_most: float
     num_blocks: int
 
-    @property
-    def verdict(self) -> str:
-        """holds, does not hold, or cannot be judged by this run."""
-        if self.high <= self.at_most:
-            return "holds"
-        return "does not hold" if self.low > self.at_most else "cannot be judged by this run"
+    @classmethod
+    def of(cls, step_ms: Mapping[str, Sequence[float]], rows: str, at_most: float) -> Ratio:
+        """Compare steps of these rows with those of "off", block by block."""
+        ratios = [one / off for one, off in zip(step_ms[rows], step_ms["off"], strict=True)]
+        interval = Interval.of(ratios)
+        return cls(rows, float(median(step_ms["off"])), *interval, at_most, len(ratios))
+
+    def claim(self, what: str) -> Claim:
+        """Judge the ratio by its interval. what: takes so much of the processor time."""
+        off = f"of the processor time of {self.step_ms:.1f} ms"
+        interval = Interval(self.ratio, self.low, self.high)
+        return interval.at_most(f"{what} takes {{}} {off}", self.at_most)
+
+    def result(self) -> dict[str, Any]:
+        """One object for the results."""
+        verdict = {True: "holds", False: "does not hold", None: "cannot be judged by this run"}
+        return asdict(self) | {"verdict": verdict[self.claim("").holds]}
 
 
-def main(
-    quick: Annotated[
-        bool, typer.Option(help="Under a minute: preset tiny, 4 blocks; judges no claim.")
-    ] = False,
-    blocks: Annotated[int, typer.Option(help="Blocks of three measurements.")] = 30,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the results here, the machine beside it.")
-    ] = None,
-) -> None:
+@bench("Under a minute: preset tiny, whose steps are short, 4 blocks; judges no claim.")
+def main(run: BenchRun, blocks: Annotated[int, "Blocks of three measurements."] = 30) -> None:
     """Measure in turn, so that a drift of the machine meets all alike."""
-    console, load_before = Console(), os.getloadavg()[0]
-    preset, num_blocks = ("tiny", 4) if quick else ("small", blocks)
-    measured = measure(checkpoint_of(preset), num_blocks, console)
-    results = [ratio_of(measured, "with", MAX_WITH), ratio_of(measured, "without", MAX_WITHOUT)]
-    for result in results:
-        console.print(
-            f"{result.rows} constraints a step takes {result.ratio:.3f} of the processor time "
-            f"({result.low:.3f} to {result.high:.3f}) of {result.step_ms:.1f} ms; "
-            f"at most {result.at_most}: {result.verdict}"
-        )
-    if json is not None:
-        machine = describe(load_before) | {"preset": preset}
-        write_results(json, [asdict(r) | {"verdict": r.verdict} for r in results], machine)
-    if quick:
-        console.print("--quick: preset tiny, whose steps are short. The claims are about small.")
-    elif any(result.verdict == "does not hold" for result in results):
-        raise typer.Exit(1)
+    preset, num_blocks = ("tiny", 4) if run.is_quick else ("small", blocks)
+    measured = measure(checkpoint_of(preset), num_blocks, run.say)
+    ratios = [Ratio.of(measured, "with", MAX_WITH), Ratio.of(measured, "without", MAX_WITHOUT)]
+    run.keep(*(ratio.result() for ratio in ratios), preset=preset)
+    claims = (ratio.claim(f"{ratio.rows} constraints a step") for ratio in ratios)
+    run.judge(claims, run.too_quick)
 
 
-def measure(checkpoint: Path, num_blocks: int, console: Console) -> dict[str, list[float]]:
+def in_turn(
+    step_ms: Mapping[str, Callable[[int], float]], num_blocks: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Measure each way once a block, in an order drawn anew. step_ms: takes the block's number."""
+    draw = random.Random(0)
+    found: dict[str, list[float]] = {name: [] for name in step_ms}
+    for block in range(num_blocks):
+        for name in draw.sample(list(step_ms), len(step_ms)):
+            found[name].append(step_ms[name](block))
+        latest = ", ".join(f"{name} {values[-1]:.2f}" for name, values in found.items())
+        say(f"block {block + 1} of {num_blocks}: ms a step: {latest}")
+    return found
+
+
+def measure(
+    checkpoint: Path, num_blocks: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
     """Milliseconds of processor time of a step, for each of ROUNDS one value a block."""
     prompts = random_prompts(checkpoint, BATCH, PROMPT_LEN)
-    step_ms: dict[str, list[float]] = {name: [] for name in ROUNDS}
-    draw = random.Random(0)
+    settings = {"off": {"cluster.bounds.max_grammar_bytes": 0}, "on": {}}
     with contextlib.ExitStack() as held:
         services = {
-            "off": held.enter_context(
-                _service(checkpoint, {"cluster.bounds.max_grammar_bytes": 0})
-            ),
-            "on": held.enter_context(_service(checkpoint, {})),
+            name: held.enter_context(
+                serving(checkpoint, 1, {"data_plane.threads_per_instance": 1, **more}, ray=False)
+            )
+            for name, more in settings.items()
         }
-        for name in ROUNDS:  # The first tokens pay for compiling and page faults.
-            _step_ms(services, name, prompts, 8)
-        for block in range(num_blocks):
-            for name in draw.sample(list(ROUNDS), len(ROUNDS)):
-                step_ms[name].append(_step_ms(services, name, prompts, 32))
-            latest = ", ".join(f"{name} {values[-1]:.2f}" for name, values in step_ms.items())
-            console.print(f"block {block + 1} of {num_blocks}: ms a step: {latest}")
-    return step_ms
-
-
-def ratio_of(step_ms: Mapping[str, Sequence[float]], rows: str, at_most: float) -> Ratio:
-    """Steps of one of ROUNDS over those of "off", block by block."""
-    off = np.array(step_ms["off"])
-    ratios = np.array(step_ms[rows]) / off
-    low, high = median_interval(ratios)
-    median = float(np.median(ratios))
-    return Ratio(rows, float(np.median(off)), median, low, high, at_most, len(ratios))
-
-
-def _service(
-    checkpoint: Path, settings: Mapping[str, object]
-) -> contextlib.AbstractContextManager[Serving]:
-    return serving(checkpoint, 1, {"data_plane.threads_per_instance": 1, **settings}, ray=False)
-
-
-def _step_ms(
-    services: Mapping[str, Serving], name: str, prompts: list[list[int]], num_tokens: int
-) -> float:
-    service, constraints = ROUNDS[name]
-    (pid,) = services[service].instance_pids()
-    cpu_s: list[float] = []
-
-    def at_edge() -> None:
-        times = psutil.Process(pid).cpu_times()
-        cpu_s.append(times.user + times.system)
-
-    steady = asyncio.run(
-        decode(
-            services[service].target,
-            prompts,
-            num_tokens,
-            at_edge=at_edge,
-            constraints=constraints,
+        calls = {
+            name: partial(step_cpu_ms, services[service], prompts, constraints=constraints)
+            for name, (service, constraints) in ROUNDS.items()
+        }
+        for call in calls.values():  # The first tokens pay for compiling and page faults.
+            call(8)
+        return in_turn(
+            {name: lambda _, call=call: call(32) for name, call in calls.items()}, num_blocks, say
         )
-    )
-    num_steps = (steady.end_s - steady.begin_s) * steady.tokens_per_s / BATCH
-    return 1e3 * (cpu_s[1] - cpu_s[0]) / num_steps
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

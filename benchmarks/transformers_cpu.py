@@ -10,16 +10,14 @@ batch, the best stays.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
+from peers import Measure, answer_lines
 
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 """The first is also that of the prefill: batched_mm copies the weights of every expert of every
@@ -86,25 +84,11 @@ class LoadedModel:
         return [end - begin for begin, end in itertools.pairwise(ends_s)]
 
 
-def answer(peer: LoadedModel, lines: Iterable[str]) -> None:
-    """One JSON line for each line, until the end of the input."""
-    for line in lines:
-        request = json.loads(line)
-        print(json.dumps(peer.tokens_per_s(request["prompts"], request["num_tokens"])), flush=True)
-
-
-def main() -> None:
-    """Load, say so, answer."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    peer = LoadedModel(arguments.checkpoint, arguments.dtype)
-    print(json.dumps({"version": transformers.__version__}), flush=True)
-    answer(peer, sys.stdin)
+def load(checkpoint: str, dtype: str, threads: int) -> tuple[str, Measure]:
+    """Load the model in this process."""
+    torch.set_num_threads(threads)
+    return transformers.__version__, LoadedModel(checkpoint, dtype).tokens_per_s
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(load)

@@ -7,20 +7,21 @@ know: NanoCP.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from peers import Measure, answer_lines
 
 NUM_WARM_TOKENS = 2
 MAX_MODEL_LEN = 1024
 
 
-def load(checkpoint: str, dtype: str, threads: int) -> Any:
+def load(checkpoint: str, dtype: str, threads: int) -> tuple[str, Measure]:
     """An engine in this process, so that its steps can be timed one by one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -29,11 +30,11 @@ def load(checkpoint: str, dtype: str, threads: int) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if os.environ.get("NANOCP_PEER_INSTRUCTIONS") == "avx2":
         _hide_avx512()
-    from vllm import LLM
+    import vllm
 
     config = json.loads((Path(checkpoint) / "config.json").read_text())
 
-    return LLM(
+    llm = vllm.LLM(
         checkpoint,
         dtype=dtype,
         skip_tokenizer_init=True,
@@ -46,6 +47,7 @@ def load(checkpoint: str, dtype: str, threads: int) -> Any:
             {"backend": "CPU_MLA"} if dtype == "float32" and "kv_lora_rank" in config else {}
         ),
     )
+    return vllm.__version__, partial(tokens_per_s, llm)
 
 
 def _hide_avx512() -> None:
@@ -57,7 +59,7 @@ def _hide_avx512() -> None:
             setattr(torch.cpu, name, lambda: False)
 
 
-def tokens_per_s(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+def tokens_per_s(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, float]:
     """From the moment when every request has NUM_WARM_TOKENS to the first end."""
     from vllm import SamplingParams, TokensPrompt
 
@@ -78,27 +80,8 @@ def tokens_per_s(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) ->
             began_s, first = now_s, sum(counts.values())
         if began_s and not ended_s and max(counts.values()) >= num_tokens + NUM_WARM_TOKENS:
             ended_s, last = now_s, sum(counts.values())
-    return (last - first) / (ended_s - began_s)
-
-
-def main() -> None:
-    """Load, say so, answer one JSON line for each line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    # vLLM prints to standard output too: keep the real one for the answers.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    llm = load(arguments.checkpoint, arguments.dtype, arguments.threads)
-    import vllm
-
-    print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        rate = tokens_per_s(llm, request["prompts"], request["num_tokens"])
-        print(json.dumps({"tokens_per_s": rate}), file=answers, flush=True)
+    return {"tokens_per_s": (last - first) / (ended_s - began_s)}
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(load)

@@ -16,7 +16,7 @@ from harness.paths import ROOT
 from nanocp.serve.process import serving
 
 DOCUMENTS = ("README.md", "docs/use/quick-start.md", "docs/use/api.md")
-WAIT_S = 120
+WAIT_S = 300
 """Longest time of a command; they take seconds on a machine that is not busy."""
 ASKS = r"curl |nanocp (generate|batch|why|top|bench serve) "
 """What asks the service that the documents have started."""
@@ -159,6 +159,7 @@ def python(block, service):
     return said.getvalue()
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "document", [pytest.param("README.md", marks=pytest.mark.system), *DOCUMENTS[1:]]
 )

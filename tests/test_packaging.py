@@ -129,7 +129,7 @@ def run_with(modules, program):
     """Run a program that can import these modules, this tree and the standard library only."""
     code = BLOCKER.format(allowed=sorted({*modules, *PACKAGES})) + program
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
 
 

@@ -41,7 +41,6 @@ def max_connections(config: Config) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     service = config.service
     num_kinds = 3 if service.ssl_certfile else 2  # HTTP, gRPC, and those in a TLS handshake
-    num_kinds *= 1 if service.front_end_processes else service.front_ends
     reserved = _reserved(config)
     require(
         limit >= reserved + num_kinds,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -19,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from control_plane.frontend.api_keys import ApiKeys
-from control_plane.frontend.controller_interface import ControllerInterface
+from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.descriptors import max_connections
 from control_plane.frontend.grpc.admission import AdmitCalls
 from control_plane.frontend.grpc.servicers import (
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CONTROL = inference_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 
+DRAIN_REPORT_S = 5.0
+"""Time between two reports of a drain."""
 _LAST_WORD_S = 1.0
 """Longest wait for clients to take the status that ends their requests."""
 _CLOSE_GRACE_S = 0.2
@@ -113,6 +116,21 @@ class FrontEnd:
         """host:port where gRPC clients connect."""
         return self._address.result(_THREAD_TIMEOUT_S)
 
+    @property
+    def events(self) -> ControllerEvents:
+        """What takes the controller's callbacks."""
+        return self
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address, of the only front end of a service."""
+        return (self.address,)
+
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """The address of the HTTP API, once started, of the only front end of a service."""
+        return (self.http_address,)
+
     def open(
         self,
         controller: ControllerInterface,
@@ -128,27 +146,24 @@ class FrontEnd:
         """
         self._call(lambda: self._open(controller, load, front_ends or (self.address,), first_id))
 
-    def drain(self) -> bool:
+    def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
         """Refuse new requests and wait for the open ones; True if all have ended.
 
-        Waits at most limits.drain_timeout_ms.
+        Waits at most limits.drain_timeout_ms. `report` is called now and then with the number of
+        open requests and the seconds left.
         """
-        return self.end_drain(self.begin_drain())
-
-    def begin_drain(self) -> Future[bool] | None:
-        """Refuse new requests from now on; `end_drain` waits for the open ones."""
         if not self._thread.is_alive():
-            return None
-        return asyncio.run_coroutine_threadsafe(self._drain(self._drain_timeout_s), self._loop)
+            return True
+        until_s = time.monotonic() + self._drain_timeout_s
+        drain = asyncio.run_coroutine_threadsafe(self._drain(self._drain_timeout_s), self._loop)
+        while wait([drain], DRAIN_REPORT_S).not_done and (left_s := until_s - time.monotonic()) > 0:
+            report(self.num_open, left_s)
+        return drain.result(_THREAD_TIMEOUT_S)
 
     @property
     def num_open(self) -> int:
         """Choices that have not ended, or that a client still reads."""
         return self._open_requests.num_open if self._address.done() else 0
-
-    def end_drain(self, drain: Future[bool] | None) -> bool:
-        """Wait for the open requests, as `drain` does."""
-        return drain is None or drain.result(self._drain_timeout_s + _THREAD_TIMEOUT_S)
 
     def stop(self, reason: str = "the service is stopping") -> None:
         """End every open request with UNAVAILABLE and the reason, close the ports, end the thread.
@@ -174,12 +189,13 @@ class FrontEnd:
         """Submit the request again when all its tokens are here. Unknown ids are ignored."""
         self._call(lambda: self._streams.preempted(preempted))
 
-    def interrupted(self, cause: str = "term") -> None:
+    def interrupted(self, cause: str = "term") -> int:
         """A term has ended: every open request goes back to the controller, and goes on.
 
         cause: see Observer.on_token.
         """
         self._call(lambda: self._streams.interrupted(cause))
+        return 1
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
         """Submit the request again, from its tokens in order. Unknown ids are ignored."""
@@ -253,13 +269,11 @@ class FrontEnd:
     async def _add_services(self, server: grpc.aio.Server) -> None:
         limits = self._config.limits
         cluster = self._config.cluster
-        num_front_ends = self._config.service.front_ends
         self._streams = ClientStreams(
             self.members_address,
             limits.max_undelivered_tokens,
             self._observer,
-            first_id=1 + self._index,
-            id_step=num_front_ends,
+            id_step=self._config.service.front_ends,
             steps_per_window=self._config.scheduler.steps_per_window,
             is_remote=self._is_remote,
             hashes_output=self._config.has_slots,

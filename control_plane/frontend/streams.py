@@ -40,13 +40,12 @@ class ClientStreams:
         front_end: str,
         max_undelivered_tokens: int,
         observer: Observer,
-        first_id: int = 1,
         id_step: int = 1,
         steps_per_window: int = 1,
         is_remote: bool = False,
         hashes_output: bool = False,
     ) -> None:
-        """Requests are numbered first_id, first_id + id_step, and so on.
+        """Requests are numbered from 1, or what `connect` says, in steps of id_step.
 
         front_end: host:port at which instances deliver tokens. is_remote: the controller is another
         process, so a token may be here before the placement that allows it. hashes_output: whether
@@ -60,7 +59,7 @@ class ClientStreams:
         self._steps_per_window = steps_per_window
         self._controller: ControllerInterface | None = None
         self._id_step = id_step
-        self._request_ids = itertools.count(first_id, id_step)
+        self._request_ids = itertools.count(1, id_step)
         self._by_request: dict[int, ClientStream] = {}
         self._by_client: dict[str, list[ClientStream]] = {}
         """Choices that have not ended, at least one, by the client's id."""

@@ -100,10 +100,11 @@ class MemberListener(Protocol):
         Raises ValueError if the member cannot have meant it: the stream then ends.
         """
 
-    def failed(self, member: Member | None, message: str) -> None:
+    def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
         """The member said that it cannot go on, or its stream broke: once for a stream.
 
-        member: None if it never said hello. The message names the member."""
+        member: None if it never said hello. The message names the member. says_why: False where
+        how the member's process ends may say more."""
 
 
 async def serve_members(
@@ -205,7 +206,7 @@ class MemberServicer(rpc.ControllerServicer):
                 yield message
         finally:
             reader.cancel()
-            self.end(stream, f"{stream.member}: its stream broke")
+            self.end(stream, f"{stream.member}: its stream broke", says_why=False)
 
     async def _read(self, stream: MemberStream, requests: AsyncIterator[Any]) -> None:
         try:
@@ -215,7 +216,7 @@ class MemberServicer(rpc.ControllerServicer):
         except Exception as error:
             logger.exception("the stream of %s cannot be read", stream.member)
             self.end(stream, f"{stream.member}: {type(error).__name__}: {error}")
-        self.end(stream, f"{stream.member}: its stream ended")
+        self.end(stream, f"{stream.member}: its stream ended", says_why=False)
 
     def take(self, stream: MemberStream, message: FromMember | bytes) -> bool:
         """Pass a message on that came after hello; False: the stream is over."""
@@ -236,11 +237,11 @@ class MemberServicer(rpc.ControllerServicer):
             self.end(stream, f"{stream.member}: {type(error).__name__}: {error}")
         return not stream.closed
 
-    def end(self, stream: MemberStream, message: str) -> None:
-        """The stream is over; the message says why. Idempotent."""
+    def end(self, stream: MemberStream, message: str, says_why: bool = True) -> None:
+        """The stream is over; says_why: whether the message says why. Idempotent."""
         if not stream.closed:
             stream.close()
-            self._listener.failed(stream.member, message)
+            self._listener.failed(stream.member, message, says_why)
 
     async def AttachNode(
         self, requests: AsyncIterator[pb.FromNode], context: Any
@@ -342,7 +343,8 @@ class _NodeStream:
             case "closed":
                 self._members.pop(number, None)
                 if stream := self._streams.pop(number, None):
-                    self._servicer.end(stream, f"{stream.member}: its stream broke")
+                    broke = f"{stream.member}: its stream broke"
+                    self._servicer.end(stream, broke, says_why=False)
 
     def _before_hello(self, number: int, message: bytes) -> None:
         opener = self._members[number]

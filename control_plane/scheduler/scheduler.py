@@ -7,13 +7,14 @@ what it holds in `_release` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
+from control_plane.scheduler.base import SchedulerBase
 from control_plane.scheduler.explanation import Explainer
 from control_plane.scheduler.pages.offload import Offload
 from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
@@ -21,13 +22,9 @@ from control_plane.scheduler.pages.quarantine import Quarantine
 from control_plane.scheduler.pages.tickets import Tickets
 from control_plane.scheduler.policies.layout import num_growth_pages, obstacle
 from control_plane.scheduler.policies.registry import make_policy
-from control_plane.scheduler.queue.admission import Admission
 from control_plane.scheduler.queue.deferral import Deferral, tokens_read
-from control_plane.scheduler.readings import Readings
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
-from control_plane.scheduler.state.frame_ledger import FrameRun
-from control_plane.scheduler.state.promise import Promise
 from control_plane.scheduler.state.request import TRANSFERRING, Request
 from control_plane.scheduler.terms.held_requests import HeldRequests
 from control_plane.scheduler.terms.seat_change import SeatChange
@@ -39,18 +36,14 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
     PAGE_SIZE,
-    AbortRequested,
     Arrival,
-    ClusterLost,
     Event,
     FinishReason,
-    InstanceLost,
     Plan,
     Preempted,
     Regrouped,
     Resubmitted,
     SeatsWanted,
-    TermEnded,
     TookOver,
     TransferDone,
     TransferFailed,
@@ -62,61 +55,57 @@ from nanocp.values.plan import (
 _instance_and_window = attrgetter("instance", "window")
 
 
-class Scheduler(Readings):
+class Scheduler(SchedulerBase):
     """The one centralized scheduler of a cluster (4.1, 4.2)."""
 
     def __init__(
         self, cluster: ClusterConfig, scheduler: SchedulerConfig, explainer: Explainer | None = None
     ) -> None:
         """Raises ValueError for an unknown policy."""
-        self._cluster = cluster
-        self._config = scheduler
         self._policy = make_policy(scheduler)
-        self._promise = Promise(scheduler)
         num_steps = scheduler.steps_per_window
         self._state = state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
-        self._answer = answer = Answer()
+        answer = Answer()
         self._tickets = tickets = Tickets(answer, state.arriving_tokens)
         self._deferral = Deferral(scheduler, partial(tokens_read, state, tickets))
+        super().__init__(cluster, scheduler, answer, self._deferral)
         self._explainer = explainer
         if explainer is not None:
             self._policy = explainer.watch(self._policy, state, scheduler)
             explainer.deferred = self._deferral
-        self._admission = Admission(cluster, scheduler, answer, self._deferral)
-        self.fair_share = share = self._admission.fair_share
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = lowering = Lowering(cluster.num_instances, lanes)
-        policy, promise = self._policy, self._promise
+        policy, promise, share = self._policy, self._promise, self.fair_share
         self._rows = RowWindows(state, lowering, policy, promise, answer, num_steps, lanes, share)
         self._quarantine = quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
         self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
         self._held = HeldRequests(self._state, self.prefix_sharing, scheduler.held_timeout_us)
-        self._lost_seats: set[int] = set()
-        """Instances that were lost in the term that ended."""
-        self._is_between_terms = False
         self._change = SeatChange(
             self._state, self._lowering, self._rows, self._moves, self._quarantine
         )
-        self._is_settled = False
-        """Whether the term has come to its end without a loss: no window until the next one."""
-        self._now_us = 0
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            Arrival: self._arrive,
+        self._handlers |= {
             TransferDone: self._transfer_done,
-            AbortRequested: self._abort,
             TransferFenced: self._transfer_fenced,
             TransferFailed: self._transfer_failed,
             TransferMissed: self._transfer_missed,
-            InstanceLost: self._instance_lost,
-            TermEnded: self._term_ended,
             Regrouped: self._regrouped,
             SeatsWanted: self._seats_wanted,
-            Resubmitted: self._resubmitted,
-            ClusterLost: self._cluster_lost,
             TookOver: self._took_over,
         }
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def newest_ticket(self) -> int:
+        return self._tickets.num_issued
+
+    @property
+    def _waits_until_us(self) -> int | None:
+        return self._held.next_deadline_us
 
     def plan_window(self, events: Sequence[Event], now_us: int) -> Plan:
         """Take events in order and decide.
@@ -125,9 +114,7 @@ class Scheduler(Readings):
 
         now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
-        assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
-        self._now_us = now_us
-        self._admission.noted = {}
+        self._take_time(now_us)
         by_kind: Iterable[tuple[type, Iterable[Any]]] = groupby(events, type)
         for kind, of_kind in by_kind:
             if kind is WindowDone:
@@ -135,14 +122,16 @@ class Scheduler(Readings):
                 continue
             for event in of_kind:
                 self._handlers[kind](event)
-        self._expire()
+        for request_id in self._expire():
+            self.offload.forget(request_id)
         rows = self._rows
-        if self._is_between_terms or self._is_settled:
+        if self._is_between_terms or self._change.has_settled:
             return self._answer.take(None, (), self._state.step)
         is_ending = self._change.is_drained and not self._held
         is_last = is_ending and not (self._tickets or self._moves.num_pages or rows.runnable)
         if is_last and not self._lowering.has_pending:
-            return self._settle()
+            plan = self._answer.take(None, (), self._state.step)
+            return replace(plan, is_settled=self._change.settle())
         issues = self._admission.failure is None and rows.may_issue
         if issues:
             for request in rows.exits():
@@ -166,39 +155,15 @@ class Scheduler(Readings):
                 return self._answer.take(window, plans, self._state.step)
         return self._answer.take(None, (), self._state.step)
 
-    def _settle(self) -> Plan:
-        """Issue no window; the term may end once those in flight are reported."""
-        self._is_settled = not self._rows.in_flight and not self._quarantine
-        plan = self._answer.take(None, (), self._state.step)
-        return replace(plan, is_settled=self._is_settled)
-
     # --- events
 
-    def _arrive(self, arrival: Arrival) -> None:
-        if not self._admission.arrive(arrival, self._now_us):
-            self._come_back(arrival)
-
-    def _come_back(self, arrival: Arrival) -> None:
-        """A request that was admitted before goes on.
-
-        Only its front end knows whether it is open: a request that is unknown here has lost its
-        pages, or it ended here and its last token was lost on the way.
-        """
-        admission = self._admission
-        admission.should_walk = True
-        request = self._state.requests.get(arrival.request_id)
-        if arrival.request_id in admission.queue:
-            admission.queue.replace(arrival)
-            return
-        if request is not None and arrival.attempt <= request.arrival.attempt:
-            return
-        if again := self._held.begin_attempt(request, arrival):
-            self._rows.come_back(again)
-            self._answer.placed[again.request_id] = again
-            return
-        if request is not None:
-            self._release(request)
-        admission.come_back(arrival, self._now_us)
+    def _goes_on(self, request: Request | None, arrival: Arrival) -> bool:
+        again = self._held.begin_attempt(request, arrival)
+        if again is None:
+            return False
+        self._rows.come_back(again)
+        self._answer.placed[again.request_id] = again
+        return True
 
     def _windows_done(self, reports: Sequence[WindowDone]) -> None:
         if self._admission.failure is not None:
@@ -225,12 +190,9 @@ class Scheduler(Readings):
             if request is not None and request.is_row_of(report.window):
                 self._release(request)
 
-    def _abort(self, event: AbortRequested) -> None:
-        self._end_by_id(event.request_id, FinishReason.ABORTED, "aborted")
-
     def _transfer_failed(self, event: TransferFailed) -> None:
         if request := self._tickets.owner(event.ticket):
-            self._end(request, FinishReason.FAILED, event.message)
+            self._end_by_id(request.request_id, FinishReason.FAILED, event.message)
 
     def _transfer_missed(self, event: TransferMissed) -> None:
         request = self._tickets.owner(event.ticket)
@@ -260,16 +222,8 @@ class Scheduler(Readings):
         self._tickets.num_issued = event.newest_ticket
         self._held.take_over(event.kept, self._now_us)
 
-    def _term_ended(self, event: TermEnded) -> None:
-        self._is_between_terms = True
-
-    def _instance_lost(self, event: InstanceLost) -> None:
-        self._lost_seats.add(event.instance)
-        self._is_between_terms = True
-
     def _seats_wanted(self, event: SeatsWanted) -> None:
         self._change.begin(event.seats)
-        self._is_settled = False
 
     def _regrouped(self, event: Regrouped) -> None:
         seats = event.seats or tuple(range(self._cluster.num_instances))
@@ -279,7 +233,7 @@ class Scheduler(Readings):
         for instance in self._change.serve(seats, self._lost_seats):
             self.offload.lose(instance)
         self._lost_seats.clear()
-        self._is_between_terms = self._is_settled = False
+        self._is_between_terms = False
         self._admission.should_walk = True
 
     def _end_term(self, seats: Sequence[int]) -> None:
@@ -303,37 +257,13 @@ class Scheduler(Readings):
             self._release(request)
         self._admission.should_walk = True
 
-    def _cluster_lost(self, event: ClusterLost) -> None:
-        admission = self._admission
-        if admission.failure is not None:
-            return
-        admission.failure = event.message
-        self._is_between_terms = False
-        waiting = [entry.arrival.request_id for entry in admission.queue]
-        for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
-            self._end_by_id(request_id, FinishReason.FAILED, event.message)
-        for held in self._quarantine.give_up():  # no answer will come, and nothing will be placed
-            self._free(held)
-
     # --- ends
 
-    def _expire(self) -> None:
-        if self._held.is_overdue(self._now_us):
-            self._resubmitted(Resubmitted())
-        for request_id in self._admission.expire(self._now_us):
-            self.offload.forget(request_id)
-
     def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
-        if request := self._state.requests.get(request_id):
-            self._end(request, reason, message)
-        else:
-            self._admission.end(request_id, reason, message)
+        is_placed = request_id in self._state.requests
+        super()._end_by_id(request_id, reason, message)
+        if not is_placed:
             self.offload.forget(request_id)
-
-    def _end(self, request: Request, reason: FinishReason, message: str) -> None:
-        """Release the request, and let the front end know."""
-        self._release(request)
-        self._answer.end(request.request_id, reason, message)
 
     def _preempt(self, request: Request, num_tokens: int) -> None:
         """Let the request come back with the tokens that it has."""
@@ -359,10 +289,6 @@ class Scheduler(Readings):
         ticket, receivers = stowed or (request.ticket, request.receivers)
         bound = request.ever_bound
         self._free(self._quarantine.hold(frames, last_window, bound, ticket, receivers))
-        self._admission.should_walk = True
-
-    def _free(self, held: dict[int, list[FrameRun]]) -> None:
-        self._state.free(held)
         self._admission.should_walk = True
 
     # --- placement (4.2.2, 4.2.3)

@@ -57,10 +57,12 @@ class MembersShell:
         processes: Processes,
         take_up: Callable[[MembersEvent], None],
         reported: Callable[[Member, Report], None],
+        deadlines: Deadlines,
     ) -> None:
         """take_up: called with each event. reported: with each report of the present term.
 
         `reported` may raise a ValueError if the member cannot have meant it: its stream then ends.
+        deadlines: others that are told the time too.
         """
         self._members = members
         self._processes = processes
@@ -68,8 +70,7 @@ class MembersShell:
         self._reported = reported
         self.loaded: Callable[[Member, int], None] = lambda member, percent: None
         """Called for each percent of its weights that a member has loaded."""
-        self.deadlines = Deadlines()
-        """The controller's own."""
+        self.deadlines = deadlines
         self._streams: dict[Member, MemberStream] = {}
         self._commands: dict[Member, deque[KillProcess | StartProcess]] = {}
         """By member: what is yet to be done with its processes, one after the other."""
@@ -106,9 +107,9 @@ class MembersShell:
                 return  # As after most reports, of which every instance sends one a window.
         self.settle()
 
-    def failed(self, member: Member | None, message: str) -> None:
+    def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
         """Take the end of a stream; see member_streams.MemberListener."""
-        self.within(self._members.failed, member, message)
+        self.within(self._members.failed, member, message, says_why)
 
     # --- what leaves the coordinator
 

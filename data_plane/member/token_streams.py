@@ -55,6 +55,8 @@ class TokenStreams:
         self._metadata = metadata
         self._broke = broke
         self._streams: dict[str, _Stream] = {}
+        self._lost: set[int] = set()
+        """Requests that may have lost tokens, of streams that were replaced."""
 
     def send(self, tokens: Sequence[Token]) -> set[int]:
         """Queue a step's tokens (or none), each for its front end. Never blocks, never raises.
@@ -62,7 +64,7 @@ class TokenStreams:
         Returns the requests that lost tokens because a front end is too slow or its stream broke.
         Some of them may have lost none: their last tokens arrived, and the front end knows that.
         """
-        lost = set().union(*(stream.take_unsure() for stream in self._streams.values()))
+        self._lost.update(*(stream.take_unsure() for stream in self._streams.values()))
         by_front_end: dict[str, list[Token]] = {}
         for token in tokens:
             by_front_end.setdefault(token.front_end, []).append(token)
@@ -72,7 +74,8 @@ class TokenStreams:
                 if not stream.has_dropped:
                     logger.warning("%s takes no tokens; they are dropped", front_end)
                     stream.has_dropped = True
-                lost |= stream.take_unsure() | {token.request_id for token in batch}
+                self._lost |= stream.take_unsure() | {token.request_id for token in batch}
+        lost, self._lost = self._lost, set()
         return lost
 
     def prompt_logprobs(
@@ -101,6 +104,7 @@ class TokenStreams:
     def _stream(self, front_end: str) -> _Stream:
         stream = self._streams.get(front_end)
         if stream is not None and stream.may_be_replaced():
+            self._lost |= stream.take_unsure()  # It may have broken just now.
             stream.abandon()
             stream = None
         if stream is None:

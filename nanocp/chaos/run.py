@@ -33,11 +33,7 @@ NUM_CLIENTS = len(KINDS) * len(APIS)
 JUDGE_S = 1200.0
 """Longest wait, once all answers have ended, for requests that are not yet judged."""
 _NUM_FRONT_ENDS = 2
-_PROCESSES = {
-    "service.front_ends": _NUM_FRONT_ENDS,
-    "service.front_end_processes": True,
-    "service.controller_process": True,
-}
+_PROCESSES = {"service.front_ends": _NUM_FRONT_ENDS, "service.controller_process": True}
 _LOOK_S = 1.0
 """Longest time in which the end of the service is not noticed."""
 _LOG_LINES = 10

@@ -140,8 +140,8 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
     command += ["--instances", str(NUM_INSTANCES), "--prefill-stages", str(NUM_STAGES)]
     # So few that a long prompt needs several instances, whatever that costs here.
     command += ["--num-frames", str(NUM_FRAMES)]
-    command += ["--front-ends", str(NUM_FRONT_ENDS), "--front-end-processes"]
-    command += ["--controller-process", "--grpc-port", str(port)]
+    command += ["--front-ends", str(NUM_FRONT_ENDS), "--controller-process"]
+    command += ["--grpc-port", str(port)]
     command += ["--metrics-port", "0", "--http-port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines: list[str] = []

@@ -51,7 +51,6 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.grpc_port"),
         config_option("service.http_port"),
         config_option("service.front_ends"),
-        config_option("service.front_end_processes"),
         config_option("service.controller_process"),
         config_option("service.metrics_port"),
         config_option("service.served_model_name"),

@@ -89,14 +89,19 @@ class ServiceConfig:
     """Check the scheduler's whole state while no window is in flight, for tests: it visits every
     request, page and frame. What is broken is reported and ends the service."""
     front_ends: int = 1
-    """Front ends; front end i serves its own clients at grpc_port + i and http_port + i."""
-    front_end_processes: bool = False
-    """Run each front end in a process of its own, which is started again if it is lost."""
+    """Front ends; front end i serves its own clients at grpc_port + i and http_port + i. Several
+    are processes of their own, each of which is started again if it is lost."""
     controller_process: bool = False
-    """Run the controller in a process of its own too, which is started again if it is lost."""
+    """Run the controller, and a single front end too, as processes of their own, which are started
+    again if they are lost."""
     node_streams: bool = False
     """One stream to the controller for each node instead of one for each instance, carried by a
     process of its own on the node. It pays for a hundred instances and more."""
+
+    @property
+    def has_front_end_processes(self) -> bool:
+        """Whether front ends are processes of their own, and not a thread of the controller's."""
+        return self.front_ends > 1 or self.controller_process
 
     @property
     def has_keys(self) -> bool:
@@ -119,11 +124,6 @@ class ServiceConfig:
             re.fullmatch(r"(https?://[^/\s]+/?)?", self.otlp_traces_endpoint) is not None,
             f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
             "http://localhost:4317",
-        )
-        require(
-            self.front_end_processes or not self.controller_process,
-            "controller_process is true; it needs front_end_processes: front ends must outlive the "
-            "controller",
         )
         check_one_of(TOOL_CALL_PARSERS, tool_call_parser=self.tool_call_parser)
         check_one_of(REASONING_PARSERS, reasoning_parser=self.reasoning_parser)

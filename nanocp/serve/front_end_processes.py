@@ -1,6 +1,6 @@
 """Front ends as processes of their own, and others in their place when they are lost.
 
-Enters: a configuration, what is served, what one front end gets. Leaves: the same as FrontEnds has;
+Enters: a configuration, what is served, what one front end gets. Leaves: the same as a front end;
 processes that are started again, at the same addresses. Does not know: requests, members.
 """
 
@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
+from control_plane.frontend.front_end import DRAIN_REPORT_S
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
@@ -31,8 +32,6 @@ _MAX_PAUSE_S = 5.0
 _MAX_ENDS = 6
 """A front end that ends as often within _ENDS_S is not started again."""
 _ENDS_S = 60.0
-_DRAIN_REPORT_S = 5.0
-"""Time between two reports of a drain."""
 _DIAL_S = 15.0
 """Longest wait for a front end of an earlier controller, which dials again and again."""
 _LAST_WORD_S = 2.0
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class FrontEndProcesses:
-    """service.front_ends processes, with the methods of FrontEnds."""
+    """service.front_ends processes, with the methods of one front end."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class FrontEndProcesses:
         self._num_given_up = 0
         self._address = ""
 
-    def start(self) -> tuple[str, ...]:
-        """Start every process; returns the addresses for gRPC clients.
+    def start(self) -> None:
+        """Start every process.
 
         Raises OSError, naming the port, if one cannot be bound, RuntimeError if a process ends.
         """
@@ -106,6 +105,10 @@ class FrontEndProcesses:
         self._hellos = [hello.result(timeout_s) for hello in self._port.hellos]
         if failure := next((hello.failure for hello in self._hellos if hello.failure), ""):
             raise OSError(failure)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses for gRPC clients, once started."""
         return tuple(hello.grpc_address for hello in self._hellos)
 
     @property
@@ -128,7 +131,7 @@ class FrontEndProcesses:
         """Refuse new requests and wait for the open ones; whether all have ended in time."""
         until_s = time.monotonic() + self._config.limits.drain_timeout_ms / 1000
         drains: Sequence[Future[bool]] = self._port.begin_drain()
-        while wait(drains, _DRAIN_REPORT_S).not_done:
+        while wait(drains, DRAIN_REPORT_S).not_done:
             if (left_s := until_s - time.monotonic()) <= -_STOP_TIMEOUT_S:
                 return False
             report(self.num_open, max(left_s, 0.0))

@@ -20,7 +20,7 @@ from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.seats import SeatsNow
 from control_plane.frontend.api_keys import OperatorKeys
-from control_plane.frontend.front_ends import FrontEnds
+from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.tls import check_tls
@@ -223,7 +223,8 @@ class Service:
         progress("opening ports")
         metrics_port = self._status.serve(service.host, service.metrics_port)
         self.metrics_address = join(advertised_host(service), metrics_port)
-        self.addresses = self._front_ends.start()
+        self._front_ends.start()
+        self.addresses = self._front_ends.addresses
         self.http_addresses = self._front_ends.http_addresses
         self._controller_address = self._controller.start(progress, loading)
         sweep_stale()
@@ -345,7 +346,7 @@ class Service:
 
     def _make_front_ends(
         self, observer: Observer, view: ClusterView
-    ) -> FrontEnds | FrontEndProcesses:
+    ) -> FrontEnd | FrontEndProcesses:
         config, served, service = self._config, self._served, self._config.service
         metrics = partial(metrics_page, self.metrics.registry)
         # In this process too: a checkpoint that cannot be served is refused before anything starts.
@@ -355,7 +356,7 @@ class Service:
             service.tool_call_parser,
             service.reasoning_parser,
         )
-        if service.front_end_processes:
+        if service.has_front_end_processes:
             return FrontEndProcesses(
                 config,
                 served,
@@ -366,12 +367,9 @@ class Service:
                 self._front_end_launcher,
                 self._controller_number,
             )
-        http_servers = [
-            HttpServer(config, model, metrics, view.snapshot_json, observer.http_responded)
-            for _ in range(service.front_ends)
-        ]
-        return FrontEnds(
-            config, served.tokenizer, served.limits, self._member_secrets, observer, http_servers
+        http = HttpServer(config, model, metrics, view.snapshot_json, observer.http_responded)
+        return FrontEnd(
+            config, served.tokenizer, served.limits, self._member_secrets, observer, http
         )
 
     def _fail(self, message: str) -> None:

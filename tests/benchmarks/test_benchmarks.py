@@ -3,34 +3,29 @@
 import asyncio
 import contextlib
 import http.server
-import json
 import subprocess
 import threading
 import time
-from itertools import pairwise
 
 import apis
 import decode_cpu
 import live_moves
 import long_context_cpu
-import page_runs
 import pauses
 import peers
 import pytest
 import service
 import soak
-import step_prediction
 from decode_cpu import MeasuredPoint
-from machine import ROOT, describe, write_results
-from rich.console import Console
 from rich.progress import Progress
 
 from nanocp.serve import process
 from nanocp.serve.process import free_port
-from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel
 
-QUIET = Console(quiet=True)
+
+def hold(claims):
+    """Whether all claims hold."""
+    return all(claim.holds for claim in claims)
 
 
 def result(engine, instances, threads, rate, batch=32, stored="bfloat16"):
@@ -42,7 +37,7 @@ def result(engine, instances, threads, rate, batch=32, stored="bfloat16"):
 def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda *of: tiny_checkpoint)
     shape = decode_cpu.DecodeShape("tiny", ("float32",), (1, 3), ((2, 1),), (1,), 4, 2, 2, 1)
-    rates, versions = decode_cpu.measure(shape, "torch", None, QUIET)
+    rates, versions = decode_cpu.measure(shape, "torch", None, print)
     assert set(rates) == {
         MeasuredPoint(engine, instances, 1, "float32", "bfloat16", batch)
         for engine, instances in (("nanocp", 2), ("transformers", 1))
@@ -56,7 +51,7 @@ def test_decode_cpu_measures_every_point(tiny_checkpoint, monkeypatch):
 
 
 def test_a_peer_that_does_not_answer_is_left_out_and_the_rest_is_measured(monkeypatch, capsys):
-    """Without a terminal, each measurement is a line."""
+    """Each measurement is a line."""
     monkeypatch.setattr(decode_cpu, "checkpoint_of", lambda *of: None)
     monkeypatch.setattr(decode_cpu, "random_prompts", lambda *shape, seed: [[1]])
     monkeypatch.setattr(decode_cpu, "_service", lambda *of: contextlib.nullcontext())
@@ -78,7 +73,7 @@ def test_a_peer_that_does_not_answer_is_left_out_and_the_rest_is_measured(monkey
 
     monkeypatch.setattr(decode_cpu, "_peers", lambda *of: [contextlib.nullcontext(Silent())])
     shape = decode_cpu.DecodeShape("tiny", ("float32",), (1,), ((1, 1),), (1,), 4, 2, 2, 2)
-    rates, _ = decode_cpu.measure(shape, "torch", None, Console(), beside_torch=True)
+    rates, _ = decode_cpu.measure(shape, "torch", None, print, beside_torch=True)
     assert {point.engine for point in rates} == {"nanocp", decode_cpu.TORCH}
     printed = capsys.readouterr().out
     assert printed.count("going on without silent: silent did not answer within 600 s") == 1
@@ -91,8 +86,9 @@ def test_native_kernels_are_held_against_those_of_torch_at_8_and_32_rows():
         for engine, rate in (("nanocp", 130.0), (decode_cpu.TORCH, 100.0))
         for batch in (1, 8, 32)
     ]
-    assert list(decode_cpu.ratios(rates)) == [
-        ("float32", "bfloat16", "native / torch's kernels", "1 / 1", batch, 1.3, 1.4)
+    assert [claim.sentence for claim in decode_cpu.ratios(rates)] == [
+        f"float32, stored bfloat16, batch {batch}: 1 of 1 threads over torch's kernels: 1.3, "
+        "at least 1.4"
         for batch in (8, 32)
     ]
 
@@ -122,19 +118,6 @@ def moved(moves=(), **change):
     return [moving, moving | {"phase": "preempting", "preemptions": 1, "moves": []} | change]
 
 
-def test_page_runs_are_as_many_as_asked_and_every_kind_of_work_is_measured():
-    for number in (1, 5, 16):
-        runs = page_runs.runs_of(number, 16)
-        assert [run.first_page for run in runs] == [16 * i // number for i in range(number)]
-        assert sum(run.num_pages for run in runs) == 16
-        frames = [run.frame + i for run in runs for i in range(run.num_pages)]
-        assert sum(b != a + 1 for a, b in pairwise(frames)) == number - 1
-    found = page_runs.measure(rounds=1, num_pages=16)
-    assert [cost.runs for cost in found] == [1, 4, 16] * 5
-    assert {cost.ratio for cost in found if cost.runs == 1} == {1.0}
-    live_moves.show_runs([cost._asdict() for cost in found], QUIET)
-
-
 @pytest.mark.parametrize(
     ("change", "holds"),
     [
@@ -151,7 +134,7 @@ def test_page_runs_are_as_many_as_asked_and_every_kind_of_work_is_measured():
     ],
 )
 def test_live_moves_judges_its_claims(change, holds):
-    assert live_moves.show_claims(moved(**change), QUIET) == holds
+    assert hold(live_moves.claims_of(moved(**change))) == holds
 
 
 @pytest.mark.system
@@ -171,7 +154,6 @@ def test_preempted_requests_of_a_real_service_go_on_with_the_tokens_of_the_refer
     )
     # Prompt and output so far went through the prefill once more.
     assert found["wait_ms_max"] >= found["wait_ms_p50"] > found["tpot_ms_p50"]
-    live_moves.show([found, found], QUIET)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +172,7 @@ def test_a_soak_judges_its_claims(change, holds):
         tpots=[(0.1, 10.0), (0.5, 99.0), (0.9, 11.0)],
         memory_mib=[(0.0, 5.0), (0.2, 1000.0), (0.9, 1050.0)],
     )
-    assert soak.show_claims(soak.summary(record, 60.0, 0) | change, QUIET) == holds
+    assert hold(soak.claims_of(soak.summary(record, 60.0, 0) | change)) == holds
 
 
 @pytest.mark.parametrize(
@@ -209,15 +191,13 @@ def test_apis_compares_the_median_rounds(http_rates, holds):
         for api, rates in (("grpc", (100.0, 100.0, 9.0)), ("http", http_rates))
     }
     results = [apis.summary(api, rounds[api]) for api in apis.APIS]
-    apis.show(results, QUIET)
-    assert apis.show_claim(results, QUIET) == holds
+    assert apis.claim_of(results).holds == holds
 
 
 @pytest.mark.parametrize(("added_s", "holds"), [((0.0, 0.3), True), ((0.31, 0.0), False)])
 def test_apis_judges_the_request_that_adds_most(added_s, holds):
     measured = [pauses.AddedPause("a", 200, 1.0, 0.1, 0.1 + each, each, 1) for each in added_s]
-    apis.show_pauses(measured, QUIET)
-    assert apis.show_pause_claim(measured, QUIET) == holds
+    assert apis.claim_of_pauses(measured).holds == holds
 
 
 def test_pauses_are_the_longest_times_between_events(monkeypatch):
@@ -267,26 +247,10 @@ def standing_still():
 def test_long_context_cpu_measures_both_degrees(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(long_context_cpu, "checkpoint_of", lambda preset: tiny_checkpoint)
     shape = long_context_cpu.ContextShape("tiny", 4_000, 3, 1)
-    steps = long_context_cpu.measure(shape, QUIET)
+    steps = long_context_cpu.measure(shape, (1, 2))
     assert set(steps) == {1, 2}
     for (step,) in steps.values():
         assert step.step_ms > 0 and step.tpot_ms > 0 and 0 < step.exchange_share < 1
-
-
-@pytest.mark.system
-def test_step_prediction_compares_every_batch(tiny_checkpoint, monkeypatch):
-    batches = (step_prediction.Batch(3, 100), step_prediction.Batch(1, 5500))
-    monkeypatch.setattr(step_prediction, "BATCHES", batches)
-    model = CostModel(load_cluster_file("h200x32-deepseek-v3"), "peak")
-    results = step_prediction.measure(tiny_checkpoint, model, QUIET)
-    assert [(result["rows"], result["prompt_len"], result["cp_degree"]) for result in results] == [
-        (3, 100, 1),
-        (1, 5500, 2),
-    ]
-    for result in results:
-        assert result["ratio"] == pytest.approx(
-            result["predicted_ms"] / result["measured_ms"], rel=0.01, abs=1e-3
-        )
 
 
 def test_ratios_say_which_claim_does_not_hold():
@@ -295,15 +259,10 @@ def test_ratios_say_which_claim_does_not_hold():
         result("nanocp", 4, 1, 79.0),
         result("transformers", 1, 1, 50.0),
     ]
-    found = {
-        name: (ratio, claimed) for *_, name, _, _, ratio, claimed in decode_cpu.ratios(results)
-    }
-    assert found == {
-        "one instance / transformers": (2.0, 2.0),
-        "four instances / one": (0.79, 0.85),
-    }
-    assert not decode_cpu.show_ratios(results, QUIET)
-    assert decode_cpu.show_ratios([*results[:1], result("nanocp", 4, 1, 85.0), results[2]], QUIET)
+    over_transformers, over_one = decode_cpu.ratios(results)
+    assert over_transformers.holds and "over transformers: 2," in str(over_transformers)
+    assert not over_one.holds and "over one instance: 0.79, at least 0.85" in str(over_one)
+    assert hold(decode_cpu.ratios([results[0], result("nanocp", 4, 1, 85.0), results[2]]))
 
 
 def test_ratios_look_at_the_claimed_batch_but_at_every_batch_of_vllm():
@@ -312,10 +271,8 @@ def test_ratios_look_at_the_claimed_batch_but_at_every_batch_of_vllm():
         result("transformers", 1, 1, 10.0, 8),
         result("vllm", 1, 1, 125.0, 8),
     ]
-    assert list(decode_cpu.ratios(rates)) == [
-        ("float32", "bfloat16", "one instance / vLLM", "1 / 1", 8, 0.8, 0.9)
-    ]
-    assert not decode_cpu.show_ratios(rates, QUIET)
+    (claim,) = decode_cpu.ratios(rates)
+    assert not claim.holds and "batch 8: 1 of 1 threads over vLLM: 0.8" in claim.sentence
 
 
 def test_ratios_compare_engines_on_one_folder_only():
@@ -324,9 +281,8 @@ def test_ratios_compare_engines_on_one_folder_only():
         result("transformers", 1, 1, 25.0, stored="float32"),
         result("nanocp", 1, 1, 60.0, stored="float32"),
     ]
-    assert list(decode_cpu.ratios(results)) == [
-        ("float32", "float32", "one instance / transformers", "1 / 1", 32, 2.4, 2.0)
-    ]
+    (claim,) = decode_cpu.ratios(results)
+    assert "stored float32" in claim.sentence and "transformers: 2.4" in claim.sentence
 
 
 def test_rate_counts_whole_steps_inside_the_steady_state():
@@ -379,16 +335,3 @@ def test_vllm_environment_that_cannot_be_made_is_an_error(tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match="no-such-python"):
         peers.vllm_python(tmp_path / "env")
     assert not (tmp_path / "env" / ".installed").exists()
-
-
-def test_results_are_the_list_and_the_machine_lies_beside(tmp_path):
-    path = tmp_path / "results" / "decode.json"
-    write_results(path, [result("nanocp", 1, 1, 1.5)], describe(0.1))
-    (entry,) = json.loads(path.read_text())
-    fields = {"engine", "instances", "threads", "dtype", "stored", "batch", "tokens_per_s"}
-    assert set(entry) == fields
-    machine = json.loads((tmp_path / "results" / "decode.machine.json").read_text())
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    assert machine["commit"] == head and machine["cores"] >= 1

@@ -1,8 +1,7 @@
 """gpu_overlap without a GPU: what it claims, and that it says so where it cannot measure."""
 
-from types import SimpleNamespace
-
 import gpu_overlap as bench
+import kit
 import pytest
 
 LANES = {"kind": "lanes", "rows": 64, "waits_of_compute": 1.0, "ratio": 0.8, "hidden": 0.6}
@@ -17,13 +16,14 @@ ENGINE = {"kind": "engine", "rows": 64, "equal": True, "ratio": 0.9}
         (LANES | {"hidden": 0.4}, "0.4 of the waits are hidden"),
         (LANES | {"ratio": 1.2, "waits_of_compute": 0.0}, None),
         (ENGINE, None),
-        (ENGINE | {"equal": False}, "do not give the bits"),
+        (ENGINE | {"equal": False}, "halves give the bits"),
         (ENGINE | {"ratio": 1.01}, "halves take 1.01 of the whole"),
+        ({"kind": "interference"}, "something that is claimed was measured"),
     ],
 )
 def test_each_claim_can_fail(result, sentence):
-    broken = bench.broken_claims([result])
-    assert [sentence in each for each in broken] == ([True] if sentence else [])
+    missed = [claim.sentence for claim in bench.claims([result]) if not claim.holds]
+    assert [sentence in each for each in missed] == ([True] if sentence else [])
 
 
 def test_the_spread_over_shapes_is_said_beside_the_papers():
@@ -43,11 +43,8 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_no_success():
 
 
 def test_a_run_whose_time_is_over_before_a_claim_is_no_success(monkeypatch, capsys):
-    chosen = SimpleNamespace(limit_s=-1, json=None, tiny=False)
-    monkeypatch.setattr(bench, "options", lambda *_: chosen)
-    monkeypatch.setattr(bench, "describe", dict)
+    monkeypatch.setattr(kit, "_gpu", lambda *_: "none")
     with pytest.raises(SystemExit) as ended:
-        bench.main([])
-    assert (
-        ended.value.code == 1 and "nothing that is claimed was measured" in capsys.readouterr().out
-    )
+        bench.main(["--limit-s", "-1"])
+    assert ended.value.code == 1
+    assert "missed: something that is claimed was measured" in capsys.readouterr().out

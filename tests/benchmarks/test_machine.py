@@ -1,12 +1,9 @@
 """What two processes do on a machine over one, and claims that it keeps from being judged."""
 
-from io import StringIO
-
 import moe_cpu
 import pytest
 from machine import TwoProcesses, two_processes
-from moe_points import CALL, EARLY, PARTS, TWO, MixturePoint, result_of
-from rich.console import Console
+from moe_cpu import CALL, EARLY, PARTS, TWO, MixturePoint
 
 
 def test_two_processes_are_measured_over_one():
@@ -17,8 +14,8 @@ def test_two_processes_are_measured_over_one():
     ("here", "reason"),
     [
         (TwoProcesses(compute=1.7, memory=1.8), ""),
-        (TwoProcesses(2.0, 1.13), "not judged: memory of two processes is 1.13 of one's (1.70)"),
-        (TwoProcesses(1.0, 1.13), "not judged: compute of two processes is 1.00 of one's (1.70)"),
+        (TwoProcesses(2.0, 1.13), "memory of two processes is 1.13 of one's (1.70)"),
+        (TwoProcesses(1.0, 1.13), "compute of two processes is 1.00 of one's (1.70)"),
     ],
 )
 def test_a_machine_with_less_than_is_asked_is_named(here, reason):
@@ -30,33 +27,27 @@ def test_a_machine_with_less_than_is_asked_is_named(here, reason):
     [
         (1.9, 50.0, "holds"),
         (1.6, 50.0, "holds"),
-        (1.9, 70.0, "DOES NOT HOLD"),
-        (1.6, 70.0, "not judged: memory"),
+        (1.9, 70.0, "missed"),
+        (1.6, 70.0, "cannot be judged here (memory of"),
     ],
 )
 def test_two_processors_miss_nothing_where_two_processes_do_less(memory, found_us, verdict):
     point = MixturePoint("processors", 1, 32, (PARTS, CALL, TWO))
-    us = {PARTS: 100.0, CALL: 100.0, TWO: found_us}
-    results = [result_of(point, variant, [each]) for variant, each in us.items()]
-    console = Console(record=True, width=140, file=StringIO())
-    wrong = moe_cpu.show(results, console, TwoProcesses(2.0, memory))
-    assert bool(wrong) == (verdict == "DOES NOT HOLD")
-    assert f"\n{verdict}" in console.export_text()
+    times = {(point, CALL): [100.0], (point, TWO): [found_us]}
+    (claim,) = moe_cpu.claims(times, TwoProcesses(2.0, memory))
+    assert str(claim).startswith(verdict)
 
 
 @pytest.mark.parametrize(
     ("ratios", "verdict"),
     [
         ([0.90, 0.92, 0.94], "holds"),
-        ([0.90, 0.96, 0.97], "not judged: the bound is in the interval"),
-        ([0.96, 0.97, 0.98], "DOES NOT HOLD"),
+        ([0.90, 0.96, 0.97], "cannot be judged here (the bound is in the interval)"),
+        ([0.96, 0.97, 0.98], "missed"),
     ],
 )
 def test_a_bound_within_the_noise_of_a_run_is_not_judged(ratios, verdict):
     point = MixturePoint("tcp", 2, 16, (CALL, EARLY), 1.0, is_tcp=True)
-    us = {CALL: [100.0] * 15, EARLY: [100 * ratio for ratio in ratios] * 5}
-    results = [result_of(point, variant, each) for variant, each in us.items()]
-    console = Console(record=True, width=140, file=StringIO())
-    wrong = moe_cpu.show(results, console, TwoProcesses(2.0, 1.9))
-    assert bool(wrong) == (verdict == "DOES NOT HOLD")
-    assert f"\n{verdict}" in console.export_text()
+    times = {(point, CALL): [100.0] * 15, (point, EARLY): [100 * each for each in ratios] * 5}
+    (claim,) = moe_cpu.claims(times, TwoProcesses(2.0, 1.9))
+    assert str(claim).startswith(f"{verdict}:")

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import structured_output
-from rich.console import Console
 
 
 @pytest.mark.parametrize(
@@ -17,16 +16,16 @@ from rich.console import Console
 def test_a_claim_is_judged_by_the_interval(factor, noise, verdict):
     draw = np.random.default_rng(1)
     off = draw.uniform(20, 60, 40)
-    ratio = structured_output.ratio_of(
+    ratio = structured_output.Ratio.of(
         {"off": off, "with": off * factor * draw.normal(1, noise, 40)}, "with", 1.05
     )
-    assert ratio.verdict == verdict and ratio.low <= ratio.ratio <= ratio.high
+    assert ratio.result()["verdict"] == verdict and ratio.low <= ratio.ratio <= ratio.high
     assert ratio.num_blocks == 40 and 20 < ratio.step_ms < 60
 
 
 @pytest.mark.system
 def test_every_round_is_measured(tiny_checkpoint):
-    measured = structured_output.measure(tiny_checkpoint, 1, Console(quiet=True))
+    measured = structured_output.measure(tiny_checkpoint, 1, print)
     assert {name: len(values) for name, values in measured.items()} == {
         "off": 1,
         "without": 1,

@@ -31,4 +31,4 @@ PLAIN = line(None, 330.0, 30.0)
     ],
 )
 def test_a_claim_holds_if_the_lines_bear_it(lines, holds):
-    assert [measured <= most for _, measured, most in claims(lines)] == holds
+    assert [claim.holds for claim in claims(lines)] == holds

@@ -1,5 +1,7 @@
 """Clients of a hash service resume at another front end: every token is right, nothing is left."""
 
+import os
+import signal
 from dataclasses import replace
 
 import grpc
@@ -9,6 +11,7 @@ from harness.hash_members import MODEL
 from harness.hash_service import DEFAULT, expected, hash_service, prompt
 from harness.service_recovery import SLOW, num_free_frames, until
 from nanocp.client import Client
+from nanocp.values.members import Member
 from nanocp.values.sampling import SamplingParams
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
@@ -56,7 +59,8 @@ def test_a_client_resumes_by_itself_when_its_front_end_ends(service):
     with Client(service.addresses) as client:
         chunks = client.generate(prompt_ids, max_tokens=200, seed=1, timeout_s=200)
         token_ids = list(next(chunks).token_ids)
-        service._front_ends._front_ends[0].stop("front end 0 is replaced")
+        os.kill(service._front_ends._launcher.pid(Member("front end", 0)), signal.SIGKILL)
         token_ids += [i for chunk in chunks for i in chunk.token_ids]
     assert token_ids == expected(prompt_ids, 200)
     until(lambda: num_free_frames(service) == 4 * DEFAULT.cluster.num_frames)
+    until(lambda: len(service._front_ends._port._attached) == 2)

@@ -201,7 +201,7 @@ def test_probes_ask_the_service_once_it_listens(manifests):
         assert str(SERVICE.http_port) in command[-1] and path in command[-1]
         for port, is_well in ((listening.server_port, when_up == 0), (free_port(), True)):
             words = [word.replace(str(SERVICE.http_port), str(port)) for word in command]
-            probed = subprocess.run(words, capture_output=True, timeout=30)
+            probed = subprocess.run(words, capture_output=True, timeout=300)
             assert (probed.returncode == 0) == is_well, (name, probed)
     listening.shutdown()
     listening.server_close()

@@ -29,7 +29,7 @@ from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 """Longest wait of a test: shorter than a client may read nothing, and than a drain waits."""
 
 

@@ -18,7 +18,7 @@ CLUSTER_ID = f"test-{uuid.uuid4().hex}"
 LIMITS = LimitsConfig(
     tick_ms=20, plan_timeout_ms=300, exchange_timeout_ms=1000, retry_ms=200, start_timeout_ms=500
 )
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Inbox(Queue):

@@ -13,7 +13,7 @@ from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 
-WAIT_S = 20
+WAIT_S = 120
 
 
 @contextmanager

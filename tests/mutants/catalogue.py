@@ -243,10 +243,10 @@ MUTANTS = [
     Mutant(
         name="front-end-ids",
         why="two front ends give out the same request ids",
-        path="control_plane/frontend/front_end.py",
-        text="first_id=1 + self._index,",
-        fault="first_id=1,",
-        tests=("tests/control_plane/frontend/test_front_ends.py", "-k", "owner"),
+        path="control_plane/frontend/remote/attendance.py",
+        text="begin + 1 + index for index",
+        fault="begin + 1 for index",
+        tests=("tests/control_plane/frontend/test_remote.py", "-k", "go_their_ways"),
     ),
     Mutant(
         name="prompt-logprobs",

@@ -231,8 +231,8 @@ OF_PIPELINE = [
     Mutant(
         name="row-beside-its-next-attempt",
         why="a request begins another attempt while the row of the last one runs on",
-        path="control_plane/scheduler/pipeline/pipeline_scheduler.py",
-        text="self._release(arrival.request_id)",
+        path="control_plane/scheduler/base.py",
+        text="if request is not None: self._release(request)",
         fault="pass",
         tests=(*SCHEDULER, "another_attempt"),
     ),

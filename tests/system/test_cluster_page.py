@@ -84,7 +84,7 @@ def drawn(chromium, url, *options):
         "--virtual-time-budget=5000",
     ]
     command = [chromium, *flags, *options, "--dump-dom", url]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     logged = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
     return result.stdout, logged
 

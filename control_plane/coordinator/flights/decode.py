@@ -6,10 +6,8 @@ the members, events for the scheduler. Does not know: clients, clocks, how a mem
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.transfers import Transfers, fetched_pages, num_cached
@@ -36,20 +34,17 @@ from nanocp.wire import convert
 from nanocp.wire.offload import fetch_to_wire, stow_to_wire
 from nanocp.wire.v1 import cluster_pb2 as pb
 
-logger = logging.getLogger(__name__)
-
 
 class DecodeFlights(Flights):
     """The windows of a decode cluster; see flights.Flights for every method."""
 
     def __init__(self, config: Config, members: Members, metrics: Metrics) -> None:
         """Raises ValueError for an unknown policy."""
-        self.pipeline = None
         self.scheduler = Scheduler(config.cluster, config.scheduler)
         self._members = members
         self._metrics = metrics
         self._windows = WindowsInFlight(config.cluster.num_instances)
-        self._transfers = Transfers(members)
+        self.transfers = Transfers(members)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -67,6 +62,7 @@ class DecodeFlights(Flights):
 
     def plan(self, events: Sequence[ServiceEvent], now_us: int) -> Plan:
         plan = self.scheduler.plan_window(cast(Sequence[Event], events), now_us)
+        self._metrics.recovery.waits(self.scheduler.num_held, self.transfers.num_prefilling)
         if self.scheduler.offload.is_on:
             self._metrics.offload.planned(self.scheduler.offload.reading)
         return plan
@@ -79,7 +75,7 @@ class DecodeFlights(Flights):
                 self._metrics.scheduling.moving(len(transfer.instances()))
             submission = submitted.get(transfer.request_id)
             number = num_fetched.get(transfer.ticket, 0)
-            if failed := self._transfers.start(transfer, submission, number):
+            if failed := self.transfers.start(transfer, submission, number):
                 yield failed
         for fetch in plan.fetches:
             message = pb.ToInstance(fetch=fetch_to_wire(fetch))
@@ -89,7 +85,8 @@ class DecodeFlights(Flights):
             message = pb.ToInstance(stow=stow_to_wire(stow))
             self._members.send(Member("instance", stow.instance), message)
         for fence in plan.fences:
-            self._transfers.fence(fence)
+            self.transfers.fence(fence)
+        self._metrics.engines.awaited(self.transfers.num_pages_awaited)
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:
         return num_cached(submission, plan)
@@ -109,45 +106,24 @@ class DecodeFlights(Flights):
     def reported(self, member: Member, report: Report) -> Event | None:
         match report:
             case TransferDone(ticket, instance) | TransferFenced(ticket, instance):
-                self._transfers.answered(ticket, instance)
+                self.transfers.answered(ticket, instance)
                 return report
             case TransferMissed():
                 return report
             case Resync(window, reason):
-                text = "%s needs the full table of window %d: %s"
-                logger.warning(text, member, window, reason)
+                text = f"{member} needs the full table of window {window}: {reason}"
+                self._members.output.warn(text)
                 self._metrics.instances.resynced()
                 self._send_plan(self._windows.full_plan(member.instance or 0, window))
                 return None
         raise ValueError(f"{member} says {report}, which has no meaning here")
-
-    @property
-    def num_prefilling(self) -> int:
-        return self._transfers.num_prefilling
-
-    @property
-    def num_pages_awaited(self) -> int:
-        return self._transfers.num_pages_awaited
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
         self._windows.begin_term(seats, keeps_rows)
 
     def end_term(self) -> None:
         self._windows.abandon()
-        self._transfers.end_term()
-
-    def prefill_arrived(self) -> None:
-        self._transfers.prefill_arrived()
-
-    def prefill_lost(self) -> Iterable[Event]:
-        return self._transfers.prefill_lost()
+        self.transfers.end_term()
 
     def check(self) -> None:
         check(self.scheduler, self._windows.tables)
-
-    def want_layout(self, split: tuple[int, ...]) -> Future[None]:
-        raise ValueError("this cluster has no stages: cluster.layout is not pipeline")
-
-    def stages(self) -> list[dict[str, Any]]:
-        """No stages: this is a cluster of instances."""
-        return []

@@ -1,20 +1,18 @@
-"""What the controller's loop asks of a scheduler and its members: two protocols.
+"""What the coordinator asks of windows and passes alike: a protocol.
 
 Enters: nothing. Leaves: protocols. Does not know: windows, passes, which kind of cluster it is.
 
 A flight is a window of instances (decode.py) or a pass of a pipeline (pipeline.py) from when it is
-sent until it is reported.
+sent until it is reported. Only windows go with tickets, and only stages have layers that move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.observed import ObservedScheduler
-from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.members import Member, Report
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import Event, Plan, WindowDone
@@ -24,8 +22,6 @@ class Flights(Protocol):
     """One scheduler, and what of its plans is in flight. Used from the controller's thread."""
 
     scheduler: ObservedScheduler
-    pipeline: PipelineConfig | None
-    """What the scheduler was made with besides; None: it is that of a cluster of instances."""
 
     def __len__(self) -> int:
         """Windows or passes in flight."""
@@ -68,34 +64,11 @@ class Flights(Protocol):
         Raises ValueError for one that has no meaning here.
         """
 
-    @property
-    def num_prefilling(self) -> int:
-        """Tickets of the prefill that some receiver has not answered."""
-
-    @property
-    def num_pages_awaited(self) -> int:
-        """Pages of these tickets."""
-
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
         """A term with these instances begins."""
 
     def end_term(self) -> None:
         """No member takes windows any more: nothing in flight will be reported."""
 
-    def prefill_arrived(self) -> None:
-        """A prefill has dialled, and knows no ticket."""
-
-    def prefill_lost(self) -> Iterable[Event]:
-        """No prefill will come: what fails for that."""
-
     def check(self) -> None:
         """Raise AssertionError if the scheduler's state is broken. Nothing may be in flight."""
-
-    def want_layout(self, split: tuple[int, ...]) -> Future[None]:
-        """Let layers move to another layout of stages; done when every stage has reported it.
-
-        The scheduler hears of it by LayoutWanted. Raises ValueError saying why they cannot.
-        """
-
-    def stages(self) -> list[dict[str, Any]]:
-        """For each stage of a pipeline, its layers and what it does; empty without stages."""

@@ -7,7 +7,7 @@ is watched. The rest of the controller sees the pipeline as one instance, whose 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +21,7 @@ from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import Member, Report
 from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent, layers_of
-from nanocp.values.plan import ClusterLost, Event, Plan, Regrouped, WindowDone
+from nanocp.values.plan import ClusterLost, Plan, Regrouped, WindowDone
 from nanocp.values.table import InstanceTable
 from nanocp.wire import passes
 from nanocp.wire.v1 import cluster_pb2 as pb
@@ -80,7 +80,7 @@ class PipelineFlights(Flights):
         self._answer_operator()
         return plan
 
-    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> Iterable[Event]:
+    def prepare(self, plan: Plan, submitted: Mapping[int, Submission]) -> tuple[()]:
         """Let layers move before the pass, and give the first stage the prompts.
 
         The last one gets those whose log probabilities it reports.
@@ -142,6 +142,10 @@ class PipelineFlights(Flights):
     # --- an operator's layout
 
     def want_layout(self, split: tuple[int, ...]) -> Future[None]:
+        """Let layers move to another layout of stages; done when every stage has reported it.
+
+        The scheduler hears of it by LayoutWanted. Raises ValueError saying why they cannot.
+        """
         if self._asked is not None and not self._asked[1].done():
             raise ValueError("another layout is asked for already; ask again later")
         if obstacle := self.scheduler.layouts.obstacle(split):
@@ -172,6 +176,7 @@ class PipelineFlights(Flights):
         self._asked = None
 
     def stages(self) -> list[dict[str, Any]]:
+        """For each stage, its layers and what it does."""
         layouts, stages = self.scheduler.layouts, []
         for stage, report in enumerate(self._reports):
             layers = layers_of(layouts.places.split, stage)
@@ -191,16 +196,7 @@ class PipelineFlights(Flights):
             )
         return stages
 
-    # --- what a pipeline has not
-
-    @property
-    def num_prefilling(self) -> int:
-        """None: prompts are computed in passes, without tickets."""
-        return 0
-
-    @property
-    def num_pages_awaited(self) -> int:
-        return 0
+    # --- terms
 
     def begin_term(self, seats: Sequence[int], keeps_rows: bool) -> None:
         """Begin with stages as at the start, and with passes that count from 0 again."""
@@ -211,12 +207,6 @@ class PipelineFlights(Flights):
         self._is_between_terms = True
         self._after_rest.clear()
         self._unmoved.clear()
-
-    def prefill_arrived(self) -> None:
-        """Nothing: a pipeline has no prefill."""
-
-    def prefill_lost(self) -> Iterable[Event]:
-        return ()
 
     def check(self) -> None:
         check_pipeline(self.scheduler, self._table)

@@ -63,7 +63,7 @@ class Members(TermSteps):
         self._metrics = metrics
         self._limits = limits
         self._facts = facts
-        self._output = MembersOutput()
+        self.output = MembersOutput()
         self._instances = tuple(
             Member("instance", instance) for instance in range(config.cluster.num_instances)
         )
@@ -71,7 +71,7 @@ class Members(TermSteps):
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
         self.recovers = config.recovers
-        self._attached = Attached(self._output)
+        self._attached = Attached(self.output)
         self.start = Start(self.expected, limits.start_timeout_ms)
         self.takes_over = False
         """Whether members of a controller that was lost are to dial this one."""
@@ -79,7 +79,7 @@ class Members(TermSteps):
         self.replacements = Replacements(
             self.expected,
             self._deadlines,
-            self._output,
+            self.output,
             silent=lambda member, message: self.lose(member, message, "silent"),
             next_term=lambda: self.terms.number + 1,
             recovery_timeout_ms=limits.recovery_timeout_ms,
@@ -100,7 +100,7 @@ class Members(TermSteps):
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
         self.changes = SeatChanges(
-            self._seats, self.terms, self.replacements, facts, self._output, self._retire
+            self._seats, self.terms, self.replacements, facts, self.output, self._retire
         )
 
     def begin(self) -> None:
@@ -122,11 +122,11 @@ class Members(TermSteps):
     @property
     def has_output(self) -> bool:
         """Whether `take` has something to return."""
-        return bool(self._output)
+        return bool(self.output)
 
     def take(self) -> MembersOutput:
         """Return what is to be done now, each of it once."""
-        return self._output.take()
+        return self.output.take()
 
     @property
     def _goes_on(self) -> bool:
@@ -205,7 +205,7 @@ class Members(TermSteps):
         if member.instance is not None and member not in self.terms.seats:
             if self.start.has_succeeded and not self.terms.is_serving:
                 # It may have left with pages.
-                self._output.events.append(InstanceLost(member.instance))
+                self.output.events.append(InstanceLost(member.instance))
             self.changes.newcomer_lost(member, message)
             return
         self._last_loss = message
@@ -218,23 +218,23 @@ class Members(TermSteps):
         left = [self._instances.index(e) for e in self.terms.present if e != member]
         is_to_blame = self._short_terms.is_to_blame(member.instance)
         if is_to_blame and self._seats.leave_out(member.instance, left, message):
-            self._output.warn(f"{message}, as soon as in the terms before; its seat stays empty")
+            self.output.warn(f"{message}, as soon as in the terms before; its seat stays empty")
             self.replacements.kill(member)
         elif member.instance in {*self._seats.wanted, *self._seats.to_go_on(left)}:
             self._replace(member, message)
         else:
-            self._output.warn(f"{message}; it was to leave")
+            self.output.warn(f"{message}; it was to leave")
             self.replacements.kill(member)
         if self.start.has_succeeded:
             self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
-            self._output.events.append(InstanceLost(member.instance))
+            self.output.events.append(InstanceLost(member.instance))
         else:
             # The others may not have dialled yet, and the scheduler has planned nothing.
             self.start.again(self._instances)
             self.terms.lost(member, self._instances)
 
     def _replace(self, member: Member, message: str) -> None:
-        self._output.warn(f"{message}; another process takes its place")
+        self.output.warn(f"{message}; another process takes its place")
         self.replacements.replace(
             member,
             # It may still write into the rings: the next term has others.
@@ -254,7 +254,7 @@ class Members(TermSteps):
         """A lost member is not replaced. sentence: what clients get."""
         self.fail(message)
         lost = PrefillLost() if member == PREFILL else ClusterLost(sentence)
-        self._output.events.append(lost)
+        self.output.events.append(lost)
 
     def fail(self, message: str) -> None:
         """End the cluster, or its start, for this reason; the first reason counts."""
@@ -263,7 +263,7 @@ class Members(TermSteps):
         if not self.start.is_over:
             self.start.fail(message)
         elif not self.failure.done():
-            self._output.say(message)
+            self.output.say(message)
             self._seats.end(message)
             self.failure.set_result(message)
 
@@ -307,8 +307,8 @@ class Members(TermSteps):
         self._deadlines.met("leave")
         if self.takes_over and not self.start.has_succeeded:
             kept = self._kept_pages.of(self.terms.seats)
-            self._output.say(f"instances have kept the pages of {len(kept)} requests")
-            self._output.events.append(TookOver(_TICKETS_OF_A_TERM * self.terms.number, kept))
+            self.output.say(f"instances have kept the pages of {len(kept)} requests")
+            self.output.events.append(TookOver(_TICKETS_OF_A_TERM * self.terms.number, kept))
         table = self._seats.table(self.seats)
         self._join = pb.Join(
             peers=[
@@ -329,7 +329,7 @@ class Members(TermSteps):
         self._recover(self._instances[0])
         self.changes.term_ended()
         self._metrics.term_ended()
-        self._output.events.append(TermEnded())
+        self.output.events.append(TermEnded())
 
     def term_began(self) -> None:
         self._short_terms.began()
@@ -340,8 +340,8 @@ class Members(TermSteps):
             self._is_after_loss = False
             term, seats = self.terms.number, self.terms.seats
             regrouped = Regrouped(term, tuple(self.seats), self.terms.keeps_rows)
-            self._output.events.append(regrouped)
-            self._output.say(f"term {term} serves with {', '.join(map(str, seats))}")
+            self.output.events.append(regrouped)
+            self.output.say(f"term {term} serves with {', '.join(map(str, seats))}")
         self.changes.term_began()
 
     def want(self, seats: Sequence[int], by: str) -> Future[None]:
@@ -382,7 +382,7 @@ class Members(TermSteps):
             self.changes.go_on()
         elif self.terms.may_be_joined:
             self._send(PREFILL, pb.ToPrefill(join=self._join))
-            self._output.events.append(PrefillArrived())
+            self.output.events.append(PrefillArrived())
 
     def loading(self, member: Member) -> bool:
         """A member has loaded some of its weights; returns whether it is one of this cluster."""
@@ -418,13 +418,18 @@ class Members(TermSteps):
                 return True
         return False
 
-    def failed(self, member: Member | None, message: str) -> None:
-        """A member cannot go on, or its stream broke. member: None if it never said hello."""
-        if member is not None:
+    def failed(self, member: Member | None, message: str, says_why: bool = True) -> None:
+        """A member cannot go on, or its stream broke. member: None if it never said hello.
+
+        says_why: False where how the process ends says more than the message.
+        """
+        if member is not None and (says_why or self._goes_on):
             self.lose(member, message, "stream")
+        elif member is not None:
+            self.replacements.await_end(member, partial(self.lose, member, message, "stream"))
         elif self._goes_on:
             # Its process ends, which is noticed too.
-            self._output.warn(message)
+            self.output.warn(message)
         else:
             self.fail(message)
 
@@ -433,7 +438,7 @@ class Members(TermSteps):
         self._heartbeats.heard(member)
         if member == PREFILL:
             if self._deadlines.met(PREFILL.kind):
-                self._output.say("the prefill serves again")
+                self.output.say("the prefill serves again")
             self.start.ready(member, chosen)
             return
         self.terms.has_joined(member, term)

@@ -21,6 +21,8 @@ _FENCE_S = 1.0
 one."""
 _LAST_WORD_S = 0.2
 """Longest wait before a lost process is killed: how it ended says more than that its stream did."""
+_END_S = 2.0
+"""Longest wait for the end of a process that nothing else waits for, whose stream has ended."""
 _DIAL_S, _LEAST_DIAL_S = 120.0, 30.0
 """Longest time without a sign of life of a process that was started: it may be stopped. Half of
 recovery_timeout_ms, so that another one can be tried, but within these. Imports and what its start
@@ -114,9 +116,14 @@ class Replacements:
         self._deadlines.met(f"{member} dials")
         self._coming.discard(member)
 
+    def await_end(self, member: Member, overdue: Callable[[], None]) -> None:
+        """Call this if the member's process has not been seen to end in a while."""
+        self._deadlines.start(f"end of {member}", _END_S * 1000, overdue)
+
     def retire(self, member: Member) -> None:
         """The member's process is not waited for any more, and its end is no loss."""
         self.dialled(member)
+        self._deadlines.met(f"end of {member}")
         self._numbers[member] += 1
 
     # --- a lost process, from its last word to the start of the next one

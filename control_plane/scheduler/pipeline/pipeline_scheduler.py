@@ -7,9 +7,9 @@ cluster, with the pipeline as its one instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from control_plane.scheduler.base import SchedulerBase
 from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
 from control_plane.scheduler.pages.quarantine import Quarantine
 from control_plane.scheduler.pipeline.layer_places import frames_in
@@ -17,13 +17,9 @@ from control_plane.scheduler.pipeline.layout_changes import LayoutChanges
 from control_plane.scheduler.pipeline.pass_rows import PassRow, PassRows
 from control_plane.scheduler.pipeline.predictor import predict_pass
 from control_plane.scheduler.policies.layout import num_growth_pages
-from control_plane.scheduler.queue.admission import Admission
 from control_plane.scheduler.queue.deferral import Deferral, TokensRead
-from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
-from control_plane.scheduler.state.frame_ledger import FrameRun
-from control_plane.scheduler.state.promise import Promise
 from control_plane.scheduler.state.proposal import Proposal
 from control_plane.scheduler.state.request import Request, num_pages
 from control_plane.scheduler.windows.lowering import Lowering
@@ -44,7 +40,6 @@ from nanocp.values.plan import (
     AbortRequested,
     Arrival,
     ClusterLost,
-    FinishReason,
     InstanceLoad,
     InstanceLost,
     Preempted,
@@ -68,7 +63,7 @@ PipelineEvent = (
 )
 
 
-class PipelineScheduler:
+class PipelineScheduler(SchedulerBase):
     """The one scheduler of a pipeline of stages."""
 
     def __init__(
@@ -89,35 +84,26 @@ class PipelineScheduler:
                 f"num_instances is {cluster.num_instances}; a pipeline has one page table for all "
                 "its stages, so it must be 1"
             )
-        self._pipeline, self._cluster, self._config = pipeline, cluster, scheduler
-        self._answer = Answer()
         # No pass is a window, so nobody is deferred.
         deferral = Deferral(scheduler, lambda: TokensRead(0, 0))
-        self._admission = Admission(cluster, scheduler, self._answer, deferral)
-        self.fair_share = self._admission.fair_share
-        self._promise = Promise(scheduler)
+        super().__init__(cluster, scheduler, Answer(), deferral)
+        self._pipeline = pipeline
         self._rows = rows or PassRows(pipeline.num_stages, pipeline.max_pass_tokens)
         self.layouts = LayoutChanges(pipeline)
         self._begin_term()
-        self._is_between_terms = False
-        self._lost_some = False
-        """Whether a stage was lost in the term that ended."""
-        self._waits_until_us: int | None = None
+        self._until_us: int | None = None
         """When front ends are waited for no longer; None if all have submitted."""
-        self._now_us = 0
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers |= {
             PassDone: self._pass_done,
             StageWorked: self._stage_worked,
             LayersMoved: self._layers_moved,
             LayoutWanted: self._layout_wanted,
-            InstanceLost: self._stage_lost,
-            TermEnded: self._term_ended,
             Regrouped: self._regrouped,
-            Resubmitted: self._resubmitted,
-            Arrival: self._arrive,
-            AbortRequested: self._abort,
-            ClusterLost: self._cluster_lost,
         }
+
+    @property
+    def _waits_until_us(self) -> int | None:
+        return self._until_us
 
     def _begin_term(self) -> None:
         """Nothing is at the stages: no KV, no table, no pass."""
@@ -141,14 +127,10 @@ class PipelineScheduler:
 
         now_us: the controller's monotonic time, in microseconds; it never goes back.
         """
-        assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
-        self._now_us = now_us
-        self._admission.noted = {}
+        self._take_time(now_us)
         for event in events:
             self._handlers[type(event)](event)
-        self._admission.expire(now_us)
-        if self._waits_until_us is not None and now_us >= self._waits_until_us:
-            self._resubmitted(Resubmitted())
+        self._expire()
         pass_plan = moves = None
         if self._is_between_terms:
             decided = self._answer.take(None, (), 0)
@@ -171,71 +153,16 @@ class PipelineScheduler:
         return PipelinePlan(pass_plan, moves, decided.ended, decided.preempted)
 
     @property
-    def decided(self) -> tuple[ClusterState, WaitingQueue]:
-        """The placed requests with their loads, and the waiting ones: to look at only."""
-        return self._state, self._admission.queue
-
-    @property
-    def noted(self) -> Mapping[int, str]:
-        """Why waiting requests were not placed in the latest call; see Scheduler.noted."""
-        return self._admission.noted
-
-    @property
-    def num_held(self) -> int:
-        """None: what a request had of KV is lost with a stage."""
-        return 0
-
-    @property
-    def newest_ticket(self) -> int:
-        """None was issued: prompts are computed in passes."""
-        return 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the waiting queue, and preempted ones on their way back to it."""
-        return len(self._admission)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that are placed and have not ended."""
-        return len(self._state.requests)
-
-    @property
     def num_in_flight(self) -> int:
         """Passes that were sent and that the last stage has not reported."""
         return self._next_pass - self._oldest
-
-    @property
-    def next_deadline_us(self) -> int | None:
-        """When something is due without an event, in us: call again by then."""
-        return earliest(self._admission.next_deadline_us, self._waits_until_us)
 
     @property
     def load(self) -> InstanceLoad:
         """What is decided for every stage alike: rows, tokens and frames."""
         return self._state.load(0)
 
-    def loads(self) -> tuple[InstanceLoad, ...]:
-        """`load`, of the one instance that a pipeline is."""
-        return (self.load,)
-
     # --- events
-
-    def _arrive(self, arrival: Arrival) -> None:
-        if self._admission.arrive(arrival, self._now_us):
-            return
-        admission, row = self._admission, self._rows.by_id.get(arrival.request_id)
-        if arrival.request_id in admission.queue:
-            admission.queue.replace(arrival)
-            return
-        if row is not None:
-            if arrival.attempt <= row.request.arrival.attempt:
-                return
-            self._release(arrival.request_id)
-        admission.come_back(arrival, self._now_us)
-
-    def _abort(self, event: AbortRequested) -> None:
-        self._end(event.request_id, FinishReason.ABORTED, "aborted")
 
     def _pass_done(self, event: PassDone) -> None:
         if self._admission.failure is not None:
@@ -245,7 +172,7 @@ class PipelineScheduler:
             # Else it was aborted, all its tokens were planned, or another attempt has its row.
             row = self._rows.by_id.get(request_id)
             if row and row.request.is_row_of(event.number):
-                self._release(request_id)
+                self._release(row.request)
         assert event.number == self._oldest, f"pass {event.number} was reported out of order"
         self._prompts_in = {i: n for i, n in self._prompts_in.items() if n > event.number}
         for held in self._quarantine.windows_reported([(0, event.number)]):
@@ -261,16 +188,10 @@ class PipelineScheduler:
     def _layout_wanted(self, event: LayoutWanted) -> None:
         self.layouts.ask(event.split)
 
-    def _stage_lost(self, event: InstanceLost) -> None:
-        self._is_between_terms = self._lost_some = True
-
-    def _term_ended(self, event: TermEnded) -> None:
-        self._is_between_terms = True
-
     def _regrouped(self, event: Regrouped) -> None:
         """Every stage begins anew, with the layers of the start: all requests come back."""
         rows = self._rows.by_id
-        if self._lost_some and self.num_in_flight:
+        if self._lost_seats and self.num_in_flight:
             self._admission.first_windows.lost(self._prompts_in.keys())
         for row in rows.values():
             self.fair_share.row_stops(row.request.arrival)
@@ -280,60 +201,37 @@ class PipelineScheduler:
         self.prefix_sharing.num_queried_tokens = sharing.num_queried_tokens
         self.prefix_sharing.num_hit_tokens = sharing.num_hit_tokens
         self.layouts.begin_term()
-        self._is_between_terms = self._lost_some = False
-        self._waits_until_us = self._now_us + self._config.held_timeout_us
+        self._is_between_terms = False
+        self._lost_seats.clear()
+        self._until_us = self._now_us + self._config.held_timeout_us
 
     def _resubmitted(self, event: Resubmitted) -> None:
-        self._waits_until_us = None
+        self._until_us = None
         self._admission.should_walk = True
-
-    def _cluster_lost(self, event: ClusterLost) -> None:
-        admission = self._admission
-        if admission.failure is not None:
-            return
-        admission.failure = event.message
-        self._is_between_terms = False
-        waiting = [entry.arrival.request_id for entry in admission.queue]
-        for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
-            self._end(request_id, FinishReason.FAILED, event.message)
-        for held in self._quarantine.give_up():  # no report will come, and nothing will be placed
-            self._free(held)
 
     # --- ends
 
-    def _end(self, request_id: int, reason: FinishReason, message: str) -> None:
-        if request_id in self._rows.by_id:
-            self._release(request_id)
-            self._answer.end(request_id, reason, message)
-        else:
-            self._admission.end(request_id, reason, message)
-
-    def _release(self, request_id: int) -> None:
+    def _release(self, request: Request) -> None:
         """Give up the row now, and its frames when the last stage has run the row's last pass.
 
         Until then a stage that got a layer may not have its KV, and the one that gave it, which
         runs ahead, must not see the frames written again.
         """
-        row = self._rows.by_id.pop(request_id)
-        self.fair_share.row_stops(row.request.arrival)
-        self._starved.pop(request_id, None)
-        request = row.request
+        row = self._rows.by_id.pop(request.request_id)
+        self.fair_share.row_stops(request.arrival)
+        self._starved.pop(request.request_id, None)
         if request.is_started:
             self._lowering.suspend(request)
             self._lowering.end(request)
         frames = self._state.remove(request)
         self._free(self._quarantine.hold(frames, row.last_pass, (0,), None, ()))
 
-    def _free(self, held: dict[int, list[FrameRun]]) -> None:
-        self._state.free(held)
-        self._admission.should_walk = True
-
     # --- placement
 
     def _place_waiting(self) -> None:
         # A row that waits for a frame goes before a new one: it has tokens to continue. So does a
         # request that the end of a term has interrupted.
-        if not self._starved and self._waits_until_us is None:
+        if not self._starved and self._until_us is None:
             self._admission.walk(self._place, self._now_us)
 
     def _place(self, arrival: Arrival) -> bool:
@@ -404,7 +302,7 @@ class PipelineScheduler:
         newest = max(rows, key=lambda request: request.order)
         num_tokens = self._rows.by_id[newest.request_id].next + 1
         self._answer.preempted.append(Preempted(newest.request_id, num_tokens))
-        self._release(newest.request_id)
+        self._release(newest)
         self._admission.away[newest.request_id] = self._now_us
         return True
 
@@ -427,7 +325,7 @@ class PipelineScheduler:
             if span.samples:
                 self.fair_share.generated(row.request.arrival, 1)
             if row.is_planned:
-                self._release(span.request_id)
+                self._release(row.request)
         self._next_pass += 1
         after = max(sampled, number - self._rows.max_in_flight, -1)
         plan = PassPlan(number, self.layouts.layout, after, table, tuple(spans))

@@ -100,13 +100,11 @@ class HeldRequests:
 
     @property
     def next_deadline_us(self) -> int | None:
-        """When front ends are waited for no longer, in us; None if all have submitted."""
-        return earliest(self._until_us, self._adoption.next_deadline_us)
+        """When front ends are waited for no longer, in us; None if all have submitted.
 
-    def is_overdue(self, now_us: int) -> bool:
-        """Whether front ends have been waited for long enough: `end_wait` is due."""
-        deadline_us = self.next_deadline_us
-        return deadline_us is not None and now_us >= deadline_us
+        `end_wait` is then due.
+        """
+        return earliest(self._until_us, self._adoption.next_deadline_us)
 
     def end_wait(self) -> list[Request]:
         """Every front end has submitted, or is waited for no longer.

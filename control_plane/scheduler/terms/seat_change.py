@@ -42,12 +42,15 @@ class SeatChange:
         """Instances of the next term; empty if no change is under way."""
         self._released: set[int] = set()
         """Stopped rows of a change that is under way no more: each goes on after its move."""
+        self.has_settled = False
+        """Whether the term has come to its end without a loss: no window until the next one."""
 
     def begin(self, seats: Sequence[int]) -> None:
         """Nothing is placed any more on instances that are not among these.
 
         At least one of the term is. All of the term end the change that is under way.
         """
+        self.has_settled = False
         self._released = set(self._rows.stopped)
         self.seats = () if tuple(seats) == tuple(self._quarantine.seats) else tuple(seats)
         self._open(i for i in self._quarantine.seats if i in seats)
@@ -59,7 +62,7 @@ class SeatChange:
         """
         instances = range(len(self._state.frames))
         gone = [each for each in instances if each in lost or each not in seats]
-        self.seats = ()
+        self.seats, self.has_settled = (), False
         self._rows.stopped.clear()
         self._released.clear()
         for instance in gone:
@@ -90,6 +93,11 @@ class SeatChange:
             for i in range(len(state.frames))
             if i not in self.seats
         )
+
+    def settle(self) -> bool:
+        """Issue no window; returns whether those in flight are reported: the term may end then."""
+        self.has_settled = not self._rows.in_flight and not self._quarantine
+        return self.has_settled
 
     def stop_rows(self) -> None:
         """At a window's edge, before rows grow: stop rows that cannot be emptied while they run.

@@ -88,8 +88,7 @@ def test_a_connection_that_would_take_the_last_descriptors_is_closed_and_said_on
     [
         (1024, {}, (1024 - NEEDED) // 2),
         (1024, {"ssl_certfile": "a.pem", "ssl_keyfile": "a.key"}, (1024 - NEEDED) // 3),
-        (1024, {"front_ends": 3}, (1024 - NEEDED) // 6),
-        (1024, {"front_ends": 3, "front_end_processes": True}, (1024 - NEEDED) // 2),
+        (1024, {"front_ends": 3}, (1024 - NEEDED) // 2),
         (NEEDED + 2, {}, 1),
     ],
 )

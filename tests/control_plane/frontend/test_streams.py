@@ -297,9 +297,9 @@ def test_missing_log_probabilities_of_the_prompt_are_asked_for_again() -> None:
 
 
 def test_no_number_is_given_out_again_to_a_request_that_came_before_the_next_controller() -> None:
-    streams = ClientStreams(FRONT_END, 100, Recorder(), first_id=2, id_step=2)
+    streams = ClientStreams(FRONT_END, 100, Recorder(), id_step=2)
     controller = FakeController(streams.placed)
-    streams.connect(controller)
+    streams.connect(controller, 2)
     choices = [Choice(SamplingParams(max_tokens=9))]
     numbers = [streams.submit(name, [7], choices)[0].request_id for name in "ab"]
     # It was told that 2 is the newest.

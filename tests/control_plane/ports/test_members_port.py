@@ -67,7 +67,7 @@ def of_member(service: Service, member: object) -> Metadata:
 
 
 def sink_of(service: Service) -> str:
-    return service._front_ends._front_ends[0].members_address
+    return service._front_ends.members_address
 
 
 def code_of(call: Any) -> grpc.StatusCode:
@@ -110,7 +110,7 @@ def victim(service: Service) -> Iterator[Victim]:
     with Client(service.address, KEY) as client:
         chunks = client.generate(prompt(20, 1), max_tokens=NUM_TOKENS, seed=1, timeout_s=WAIT_S)
         received = list(next(chunks).token_ids)
-        open_requests = service._front_ends._front_ends[0]._streams._by_request
+        open_requests = service._front_ends._streams._by_request
         (request_id,) = open_requests
         while request_id not in (shown := bindings(service)):
             time.sleep(0.05)

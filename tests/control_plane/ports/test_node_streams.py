@@ -83,7 +83,7 @@ class Listener:
     def received(self, member, said, term):
         self.said.append((str(member), said))
 
-    def failed(self, member, message):
+    def failed(self, member, message, says_why=True):
         self.said.append((str(member), message))
 
 

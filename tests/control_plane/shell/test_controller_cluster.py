@@ -377,7 +377,7 @@ def test_a_request_whose_last_token_is_lost_gets_it_though_nothing_follows_it(mo
             monkeypatch.undo()
             raise ValueError("a batch that cannot be read")
 
-        monkeypatch.setattr(service._front_ends._front_ends[0]._streams, "deliver", refuse)
+        monkeypatch.setattr(service._front_ends._streams, "deliver", refuse)
         (chunk,) = client.generate(prompt(20, 1), max_tokens=1, seed=1, timeout_s=240)
         assert list(chunk.token_ids) == expected(prompt(20, 1), 1)
 
@@ -389,7 +389,7 @@ def test_a_request_whose_tokens_are_lost_goes_on_from_those_in_order(monkeypatch
             chunks = client.generate(prompt(200, 1), max_tokens=200, seed=1, timeout_s=240)
             tokens = list(next(chunks).token_ids)
 
-            streams = service._front_ends._front_ends[0]._streams
+            streams = service._front_ends._streams
             deliver, first = streams.deliver, iter([True])
 
             def refuse(instance, tokens):

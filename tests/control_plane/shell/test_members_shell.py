@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from control_plane.coordinator.flights.transfers import Transfers
+from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.terms import Standing
 from control_plane.frontend.controller_interface import Submission
 from control_plane.shell.members_shell import MembersShell, wait_for
@@ -19,7 +20,7 @@ from nanocp.values.members import Failure, Hello, Left, Peer, Ready
 from nanocp.values.plan import Arrival, InstanceLost, TargetRun, TermEnded, Transfer, WindowDone
 from nanocp.wire.v1 import cluster_pb2 as pb
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def in_a_loop(test):
@@ -43,7 +44,7 @@ class Shell(MembersShell):
             kill=lambda member: self.call("kill", member),
             start=lambda member, number, term: self.call("start", member, number, term),
         )
-        super().__init__(self.members, processes, self.take_up, self.take_report)
+        super().__init__(self.members, processes, self.take_up, self.take_report, Deadlines())
         for member in self.members.expected:
             self.attach(member, Hello(member.instance, Peer()))
         for member in self.members.expected:

@@ -22,7 +22,7 @@ from harness.fake_vllm import FakeVllm
 from harness.hash_model import HashModel
 
 MODEL = HashModel()
-WAIT_S = 30
+WAIT_S = 120
 
 
 class Places:

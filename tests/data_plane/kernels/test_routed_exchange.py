@@ -14,6 +14,7 @@ from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Term, TermOver
 from data_plane.transport.peer_memory import PeerMemory, cuda_ipc_obstacle
 from harness.exchange_cases import ExchangeCase
+from harness.member_fakes import until
 from harness.recorded_calls import recorded
 
 CPU = torch.device("cpu")
@@ -146,10 +147,11 @@ def test_a_wait_ends_with_its_term_while_it_polls():
     seen = []
 
     def end():
+        until(lambda: receiver.awaited is not None)
         seen.append(receiver.awaited)
         term.end(1)
 
-    thread = threading.Timer(0.1, end)
+    thread = threading.Thread(target=end)
     thread.start()
     wait_q(1)
     thread.join()

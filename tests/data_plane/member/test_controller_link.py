@@ -12,7 +12,7 @@ import pytest
 from data_plane.member import controller_link
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.exchange import Term
-from harness.member_fakes import LIMITS
+from harness.member_fakes import LIMITS as IMPATIENT
 from nanocp import parent
 from nanocp.wire.v1 import cluster_pb2 as pb
 from nanocp.wire.v1 import cluster_pb2_grpc as rpc
@@ -23,7 +23,10 @@ def test_a_controller_that_does_not_answer_is_named(free_port):
     with pytest.raises(
         ControllerLost, match=f"no controller answered at {address} within start_timeout_ms"
     ):
-        ControllerLink(address, LIMITS)
+        ControllerLink(address, IMPATIENT)
+
+
+LIMITS = replace(IMPATIENT, start_timeout_ms=60_000)
 
 
 class Silent(rpc.ControllerServicer):

@@ -227,7 +227,7 @@ def test_the_command_imports_quickly() -> None:
         "import sys, nanocp.cli.generate; "
         "assert not {'grpc', 'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_an_answer_comes_from_another_front_end_if_one_is_gone(server: ScriptedService) -> None:

@@ -39,7 +39,6 @@ def supervised(launcher=None, event_log="", **sections):
     service = replace(
         DEFAULT.service,
         front_ends=2,
-        front_end_processes=True,
         controller_process=True,
         grpc_port=free_ports(2),
         metrics_port=free_ports(),

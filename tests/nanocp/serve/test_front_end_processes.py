@@ -30,7 +30,7 @@ pytestmark = pytest.mark.system
 HELD_S = 3
 PROCESSES = replace(
     DEFAULT,
-    service=replace(DEFAULT.service, front_ends=2, front_end_processes=True),
+    service=replace(DEFAULT.service, front_ends=2),
     scheduler=replace(DEFAULT.scheduler, held_timeout_us=HELD_S * 1_000_000),
 )
 

@@ -66,7 +66,7 @@ def test_an_idle_service_rests_and_wakes():
 
 @pytest.mark.parametrize(("number", "front_ends"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_drains_and_exits_0(number, front_ends):
-    """The last front end is asked; the second numbers its first request 2."""
+    """The last front end is asked; two are processes."""
     with Serve(*TWO, "--front-ends", str(front_ends)) as serve:
         stream = Stream(serve.address, max_tokens=800)
         members = descendants(serve.process.pid)
@@ -75,10 +75,12 @@ def test_a_signal_drains_and_exits_0(number, front_ends):
         assert serve.wait(150) == 0
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 800), "")
-        assert len(members) == 3
+        assert len(members) == (3 if front_ends == 1 else 5)
         assert_nothing_is_left(members, segments, num_instances=2)
-        begins = "draining: finishing 1 request, refusing new ones"
-        assert any(line.startswith(begins) for line in serve.lines), serve.lines
+        # What a process has open is known a moment later.
+        num_open = "finishing 1 request" if front_ends == 1 else r"(finishing 1|no) request.*"
+        begins = f"draining: {num_open}, refusing new ones"
+        assert any(re.match(begins, line) for line in serve.lines), serve.lines
 
 
 def test_a_second_signal_does_not_wait_for_running_requests():

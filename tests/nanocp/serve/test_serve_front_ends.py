@@ -17,7 +17,6 @@ pytestmark = pytest.mark.system
 
 SETTINGS = {
     "service.front_ends": 2,
-    "service.front_end_processes": True,
     "service.controller_process": True,
     "cluster.num_frames": 64,
     "cluster.max_model_len": 1024,

@@ -138,7 +138,6 @@ def until(condition):
 def test_the_controller_is_lost_while_stages_compute(tiny_checkpoint, tiny_oracle):
     """Stages may still run passes of prompts that the next controller knows by other tickets."""
     settings = {
-        "service.front_end_processes": True,
         "service.controller_process": True,
         "prefill.stages": 2,
         "prefill.chunk_tokens": 64,

@@ -22,7 +22,7 @@ from nanocp.values.members import Member
 ONE, TWO = Member("instance", 1), Member("instance", 2)
 SUPERVISED = replace(
     CONFIG,
-    service=replace(CONFIG.service, front_end_processes=True, controller_process=True),
+    service=replace(CONFIG.service, controller_process=True),
 )
 
 
@@ -261,8 +261,3 @@ def test_members_that_cannot_wait_for_another_controller_are_refused(section, fi
     with pytest.raises(ValueError, match=sentence):
         config = replace(SUPERVISED, scheduler=SchedulerConfig(), **{section: of_section})
         Supervisor(config, served())
-
-
-def test_a_controller_that_is_a_process_needs_front_ends_that_are():
-    with pytest.raises(ValueError, match="controller_process is true; it needs front_end_proc"):
-        replace(CONFIG.service, controller_process=True)

@@ -110,6 +110,22 @@ def test_a_member_that_is_lost_before_all_are_ready_ends_the_start():
         cluster.members.start.wait()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_start_that_fails_says_how_a_process_ended_and_not_that_its_stream_did(ends):
+    cluster = Cluster()
+    cluster.attach(FIRST)
+    cluster.failed(FIRST, "instance 0: its stream broke", False)
+    if ends:
+        cluster.exited(FIRST, 0, "its process was ended by SIGKILL")
+    else:
+        assert not cluster.members.start.is_over
+    cluster.wait(2000)
+    how = "its process was ended by SIGKILL" if ends else "its stream broke"
+    with pytest.raises(StartError, match=f"^instance 0: {how}$"):
+        cluster.members.start.wait()
+    assert not cluster.members.failure.done()
+
+
 # --- a loss
 
 

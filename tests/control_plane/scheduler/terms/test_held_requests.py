@@ -174,8 +174,7 @@ def test_a_late_submission_of_an_earlier_attempt_is_ignored():
     story.regroup()
     story.again(1, 103, 47, attempt=2)
     story.again(1, 101, 49, attempt=1, row=b"late")
-    request = story.scheduler.decided[0].requests[1]
-    arrival = request.arrival
+    arrival = story.scheduler.decided[0].requests[1].arrival
     assert (arrival.attempt, arrival.row_start, arrival.prompt_len) == (2, b"again", 103)
 
 

@@ -1,0 +1,218 @@
+"""The coordinator: carries out what the scheduler decides, and gathers what it is to hear of.
+
+Enters: submissions, what members report and what becomes of them, plans. Leaves: plans, tickets and
+fences to the members, placements and ends to the front end, events for the scheduler's next call.
+Does not know: clocks, threads, streams, how a member's process is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from control_plane.coordinator.flights.decode import DecodeFlights
+from control_plane.coordinator.flights.flights import Flights
+from control_plane.coordinator.members.deadlines import Deadlines
+from control_plane.coordinator.members.members import Members
+from control_plane.coordinator.members.output import MembersEvent, PrefillArrived, PrefillLost
+from control_plane.frontend.controller_interface import ControllerEvents, Submission
+from control_plane.observe.metrics import Metrics
+from nanocp.config.whole import Config
+from nanocp.values.members import EnginesNow, Member, Report, TokensLost
+from nanocp.values.passes import ServiceEvent
+from nanocp.values.plan import (
+    Ended,
+    Plan,
+    Regrouped,
+    Resubmitted,
+    TermEnded,
+    TransferFailed,
+    WindowDone,
+)
+
+
+class Coordinator:
+    """One scheduler and its members. Used from one thread, which tells `deadlines` the time."""
+
+    def __init__(
+        self,
+        config: Config,
+        front_end: ControllerEvents,
+        metrics: Metrics,
+        make_flights: Callable[[Members], Flights],
+        num_experts: int | None = None,
+        obstacle_to_more: Callable[[int], str] = lambda num_instances: "",
+    ) -> None:
+        """make_flights: makes the scheduler, and what sends its plans to these members.
+
+        num_experts: see members.seats. obstacle_to_more: see output.Facts. Raises ValueError for an
+        unknown policy.
+        """
+        self._limits = config.limits
+        self._front_end = front_end
+        self._metrics = metrics
+        self.obstacle_to_more = obstacle_to_more
+        """Why there is no room for so many more instances, for an operator; empty if there is."""
+        self.members = Members(config, self, metrics.recovery, num_experts)
+        self.flights = make_flights(self.members)
+        self.scheduler = self.flights.scheduler
+        self.transfers = self.flights.transfers if isinstance(self.flights, DecodeFlights) else None
+        """Tickets, which go beside windows only."""
+        self.deadlines = Deadlines()
+        self.wake: Callable[[], None] = lambda: None
+        """Called when the scheduler could act now."""
+        self._events: list[ServiceEvent] = []
+        self._submitted: dict[int, Submission] = {}
+        """By request, from submit until its prompt is on its way to the prefill."""
+        self._num_owed = 0
+        """Front ends that have yet to submit their open requests again, once for each term."""
+
+    # --- what the scheduler is to hear of
+
+    def take_events(self) -> list[ServiceEvent]:
+        """What has happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def happened(self, event: ServiceEvent) -> None:
+        """Keep the event for the scheduler, and let it be called if it could act now."""
+        self._events.append(event)
+        self._look()
+
+    def _look(self) -> None:
+        # After a loss no window may ever be reported again, and new requests must still be ended.
+        if self.members.failure.done() or not self.flights.is_full:
+            self.wake()
+
+    def submitted(self, submission: Submission, now_us: int) -> None:
+        """A request has come, or a later attempt of one."""
+        self._submitted[submission.request_id] = submission
+        if submission.arrival.attempt:
+            self._metrics.recovery.submitted_again()
+        self.happened(submission.event(now_us))
+
+    def owe(self, num_answers: int) -> None:
+        """Front ends are to submit so many times more, or have: then it is negative.
+
+        Each answers every term, in order: the last answer is for the present term.
+        """
+        self._num_owed += num_answers
+        if self._num_owed == 0:
+            self.happened(Resubmitted())
+
+    def take_up(self, event: MembersEvent) -> None:
+        """Something became of a member, or of the term."""
+        match event:
+            case PrefillArrived():
+                if self.transfers is not None:
+                    self.transfers.prefill_arrived()
+                return
+            case PrefillLost():
+                for failed in self.transfers.prefill_lost() if self.transfers is not None else ():
+                    self.happened(failed)
+                return
+            case TermEnded():
+                self.flights.end_term()
+                self._watch_window()
+            case Regrouped():
+                self.flights.begin_term(event.seats, event.keeps_rows)
+        self.happened(event)
+        if isinstance(event, Regrouped) and not event.keeps_rows:
+            self.owe(self._front_end.interrupted())
+
+    def reported(self, member: Member, report: Report) -> None:
+        """Take a report of the present term. Raises ValueError if it has no meaning here."""
+        match report:
+            case WindowDone():
+                self._window_done(report)
+            case TokensLost():
+                # The requests begin their next attempt (one history).
+                for request_id in report.request_ids:
+                    self._front_end.tokens_lost(request_id, f"{member}: {report.reason}")
+            case EnginesNow():
+                self._metrics.engines.reported(report.engines)
+            case TransferFailed():
+                self.happened(report)
+            case _:
+                event = self.flights.reported(member, report)
+                self._events += [] if event is None else [event]
+                self._look()
+
+    def _window_done(self, done: WindowDone) -> None:
+        is_complete = self.flights.window_done(done)
+        self._metrics.instances.stepped(done, is_complete)
+        self._events.append(done)
+        if is_complete:
+            self._watch_window()
+            self.wake()
+
+    # --- what it has decided
+
+    def carry_out(self, plan: Plan, now_us: int) -> None:
+        """Send all of the plan, and tell the front end. now_us: the time of the call."""
+        for event in self.flights.prepare(plan, self._submitted):
+            self.happened(event)
+        # Before the window: a front end refuses tokens of an instance that it does not know as the
+        # request's MoE binding.
+        for placement in plan.placements:
+            submission = self._submitted.pop(placement.request_id, None)
+            if submission is not None:
+                self._metrics.scheduling.placed(placement.cp_degree)
+                num_cached = self.flights.num_cached(submission, plan)
+                arrival = submission.arrival
+                self._metrics.recovery.placed(arrival.attempt, arrival.prompt_len, num_cached)
+                self._front_end.placed(placement, num_cached)
+            else:
+                self._metrics.scheduling.binding_changed()
+                self._front_end.placed(placement)
+        if plan.window is not None:
+            self.flights.send(plan)
+            if len(self.flights) == 1:
+                self._watch_window()
+        if plan.is_settled:
+            self.members.changes.settled()
+        for preempted in plan.preempted:
+            self._metrics.scheduling.preempted()
+            self._front_end.preempted(preempted)
+        for ended in plan.ended:
+            self._submitted.pop(ended.request_id, None)
+            self.report_end(ended)
+        self._watch_scheduler(now_us)
+
+    def report_end(self, ended: Ended) -> None:
+        """Let the front end know that a request has ended."""
+        self._metrics.scheduling.ended(ended)
+        self._front_end.ended(ended)
+
+    def _watch_scheduler(self, now_us: int) -> None:
+        """Call the scheduler again when the next waiting request expires, if nothing else does."""
+        self.deadlines.met("scheduler")
+        deadline_us = self.scheduler.next_deadline_us
+        if deadline_us is not None:
+            self.deadlines.start("scheduler", max(0, deadline_us - now_us) / 1e3, self.wake)
+
+    def _watch_window(self) -> None:
+        """End the cluster if the oldest window takes too long (protocol.md, bounded waits).
+
+        Instances find a dead peer first, and name it.
+        """
+        self.deadlines.met("window")
+        if self.flights.oldest is not None:
+            limit_ms = self._limits.plan_timeout_ms + self._limits.exchange_timeout_ms
+            self.deadlines.start("window", limit_ms, self._window_overdue)
+
+    def _window_overdue(self) -> None:
+        limit_ms = self._limits.plan_timeout_ms + self._limits.exchange_timeout_ms
+        message = f"did not report window {self.flights.oldest} in {limit_ms / 1000:.0f} s"
+        self.members.suspicion.blame(self.flights.missing(), message)
+
+    # --- output.Facts
+
+    @property
+    def newest_ticket(self) -> int:
+        """The last ticket of all terms so far; see output.Facts."""
+        return self.scheduler.newest_ticket
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a window is in flight; see output.Facts."""
+        return len(self.flights) > 0

@@ -1,0 +1,202 @@
+"""What the schedulers of instances and of stages share: who waits, who ends, and what others read.
+
+Enters: arrivals, aborts, ends of terms and of the cluster, the time. Leaves: requests that wait or
+end; values for others. Does not know: windows, passes, tickets, where a request is placed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from control_plane.scheduler.pages.quarantine import Quarantine
+from control_plane.scheduler.queue.admission import Admission
+from control_plane.scheduler.queue.deferral import Deferral
+from control_plane.scheduler.queue.waiting_queue import WaitingQueue, earliest
+from control_plane.scheduler.state.answer import Answer
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.frame_ledger import FrameRun
+from control_plane.scheduler.state.promise import Promise
+from control_plane.scheduler.state.request import Request
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
+    AbortRequested,
+    Arrival,
+    ClusterLost,
+    FinishReason,
+    InstanceLoad,
+    InstanceLost,
+    Placement,
+    Resubmitted,
+    TermEnded,
+)
+
+
+class SchedulerBase(ABC):
+    """A scheduler without what it plans. A placed request gives up what it holds in `_release`."""
+
+    _state: ClusterState
+    _quarantine: Quarantine
+
+    def __init__(
+        self, cluster: ClusterConfig, scheduler: SchedulerConfig, answer: Answer, deferral: Deferral
+    ) -> None:
+        self._cluster, self._config = cluster, scheduler
+        self._answer = answer
+        self._admission = Admission(cluster, scheduler, answer, deferral)
+        self.fair_share = self._admission.fair_share
+        self._promise = Promise(scheduler)
+        self._is_between_terms = False
+        self._lost_seats: set[int] = set()
+        """Instances, or stages, that were lost in the term that ended."""
+        self._now_us = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Arrival: self._arrive,
+            AbortRequested: self._abort,
+            InstanceLost: self._instance_lost,
+            TermEnded: self._term_ended,
+            Resubmitted: self._resubmitted,
+            ClusterLost: self._cluster_lost,
+        }
+
+    # --- what others read between two calls
+
+    @property
+    def decided(self) -> tuple[ClusterState, WaitingQueue]:
+        """The placed requests with their loads, and the waiting ones: to look at only."""
+        return self._state, self._admission.queue
+
+    def loads(self) -> tuple[InstanceLoad, ...]:
+        """What is decided for each instance, in the order of instances; a pipeline is one."""
+        return tuple(self._state.load(instance) for instance in range(len(self._state.frames)))
+
+    @property
+    def noted(self) -> Mapping[int, str]:
+        """Why waiting requests were not placed in the latest call: the bound and a sentence.
+
+        By request id; each request is noted once a second at most.
+        """
+        return self._admission.noted
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the waiting queue, and preempted ones on their way back to it."""
+        return len(self._admission)
+
+    @property
+    def num_held(self) -> int:
+        """Placed requests without a row that wait for their next attempt; stages keep none."""
+        return 0
+
+    @property
+    def newest_ticket(self) -> int:
+        """The last ticket that was issued, 0 before the first: tickets only grow."""
+        return 0
+
+    @property
+    def next_deadline_us(self) -> int | None:
+        """When something is due without an event, in us: call again by then."""
+        return earliest(self._admission.next_deadline_us, self._waits_until_us)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are placed and have not ended: in transfer, runnable, running or parked."""
+        return len(self._state.requests)
+
+    def placement(self, request_id: int) -> Placement | None:
+        """Where a placed request is; None if it waits, has ended or is unknown."""
+        request = self._state.requests.get(request_id)
+        return request.placement(self._state.step) if request else None
+
+    # --- a call begins
+
+    def _take_time(self, now_us: int) -> None:
+        assert now_us >= self._now_us, f"time went back from {self._now_us} to {now_us} us"
+        self._now_us = now_us
+        self._admission.noted = {}
+
+    def _expire(self) -> list[int]:
+        """End what has waited long enough; returns requests that do not wait any more."""
+        until_us = self._waits_until_us
+        if until_us is not None and self._now_us >= until_us:
+            self._resubmitted(Resubmitted())
+        return self._admission.expire(self._now_us)
+
+    @property
+    @abstractmethod
+    def _waits_until_us(self) -> int | None:
+        """When front ends are waited for no longer, in us; None if all have submitted."""
+
+    # --- events
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """A request comes, or one that was admitted before goes on.
+
+        Only its front end knows whether it is open: a request that is unknown here has lost its
+        pages, or it ended here and its last token was lost on the way.
+        """
+        admission = self._admission
+        if admission.arrive(arrival, self._now_us):
+            return
+        admission.should_walk = True
+        if arrival.request_id in admission.queue:
+            admission.queue.replace(arrival)
+            return
+        request = self._state.requests.get(arrival.request_id)
+        if request is not None and arrival.attempt <= request.arrival.attempt:
+            return
+        if self._goes_on(request, arrival):
+            return
+        if request is not None:
+            self._release(request)
+        admission.come_back(arrival, self._now_us)
+
+    def _goes_on(self, request: Request | None, arrival: Arrival) -> bool:
+        """Whether the request's next attempt begins with the pages that it has."""
+        return False
+
+    def _abort(self, event: AbortRequested) -> None:
+        self._end_by_id(event.request_id, FinishReason.ABORTED, "aborted")
+
+    def _instance_lost(self, event: InstanceLost) -> None:
+        self._lost_seats.add(event.instance)
+        self._is_between_terms = True
+
+    def _term_ended(self, event: TermEnded) -> None:
+        self._is_between_terms = True
+
+    @abstractmethod
+    def _resubmitted(self, event: Resubmitted) -> None:
+        """Every front end has submitted what is open, or is waited for no longer."""
+
+    def _cluster_lost(self, event: ClusterLost) -> None:
+        admission = self._admission
+        if admission.failure is not None:
+            return
+        admission.failure = event.message
+        self._is_between_terms = False
+        waiting = [entry.arrival.request_id for entry in admission.queue]
+        for request_id in sorted([*waiting, *admission.away, *self._state.requests]):
+            self._end_by_id(request_id, FinishReason.FAILED, event.message)
+        for held in self._quarantine.give_up():  # no answer will come, and nothing will be placed
+            self._free(held)
+
+    # --- ends
+
+    def _end_by_id(self, request_id: int, reason: FinishReason, message: str) -> None:
+        """Release the request, or take it from the queue, and let the front end know."""
+        if request := self._state.requests.get(request_id):
+            self._release(request)
+            self._answer.end(request_id, reason, message)
+        else:
+            self._admission.end(request_id, reason, message)
+
+    @abstractmethod
+    def _release(self, request: Request) -> None:
+        """Give up all that the placed request holds."""
+
+    def _free(self, held: dict[int, list[FrameRun]]) -> None:
+        self._state.free(held)
+        self._admission.should_walk = True
