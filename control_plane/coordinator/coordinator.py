@@ -51,7 +51,7 @@ class Coordinator:
         self._front_end = front_end
         self._metrics = metrics
         self.obstacle_to_more = obstacle_to_more
-        """See output.Facts."""
+        """Why there is no room for so many more instances, for an operator; empty if there is."""
         self.members = Members(config, self, metrics.recovery, num_experts)
         self.flights = make_flights(self.members)
         self.scheduler = self.flights.scheduler

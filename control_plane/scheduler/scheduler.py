@@ -97,12 +97,10 @@ class Scheduler(SchedulerBase):
 
     @property
     def num_held(self) -> int:
-        """See SchedulerBase."""
         return len(self._held)
 
     @property
     def newest_ticket(self) -> int:
-        """See SchedulerBase."""
         return self._tickets.num_issued
 
     @property

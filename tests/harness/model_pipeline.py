@@ -24,7 +24,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import stores_bf16
 from data_plane.reference.oracle import Oracle
-from data_plane.step.cpu_kernels import cpu_kernels
+from data_plane.step.cpu_kernels import Arithmetic, cpu_kernels
 from data_plane.step.stage import ModelStage
 from data_plane.transport.stage_links import StageLinks
 from harness.hash_parts import Story
@@ -127,9 +127,8 @@ class ModelPipeline(HashPipeline):
             frames = FramePool(
                 pipeline.num_places, cluster.num_frames, model.attention.kv_width, torch.float32
             )
-            stages.append(
-                NanStage(stage, pipeline, model, weights, frames, kernels, attention, *own)
-            )
+            arithmetic = Arithmetic(model, kernels, attention)
+            stages.append(NanStage(stage, pipeline, arithmetic, weights, frames, *own))
         return stages
 
     def _draw_params(self, max_tokens: int) -> SamplingParams:

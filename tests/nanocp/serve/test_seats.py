@@ -48,7 +48,7 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
         status, said, _ = command("scale", "4", target=target)
         assert (status, said) == (0, ["instances 0, 1, 2, 3 serve"])
         status, _, errors = command("drain", "3", "--operator-key", "his-key", target=target)
-        assert status == 1 and "an operator's key is required" in errors
+        assert status == 1 and "asks for an operator's key" in errors
         assert "give --operator-key, or set NANOCP_OPERATOR_KEY" in errors
         stream.join()
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 800), "")
