@@ -52,6 +52,8 @@ from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_JOIN_S = 10.0
+"""Longest wait for threads that watch closed rings."""
 _RING_WAIT_MS = 1000
 """Longest single wait of a thread that watches a ring."""
 
@@ -206,7 +208,7 @@ class DecodeLoop(TermLoop):
         A thread that outlives the interpreter would abort the process inside a library's C++ code.
         """
         for watcher in self._watchers:
-            watcher.join(2 * _RING_WAIT_MS / 1000)
+            watcher.join(_JOIN_S)
 
     def _run_window(self, plan: InstancePlan) -> None:
         needed = self._instance.begin(plan)

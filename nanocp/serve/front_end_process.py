@@ -86,7 +86,7 @@ def run_front_end(spec: FrontEndSpec) -> int:
         return 1
     reason = controller.converse(front_end, secrets)
     front_end.stop(reason)
-    controller.close(front_end)
+    controller.close()
     return 0
 
 

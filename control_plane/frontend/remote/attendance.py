@@ -33,6 +33,11 @@ class Attendance:
         self.unattended: dict[str, list[int]] = {}
         """Open requests of front ends that were lost, by the client's id."""
 
+    @property
+    def num_open(self) -> int:
+        """Choices that have been submitted, and whose front end is not done with them."""
+        return sum(map(len, self._attended))
+
     def owner(self, request_id: int) -> int:
         """The front end that the number belongs to."""
         return (request_id - 1) % self._num

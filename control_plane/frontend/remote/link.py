@@ -115,9 +115,7 @@ class RemoteController(ControllerInterface):
 
         Another controller that takes the place of a lost one gets every open request again.
         """
-        threading.Thread(
-            target=self._observe_for_ever, args=(front_end,), name="observations", daemon=True
-        ).start()
+        threading.Thread(target=self._observe_for_ever, name="observations", daemon=True).start()
         left_s, parent = 0.0, starter()
         while True:
             reason = self._converse(front_end, secrets)
@@ -156,10 +154,10 @@ class RemoteController(ControllerInterface):
             logger.debug("the controller's stream broke: %s", error)
         return None
 
-    def close(self, front_end: FrontEnd) -> None:
+    def close(self) -> None:
         """Send what is queued and end the stream."""
         self._is_over.set()
-        self._observe(front_end)
+        self._observe()
         self._send(None)
         try:
             for _ in self._call:
@@ -195,12 +193,12 @@ class RemoteController(ControllerInterface):
         is_complete = front_end.drain()
         self._send(pb.FromFrontEnd(drained=pb.FrontEndAnswer(is_complete=is_complete)))
 
-    def _observe_for_ever(self, front_end: FrontEnd) -> None:
+    def _observe_for_ever(self) -> None:
         while not self._is_over.wait(_OBSERVE_S):
-            self._observe(front_end)
+            self._observe()
 
-    def _observe(self, front_end: FrontEnd) -> None:
-        observed = pb.Observations(calls=self._observations.take(), num_open=front_end.num_open)
+    def _observe(self) -> None:
+        observed = pb.Observations(calls=self._observations.take())
         self._send(pb.FromFrontEnd(observed=observed))
 
     def _send(self, message: pb.FromFrontEnd | None) -> None:

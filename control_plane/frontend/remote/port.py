@@ -62,7 +62,6 @@ class _Attached:
         """Whether it may submit requests."""
         self.num_owed = 0
         """Terms for which it has yet to submit its open requests again."""
-        self.num_open = 0
         self.drained: Future[bool] = Future()
 
     def send(self, message: pb.ToFrontEnd) -> None:
@@ -139,9 +138,8 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended, a moment ago."""
-        with self._lock:
-            return sum(front_end.num_open for front_end in self._attached.values())
+        """Choices that have not ended, or that a client still reads."""
+        return self._attendance.num_open
 
     def begin_drain(self) -> list[Future[bool]]:
         """Ask all to refuse new requests; each future has whether all open ones have ended."""
@@ -253,9 +251,7 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         controller = self._controller
         match message.WhichOneof("message"):
             case "observed":
-                front_end.num_open = message.observed.num_open
-                calls = message.observed.calls
-                for ended in replay(calls, self._observer):
+                for ended in replay(message.observed.calls, self._observer):
                     self._attendance.ended(ended.request_id)
             case "drained":
                 if not front_end.drained.done():

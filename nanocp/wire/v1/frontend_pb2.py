@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dnanocp/wire/v1/frontend.proto\x12\tnanocp.v1\"\x8f\x02\n\x0c\x46romFrontEnd\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.nanocp.v1.FrontEndHelloH\x00\x12+\n\nsubmission\x18\x02 \x01(\x0b\x32\x15.nanocp.v1.SubmissionH\x00\x12\x0f\n\x05\x61\x62ort\x18\x03 \x01(\x04H\x00\x12\x30\n\x0bresubmitted\x18\x04 \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x12+\n\x08observed\x18\x05 \x01(\x0b\x32\x17.nanocp.v1.ObservationsH\x00\x12,\n\x07\x64rained\x18\x06 \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x42\t\n\x07message\"l\n\rFrontEndHello\x12\x14\n\x0cgrpc_address\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x11\n\tnewest_id\x18\x05 \x01(\x04\"%\n\x0e\x46rontEndAnswer\x12\x13\n\x0bis_complete\x18\x01 \x01(\x08\"\xd6\x02\n\nSubmission\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\x03\x12\x11\n\trow_start\x18\x04 \x01(\x0c\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x1d\n\x10queue_timeout_us\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07resumes\x18\x07 \x01(\x08\x12\x11\n\tfront_end\x18\x08 \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\t \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bpage_hashes\x18\n \x03(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x12\x11\n\tclient_id\x18\x0c \x01(\t\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x14\n\x0csampler_work\x18\x0e \x01(\rB\x13\n\x11_queue_timeout_usB\x12\n\x10_prompt_logprobs\"/\n\x0cObservations\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x0c\x12\x10\n\x08num_open\x18\x02 \x01(\r\"\xaa\x03\n\nToFrontEnd\x12+\n\x06opened\x18\x01 \x01(\x0b\x32\x19.nanocp.v1.FrontEndOpenedH\x00\x12)\n\x06secret\x18\x02 \x01(\x0b\x32\x17.nanocp.v1.MemberSecretH\x00\x12*\n\x06placed\x18\x03 \x01(\x0b\x32\x18.nanocp.v1.RequestPlacedH\x00\x12\x30\n\tpreempted\x18\x04 \x01(\x0b\x32\x1b.nanocp.v1.RequestPreemptedH\x00\x12\x30\n\x0binterrupted\x18\x05 \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x12\x33\n\x0btokens_lost\x18\x06 \x01(\x0b\x32\x1c.nanocp.v1.RequestTokensLostH\x00\x12(\n\x05\x65nded\x18\x07 \x01(\x0b\x32\x17.nanocp.v1.RequestEndedH\x00\x12\x0e\n\x04load\x18\x08 \x01(\x0cH\x00\x12*\n\x05\x64rain\x18\t \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x12\x0e\n\x04stop\x18\n \x01(\tH\x00\x42\t\n\x07message\"6\n\x0e\x46rontEndOpened\x12\x10\n\x08\x66irst_id\x18\x01 \x01(\x04\x12\x12\n\nfront_ends\x18\x02 \x03(\t\",\n\x0cMemberSecret\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\x9d\x01\n\rRequestPlaced\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x13\n\x0bmoe_binding\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\'\n\x07holders\x18\x04 \x03(\x0b\x32\x16.nanocp.v1.PlacedPages\x12\x17\n\nnum_cached\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_num_cached\"3\n\x0bPlacedPages\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x10\n\x08instance\x18\x02 \x01(\r\":\n\x10RequestPreempted\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\"9\n\x11RequestTokensLost\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08sentence\x18\x02 \x01(\t\"C\n\x0cRequestEnded\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1b\n\x0bPageRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"(\n\x04Page\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t2\x81\x01\n\x0c\x46rontEndPort\x12<\n\x06\x41ttach\x12\x17.nanocp.v1.FromFrontEnd\x1a\x15.nanocp.v1.ToFrontEnd(\x01\x30\x01\x12\x33\n\x08ReadPage\x12\x16.nanocp.v1.PageRequest\x1a\x0f.nanocp.v1.Pageb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dnanocp/wire/v1/frontend.proto\x12\tnanocp.v1\"\x8f\x02\n\x0c\x46romFrontEnd\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.nanocp.v1.FrontEndHelloH\x00\x12+\n\nsubmission\x18\x02 \x01(\x0b\x32\x15.nanocp.v1.SubmissionH\x00\x12\x0f\n\x05\x61\x62ort\x18\x03 \x01(\x04H\x00\x12\x30\n\x0bresubmitted\x18\x04 \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x12+\n\x08observed\x18\x05 \x01(\x0b\x32\x17.nanocp.v1.ObservationsH\x00\x12,\n\x07\x64rained\x18\x06 \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x42\t\n\x07message\"l\n\rFrontEndHello\x12\x14\n\x0cgrpc_address\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x11\n\tnewest_id\x18\x05 \x01(\x04\"%\n\x0e\x46rontEndAnswer\x12\x13\n\x0bis_complete\x18\x01 \x01(\x08\"\xd6\x02\n\nSubmission\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\x03\x12\x11\n\trow_start\x18\x04 \x01(\x0c\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x1d\n\x10queue_timeout_us\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07resumes\x18\x07 \x01(\x08\x12\x11\n\tfront_end\x18\x08 \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\t \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bpage_hashes\x18\n \x03(\x0c\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x12\x11\n\tclient_id\x18\x0c \x01(\t\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x14\n\x0csampler_work\x18\x0e \x01(\rB\x13\n\x11_queue_timeout_usB\x12\n\x10_prompt_logprobs\"\x1d\n\x0cObservations\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x0c\"\xaa\x03\n\nToFrontEnd\x12+\n\x06opened\x18\x01 \x01(\x0b\x32\x19.nanocp.v1.FrontEndOpenedH\x00\x12)\n\x06secret\x18\x02 \x01(\x0b\x32\x17.nanocp.v1.MemberSecretH\x00\x12*\n\x06placed\x18\x03 \x01(\x0b\x32\x18.nanocp.v1.RequestPlacedH\x00\x12\x30\n\tpreempted\x18\x04 \x01(\x0b\x32\x1b.nanocp.v1.RequestPreemptedH\x00\x12\x30\n\x0binterrupted\x18\x05 \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x12\x33\n\x0btokens_lost\x18\x06 \x01(\x0b\x32\x1c.nanocp.v1.RequestTokensLostH\x00\x12(\n\x05\x65nded\x18\x07 \x01(\x0b\x32\x17.nanocp.v1.RequestEndedH\x00\x12\x0e\n\x04load\x18\x08 \x01(\x0cH\x00\x12*\n\x05\x64rain\x18\t \x01(\x0b\x32\x19.nanocp.v1.FrontEndAnswerH\x00\x12\x0e\n\x04stop\x18\n \x01(\tH\x00\x42\t\n\x07message\"6\n\x0e\x46rontEndOpened\x12\x10\n\x08\x66irst_id\x18\x01 \x01(\x04\x12\x12\n\nfront_ends\x18\x02 \x03(\t\",\n\x0cMemberSecret\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\x9d\x01\n\rRequestPlaced\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x13\n\x0bmoe_binding\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\'\n\x07holders\x18\x04 \x03(\x0b\x32\x16.nanocp.v1.PlacedPages\x12\x17\n\nnum_cached\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_num_cached\"3\n\x0bPlacedPages\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x10\n\x08instance\x18\x02 \x01(\r\":\n\x10RequestPreempted\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\"9\n\x11RequestTokensLost\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08sentence\x18\x02 \x01(\t\"C\n\x0cRequestEnded\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1b\n\x0bPageRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"(\n\x04Page\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t2\x81\x01\n\x0c\x46rontEndPort\x12<\n\x06\x41ttach\x12\x17.nanocp.v1.FromFrontEnd\x1a\x15.nanocp.v1.ToFrontEnd(\x01\x30\x01\x12\x33\n\x08ReadPage\x12\x16.nanocp.v1.PageRequest\x1a\x0f.nanocp.v1.Pageb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,27 +40,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMISSION']._serialized_start=468
   _globals['_SUBMISSION']._serialized_end=810
   _globals['_OBSERVATIONS']._serialized_start=812
-  _globals['_OBSERVATIONS']._serialized_end=859
-  _globals['_TOFRONTEND']._serialized_start=862
-  _globals['_TOFRONTEND']._serialized_end=1288
-  _globals['_FRONTENDOPENED']._serialized_start=1290
-  _globals['_FRONTENDOPENED']._serialized_end=1344
-  _globals['_MEMBERSECRET']._serialized_start=1346
-  _globals['_MEMBERSECRET']._serialized_end=1390
-  _globals['_REQUESTPLACED']._serialized_start=1393
-  _globals['_REQUESTPLACED']._serialized_end=1550
-  _globals['_PLACEDPAGES']._serialized_start=1552
-  _globals['_PLACEDPAGES']._serialized_end=1603
-  _globals['_REQUESTPREEMPTED']._serialized_start=1605
-  _globals['_REQUESTPREEMPTED']._serialized_end=1663
-  _globals['_REQUESTTOKENSLOST']._serialized_start=1665
-  _globals['_REQUESTTOKENSLOST']._serialized_end=1722
-  _globals['_REQUESTENDED']._serialized_start=1724
-  _globals['_REQUESTENDED']._serialized_end=1791
-  _globals['_PAGEREQUEST']._serialized_start=1793
-  _globals['_PAGEREQUEST']._serialized_end=1820
-  _globals['_PAGE']._serialized_start=1822
-  _globals['_PAGE']._serialized_end=1862
-  _globals['_FRONTENDPORT']._serialized_start=1865
-  _globals['_FRONTENDPORT']._serialized_end=1994
+  _globals['_OBSERVATIONS']._serialized_end=841
+  _globals['_TOFRONTEND']._serialized_start=844
+  _globals['_TOFRONTEND']._serialized_end=1270
+  _globals['_FRONTENDOPENED']._serialized_start=1272
+  _globals['_FRONTENDOPENED']._serialized_end=1326
+  _globals['_MEMBERSECRET']._serialized_start=1328
+  _globals['_MEMBERSECRET']._serialized_end=1372
+  _globals['_REQUESTPLACED']._serialized_start=1375
+  _globals['_REQUESTPLACED']._serialized_end=1532
+  _globals['_PLACEDPAGES']._serialized_start=1534
+  _globals['_PLACEDPAGES']._serialized_end=1585
+  _globals['_REQUESTPREEMPTED']._serialized_start=1587
+  _globals['_REQUESTPREEMPTED']._serialized_end=1645
+  _globals['_REQUESTTOKENSLOST']._serialized_start=1647
+  _globals['_REQUESTTOKENSLOST']._serialized_end=1704
+  _globals['_REQUESTENDED']._serialized_start=1706
+  _globals['_REQUESTENDED']._serialized_end=1773
+  _globals['_PAGEREQUEST']._serialized_start=1775
+  _globals['_PAGEREQUEST']._serialized_end=1802
+  _globals['_PAGE']._serialized_start=1804
+  _globals['_PAGE']._serialized_end=1844
+  _globals['_FRONTENDPORT']._serialized_start=1847
+  _globals['_FRONTENDPORT']._serialized_end=1976
 # @@protoc_insertion_point(module_scope)

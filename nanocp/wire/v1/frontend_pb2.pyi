@@ -75,12 +75,10 @@ class Submission(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., row_start: _Optional[bytes] = ..., priority: _Optional[int] = ..., queue_timeout_us: _Optional[int] = ..., resumes: _Optional[bool] = ..., front_end: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., page_hashes: _Optional[_Iterable[bytes]] = ..., attempt: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampler_work: _Optional[int] = ...) -> None: ...
 
 class Observations(_message.Message):
-    __slots__ = ("calls", "num_open")
+    __slots__ = ("calls",)
     CALLS_FIELD_NUMBER: _ClassVar[int]
-    NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
     calls: bytes
-    num_open: int
-    def __init__(self, calls: _Optional[bytes] = ..., num_open: _Optional[int] = ...) -> None: ...
+    def __init__(self, calls: _Optional[bytes] = ...) -> None: ...
 
 class ToFrontEnd(_message.Message):
     __slots__ = ("opened", "secret", "placed", "preempted", "interrupted", "tokens_lost", "ended", "load", "drain", "stop")

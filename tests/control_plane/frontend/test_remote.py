@@ -127,6 +127,7 @@ def test_a_request_and_its_tokens_go_their_ways(remote: Remote) -> None:
             front_end.members_address,
             "ada",
         )
+        assert remote.port.num_open == 1, "the controller knows it at once"
         member.deliver(2, 0, [20, 21, 22], FinishReason.LENGTH)
         assert ids_of(chunks) == [20, 21, 22]
         assert client.loads() == ClusterLoad() or client.loads() == LOAD
@@ -134,6 +135,7 @@ def test_a_request_and_its_tokens_go_their_ways(remote: Remote) -> None:
     member.close()
     until(lambda: ("finished", FinishReason.LENGTH, 3) in remote.observer.calls)
     assert [call for call in remote.observer.calls if call[0] == "submitted"] == [("submitted", 3)]
+    assert remote.port.num_open == 0
     assert remote.links[1][0].page("metrics") == b"a page"
 
 
@@ -299,7 +301,7 @@ def times_dialled(
             monkeypatch.setattr(link_module.os, "getppid", lambda: 1)
 
     monkeypatch.setattr(link, "_converse", converse)
-    monkeypatch.setattr(link, "_observe_for_ever", lambda front_end: None)
+    monkeypatch.setattr(link, "_observe_for_ever", lambda: None)
     monkeypatch.setattr(link_module, "_REDIAL_S", 0.05)
     assert link.converse(object(), MEMBER_SECRETS) == "the controller is lost"  # type: ignore[arg-type]
     return num_dials
