@@ -28,7 +28,6 @@ LARGE_FOLDERS = {
 MAX_METHODS = 25
 LARGE_CLASSES = {
     "ClusterState": 36,
-    "Members": 35,
 }
 MAX_PARAMETERS = 8
 """Without kernels, and commands, whose parameters are their options."""

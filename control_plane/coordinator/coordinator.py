@@ -80,7 +80,7 @@ class Coordinator:
 
     def _look(self) -> None:
         # After a loss no window may ever be reported again, and new requests must still be ended.
-        if self.members.failure.done() or not self.flights.is_full:
+        if self.members.end.failure.done() or not self.flights.is_full:
             self.wake()
 
     def submitted(self, submission: Submission, now_us: int) -> None:

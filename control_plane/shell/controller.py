@@ -219,7 +219,7 @@ class Controller(ControllerInterface):
             logger.debug("the controller has stopped; a call was dropped")
 
     def _leave(self, reason: str) -> None:
-        if self.members.leaving is not None:
+        if self.members.end.leaving is not None:
             return
         self._planner.cancel()
         self._coordinator.deadlines.met("window")
@@ -266,7 +266,7 @@ class Controller(ControllerInterface):
                 # A scheduler that fails must not plan on, and streams must not wait for it.
                 logger.exception("the controller's loop failed")
                 self.is_planning = False
-                self.members.fail(f"the controller failed: {type(error).__name__}: {error}")
+                self.members.end.fail(f"the controller failed: {type(error).__name__}: {error}")
                 return
 
     def _plan(self) -> None:

@@ -82,7 +82,7 @@ class MembersShell:
     @property
     def leaving(self) -> str | None:
         """Why every member is asked to leave; None until then."""
-        return self._members.leaving
+        return self._members.end.leaving
 
     def attach(self, member: Member, hello: Hello | None) -> MemberStream:
         """Give the member a stream; see member_streams.MemberListener."""
@@ -103,7 +103,7 @@ class MembersShell:
             return
         if self._members.heard(member, said, term):
             self._reported(member, said)  # type: ignore[arg-type]
-            if not self._members.has_output:
+            if not self._members.output:
                 return  # As after most reports, of which every instance sends one a window.
         self.settle()
 
@@ -129,18 +129,18 @@ class MembersShell:
         now_us = time.monotonic_ns() // 1000
         try:
             self._tick(now_us)
-            while output := self._members.take():
+            while output := self._members.output.take():
                 self._carry_out(output)
                 self._tick(now_us)
         except Exception as error:
             # What it wanted may be done in part: nothing that follows could be trusted.
             logger.exception("the coordinator of members failed")
-            self._members.fail(f"the controller failed: {type(error).__name__}: {error}")
+            self._members.end.fail(f"the controller failed: {type(error).__name__}: {error}")
         self._sleep(now_us)
 
     def _tick(self, now_us: int) -> None:
         self.deadlines.tick(now_us)
-        self._members.tick(now_us)
+        self._members.deadlines.tick(now_us)
 
     def _carry_out(self, output: MembersOutput) -> None:
         for text, is_warning in output.says:
@@ -171,7 +171,7 @@ class MembersShell:
         return full
 
     def _sleep(self, now_us: int) -> None:
-        deadlines = (self.deadlines.next_us, self._members.next_deadline_us)
+        deadlines = (self.deadlines.next_us, self._members.deadlines.next_us)
         due_us = min((each for each in deadlines if each is not None), default=None)
         if due_us is None:
             return

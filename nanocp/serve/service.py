@@ -204,7 +204,7 @@ class Service:
     @property
     def failure(self) -> Future[str]:
         """Done when the service can no longer serve, with the sentence that says why."""
-        return self._controller.members.failure
+        return self._controller.members.end.failure
 
     def start(
         self,

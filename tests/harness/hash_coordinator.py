@@ -88,8 +88,8 @@ class HashCoordinator(Coordinator):
     def settle(self) -> None:
         """Carry out what the members want; processes to kill and to start are the cluster's."""
         while True:
-            self.members.tick(self.clock_us)
-            output = self.members.take()
+            self.members.deadlines.tick(self.clock_us)
+            output = self.members.output.take()
             full = [member for member, message in output.sends if not self._down(member, message)]
             for command in output.processes:
                 if isinstance(command, KillProcess):
@@ -148,7 +148,7 @@ class HashCoordinator(Coordinator):
     @property
     def has_prefill(self) -> bool:
         """Whether the prefill's process lives, and has dialled."""
-        return self.members.has_prefill and self.prefill is None
+        return PREFILL in self.members.attached and self.prefill is None
 
     def lose_prefill(self) -> None:
         """The process of the prefill ends."""

@@ -237,7 +237,7 @@ class HashPlay:
             return
         member, term, said = entry
         self.num_stale_events += not self.coordinator.heard(member, said, term)
-        if self.coordinator.members.has_output:
+        if self.coordinator.members.output:
             self._settle()
 
     def _call_scheduler(self, batch: list[Any]) -> None:

@@ -80,7 +80,7 @@ class RegroupingPlay(HashPlay):
 
     def _pass_time(self) -> None:
         self.coordinator.clock_us += _TURN_US
-        due_us = self.members.next_deadline_us
+        due_us = self.members.deadlines.next_us
         if due_us is not None and due_us <= self.coordinator.clock_us:
             self._settle()
 
@@ -193,7 +193,7 @@ class RegroupingPlay(HashPlay):
                 self._begin_term(False)  # The first of a controller.
             else:
                 break
-        assert not self.members.failure.done(), self.members.failure.result()
+        assert not self.members.end.failure.done(), self.members.end.failure.result()
 
     def _started(self, command: StartProcess) -> None:
         self.coordinator.started(command, None)

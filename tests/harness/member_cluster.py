@@ -47,8 +47,8 @@ class Cluster:
         self.commands, self.error = [], None
 
     def settle(self):
-        self.members.tick(self.now_us)
-        while output := self.members.take():
+        self.members.deadlines.tick(self.now_us)
+        while output := self.members.output.take():
             for member, message in output.sends:
                 self.sent.setdefault(member, []).append(message)
             self.events += output.events
@@ -57,7 +57,7 @@ class Cluster:
                 is_kill = isinstance(command, KillProcess)
                 self.commands += [command] if is_kill or not self.error else []
                 self.members.replacements.done(command, None if is_kill else self.error)
-            self.members.tick(self.now_us)
+            self.members.deadlines.tick(self.now_us)
 
     def after(self, result):
         """Settle what a call of the members has led to."""
@@ -72,7 +72,7 @@ class Cluster:
     def wait(self, ms):
         """So much time passes, and what is overdue on the way happens then."""
         end_us = self.now_us + 1000 * ms
-        while (due_us := self.members.next_deadline_us) is not None and due_us <= end_us:
+        while (due_us := self.members.deadlines.next_us) is not None and due_us <= end_us:
             self.now_us = due_us
             self.settle()
         self.now_us = end_us

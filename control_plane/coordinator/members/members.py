@@ -17,13 +17,13 @@ from functools import partial
 
 from control_plane.coordinator.members.attached import Attached
 from control_plane.coordinator.members.deadlines import Deadlines
+from control_plane.coordinator.members.end import End
 from control_plane.coordinator.members.heartbeats import TICKS, Heartbeats
 from control_plane.coordinator.members.kept_pages import KeptPages
 from control_plane.coordinator.members.output import (
     Facts,
     MembersOutput,
     PrefillArrived,
-    PrefillLost,
 )
 from control_plane.coordinator.members.replacements import Replacements
 from control_plane.coordinator.members.seat_changes import SeatChanges
@@ -36,7 +36,7 @@ from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config.whole import Config
 from nanocp.values import members as values
 from nanocp.values.members import PREFILL, Hello, Member, Peer, Said
-from nanocp.values.plan import ClusterLost, InstanceLost, Regrouped, TermEnded, TookOver, WindowDone
+from nanocp.values.plan import InstanceLost, Regrouped, TermEnded, TookOver, WindowDone
 from nanocp.wire.members import ToMember
 from nanocp.wire.v1 import cluster_pb2 as pb
 
@@ -47,8 +47,8 @@ _TICKETS_OF_A_TERM = 1_000_000
 class Members(TermSteps):
     """Every member of one cluster, ready or not.
 
-    It does nothing itself: after each call, `tick` tells it the time and `take` returns what is to
-    be done. Calls come from one thread; the properties, `start` and `failure` are for any.
+    It does nothing itself: after each call, `deadlines` gets the time, and `output` has what is to
+    be done. Calls come from one thread; the properties, `start` and `end.failure` are for any.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Members(TermSteps):
         self._limits = limits
         self._facts = facts
         self.output = MembersOutput()
+        """What is to be done, until it is taken."""
         self._instances = tuple(
             Member("instance", instance) for instance in range(config.cluster.num_instances)
         )
@@ -71,14 +72,15 @@ class Members(TermSteps):
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
         self.recovers = config.recovers
-        self._attached = Attached(self.output)
+        self.attached = Attached(self.output)
         self.start = Start(self.expected, limits.start_timeout_ms)
         self.takes_over = False
         """Whether members of a controller that was lost are to dial this one."""
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()
+        """What is overdue at a time, on a clock that only goes on."""
         self.replacements = Replacements(
             self.expected,
-            self._deadlines,
+            self.deadlines,
             self.output,
             silent=lambda member, message: self.lose(member, message, "silent"),
             next_term=lambda: self.terms.number + 1,
@@ -86,12 +88,7 @@ class Members(TermSteps):
         )
         self._heartbeats = Heartbeats()
         self.terms = Terms(self._instances, self, metrics.waits_for)
-        self.suspicion = Suspicion(self.terms, self._heartbeats, self._deadlines, self.lose)
-        self.leaving: str | None = None
-        """Why every member is asked to leave; None until then."""
-        self.failure: Future[str] = Future()
-        """Done when a running cluster can no longer serve: the sentence that says why."""
-        self._last_loss = ""
+        self.suspicion = Suspicion(self.terms, self._heartbeats, self.deadlines, self.lose)
         self._is_after_loss = False
         """Whether an instance was lost since a term last began."""
         self._short_terms = ShortTerms()
@@ -99,6 +96,8 @@ class Members(TermSteps):
         self._join = pb.Join()
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
+        timeout_ms = limits.recovery_timeout_ms
+        self.end = End(self.start, self._seats, self.deadlines, self.output, timeout_ms)
         self.changes = SeatChanges(
             self._seats, self.terms, self.replacements, facts, self.output, self._retire
         )
@@ -109,24 +108,6 @@ class Members(TermSteps):
         if self.takes_over:
             for member in self.expected:
                 self.replacements.expect(member)
-
-    def tick(self, now_us: int) -> None:
-        """Take the time, on a clock that only goes on: what is overdue is taken up."""
-        self._deadlines.tick(now_us)
-
-    @property
-    def next_deadline_us(self) -> float | None:
-        """When `tick` is to be called at the latest, as of its last call; None if at no time."""
-        return self._deadlines.next_us
-
-    @property
-    def has_output(self) -> bool:
-        """Whether `take` has something to return."""
-        return bool(self.output)
-
-    def take(self) -> MembersOutput:
-        """Return what is to be done now, each of it once."""
-        return self.output.take()
 
     @property
     def _goes_on(self) -> bool:
@@ -144,29 +125,21 @@ class Members(TermSteps):
         present = map(self._instances.index, self.terms.present)
         return self._seats.now(sorted({*self.seats} & {*present}), self.terms.is_serving)
 
-    def _instances_at(self, seats: Sequence[int]) -> list[Member]:
-        return [self._instances[seat] for seat in seats]
-
-    @property
-    def has_prefill(self) -> bool:
-        """Whether a prefill is attached, and takes requests of the present term."""
-        return PREFILL in self._attached
-
     def send(self, member: Member, message: ToMember) -> None:
         """Queue a message of the present term; it is dropped if the member is not in it."""
         if member == PREFILL or self.terms.standing[member] is Standing.IN:
             self._send(member, message)
 
     def _send(self, member: Member, message: ToMember) -> None:
-        self._attached.send(member, message, self.terms.number)
+        self.attached.send(member, message, self.terms.number)
 
     def leave(self, reason: str) -> None:
         """Ask every member to leave, also those that attach from now on. Idempotent."""
-        if self.leaving is None:
-            self.leaving = reason
+        if self.end.leaving is None:
+            self.end.leaving = reason
             self.replacements.kill_unheard()
             self._seats.end(reason)
-            self._attached.shut_down_all(reason)
+            self.attached.shut_down_all(reason)
 
     # --- losses
 
@@ -184,15 +157,15 @@ class Members(TermSteps):
         A member that was asked to leave is not lost. Before every member is ready, and where
         nothing is recovered, the cluster ends.
         """
-        if self.leaving is not None or self.failure.done():
+        if self.end.has_come:
             return
         self._metrics.lost(member.kind, cause)
         self._heartbeats.forget(member)
         self._kept_pages.lose(member)
-        self._attached.drop(member)
+        self.attached.drop(member)
         if not self._goes_on:
             self.replacements.kill(member)
-            self._give_up(member, message, f"{member} was lost")
+            self.end.give_up(member, message)
             return
         if self.terms.is_serving and member.instance is not None and member in self.terms.seats:
             num_seats, has_windows = len(self.terms.seats), self._facts.has_windows
@@ -200,7 +173,7 @@ class Members(TermSteps):
             if self._short_terms.are_too_many:
                 self.replacements.kill(member)
                 reason = f"{message}; the {MAX_SHORT_TERMS - 1} terms before ended as soon"
-                self._give_up(member, reason, f"{member} was lost")
+                self.end.give_up(member, reason)
                 return
         if member.instance is not None and member not in self.terms.seats:
             if self.start.has_succeeded and not self.terms.is_serving:
@@ -208,11 +181,11 @@ class Members(TermSteps):
                 self.output.events.append(InstanceLost(member.instance))
             self.changes.newcomer_lost(member, message)
             return
-        self._last_loss = message
+        self.end.last_loss = message
         if member.instance is None:
             self.start.again([member])
             self._replace(member, message)
-            self._recover(PREFILL)
+            self.end.unless_recovered(PREFILL)
             return
         self._is_after_loss = True
         left = [self._instances.index(e) for e in self.terms.present if e != member]
@@ -226,7 +199,7 @@ class Members(TermSteps):
             self.output.warn(f"{message}; it was to leave")
             self.replacements.kill(member)
         if self.start.has_succeeded:
-            self.terms.lost(member, self._instances_at(self._seats.to_go_on(left)))
+            self.terms.lost(member, [self._instances[seat] for seat in self._seats.to_go_on(left)])
             self.output.events.append(InstanceLost(member.instance))
         else:
             # The others may not have dialled yet, and the scheduler has planned nothing.
@@ -247,37 +220,8 @@ class Members(TermSteps):
         if member.instance is not None and member not in self.terms.seats:
             self.changes.newcomer_lost(member, f"{member}: {reason}")
             return
-        message = f"{self._last_loss}; no process could take its place: {reason}"
-        self._give_up(member, message, f"{member} was lost")
-
-    def _give_up(self, member: Member, message: str, sentence: str) -> None:
-        """A lost member is not replaced. sentence: what clients get."""
-        self.fail(message)
-        lost = PrefillLost() if member == PREFILL else ClusterLost(sentence)
-        self.output.events.append(lost)
-
-    def fail(self, message: str) -> None:
-        """End the cluster, or its start, for this reason; the first reason counts."""
-        if self.leaving is not None:
-            return
-        if not self.start.is_over:
-            self.start.fail(message)
-        elif not self.failure.done():
-            self.output.say(message)
-            self._seats.end(message)
-            self.failure.set_result(message)
-
-    def _recover(self, member: Member) -> None:
-        """End the cluster if the member's kind does not serve again in time."""
-        limit_ms = self._limits.recovery_timeout_ms
-        self._deadlines.start(member.kind, limit_ms, partial(self._not_recovered, member))
-
-    def _not_recovered(self, member: Member) -> None:
-        if self.leaving is not None or self.failure.done():
-            return
-        limit = f"recovery_timeout_ms ({self._limits.recovery_timeout_ms} ms)"
-        message = f"the service did not go on within {limit} after a loss: {self._last_loss}"
-        self._give_up(member, message, message)
+        message = f"{self.end.last_loss}; no process could take its place: {reason}"
+        self.end.give_up(member, message)
 
     def _watch_heartbeats(self) -> None:
         """Lose members that are silent for too long, and note the seats, now and again and again.
@@ -285,7 +229,7 @@ class Members(TermSteps):
         Silence is counted in ticks: a controller that was stopped has lived through one.
         """
         pause_ms = self._limits.suspect_ms / TICKS
-        self._deadlines.start("heartbeats", pause_ms, self._watch_heartbeats)
+        self.deadlines.start("heartbeats", pause_ms, self._watch_heartbeats)
         self._metrics.seats(self.seats_now.states())
         for member in self._heartbeats.tick():
             if self.start.has_succeeded or self.takes_over:
@@ -296,7 +240,7 @@ class Members(TermSteps):
 
     def ask_to_leave(self, instance: Member) -> None:
         self._send(instance, pb.ToInstance(leave=pb.Leave()))
-        self._deadlines.start("leave", self._limits.plan_timeout_ms, self._lose_those_that_stay)
+        self.deadlines.start("leave", self._limits.plan_timeout_ms, self._lose_those_that_stay)
 
     def _lose_those_that_stay(self) -> None:
         for instance in self.terms.those(Standing.LEAVING):
@@ -304,7 +248,7 @@ class Members(TermSteps):
             self.lose(instance, f"{instance}: it did not leave its term in {limit}", "stuck")
 
     def ask_to_join(self) -> None:
-        self._deadlines.met("leave")
+        self.deadlines.met("leave")
         if self.takes_over and not self.start.has_succeeded:
             kept = self._kept_pages.of(self.terms.seats)
             self.output.say(f"instances have kept the pages of {len(kept)} requests")
@@ -312,7 +256,7 @@ class Members(TermSteps):
         table = self._seats.table(self.seats)
         self._join = pb.Join(
             peers=[
-                self._attached.where(each) if each in self.terms.seats else pb.Peer()
+                self.attached.where(each) if each in self.terms.seats else pb.Peer()
                 for each in self._instances
             ],
             newest_ticket=self._facts.newest_ticket,
@@ -326,7 +270,7 @@ class Members(TermSteps):
         self._send(PREFILL, pb.ToPrefill(join=self._join))
 
     def term_ended(self) -> None:
-        self._recover(self._instances[0])
+        self.end.unless_recovered(self._instances[0])
         self.changes.term_ended()
         self._metrics.term_ended()
         self.output.events.append(TermEnded())
@@ -334,7 +278,7 @@ class Members(TermSteps):
     def term_began(self) -> None:
         self._short_terms.began()
         self.replacements.begin_term()
-        if self._deadlines.met("instance"):
+        if self.deadlines.met("instance"):
             cause = "loss" if self._is_after_loss else "request"
             self._metrics.term_began(self.terms.number, cause)
             self._is_after_loss = False
@@ -357,7 +301,7 @@ class Members(TermSteps):
 
     def _retire(self, member: Member) -> None:
         self._heartbeats.forget(member)
-        self._attached.let_go(member, "its seat is not wanted any more")
+        self.attached.let_go(member, "its seat is not wanted any more")
 
     # --- what members say
 
@@ -366,16 +310,16 @@ class Members(TermSteps):
         if member not in self.expected:
             expected = ", ".join(map(str, self.expected))
             raise ValueError(f"this cluster has no {member}; it has {expected}")
-        if member in self._attached:
+        if member in self.attached:
             raise ValueError(f"{member} is attached already")
         self.replacements.dialled(member)
         if member == PREFILL and self._goes_on:
             # It dials before it loads, and beats after it.
             self.replacements.expect(member)
         self._kept_pages.say(member, hello)
-        self._attached.add(member, hello.where if hello is not None else Peer())
-        if self.leaving is not None:
-            self._attached.shut_down(member, self.leaving)
+        self.attached.add(member, hello.where if hello is not None else Peer())
+        if self.end.leaving is not None:
+            self.attached.shut_down(member, self.end.leaving)
         elif member != PREFILL:
             self._heartbeats.heard(member)
             self.terms.arrived(member)
@@ -431,13 +375,13 @@ class Members(TermSteps):
             # Its process ends, which is noticed too.
             self.output.warn(message)
         else:
-            self.fail(message)
+            self.end.fail(message)
 
     def _is_ready(self, member: Member, chosen: tuple[str, ...], term: int) -> None:
         # From now on its silence counts, also if it is stopped before its first heartbeat.
         self._heartbeats.heard(member)
         if member == PREFILL:
-            if self._deadlines.met(PREFILL.kind):
+            if self.deadlines.met(PREFILL.kind):
                 self.output.say("the prefill serves again")
             self.start.ready(member, chosen)
             return

@@ -82,7 +82,7 @@ async def test_a_member_that_reads_nothing_is_lost_once_all_that_goes_with_it_is
     assert shell.events == []
     shell.settle()
     assert shell.events == [TermEnded(), InstanceLost(0)], "it is lost once"
-    assert shell.members._last_loss == "instance 0 left 2 messages unread"
+    assert shell.members.end.last_loss == "instance 0 left 2 messages unread"
     assert shell.kinds(FIRST) == ["fence", "fence", None]
     assert shell.kinds(SECOND) == ["fence", "leave"]
 
@@ -143,8 +143,8 @@ async def test_a_process_that_cannot_be_started_is_known_to_the_coordinator(erro
 
     shell.obey = refuse
     shell.within(shell.members.exited, SECOND, 0, "its process ended")
-    await shell.until(shell.members.failure.done)
-    assert shell.members.failure.result(0) == (
+    await shell.until(shell.members.end.failure.done)
+    assert shell.members.end.failure.result(0) == (
         f"instance 1: its process ended; no process could take its place: {sentence}"
     )
 
@@ -154,8 +154,8 @@ async def test_the_coordinator_is_woken_when_its_time_is_up():
     shell = Shell(LimitsConfig(recovery_timeout_ms=50), synthetic_kv=True)
     shell.deadlines.start("the controller's own", 20, lambda: shell.calls.append("due"))
     shell.within(shell.members.exited, SECOND, 0, "its process ended")
-    await shell.until(shell.members.failure.done)
-    assert "recovery_timeout_ms (50 ms)" in shell.members.failure.result(0)
+    await shell.until(shell.members.end.failure.done)
+    assert "recovery_timeout_ms (50 ms)" in shell.members.end.failure.result(0)
     assert "due" in shell.calls
 
 
@@ -169,8 +169,8 @@ async def test_a_coordinator_that_fails_ends_the_service_and_not_in_silence(capl
 
     shell.within(shell.members.begin)
     shell.members._heartbeats.tick = fail
-    await shell.until(shell.members.failure.done)
-    assert shell.members.failure.result(0) == "the controller failed: KeyError: 'instance 9'"
+    await shell.until(shell.members.end.failure.done)
+    assert shell.members.end.failure.result(0) == "the controller failed: KeyError: 'instance 9'"
     assert "the coordinator of members failed" in caplog.text
 
 
@@ -183,7 +183,7 @@ async def test_a_report_that_cannot_be_meant_is_refused_and_the_log_says_what_ha
         shell.received(FIRST, Failure("late"), 1)
     with caplog.at_level(logging.INFO):
         shell.within(shell.members.exited, SECOND, 0, "its process ended")
-        shell.within(shell.members.fail, "the end")
+        shell.within(shell.members.end.fail, "the end")
     assert [(each.levelname, each.message) for each in caplog.records] == [
         ("WARNING", "instance 1: its process ended; another process takes its place"),
         ("INFO", "the end"),

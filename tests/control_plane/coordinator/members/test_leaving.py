@@ -16,9 +16,9 @@ def test_who_was_asked_to_leave_is_not_lost():
     cluster.leave("the service is stopping")
     cluster.leave("again")
     cluster.lose(FIRST, "instance 0: its actor left", "stuck")
-    cluster.fail("late")
+    cluster.members.end.fail("late")
     assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["shutdown", None]] * 2
-    assert not members.failure.done() and cluster.events == []
+    assert not members.end.failure.done() and cluster.events == []
 
 
 def test_who_attaches_late_is_asked_to_leave_too():

@@ -123,7 +123,7 @@ def test_a_start_that_fails_says_how_a_process_ended_and_not_that_its_stream_did
     how = "its process was ended by SIGKILL" if ends else "its stream broke"
     with pytest.raises(StartError, match=f"^instance 0: {how}$"):
         cluster.members.start.wait()
-    assert not cluster.members.failure.done()
+    assert not cluster.members.end.failure.done()
 
 
 # --- a loss
@@ -140,7 +140,7 @@ def test_a_lost_instance_is_killed_and_replaced_and_all_begin_the_next_term():
     cluster.attach(SECOND)
     assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["join"]] * 2
     cluster.ready(FIRST, SECOND, term=2)
-    assert cluster.events[2:] == [Regrouped(2, (0, 1))] and not cluster.members.failure.done()
+    assert cluster.events[2:] == [Regrouped(2, (0, 1))] and not cluster.members.end.failure.done()
 
 
 def test_a_loss_is_noticed_once_and_the_old_process_does_not_end_the_new_one():
@@ -152,9 +152,9 @@ def test_a_loss_is_noticed_once_and_the_old_process_does_not_end_the_new_one():
     assert cluster.events == [TermEnded(), InstanceLost(1)]
     cluster.attach(SECOND)
     cluster.exited(SECOND, 0, "late")
-    assert SECOND in members._attached
+    assert SECOND in members.attached
     cluster.exited(SECOND, 1, "it ended as well")
-    assert SECOND not in members._attached
+    assert SECOND not in members.attached
     cluster.until_replaced(SECOND, 2, 2)
 
 
@@ -183,7 +183,7 @@ def test_a_lost_prefill_is_replaced_without_a_new_term():
     cluster = running()
     cluster.exited(PREFILL, 0, "its process was ended by SIGKILL")
     cluster.until_replaced(PREFILL, 1, 2)
-    assert not cluster.members.has_prefill
+    assert PREFILL not in cluster.members.attached
     cluster.attach(PREFILL)
     assert cluster.kinds(PREFILL) == ["join"] and cluster.kinds(FIRST) == []
     assert cluster.events == [PrefillArrived()]
@@ -204,7 +204,7 @@ def test_a_cluster_that_does_not_recover_in_time_ends():
         "the service did not go on within recovery_timeout_ms (50 ms) after a loss: "
         "instance 1: its process ended"
     )
-    assert cluster.members.failure.result(0) == sentence
+    assert cluster.members.end.failure.result(0) == sentence
     assert cluster.events[-1] == ClusterLost(sentence)
 
 
@@ -220,7 +220,7 @@ def test_a_process_that_cannot_be_started_ends_the_cluster():
     cluster.error = "no more processes"
     cluster.exited(SECOND, 0, "its process ended")
     cluster.wait(2000)
-    assert cluster.members.failure.result(0) == (
+    assert cluster.members.end.failure.result(0) == (
         "instance 1: its process ended; no process could take its place: no more processes"
     )
 
@@ -231,7 +231,7 @@ def test_terms_that_end_as_soon_as_they_begin_end_the_cluster(num_windows):
     # What fails in its first window reports none.
     cluster.facts.has_windows = num_windows == 0
     for term in (1, 2, 3, 4):
-        assert not cluster.members.failure.done()
+        assert not cluster.members.end.failure.done()
         for member in (FIRST, SECOND):
             for _ in range(num_windows):
                 cluster.say(member, term, WindowDone(0, 0))
@@ -241,7 +241,7 @@ def test_terms_that_end_as_soon_as_they_begin_end_the_cluster(num_windows):
             cluster.say(FIRST, term, Left())
             cluster.attach(SECOND)
             cluster.ready(FIRST, SECOND, term=term + 1)
-    assert cluster.members.failure.result(0) == (
+    assert cluster.members.end.failure.result(0) == (
         "instance 1: its process ended; the 3 terms before ended as soon"
     )
 
@@ -264,7 +264,7 @@ def test_a_seat_that_ends_three_short_terms_stays_empty_if_the_others_can_serve(
     assert len(cluster.starts()) == 2
     now = cluster.members.seats_now
     assert (now.serving, now.empty, now.starting) == ((0,), (1,), ())
-    assert not cluster.members.failure.done()
+    assert not cluster.members.end.failure.done()
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
@@ -309,7 +309,7 @@ def test_losses_of_an_idle_cluster_or_after_a_while_go_on(num_windows):
         cluster.say(FIRST, term, Left())
         cluster.attach(SECOND)
         cluster.ready(FIRST, SECOND, term=term + 1)
-    assert not cluster.members.failure.done()
+    assert not cluster.members.end.failure.done()
 
 
 def test_without_recovery_a_cluster_fails_with_the_first_member_that_is_lost():
@@ -317,7 +317,7 @@ def test_without_recovery_a_cluster_fails_with_the_first_member_that_is_lost():
     cluster.lose(SECOND, "instance 1: its process ended", "stuck")
     cluster.lose(SECOND, "instance 1: its stream broke", "stuck")
     cluster.lose(FIRST, "instance 0: its peer is gone", "stuck")
-    assert cluster.members.failure.result(0) == "instance 1: its process ended"
+    assert cluster.members.end.failure.result(0) == "instance 1: its process ended"
     assert cluster.events == [ClusterLost("instance 1 was lost")]
     assert cluster.commands == [KillProcess(SECOND, 0)]
 
@@ -335,7 +335,7 @@ def test_a_silent_member_is_lost():
         cluster.say(FIRST, 0, Beat())
         cluster.wait(300 / TICKS)
     assert cluster.events == [TermEnded(), InstanceLost(1)]
-    assert "it has sent nothing for suspect_ms (300 ms)" in cluster.members._last_loss
+    assert "it has sent nothing for suspect_ms (300 ms)" in cluster.members.end.last_loss
 
 
 def test_the_culprit_of_a_silence_is_at_the_root_of_the_waits():
@@ -358,7 +358,7 @@ def test_instances_that_report_no_window_are_blamed_by_their_waits():
     cluster.say(FIRST, 0, Beat(1))
     cluster.blame([0, 1], "did not report window 3 in 50 s")
     assert cluster.events == [TermEnded(), InstanceLost(1)]
-    assert cluster.members._last_loss == "instance 1 did not report window 3 in 50 s"
+    assert cluster.members.end.last_loss == "instance 1 did not report window 3 in 50 s"
 
 
 def test_a_peer_that_is_called_gone_is_lost_if_no_better_reason_comes():
@@ -382,7 +382,7 @@ def test_an_instance_that_does_not_leave_its_term_is_lost():
     cluster.say(FIRST, 1, Left())
     cluster.wait(30)
     assert InstanceLost(1) in cluster.events
-    assert "it did not leave its term in plan_timeout_ms (30 ms)" in cluster.members._last_loss
+    assert "it did not leave its term in plan_timeout_ms (30 ms)" in cluster.members.end.last_loss
 
 
 def test_each_further_process_comes_later_until_a_term_begins(monkeypatch):

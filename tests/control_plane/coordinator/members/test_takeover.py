@@ -70,7 +70,7 @@ def test_an_instance_that_is_lost_while_it_joins_is_waited_for_with_all_others()
     cluster.ready(SECOND, term=TERM + 1)
     assert not cluster.members.start.is_over, "the first has not joined the next term"
     cluster.ready(FIRST, term=TERM + 1)
-    assert cluster.members.start.has_succeeded and not cluster.members.failure.done()
+    assert cluster.members.start.has_succeeded and not cluster.members.end.failure.done()
 
 
 def test_a_prefill_that_is_lost_while_the_next_controller_starts_is_replaced():
@@ -101,12 +101,12 @@ def test_a_process_without_a_sign_of_life_is_followed_by_another():
     cluster.until_replaced(SECOND, 1, 2)
     cluster.wait(60_000)
     cluster.until_replaced(SECOND, 2, 2)
-    assert cluster.members._last_loss == "instance 1: its process has not dialled in 60 s"
+    assert cluster.members.end.last_loss == "instance 1: its process has not dialled in 60 s"
 
 
 def test_a_process_that_loads_its_weights_lives_and_so_does_one_that_has_dialled():
     cluster = running(synthetic_kv=True)
-    timers = cluster.members._deadlines._timers
+    timers = cluster.members.deadlines._timers
     cluster.exited(SECOND, 0, "its process ended")
     cluster.until_replaced(SECOND, 1, 2)
     first_us = timers["instance 1 dials"].due_us
