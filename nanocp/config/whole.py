@@ -136,6 +136,10 @@ def _refusals(config: Config) -> Iterator[str]:
             f"prefill.stages is {config.prefill.stages} and data_plane.page_backend "
             f"{data_plane.page_backend}; pages of stages go as auto says: take it, or 1 stage"
         )
+    if config.service.controller_process:
+        for is_asked, sentence in _of_controller_process(config):
+            if is_asked:
+                yield f"service.controller_process is true, and {sentence}"
     if cluster.layout == "pipeline":
         for is_asked, sentence in _of_pipeline(config):
             if is_asked:
@@ -189,6 +193,29 @@ def _of_pipeline(config: Config) -> tuple[tuple[bool, str], ...]:
         (
             cluster.spares != 0,
             f"cluster.spares {cluster.spares}: a spare has loaded no layers of a stage",
+        ),
+    )
+
+
+def _of_controller_process(config: Config) -> tuple[tuple[bool, str], ...]:
+    """What does not go on under another controller: whether it is asked for, and a sentence."""
+    return (
+        (
+            config.cluster.layout == "pipeline",
+            "cluster.layout is pipeline: it must be instances, as stages cannot wait",
+        ),
+        (
+            config.data_plane.device != "cpu",
+            f"data_plane.device is {config.data_plane.device}: it must be cpu, as GPUs cannot wait",
+        ),
+        (
+            config.service.node_streams,
+            "service.node_streams is true: it must be false, as that process ends with it",
+        ),
+        (
+            not config.recovers,
+            "members that are lost are not replaced (limits.recovery_timeout_ms: 0, or "
+            "data_plane.page_backend: nixl)",
         ),
     )
 

@@ -28,7 +28,6 @@ from typing import Any
 
 from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
-from nanocp.config.choices import require
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.serve.free_ports import free_ports
@@ -83,10 +82,8 @@ class Supervisor:
         """Prepare a service whose processes have this environment, beside the present one.
 
         launcher: of members; by default they are plain processes. From the main thread. Raises
-        ValueError, naming the key, for a configuration whose members cannot wait for another
-        controller, RuntimeError if the launcher does not start.
+        RuntimeError if the launcher does not start.
         """
-        check_adoptable(config)
         more = dict(environment or {})
         self.config = replace(config, service=with_ports(config.service))
         self._spec = ControllerSpec(
@@ -242,26 +239,6 @@ class Supervisor:
                 logger.warning("the controller has said nothing for %.0f s; it is killed", limit_s)
                 process.kill()
                 return
-
-
-def check_adoptable(config: Config) -> None:
-    """Check that members can go on under another controller. Raises ValueError, naming the key."""
-    plane, service = config.data_plane, config.service
-    needed = (
-        ("cluster.layout", config.cluster.layout, "instances"),
-        ("data_plane.device", plane.device, "cpu"),
-        ("service.node_streams", service.node_streams, False),
-    )
-    for key, value, right in needed:
-        require(
-            value == right,
-            f"{key} is {value}, and service.controller_process is true; then it must be {right}",
-        )
-    require(
-        config.recovers,
-        "service.controller_process is true, and members that are lost are not replaced "
-        "(limits.recovery_timeout_ms: 0, or data_plane.page_backend: nixl)",
-    )
 
 
 def with_ports(service: ServiceConfig) -> ServiceConfig:

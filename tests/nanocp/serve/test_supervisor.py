@@ -13,7 +13,6 @@ import pytest
 from control_plane.launchers.processes import ProcessLauncher
 from harness.hash_service import CONFIG, served
 from harness.service_recovery import until
-from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve import supervisor as module
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe, PipedLauncher
 from nanocp.serve.supervisor import Supervisor
@@ -244,20 +243,3 @@ def test_a_second_signal_ends_a_controller_that_does_not_run(monkeypatch, tmp_pa
 def test_every_port_is_known_before_the_first_controller_starts():
     service = Supervisor(SUPERVISED, served()).config.service
     assert service.members_port > 0 and service.metrics_port > 0
-
-
-@pytest.mark.parametrize(
-    ("section", "fields", "sentence"),
-    [
-        ("cluster", {"layout": "pipeline"}, "cluster.layout is pipeline, .* must be instances"),
-        ("data_plane", {"device": "cuda"}, "data_plane.device is cuda, .* must be cpu"),
-        ("service", {"node_streams": True}, "service.node_streams is True, .* must be False"),
-        ("limits", {"recovery_timeout_ms": 0}, "not replaced .limits.recovery_timeout_ms: 0"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-def test_members_that_cannot_wait_for_another_controller_are_refused(section, fields, sentence):
-    of_section = replace(getattr(SUPERVISED, section), **fields)
-    with pytest.raises(ValueError, match=sentence):
-        config = replace(SUPERVISED, scheduler=SchedulerConfig(), **{section: of_section})
-        Supervisor(config, served())
