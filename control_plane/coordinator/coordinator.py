@@ -47,7 +47,9 @@ class Coordinator:
         num_experts: see members.seats. obstacle_to_more: see output.Facts. Raises ValueError for an
         unknown policy.
         """
-        self._limits = config.limits
+        limits = config.limits
+        self._window_ms = limits.plan_timeout_ms + limits.exchange_timeout_ms
+        """Longest time that the oldest window may take."""
         self._front_end = front_end
         self._metrics = metrics
         self.obstacle_to_more = obstacle_to_more
@@ -197,12 +199,10 @@ class Coordinator:
         """
         self.deadlines.met("window")
         if self.flights.oldest is not None:
-            limit_ms = self._limits.plan_timeout_ms + self._limits.exchange_timeout_ms
-            self.deadlines.start("window", limit_ms, self._window_overdue)
+            self.deadlines.start("window", self._window_ms, self._window_overdue)
 
     def _window_overdue(self) -> None:
-        limit_ms = self._limits.plan_timeout_ms + self._limits.exchange_timeout_ms
-        message = f"did not report window {self.flights.oldest} in {limit_ms / 1000:.0f} s"
+        message = f"did not report window {self.flights.oldest} in {self._window_ms / 1000:.0f} s"
         self.members.suspicion.blame(self.flights.missing(), message)
 
     # --- output.Facts

@@ -47,8 +47,10 @@ logger = logging.getLogger(__name__)
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CONTROL = inference_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 
-DRAIN_REPORT_S = 5.0
+_DRAIN_REPORT_S = 5.0
 """Time between two reports of a drain."""
+_DRAIN_LATE_S = 10.0
+"""Longest wait for the answer to a drain whose time is over."""
 _LAST_WORD_S = 1.0
 """Longest wait for clients to take the status that ends their requests."""
 _CLOSE_GRACE_S = 0.2
@@ -154,11 +156,8 @@ class FrontEnd:
         """
         if not self._thread.is_alive():
             return True
-        until_s = time.monotonic() + self._drain_timeout_s
         drain = asyncio.run_coroutine_threadsafe(self._drain(self._drain_timeout_s), self._loop)
-        while wait([drain], DRAIN_REPORT_S).not_done and (left_s := until_s - time.monotonic()) > 0:
-            report(self.num_open, left_s)
-        return drain.result(_THREAD_TIMEOUT_S)
+        return await_drains([drain], self._drain_timeout_s, lambda s: report(self.num_open, s))
 
     @property
     def num_open(self) -> int:
@@ -337,6 +336,21 @@ class FrontEnd:
         except TimeoutError:
             return False
         return True
+
+
+def await_drains(
+    drains: Sequence[Future[bool]], timeout_s: float, report: Callable[[float], None]
+) -> bool:
+    """Wait until front ends have drained, each within timeout_s; True if all requests have ended.
+
+    `report` is called now and then with the seconds left.
+    """
+    until_s = time.monotonic() + timeout_s
+    while wait(drains, _DRAIN_REPORT_S).not_done:
+        if (left_s := until_s - time.monotonic()) <= -_DRAIN_LATE_S:
+            return False
+        report(max(left_s, 0.0))
+    return all(drain.result() for drain in drains)
 
 
 def _clients_schema() -> DescriptorPool:

@@ -22,7 +22,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class FlashAttentionHeads(Attention):
-    """The attention backend `flash_attention`; see backend.Attention."""
+    """The attention backend `flash_attention`; see paged.Attention."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, package: Any = None) -> None:
         """package: flash_attn_interface; a test passes a stand-in."""
@@ -30,7 +30,7 @@ class FlashAttentionHeads(Attention):
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> tuple[Tensor, Tensor]:
-        """Plan a step, as backend.Attention.plan says; entries after a row's pages become 0.
+        """Plan a step, as paged.Attention.plan says; entries after a row's pages become 0.
 
         The kernel loads several pages at once, and nothing promises that it looks up only those
         that have tokens.

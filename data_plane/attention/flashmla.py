@@ -30,14 +30,14 @@ class FlashMlaPlan:
 
 
 class FlashMla(Attention):
-    """The attention backend `flashmla`; see backend.Attention."""
+    """The attention backend `flashmla`; see paged.Attention."""
 
     def __init__(self, rank: int, package: Any = None) -> None:
         """rank: kv_lora_rank. package: flash_mla; a test passes a stand-in."""
         self._package, self._rank = package or import_module("flash_mla"), rank
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> FlashMlaPlan:
-        """Plan a step, as backend.Attention.plan says: its page table and an empty schedule."""
+        """Plan a step, as paged.Attention.plan says: its page table and an empty schedule."""
         schedule, _ = self._package.get_mla_metadata()
         return FlashMlaPlan(frame_AP, length_A, schedule)
 

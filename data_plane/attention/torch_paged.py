@@ -169,13 +169,13 @@ class KvHeads(KvLayout):
 
 
 class TorchPaged(Attention):
-    """The attention backend `torch`; see backend.Attention."""
+    """The attention backend `torch`; see paged.Attention."""
 
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> AttentionPlan:
-        """Plan a step, as backend.Attention.plan says: its rows cut into pieces."""
+        """Plan a step, as paged.Attention.plan says: its rows cut into pieces."""
         frame, lengths = frame_AP.numpy(), length_A.tolist()
         return AttentionPlan(
             [frame[row, : -(-n // PAGE_SIZE)].tolist() for row, n in enumerate(lengths)], lengths

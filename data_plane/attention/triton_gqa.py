@@ -94,7 +94,7 @@ def decode_heads_kernel(
 
 
 class TritonHeads(Attention):
-    """The attention backend `triton` for K/V heads; see backend.Attention."""
+    """The attention backend `triton` for K/V heads; see paged.Attention."""
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, num_heads: int, num_parts: int | None = None
@@ -112,7 +112,7 @@ class TritonHeads(Attention):
         return int(self._num_kv_heads * triton.cdiv(group, tiles.block_heads))
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> TritonPlan:
-        """Plan a step on the device, as backend.Attention.plan says; the host reads nothing."""
+        """Plan a step on the device, as paged.Attention.plan says; the host reads nothing."""
         return plan_parts(frame_AP, length_A, self._num_parts)
 
     def run(

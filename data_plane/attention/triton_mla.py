@@ -192,7 +192,7 @@ def decode_fp8_kernel(
 
 
 class TritonMla(Attention):
-    """The attention backend `triton`; see backend.Attention."""
+    """The attention backend `triton`; see paged.Attention."""
 
     def __init__(
         self, rank: int, rope_dim: int, num_heads: int, num_parts: int | None = None
@@ -206,7 +206,7 @@ class TritonMla(Attention):
         self._num_parts = max(num_parts, 1)
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> TritonPlan:
-        """Plan a step on the device, as backend.Attention.plan says; the host reads nothing."""
+        """Plan a step on the device, as paged.Attention.plan says; the host reads nothing."""
         return plan_parts(frame_AP, length_A, self._num_parts)
 
     def run(

@@ -51,7 +51,7 @@ class TritonPlan:
 
 
 def plan_parts(frame_AP: Tensor, length_A: Tensor, num_parts: int) -> TritonPlan:
-    """Cut a step into parts on the device, as backend.Attention.plan says."""
+    """Cut a step into parts on the device, as paged.Attention.plan says."""
     num_rows = len(length_A)
     begin = length_A.new_empty((num_parts + 1, 2))
     row_parts = length_A.new_empty((num_rows, 2))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class NativeAttention:
-    """Attention that follows the page table instead of gathering; see attention.backend.Attention.
+    """Attention that follows the page table instead of gathering; see attention.paged.Attention.
 
     The widths of queries and of values must be multiples of 32.
     """
@@ -29,13 +29,13 @@ class NativeAttention:
         self._num_groups, self._value_at = num_groups, value_at
 
     def plan(self, frame_AP: Tensor, length_A: Tensor) -> tuple[Tensor, Tensor]:
-        """The page tables and lengths of a step, contiguous; see attention.backend.Attention."""
+        """The page tables and lengths of a step, contiguous; see attention.paged.Attention."""
         return frame_AP.contiguous(), length_A.contiguous()
 
     def run(
         self, q_AHD: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(partial output [A, H, O], LSE [A, H]) of the rows; see attention.backend.Attention."""
+        """(partial output [A, H, O], LSE [A, H]) of the rows; see attention.paged.Attention."""
         frame_AP, length_A = plan
         q_AHD, (rows, heads, width) = q_AHD.contiguous(), q_AHD.shape
         out, lse = q_AHD.new_empty(rows, heads, self._out_width), torch.empty(rows, heads)

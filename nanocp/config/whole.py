@@ -7,7 +7,7 @@ imports it. The docstring below a field is also its help on the command line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from nanocp.config.choices import require
@@ -137,21 +137,20 @@ def _refusals(config: Config) -> Iterator[str]:
             f"{data_plane.page_backend}; pages of stages go as auto says: take it, or 1 stage"
         )
     if config.service.controller_process:
-        for is_asked, sentence in _of_controller_process(config):
-            if is_asked:
-                yield f"service.controller_process is true, and {sentence}"
+        yield from _asked("service.controller_process is true", _of_controller_process(config))
     if cluster.layout == "pipeline":
-        for is_asked, sentence in _of_pipeline(config):
-            if is_asked:
-                yield f"cluster.layout is pipeline, and {sentence}"
+        yield from _asked("cluster.layout is pipeline", _of_pipeline(config))
     if scheduler.offload_file_pages and not config.kv_offload.file_dir:
         yield (
             "kv_offload is on, and scheduler.offload_file_pages is set without kv_offload.file_dir"
         )
     if config.has_slots:
-        for is_asked, sentence in _of_slots(config):
-            if is_asked:
-                yield f"kv_offload is on, and {sentence}"
+        yield from _asked("kv_offload is on", _of_slots(config))
+
+
+def _asked(what: str, refusals: Iterable[tuple[bool, str]]) -> Iterator[str]:
+    """The sentences of those that are asked for beside this."""
+    return (f"{what}, and {sentence}" for is_asked, sentence in refusals if is_asked)
 
 
 def _of_pipeline(config: Config) -> tuple[tuple[bool, str], ...]:

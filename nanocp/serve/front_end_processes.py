@@ -10,12 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import replace
 
 from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
-from control_plane.frontend.front_end import DRAIN_REPORT_S
+from control_plane.frontend.front_end import await_drains
 from control_plane.frontend.remote.port import FrontEndPort, Page
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
@@ -129,13 +129,9 @@ class FrontEndProcesses:
 
     def drain(self, report: Callable[[int, float], None] = lambda num_open, left_s: None) -> bool:
         """Refuse new requests and wait for the open ones; whether all have ended in time."""
-        until_s = time.monotonic() + self._config.limits.drain_timeout_ms / 1000
-        drains: Sequence[Future[bool]] = self._port.begin_drain()
-        while wait(drains, DRAIN_REPORT_S).not_done:
-            if (left_s := until_s - time.monotonic()) <= -_STOP_TIMEOUT_S:
-                return False
-            report(self.num_open, max(left_s, 0.0))
-        return all(drain.result() for drain in drains)
+        timeout_s = self._config.limits.drain_timeout_ms / 1000
+        drains = self._port.begin_drain()
+        return await_drains(drains, timeout_s, lambda left_s: report(self.num_open, left_s))
 
     def stop(self, reason: str) -> None:
         """End every open request with UNAVAILABLE and the reason, and close the ports."""
