@@ -128,8 +128,9 @@ class FakeCudart:
 
     def _map(self, path):
         with path.open("r+b") as file:
-            self._mapped.append(mmap.mmap(file.fileno(), 0))
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped[-1]))
+            mapped = mmap.mmap(file.fileno(), 0)
+        self._mapped.append(mapped)  # instances in threads map at the same time
+        return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
 def _is_alive(marker):
