@@ -91,7 +91,7 @@ def read_results(path: Path | None) -> list[dict[str, Any]]:
     if path is None or not path.exists():
         return []
     described = path.with_suffix(".machine.json")
-    if not described.exists() or json.loads(described.read_text()).get("code") != code_digest():
+    if not described.exists() or json.loads(described.read_text()).get("code") != _CODE["code"]:
         print(f"{path} was measured with other code: begun anew")
         return []
     results: list[dict[str, Any]] = json.loads(path.read_text())

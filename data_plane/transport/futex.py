@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _SYS_FUTEX, _SYS_FUTEX_WAITV = 202, 449
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -30,6 +31,11 @@ _WITHOUT_WAITV_S = 0.0005
 # delay the sleep of a wait that turns out to be long by only a tenth of a millisecond.
 _NUM_POLLS = 20
 _NUM_YIELDS = 200
+_LONG_YIELD_S = 0.002
+"""A yield that took longer gave the core to a process that computes for all of its time slice.
+Linux takes the rest of the slice from who yields, so that yields beside such a process add up."""
+_NUM_SLEEPS = 100
+"""Waits after a long yield that sleep at once: who sleeps is woken soon."""
 
 
 class _Timespec(ctypes.Structure):
@@ -110,6 +116,33 @@ def _futex_wait_any(values: Sequence[tuple[int, int]], timeout_s: float) -> None
         raise OSError(error, f"futex_waitv failed: {os.strerror(error)}")
 
 
+class _Yields:
+    """The yields of a wait before it sleeps: none for a while after one that took long."""
+
+    def __init__(self) -> None:
+        self._num_sleeps = 0
+
+    def __iter__(self) -> Iterator[None]:
+        """Return after each yield, as long as another one may pay."""
+        if self._num_sleeps > 0:
+            self._num_sleeps -= 1
+            return
+        before_s = time.monotonic()
+        for _ in range(_NUM_YIELDS):
+            os.sched_yield()
+            now_s = time.monotonic()
+            if now_s - before_s > _LONG_YIELD_S:
+                self._num_sleeps = _NUM_SLEEPS
+            yield
+            if self._num_sleeps > 0:
+                return
+            before_s = now_s
+
+
+_yields = _Yields()
+"""Of this process: its threads wait beside the same other processes."""
+
+
 class Word:
     """A u64 that only grows and that one process writes; its low 32 bits are the futex.
 
@@ -150,8 +183,7 @@ class Word:
         for _ in range(_NUM_POLLS):
             if (now := cell[0]) >= value:
                 return now
-        for _ in range(_NUM_YIELDS):
-            os.sched_yield()
+        for _ in _yields:
             if (now := cell[0]) >= value:
                 return now
         deadline = time.monotonic() + timeout_ms / 1000
@@ -177,11 +209,9 @@ def wait_for_any(
     Returns False after the timeout, or once `go_on()` has returned False, which is asked at least
     every tick.
     """
-    for number in range(_NUM_POLLS + _NUM_YIELDS):
+    for _ in itertools.chain(range(_NUM_POLLS), _yields):
         if any(word.load() >= value for word, value in targets):
             return True
-        if number >= _NUM_POLLS:
-            os.sched_yield()
     deadline = time.monotonic() + timeout_ms / 1000
     while True:
         now = [word.load() for word, _ in targets]
