@@ -26,9 +26,6 @@ LARGE_FOLDERS = {
     "nanocp/simulator": 18,
 }
 MAX_METHODS = 25
-LARGE_CLASSES = {
-    "ClusterState": 36,
-}
 MAX_PARAMETERS = 8
 """Without kernels, and commands, whose parameters are their options."""
 
@@ -84,7 +81,7 @@ def test_a_class_has_few_methods():
             num = sum(isinstance(each, functions) for each in node.body)
             if num > MAX_METHODS:
                 found[node.name] = num
-    assert found == LARGE_CLASSES
+    assert not found
 
 
 def test_a_function_has_few_parameters():

@@ -210,5 +210,6 @@ class SchedulerBase(ABC):
         """Give up all that the placed request holds."""
 
     def _free(self, held: dict[int, list[FrameRun]]) -> None:
-        self._state.free(held)
+        for instance, runs in held.items():
+            self._state.frames[instance].free(runs)
         self._admission.should_walk = True

@@ -133,7 +133,7 @@ class Explainer:
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:
         """Re-bind rows as the policy does, and take notes."""
         for request, new in self._policy.rebindings(state, window):
-            old, num_rows = request.moe_binding, tuple(state.num_rows)
+            old, num_rows = request.moe_binding, tuple(state.loads.num_rows)
             yield request, new
             if new == request.moe_binding != old and (
                 story := self.stories.get(request.request_id)
@@ -313,9 +313,11 @@ class Explainer:
 
 def _instance_load(state: ClusterState, instance: int) -> str:
     num_links = state.committed.num_links(instance)
-    return f"{state.kv_tokens(instance):,} KV tokens and {num_links:,} links"
+    return f"{state.loads.kv_tokens(instance):,} KV tokens and {num_links:,} links"
 
 
 def _node_load(state: ClusterState, node: range) -> NodeLoad:
-    rows = sum(state.num_rows[i] for i in node)
-    return NodeLoad(rows, state.kv_tokens_on(node), sum(state.frames[i].num_free for i in node))
+    rows = sum(state.loads.num_rows[i] for i in node)
+    return NodeLoad(
+        rows, state.loads.kv_tokens_on(node), sum(state.frames[i].num_free for i in node)
+    )

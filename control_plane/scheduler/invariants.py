@@ -148,8 +148,8 @@ def _check_requests(scheduler: Scheduler) -> None:
                 f"{request} has run out of its tail at {end}"
             )
             assert set(request.pages_on) | {request.moe_binding} <= set(request.ever_bound), request
-    assert arriving == state.arriving_tokens, (
-        f"{state.arriving_tokens} tokens are under way to the instances, not {arriving}"
+    assert arriving == state.loads.arriving_tokens, (
+        f"{state.loads.arriving_tokens} tokens are under way to the instances, not {arriving}"
     )
     moving = [request.move.num_pages for request in state.requests.values() if request.move]
     assert sum(moving) == scheduler._moves.num_pages, (
@@ -209,15 +209,17 @@ def _tokens_of_runs(request: Request, step: int) -> Iterator[tuple[int, int]]:
 
 def check_loads(state: ClusterState) -> None:
     """Loads are those that the requests give from nothing. Raises AssertionError."""
-    tokens = [state.weight(instance) for instance in range(len(state.frames))]
+    tokens = [state.loads.weights[instance] for instance in range(len(state.frames))]
     rows = list(tokens)
     for request in state.requests.values():
         rows[request.moe_binding] += request.state not in (State.PARKED, State.HELD)
         for instance, count in _tokens_of_runs(request, state.step):
             tokens[instance] += count
-    kept = [state.kv_tokens(instance) for instance in range(len(state.frames))]
+    kept = [state.loads.kv_tokens(instance) for instance in range(len(state.frames))]
     assert kept == tokens, f"kv_tokens are {kept}, the requests have {tokens}"
-    assert state.num_rows == rows, f"num_rows are {state.num_rows}, the requests have {rows}"
+    assert state.loads.num_rows == rows, (
+        f"num_rows are {state.loads.num_rows}, the requests have {rows}"
+    )
 
 
 def check_commitments(state: ClusterState) -> None:

@@ -66,7 +66,7 @@ class Scheduler(SchedulerBase):
         num_steps = scheduler.steps_per_window
         self._state = state = ClusterState(cluster, MAX_WINDOWS_IN_FLIGHT * num_steps)
         answer = Answer()
-        self._tickets = tickets = Tickets(answer, state.arriving_tokens)
+        self._tickets = tickets = Tickets(answer, state.loads.arriving_tokens)
         self._deferral = Deferral(scheduler, partial(tokens_read, state, tickets))
         super().__init__(cluster, scheduler, answer, self._deferral)
         self._explainer = explainer
@@ -245,7 +245,7 @@ class Scheduler(SchedulerBase):
         for request in list(self._state.requests.values()):
             self._moves.cancel(request)
             if not self._held.end_term(request, self._lost_seats, absent):
-                self._state.free(self._state.remove(request))
+                self._free(self._state.remove(request))
         self._tickets.end_term()
         self.offload.end_term()
         self._rows.end_term()

@@ -31,11 +31,10 @@ _WITHOUT_WAITV_S = 0.0005
 # delay the sleep of a wait that turns out to be long by only a tenth of a millisecond.
 _NUM_POLLS = 20
 _NUM_YIELDS = 200
-_LONG_YIELD_S = 0.002
-"""A yield that took longer gave the core to a process that computes for all of its time slice.
-Linux takes the rest of the slice from who yields, so that yields beside such a process add up."""
-_NUM_SLEEPS = 100
-"""Waits after a long yield that sleep at once: who sleeps is woken soon."""
+# A yield that takes longer gave the core to a process that computes for its whole time slice. Linux
+# takes the rest of the slice from who yields, so such yields add up; who sleeps is woken soon.
+_LONG_YIELD_S, _SLEEPS_S = 0.002, 1.0
+_sleeps_until_s = 0.0
 
 
 class _Timespec(ctypes.Structure):
@@ -51,13 +50,8 @@ class _FutexWaitv(ctypes.Structure):
     ]
 
 
-_ARGTYPES = (
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.POINTER(_Timespec),
-)
+_TIMEOUT = ctypes.POINTER(_Timespec)
+_ARGTYPES = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, _TIMEOUT)
 _sleeping_syscall = ctypes.CDLL(None, use_errno=True).syscall
 _sleeping_syscall.argtypes = _ARGTYPES
 _sleeping_syscall.restype = ctypes.c_long
@@ -67,7 +61,7 @@ _several_syscall.argtypes = (
     ctypes.POINTER(_FutexWaitv),
     ctypes.c_uint,
     ctypes.c_uint,
-    ctypes.POINTER(_Timespec),
+    _TIMEOUT,
     ctypes.c_int,
 )
 _several_syscall.restype = ctypes.c_long
@@ -116,31 +110,16 @@ def _futex_wait_any(values: Sequence[tuple[int, int]], timeout_s: float) -> None
         raise OSError(error, f"futex_waitv failed: {os.strerror(error)}")
 
 
-class _Yields:
-    """The yields of a wait before it sleeps: none for a while after one that took long."""
-
-    def __init__(self) -> None:
-        self._num_sleeps = 0
-
-    def __iter__(self) -> Iterator[None]:
-        """Return after each yield, as long as another one may pay."""
-        if self._num_sleeps > 0:
-            self._num_sleeps -= 1
+def _yields() -> Iterator[None]:
+    """Yield the core and return, again and again, as long as that may pay."""
+    global _sleeps_until_s
+    for _ in range(_NUM_YIELDS):
+        if (before_s := time.monotonic()) < _sleeps_until_s:
             return
-        before_s = time.monotonic()
-        for _ in range(_NUM_YIELDS):
-            os.sched_yield()
-            now_s = time.monotonic()
-            if now_s - before_s > _LONG_YIELD_S:
-                self._num_sleeps = _NUM_SLEEPS
-            yield
-            if self._num_sleeps > 0:
-                return
-            before_s = now_s
-
-
-_yields = _Yields()
-"""Of this process: its threads wait beside the same other processes."""
+        os.sched_yield()
+        if time.monotonic() > before_s + _LONG_YIELD_S:
+            _sleeps_until_s = before_s + _SLEEPS_S
+        yield
 
 
 class Word:
@@ -183,7 +162,7 @@ class Word:
         for _ in range(_NUM_POLLS):
             if (now := cell[0]) >= value:
                 return now
-        for _ in _yields:
+        for _ in _yields():
             if (now := cell[0]) >= value:
                 return now
         deadline = time.monotonic() + timeout_ms / 1000
@@ -209,7 +188,7 @@ def wait_for_any(
     Returns False after the timeout, or once `go_on()` has returned False, which is asked at least
     every tick.
     """
-    for _ in itertools.chain(range(_NUM_POLLS), _yields):
+    for _ in itertools.chain(range(_NUM_POLLS), _yields()):
         if any(word.load() >= value for word, value in targets):
             return True
     deadline = time.monotonic() + timeout_ms / 1000

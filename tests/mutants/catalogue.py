@@ -48,8 +48,8 @@ MUTANTS = [
         name="extension-node",
         why="a KV binding is extended to another node while its own node has a free frame",
         path="control_plane/scheduler/policies/layout.py",
-        text="(state.cluster.node_of(i) != node, state.kv_tokens(i), i)",
-        fault="(state.cluster.node_of(i) == node, state.kv_tokens(i), i)",
+        text="(state.cluster.node_of(i) != node, state.loads.kv_tokens(i), i)",
+        fault="(state.cluster.node_of(i) == node, state.loads.kv_tokens(i), i)",
         tests=("tests/control_plane/scheduler/policies/test_layout.py",),
     ),
     Mutant(

@@ -115,7 +115,7 @@ class PrefixSharing:
             }
             instance = max(
                 held,
-                key=lambda i: (held[i], i == proposal.moe_binding, -state.num_rows[i], -i),
+                key=lambda i: (held[i], i == proposal.moe_binding, -state.loads.num_rows[i], -i),
                 default=-1,
             )
             if instance < 0 or held[instance] == 0:
@@ -151,10 +151,10 @@ class PrefixSharing:
         policy's proposal; up to the cluster's present peaks it costs nothing. So a prefix that many
         requests have is soon in several places.
         """
-        state, pages_on, rows = self._state, shared.pages_on, self._state.num_rows
+        state, pages_on, rows = self._state, shared.pages_on, self._state.loads.num_rows
         moe_binding = proposal.moe_binding
         if moe_binding not in pages_on:
-            moe_binding = min(pages_on, key=lambda i: (rows[i], state.kv_tokens(i), i))
+            moe_binding = min(pages_on, key=lambda i: (rows[i], state.loads.kv_tokens(i), i))
         if rows[moe_binding] > max(
             rows[proposal.moe_binding] + 1, max(rows[i] for i in state.open) - 1
         ):
@@ -164,12 +164,12 @@ class PrefixSharing:
             i for i in choose_members(state, moe_binding, len(proposal.shares)) if i not in pages_on
         ]
         members += more[: max(len(proposal.shares) - len(members), 0)]
-        levels = [num_pages(state.kv_tokens(i)) + pages_on.get(i, 0) for i in members]
+        levels = [num_pages(state.loads.kv_tokens(i)) + pages_on.get(i, 0) for i in members]
         shares = waterfill(levels, num_pages(prompt_len) - shared.num_pages)
         own_peak = max(
-            state.kv_tokens(i) + share * PAGE_SIZE for i, share in proposal.shares.items()
+            state.loads.kv_tokens(i) + share * PAGE_SIZE for i, share in proposal.shares.items()
         )
-        limit = max(own_peak + 2 * prompt_len, *map(state.kv_tokens, state.open))
+        limit = max(own_peak + 2 * prompt_len, *map(state.loads.kv_tokens, state.open))
         for instance, level, share in zip(members, levels, shares, strict=True):
             if instance in pages_on and (level + share) * PAGE_SIZE > limit:
                 return None

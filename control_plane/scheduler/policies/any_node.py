@@ -39,12 +39,14 @@ class DualBalancedAnyNode(Policy):
         degree = cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max)
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
         instances = state.open
-        moe_binding = min(instances, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
+        moe_binding = min(
+            instances, key=lambda i: (state.loads.num_rows[i], state.loads.kv_tokens(i), i)
+        )
         others = sorted(
-            (i for i in instances if i != moe_binding), key=lambda i: (state.kv_tokens(i), i)
+            (i for i in instances if i != moe_binding), key=lambda i: (state.loads.kv_tokens(i), i)
         )
         members = [moe_binding, *others[: degree - 1]]
-        shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
+        shares = waterfill([num_pages(state.loads.kv_tokens(i)) for i in members], pages)
         return Proposal(
             moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
         )

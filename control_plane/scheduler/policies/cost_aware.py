@@ -156,7 +156,9 @@ class CostAware(Policy):
         near = [p for p in compared if len({node_of(i) for i in (p.moe_binding, *p.shares)}) == 1]
         if all(on_time.late_ms(state, proposal.shares, target_ms) for proposal in near):
             for number, shares in on_time.splits(state, prompt_len):
-                moe_binding = min(nodes[number], key=lambda i: (state.num_rows[i], loads[i], i))
+                moe_binding = min(
+                    nodes[number], key=lambda i: (state.loads.num_rows[i], loads[i], i)
+                )
                 near.append(Proposal(moe_binding, shares))
         least = self._rise_of(state, loads, cheapest)
         yield on_time.late_ms(state, cheapest.shares, target_ms), least, cheapest
@@ -171,7 +173,7 @@ class CostAware(Policy):
         moe_binding, shares, _ = proposal
         costs, mean, node_of = self._costs, self._means.attention, state.cluster.node_of
         home = node_of(moe_binding)
-        rise = self._row_rise(state.num_rows[moe_binding])
+        rise = self._row_rise(state.loads.num_rows[moe_binding])
         are_near: list[bool] = []
         for instance, share in shares.items():
             if instance != moe_binding:
@@ -184,7 +186,7 @@ class CostAware(Policy):
 
     def _load(self, state: ClusterState, instance: int) -> int:
         """The instance's part of the first phase, in tokens: its KV and its exchange."""
-        tokens, costs = state.kv_tokens(instance), self._costs
+        tokens, costs = state.loads.kv_tokens(instance), self._costs
         if num_links := state.committed.num_links(instance):
             tokens += costs.exchange_tokens + num_links * costs.link_tokens
             if num_far := state.committed.num_far_links(instance):
@@ -241,7 +243,7 @@ class CostAware(Policy):
 
     def _parts(self, state: ClusterState, rise: int, proposal: Proposal) -> dict[str, int]:
         """Split the rise by its causes: the row's dispatch, its attention, and its links."""
-        dispatch = self._row_rise(state.num_rows[proposal.moe_binding])
+        dispatch = self._row_rise(state.loads.num_rows[proposal.moe_binding])
         if proposal.shares.keys() == {proposal.moe_binding}:
             attention = rise - dispatch
         else:
@@ -258,12 +260,12 @@ class CostAware(Policy):
     def _moe_bindings(self, state: ClusterState, loads: Sequence[int]) -> list[int]:
         """Choose each node's instance with the fewest rows; of many nodes, the best few only."""
         moe_bindings = [
-            min(node, key=lambda i: (state.num_rows[i], loads[i], i)) for node in state.nodes
+            min(node, key=lambda i: (state.loads.num_rows[i], loads[i], i)) for node in state.nodes
         ]
         if len(moe_bindings) <= _MAX_MOE_BINDINGS:
             return moe_bindings
         return nsmallest(
-            _MAX_MOE_BINDINGS, moe_bindings, key=lambda i: (state.num_rows[i], loads[i], i)
+            _MAX_MOE_BINDINGS, moe_bindings, key=lambda i: (state.loads.num_rows[i], loads[i], i)
         )
 
     def _companions(
@@ -352,11 +354,11 @@ class _ByRows:
 
     def bring_up_to_date(self, state: ClusterState, load_of: _LoadOf) -> None:
         """Begin anew if a step has passed or a load has fallen."""
-        if self._as_of == (state.step, state.num_falls):
+        if self._as_of == (state.step, state.loads.num_falls):
             return
-        self._as_of = state.step, state.num_falls
+        self._as_of = state.step, state.loads.num_falls
         self._heaps = {}
-        for instance, num_rows in enumerate(state.num_rows):
+        for instance, num_rows in enumerate(state.loads.num_rows):
             self._heaps.setdefault(num_rows, []).append((load_of(state, instance), instance))
         for heap in self._heaps.values():
             heapify(heap)
@@ -376,10 +378,10 @@ class _ByRows:
         while heap:
             load, instance = heap[0]
             now = load_of(state, instance), instance
-            if state.num_rows[instance] == num_rows and now[0] == load:
+            if state.loads.num_rows[instance] == num_rows and now[0] == load:
                 return now
             heappop(heap)
-            heappush(self._heaps.setdefault(state.num_rows[instance], []), now)
+            heappush(self._heaps.setdefault(state.loads.num_rows[instance], []), now)
         del self._heaps[num_rows]
         return None
 
@@ -398,8 +400,8 @@ class _Means:
             return
         self._step = state.step
         seats, num = state.open, len(state.open)
-        self.attention = max(sum(map(state.kv_tokens, seats)) // num, 1)
-        self.dispatch = max(sum(state.num_rows[i] for i in seats) * tokens_per_row // num, 1)
+        self.attention = max(sum(map(state.loads.kv_tokens, seats)) // num, 1)
+        self.dispatch = max(sum(state.loads.num_rows[i] for i in seats) * tokens_per_row // num, 1)
 
 
 def _may_fit(state: ClusterState, proposal: Proposal) -> bool:

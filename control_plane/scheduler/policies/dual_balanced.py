@@ -42,7 +42,7 @@ class DualBalanced(Policy):
         # A request that fills more instances than that takes more, from other nodes if it must.
         degree = min(max(degree, num_instances_needed(state, pages)), degree_limit(state, pages))
         members = choose_members(state, moe_binding, degree)
-        shares = waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
+        shares = waterfill([num_pages(state.loads.kv_tokens(i)) for i in members], pages)
         return Proposal(
             moe_binding, {i: share for i, share in zip(members, shares, strict=True) if share}
         )
@@ -51,8 +51,8 @@ class DualBalanced(Policy):
         """Node, MoE binding, degree and levels, in the rule's own order."""
         config, moe_binding = self._config, proposal.moe_binding
         home = state.cluster.node_of(moe_binding)
-        nodes = [(rows, f"node {node}") for node, rows in enumerate(state.node_rows)]
-        rows = [(state.num_rows[i], f"instance {i}") for i in state.nodes[home]]
+        nodes = [(rows, f"node {node}") for node, rows in enumerate(state.loads.node_rows)]
+        rows = [(state.loads.num_rows[i], f"instance {i}") for i in state.nodes[home]]
         degree = cp_degree(arrival.prompt_len, config.cp_degree_buckets, config.cp_degree_max)
         sentences = [
             _fewest("of the nodes", nodes, home),
@@ -64,7 +64,8 @@ class DualBalanced(Policy):
             sentences.append(f"its pages fill the frames of {needed} instances")
         if len(proposal.shares) > 1:
             levels = [
-                (i, num_pages(state.kv_tokens(i)), share) for i, share in proposal.shares.items()
+                (i, num_pages(state.loads.kv_tokens(i)), share)
+                for i, share in proposal.shares.items()
             ]
             filled = ", ".join(
                 f"{i}: {level:,} + {share:,} = {level + share:,}" for i, level, share in levels
@@ -82,7 +83,7 @@ class DualBalanced(Policy):
         within_node: only to instances of the node where the row is. (The paper's section 4.2.1;
         protocol.md, hand-offs.)
         """
-        rows, requests = state.num_rows, state.requests
+        rows, requests = state.loads.num_rows, state.requests
         most_kept = min(rows) + 1
         if max(rows) <= most_kept:
             return
@@ -115,21 +116,23 @@ def _fewest(whose: str, num_rows: list[tuple[int, str]], chosen: int) -> str:
 
 def least_rows_node(state: ClusterState) -> range:
     """The node whose instances own the fewest requests, by KV load and order among equals."""
-    rows = state.node_rows
+    rows = state.loads.node_rows
     fewest = min(rows)
     if rows.count(fewest) == 1:
         return state.nodes[rows.index(fewest)]
     nodes = [node for node, num in zip(state.nodes, rows, strict=True) if num == fewest]
-    return min(nodes, key=state.kv_tokens_on)
+    return min(nodes, key=state.loads.kv_tokens_on)
 
 
 def least_rows_instance(state: ClusterState, node: range) -> int:
     """The instance of the node with the fewest rows, by KV load and order among equals."""
-    rows = state.num_rows[node.start : node.stop]
+    rows = state.loads.num_rows[node.start : node.stop]
     fewest = min(rows)
     if rows.count(fewest) == 1:
         return node.start + rows.index(fewest)
-    return min((i for i, num in zip(node, rows, strict=True) if num == fewest), key=state.kv_tokens)
+    return min(
+        (i for i, num in zip(node, rows, strict=True) if num == fewest), key=state.loads.kv_tokens
+    )
 
 
 def num_instances_needed(state: ClusterState, pages: int) -> int:
@@ -154,7 +157,7 @@ def choose_members(state: ClusterState, moe_binding: int, degree: int) -> Sequen
         return [moe_binding]
     node = state.nodes[state.cluster.node_of(moe_binding)]
     near = [i for i in state.open if i in node and i != moe_binding]
-    others = sorted(near, key=state.kv_tokens)
+    others = sorted(near, key=state.loads.kv_tokens)
     if len(others) < degree - 1:
-        others += sorted((i for i in state.open if i not in node), key=state.kv_tokens)
+        others += sorted((i for i in state.open if i not in node), key=state.loads.kv_tokens)
     return [moe_binding, *others[: degree - 1]]

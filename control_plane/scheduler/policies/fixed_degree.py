@@ -43,9 +43,11 @@ class FixedDegree(Policy):
             max(self._degree, num_instances_needed(state, pages)), degree_limit(state, pages)
         )
         node = least_rows_node(state)
-        moe_binding = min(node, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
+        moe_binding = min(
+            node, key=lambda i: (state.loads.num_rows[i], state.loads.kv_tokens(i), i)
+        )
         members = choose_members(state, moe_binding, degree)
-        rest = waterfill([num_pages(state.kv_tokens(i)) + 1 for i in members], pages - degree)
+        rest = waterfill([num_pages(state.loads.kv_tokens(i)) + 1 for i in members], pages - degree)
         return Proposal(moe_binding, {i: 1 + share for i, share in zip(members, rest, strict=True)})
 
     def rebindings(self, state: ClusterState, window: int) -> Iterator[tuple[Request, int]]:

@@ -96,7 +96,9 @@ def can_hold_next(state: ClusterState, request: Request, instance: int) -> bool:
 
     It needs a frame there, and a link if the instance is new to the KV binding.
     """
-    return state.frames[instance].num_free > 0 and state.can_reach(request, instance)
+    return state.frames[instance].num_free > 0 and state.committed.can_reach(
+        request.moe_binding, request.span, instance
+    )
 
 
 def _promised(
@@ -151,11 +153,11 @@ def _by_preference(state: ClusterState, moe_binding: int, members: Iterable[int]
     """The MoE binding, the other members by KV load, then the rest by (other node, KV load)."""
     yield moe_binding
     inside = [instance for instance in members if instance != moe_binding]
-    yield from sorted(inside, key=lambda i: (state.kv_tokens(i), i))
+    yield from sorted(inside, key=lambda i: (state.loads.kv_tokens(i), i))
     node = state.cluster.node_of(moe_binding)
     outside = [i for i in state.open if i != moe_binding and i not in inside]
     yield from sorted(
-        outside, key=lambda i: (state.cluster.node_of(i) != node, state.kv_tokens(i), i)
+        outside, key=lambda i: (state.cluster.node_of(i) != node, state.loads.kv_tokens(i), i)
     )
 
 

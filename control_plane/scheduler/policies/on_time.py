@@ -41,7 +41,7 @@ class OnTime:
 
         shares: instance -> pages. What is under way to an instance comes before them.
         """
-        arriving = state.arriving_tokens
+        arriving = state.loads.arriving_tokens
         tokens = max(arriving[i] + pages * PAGE_SIZE for i, pages in shares.items())
         return max(tokens * self._ns_per_token // 1_000_000 - target_ms, 0)
 
@@ -50,10 +50,12 @@ class OnTime:
 
         For each degree, the instances with the least under way; WaterFill over what is.
         """
-        arriving, pages = state.arriving_tokens, num_pages(prompt_len)
+        arriving, pages = state.loads.arriving_tokens, num_pages(prompt_len)
         loads = [sum(arriving[node.start : node.stop]) for node in state.nodes]
         for number in nsmallest(_MAX_NODES, range(len(loads)), key=lambda n: (loads[n], n)):
-            order = sorted(state.nodes[number], key=lambda i: (arriving[i], state.kv_tokens(i), i))
+            order = sorted(
+                state.nodes[number], key=lambda i: (arriving[i], state.loads.kv_tokens(i), i)
+            )
             for degree in range(1, len(order) + 1):
                 members = order[:degree]
                 shares = waterfill([num_pages(arriving[i]) for i in members], pages)

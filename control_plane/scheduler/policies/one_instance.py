@@ -38,7 +38,7 @@ class OneInstance(Policy):
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))
         members = choose_members(state, instance, degree)
         shares = (
-            waterfill([num_pages(state.kv_tokens(i)) for i in members], pages)
+            waterfill([num_pages(state.loads.kv_tokens(i)) for i in members], pages)
             if degree > 1
             else [pages]
         )
@@ -49,9 +49,9 @@ class OneInstance(Policy):
 
 def least_batch() -> OneInstance:
     """Policy `least_batch`: the fewest rows, by KV among equals. What vLLM does by default."""
-    return OneInstance(lambda state, i: (state.num_rows[i], state.kv_tokens(i)))
+    return OneInstance(lambda state, i: (state.loads.num_rows[i], state.loads.kv_tokens(i)))
 
 
 def least_cache() -> OneInstance:
     """Policy `least_cache`: the least KV, by rows among equals."""
-    return OneInstance(lambda state, i: (state.kv_tokens(i), state.num_rows[i]))
+    return OneInstance(lambda state, i: (state.loads.kv_tokens(i), state.loads.num_rows[i]))

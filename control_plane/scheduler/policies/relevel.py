@@ -43,7 +43,7 @@ def relevel(state: ClusterState, loads: Mapping[int, int]) -> Iterator[tuple[Req
 def pages_to_move(state: ClusterState, request: Request, run: TargetRun, num_pages: int) -> range:
     """Pages of a run that may move now; none if moving num_pages of them cut too many runs."""
     if request.move is None:
-        pages = state.movable_pages(request, run)
+        pages = request.movable_pages(run, state.first_unknown_step)
         is_whole = len(pages) == run.num_pages <= num_pages
         if is_whole or len(request.runs) < MAX_RUNS * len(request.pages_on):
             return pages

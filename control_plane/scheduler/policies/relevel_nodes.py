@@ -42,7 +42,7 @@ def relevel_nodes(state: ClusterState, load_of: _LoadOf, first_link_tokens: int)
     node costs an instance.
     """
     # Means of their instances: the last node may have fewer.
-    tokens = [state.kv_tokens_on(node) // len(node) for node in state.nodes]
+    tokens = [state.loads.kv_tokens_on(node) // len(node) for node in state.nodes]
     least_pages = LINK_WORTH * first_link_tokens // PAGE_SIZE
     if found := _home(state, tokens, load_of) or _away(state, tokens, load_of, least_pages):
         yield found

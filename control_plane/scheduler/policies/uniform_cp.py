@@ -37,9 +37,11 @@ class UniformCp(Policy):
         """
         pages = num_pages(arrival.prompt_len)
         groups = self._groups(state)
-        rows = [sum(state.num_rows[i] for i in group) for group in groups]
+        rows = [sum(state.loads.num_rows[i] for i in group) for group in groups]
         group = groups[rows.index(min(rows))]
-        moe_binding = min(group, key=lambda i: (state.num_rows[i], state.kv_tokens(i), i))
+        moe_binding = min(
+            group, key=lambda i: (state.loads.num_rows[i], state.loads.kv_tokens(i), i)
+        )
         needed = num_instances_needed(state, pages)
         if needed > len(group):
             members = list(
@@ -47,7 +49,7 @@ class UniformCp(Policy):
             )
         else:
             others = sorted(
-                (i for i in group if i != moe_binding), key=lambda i: (state.kv_tokens(i), i)
+                (i for i in group if i != moe_binding), key=lambda i: (state.loads.kv_tokens(i), i)
             )
             members = [moe_binding, *others]
         turns = members[: degree_limit(state, len(members))]
@@ -66,7 +68,7 @@ class UniformCp(Policy):
         legal = [i for i in members if can_hold_next(state, request, i)]
         if not legal:
             return choose_holder(state, request)
-        return min(legal, key=lambda i: (request.pages_on.get(i, 0), state.kv_tokens(i), i))
+        return min(legal, key=lambda i: (request.pages_on.get(i, 0), state.loads.kv_tokens(i), i))
 
     def _groups(self, state: ClusterState) -> list[list[int]]:
         num, seats = len(state.open), state.open

@@ -68,7 +68,7 @@ def tokens_read(state: ClusterState, tickets: Tickets) -> TokensRead:
     Pages that move are read where they were, so only KV that prefill sends is still to come.
     """
     instances = range(state.cluster.num_instances)
-    decided = sum(state.kv_tokens(each) - state.weight(each) for each in instances)
+    decided = sum(state.loads.kv_tokens(each) - state.loads.weights[each] for each in instances)
     return TokensRead(decided, decided - tickets.num_unfilled_tokens)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from control_plane.scheduler.state.commitments import Commitments
 from control_plane.scheduler.state.frame_ledger import FrameLedger, FrameRun, cut_runs, frame_run
 from control_plane.scheduler.state.linked_rows import LinkedRows
+from control_plane.scheduler.state.loads import ClusterLoads
 from control_plane.scheduler.state.proposal import Layout
 from control_plane.scheduler.state.request import (
     HELD,
@@ -41,7 +42,6 @@ class ClusterState:
         num = cluster.num_instances
         self.cluster = cluster
         self.bounds = cluster.bounds
-        self._instances_per_node = cluster.instances_per_node
         self.nodes = tuple(
             range(first, min(first + cluster.instances_per_node, num))
             for first in range(0, num, cluster.instances_per_node)
@@ -50,70 +50,42 @@ class ClusterState:
         """Placed requests that have not ended."""
         self.committed = Commitments(cluster)
         self.linked = LinkedRows(num)
+        self.loads = ClusterLoads(self.nodes)
         self._steps_in_flight = steps_in_flight
-        self.step = 0
-        """First step of the next window."""
-        self.num_falls = 0
-        """How often a load fell. While this and the step stay the same, loads only rise."""
         self.frames = [FrameLedger(cluster.num_frames) for _ in range(num)]
-        self.num_rows = [0] * num
-        """Rows decided for each instance, in transfer or running; parked rows left out."""
-        self.node_rows = [0] * len(self.nodes)
-        """Sums of `num_rows` by node."""
-        self.arriving_tokens = [0] * num
-        """Tokens of KV under way to each instance: of tickets in force that it has not confirmed.
-        """
-        self._fixed_tokens = [0] * num
-        self._growing_rows = [0] * num
-        self._weights = [0] * num
         self.open = list(range(num))
         """Instances on which something may be placed, ascending."""
+
+    @property
+    def step(self) -> int:
+        """First step of the next window."""
+        return self.loads.step
+
+    @property
+    def first_unknown_step(self) -> int:
+        """The first step that some instance may not have run."""
+        return self.loads.step - self._steps_in_flight
 
     def close(self, instance: int) -> None:
         """Nothing is placed on the instance from now on. What is there may stay."""
         if instance in self.open:
             self.open.remove(instance)
             self.frames[instance].close()
-            self._weigh(instance, _CLOSED)
+            self.loads.weigh(instance, _CLOSED)
 
     def reopen(self, instance: int) -> None:
         """Requests may be placed on the instance again."""
         if instance not in self.open:
             self.open = sorted([*self.open, instance])
             self.frames[instance].reopen()
-            self._weigh(instance, -_CLOSED)
-
-    def _weigh(self, instance: int, weight: int) -> None:
-        self._weights[instance] += weight
-        self.num_rows[instance] += weight
-        self._fixed_tokens[instance] += weight
-        # A node counts as full only if all of its instances are closed.
-        node = instance // self._instances_per_node
-        if all(each not in self.open for each in self.nodes[node] if each != instance):
-            self.node_rows[node] += weight
-        self.num_falls += 1
-
-    def weight(self, instance: int) -> int:
-        """What the instance counts beside its own rows and tokens."""
-        return self._weights[instance]
-
-    # --- loads
-
-    def kv_tokens(self, instance: int) -> int:
-        """Tokens that attention on the instance reads in the next step, with those in transfer."""
-        return self._fixed_tokens[instance] + self._growing_rows[instance] * self.step
-
-    def kv_tokens_on(self, node: range) -> int:
-        """The sum of `kv_tokens` over a node's instances."""
-        first, last = node.start, node.stop
-        return sum(self._fixed_tokens[first:last]) + sum(self._growing_rows[first:last]) * self.step
+            self.loads.weigh(instance, -_CLOSED)
 
     def load(self, instance: int) -> InstanceLoad:
         """The instance's load as a value. On one that is closed nothing is free."""
-        pool, weight = self.frames[instance], self.weight(instance)
+        pool, weight = self.frames[instance], self.loads.weights[instance]
         return InstanceLoad(
-            kv_tokens=self.kv_tokens(instance) - weight,
-            num_rows=self.num_rows[instance] - weight,
+            kv_tokens=self.loads.kv_tokens(instance) - weight,
+            num_rows=self.loads.num_rows[instance] - weight,
             frames_free=pool.num_free,
             frames_quarantined=pool.num_quarantined,
             frames_committed=pool.num_committed,
@@ -132,30 +104,6 @@ class ClusterState:
                 return False
         return self.committed.bound_reached(moe_binding, pages_on) is None
 
-    def can_reach(self, request: Request, instance: int) -> bool:
-        """Whether the request has the link that pages there need, or could have it."""
-        return (
-            instance == request.moe_binding
-            or instance in request.span
-            or self.committed.link_bound_reached(request.moe_binding, instance) is None
-        )
-
-    def is_told(self, request: Request) -> bool:
-        """Whether every instance surely knows where the request's pages moved last."""
-        return request.moved_step == 0 or request.moved_step + self._steps_in_flight <= self.step
-
-    def movable_pages(self, request: Request, run: TargetRun) -> range:
-        """Pages of one run of a running request that its holder could send now.
-
-        They are full, written by steps that every instance has surely run, and announced in windows
-        that every instance has surely begun: the sender finds them in its table.
-        """
-        num_full = 0
-        if self.is_told(request) and request.since_step + self._steps_in_flight <= self.step:
-            num_full = (request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE
-        end = min(run.first_page + run.num_pages, num_full)
-        return range(run.first_page, max(end, run.first_page))
-
     def can_move(
         self, request: Request, pages: range, destination: int, is_stopped: bool = False
     ) -> bool:
@@ -167,7 +115,7 @@ class ClusterState:
         if request.ticket is not None or request.move is not None:
             return False
         run = request.runs[request.run_of(pages.start * PAGE_SIZE)]
-        movable = self.movable_pages(request, run)
+        movable = request.movable_pages(run, self.first_unknown_step)
         if request.state is not RUNNING:
             if not is_stopped:
                 return False
@@ -177,7 +125,7 @@ class ClusterState:
             and pages.stop <= movable.stop
             and run.instance != destination
             and self.frames[destination].num_free >= len(pages)
-            and self.can_reach(request, destination)
+            and self.committed.can_reach(request.moe_binding, request.span, destination)
         )
 
     # --- changes
@@ -186,27 +134,27 @@ class ClusterState:
         """Commit frames, the row and its links as laid out; the caller has checked that it can."""
         request.pages_on = layout.pages_on
         for run in layout.shared.runs:
-            self._add_runs(request, run.instance, [FrameRun(run.frame, run.num_pages)])
+            request.add_runs(run.instance, [FrameRun(run.frame, run.num_pages)])
             for index in range(run.num_pages):
                 self.frames[run.instance].share(run.frame + index)
         request.num_shared = request.num_pages
         if len(layout.pages) == 1:
             instance, count = layout.pages[0]
-            self._add_runs(request, instance, self.frames[instance].take(count))
+            request.add_runs(instance, self.frames[instance].take(count))
         else:
             counts: dict[int, int] = {}
             for instance, count in layout.pages:
                 counts[instance] = counts.get(instance, 0) + count
             taken = {i: self.frames[i].take(count) for i, count in counts.items()}
             for instance, count in layout.pages:
-                self._add_runs(request, instance, cut_runs(taken[instance], count))
-        self._count_row(request.moe_binding, +1)
+                request.add_runs(instance, cut_runs(taken[instance], count))
+        self.loads.count_row(request.moe_binding, +1)
         self._enter(request)
 
     def adopt(self, request: Request, runs: Iterable[TargetRun]) -> None:
         """Park a request over its pages; the caller has checked that bounds have room."""
         for run in runs:
-            self._add_runs(request, run.instance, [FrameRun(run.frame, run.num_pages)])
+            request.add_runs(run.instance, [FrameRun(run.frame, run.num_pages)])
         request.state = PARKED
         self._enter(request)
 
@@ -222,7 +170,7 @@ class ClusterState:
         frames = self.frames[holder].take(
             count, after=None if is_new else request.last_frame(holder)
         )
-        runs = self._add_runs(request, holder, frames)
+        runs = request.add_runs(holder, frames)
         pages_on[holder] = pages_on.get(holder, 0) + count
         if request.state is RUNNING:
             self.linked.update(request, added=runs)
@@ -231,21 +179,21 @@ class ClusterState:
     def run(self, request: Request) -> None:
         """The row runs from the next window on; the page of its position is committed."""
         if request.state is PARKED:
-            self._count_row(request.moe_binding, +1)
+            self.loads.count_row(request.moe_binding, +1)
         request.state = RUNNING
         request.since_step = self.step
         self.linked.update(request)
         request.tail = request.run_of(request.position)
-        self._count_growing(request, self.step, +1)
+        self.loads.count_growing(request, self.step, +1)
 
     def enter_next_run(self, request: Request) -> None:
         """From the first position of its next run on, a running row appends there."""
         run = request.runs[request.tail + 1]
         step = request.since_step + run.first_page * PAGE_SIZE - request.position
-        self.num_falls += 1
-        self._count_growing(request, step, -1)
+        self.loads.num_falls += 1
+        self.loads.count_growing(request, step, -1)
         request.tail += 1
-        self._count_growing(request, step, +1)
+        self.loads.count_growing(request, step, +1)
 
     def start_move(self, request: Request, pages: range, destination: int) -> PageMove:
         """Commit frames for full pages of one run at another instance.
@@ -256,12 +204,12 @@ class ClusterState:
         if destination not in request.pages_on:
             self.committed.count_links(request.moe_binding, (destination,), +1)
         targets = runs_in(pages.start, destination, self.frames[destination].take(len(pages)))
-        self.num_falls += 1
+        self.loads.num_falls += 1
         is_stopped = request.state is PARKED
         request.move = PageMove(
             pages.start, len(pages), run.instance, destination, tuple(targets), is_stopped
         )
-        self._count_move(request.move, +1)
+        self.loads.count_move(request.move, +1)
         return request.move
 
     def finish_move(self, request: Request) -> dict[int, list[FrameRun]]:
@@ -272,7 +220,7 @@ class ClusterState:
         assert request.move is not None
         is_stopped = request.move.is_stopped
         if is_stopped:
-            self._count_kv(request, -1)
+            self.loads.count_kv(request, -1)
         request.moved_step = self.step
         move, request.move = request.move, None
         source, destination, num_pages = move.source, move.destination, move.num_pages
@@ -289,7 +237,7 @@ class ClusterState:
         request.holders = tuple(holders_of(request.runs))
         if is_stopped:
             request.tail = request.run_of(request.position)
-            self._count_kv(request, +1)
+            self.loads.count_kv(request, +1)
         elif request.tail >= index:
             request.tail += len(parts) - 1
         request.pages_on[destination] = request.pages_on.get(destination, 0) + num_pages
@@ -305,18 +253,18 @@ class ClusterState:
 
     def advance(self, request: Request, position: int) -> None:
         """A row that takes no part in steps, but in passes of a pipeline, came to a position."""
-        self._count_kv(request, -1)
+        self.loads.count_kv(request, -1)
         request.position = position
         request.tail = request.run_of(position)
-        self._count_kv(request, +1)
+        self.loads.count_kv(request, +1)
 
     def park(self, request: Request) -> None:
         """The row leaves the windows from the next one on. It keeps its place under every bound."""
         if request.state is RUNNING:
             self._halt(request)
         request.state = PARKED
-        self.num_falls += 1
-        self._count_row(request.moe_binding, -1)
+        self.loads.num_falls += 1
+        self.loads.count_row(request.moe_binding, -1)
 
     # --- a term ends and the next begins
 
@@ -324,7 +272,7 @@ class ClusterState:
         """The request's pages stay where they are read; the frames for them elsewhere are free."""
         move, request.move = request.move, None
         assert move is not None
-        self._count_move(move, -1)
+        self.loads.count_move(move, -1)
         if move.destination not in request.pages_on:
             self.committed.count_links(request.moe_binding, (move.destination,), -1)
         frames = [FrameRun(run.frame, run.num_pages) for run in move.targets]
@@ -336,20 +284,20 @@ class ClusterState:
         if request.state not in (PARKED, HELD):
             self.park(request)
         # Steps may be planned beyond its last token.
-        self._count_kv(request, -1)
+        self.loads.count_kv(request, -1)
         request.position = min(request.position, request.kv_len_max)
-        self._count_kv(request, +1)
+        self.loads.count_kv(request, +1)
         request.lose_row()
         request.state = HELD
 
     def begin_attempt(self, request: Request, arrival: Arrival) -> None:
         """A held request is parked, and its row starts at another position."""
-        self._count_kv(request, -1)
+        self.loads.count_kv(request, -1)
         request.begin_attempt(arrival)
         request.tail = request.run_of(request.position)
-        self._count_kv(request, +1)
+        self.loads.count_kv(request, +1)
         request.state = PARKED
-        self.num_falls += 1
+        self.loads.num_falls += 1
 
     def lose(self, instance: int) -> None:
         """Another process has the seat: its frames are empty. No request has a page there."""
@@ -357,31 +305,31 @@ class ClusterState:
         self.frames[instance] = FrameLedger(self.cluster.num_frames)
         if instance not in self.open:
             self.frames[instance].close()
-        self.num_falls += 1
+        self.loads.num_falls += 1
 
     def rebind(self, request: Request, moe_binding: int) -> None:
         """Move the row; the caller has checked that it can."""
         old = request.moe_binding
-        self.num_falls += 1
+        self.loads.num_falls += 1
         self.committed.rebind(request.pages_on, old, moe_binding)
         request.moe_binding = moe_binding
         if request.state is not HELD:
-            self._count_row(old, -1)
-            self._count_row(moe_binding, +1)
+            self.loads.count_row(old, -1)
+            self.loads.count_row(moe_binding, +1)
             self.linked.update(request)
 
     def remove(self, request: Request) -> dict[int, list[FrameRun]]:
         """Give up what the ended request holds. Returns its frames, by instance, quarantined."""
-        self.num_falls += 1
+        self.loads.num_falls += 1
         if request.state is RUNNING:
             self._halt(request)
         if request.state not in (PARKED, HELD):
-            self._count_row(request.moe_binding, -1)
+            self.loads.count_row(request.moe_binding, -1)
         self.committed.count_row(request.moe_binding, request.span, -1)
-        self._count_kv(request, -1)
+        self.loads.count_kv(request, -1)
         runs = request.runs
         if request.move is not None:
-            self._count_move(request.move, -1)
+            self.loads.count_move(request.move, -1)
             runs = [*runs, *request.move.targets]
         held: dict[int, list[FrameRun]] = {}
         for run in runs:
@@ -393,56 +341,15 @@ class ClusterState:
         del self.requests[request.request_id]
         return held
 
-    def free(self, held: Mapping[int, list[FrameRun]]) -> None:
-        """Quarantined frames become free."""
-        for instance, runs in held.items():
-            self.frames[instance].free(runs)
-
     # --- inside
 
     def _enter(self, request: Request) -> None:
         self.committed.count_row(request.moe_binding, request.pages_on, +1)
         request.tail = request.run_of(request.position)
-        self._count_kv(request, +1)
+        self.loads.count_kv(request, +1)
         self.requests[request.request_id] = request
 
-    def _count_row(self, moe_binding: int, sign: int) -> None:
-        self.num_rows[moe_binding] += sign
-        self.node_rows[moe_binding // self._instances_per_node] += sign
-
-    def _add_runs(
-        self, request: Request, instance: int, frames: Iterable[FrameRun]
-    ) -> list[TargetRun]:
-        runs = runs_in(request.num_pages, instance, frames)
-        if not request.runs or request.runs[-1].instance != instance:
-            request.holders += ((request.num_pages, instance),)
-        request.runs += runs
-        request.num_pages = runs[-1].first_page + runs[-1].num_pages
-        return runs
-
     def _halt(self, request: Request) -> None:
-        self._count_growing(request, self.step, -1)
+        self.loads.count_growing(request, self.step, -1)
         request.position = request.position_at(self.step)
         self.linked.remove(request)
-
-    # A row appends one token each step. Instead of visiting every row each step, an instance counts
-    # the rows that grow there: a row growing since step s adds step - (s - 1) tokens.
-
-    def _count_growing(self, request: Request, step: int, sign: int) -> None:
-        holder = request.runs[request.tail].instance
-        self._growing_rows[holder] += sign
-        self._fixed_tokens[holder] -= sign * (step - 1)
-
-    def _count_kv(self, request: Request, sign: int) -> None:
-        """Count the tokens of a row that does not grow; pages that move count where they are."""
-        for run in request.runs[: request.tail]:
-            self._fixed_tokens[run.instance] += sign * run.num_pages * PAGE_SIZE
-        tail = request.runs[request.tail]
-        self._fixed_tokens[tail.instance] += sign * (request.position - tail.first_page * PAGE_SIZE)
-
-    def _count_move(self, move: PageMove, sign: int) -> None:
-        """Count pages that move where they will be, and no more where they are."""
-        if move.is_stopped:
-            return
-        self._fixed_tokens[move.source] -= sign * move.num_pages * PAGE_SIZE
-        self._fixed_tokens[move.destination] += sign * move.num_pages * PAGE_SIZE

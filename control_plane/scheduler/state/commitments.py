@@ -83,6 +83,17 @@ class Commitments:
             return "max_partials", moe_binding
         return None
 
+    def can_reach(self, moe_binding: int, span: Collection[int], instance: int) -> bool:
+        """Whether a row has the link that pages on the instance need, or could have it.
+
+        span: the instances that its links are committed for.
+        """
+        return (
+            instance == moe_binding
+            or instance in span
+            or self.link_bound_reached(moe_binding, instance) is None
+        )
+
     def can_rebind(self, kv_binding: Collection[int], moe_binding: int) -> bool:
         """Whether a row could move to another instance of its KV binding, its links with it."""
         # It has its place in attention on every member already; only the row and its links move.

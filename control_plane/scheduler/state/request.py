@@ -191,6 +191,34 @@ class Request:
                 return run.frame + run.num_pages - 1
         raise AssertionError(f"instance {instance} holds no page of request {self.request_id}")
 
+    def add_runs(self, instance: int, frames: Iterable[tuple[int, int]]) -> list[TargetRun]:
+        """Put the next pages into these (first frame, number of frames); returns the new runs."""
+        runs = runs_in(self.num_pages, instance, frames)
+        if not self.runs or self.runs[-1].instance != instance:
+            self.holders += ((self.num_pages, instance),)
+        self.runs += runs
+        self.num_pages = runs[-1].first_page + runs[-1].num_pages
+        return runs
+
+    def is_told(self, first_unknown_step: int) -> bool:
+        """Whether every instance surely knows where its pages moved last.
+
+        first_unknown_step: the first step that some instance may not have run.
+        """
+        return self.moved_step == 0 or self.moved_step <= first_unknown_step
+
+    def movable_pages(self, run: TargetRun, first_unknown_step: int) -> range:
+        """Pages of one run that its holder could send now, while the request is running.
+
+        They are full, written by steps that every instance has surely run, and announced in windows
+        that every instance has surely begun: the sender finds them in its table.
+        """
+        num_full = 0
+        if self.is_told(first_unknown_step) and self.since_step <= first_unknown_step:
+            num_full = self.position_at(first_unknown_step) // PAGE_SIZE
+        end = min(run.first_page + run.num_pages, num_full)
+        return range(run.first_page, max(end, run.first_page))
+
     def targets(self, num_tokens: int) -> tuple[TargetRun, ...]:
         """Where the pages of the first num_tokens tokens go; shared pages are left out."""
         end = num_pages(num_tokens)

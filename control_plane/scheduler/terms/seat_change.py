@@ -119,7 +119,7 @@ class SeatChange:
                 run = self._run_that_leaves(request)
                 if run is None or (request.state is RUNNING and self._movable(request)):
                     continue
-                is_told = self._state.is_told(request)
+                is_told = request.is_told(self._state.first_unknown_step)
                 if (
                     is_told
                     and request.state in (RUNNING, PARKED)
@@ -136,7 +136,7 @@ class SeatChange:
             if request.state is RUNNING and request.moe_binding not in self.seats:
                 stay = [i for i in request.pages_on if i in self.seats]
                 if stay:
-                    yield request, min(stay, key=lambda i: (state.num_rows[i], i))
+                    yield request, min(stay, key=lambda i: (state.loads.num_rows[i], i))
 
     def moves(self) -> Iterator[tuple[Request, range, int]]:
         """Yield (request, pages, new instance) for pages on instances that leave."""
@@ -174,7 +174,7 @@ class SeatChange:
     def _movable(self, request: Request) -> range | None:
         """Pages of a running request that could leave now."""
         leaving = (run for run in request.runs if run.instance not in self.seats)
-        found = (self._state.movable_pages(request, run) for run in leaving)
+        found = (request.movable_pages(run, self._state.first_unknown_step) for run in leaving)
         return next((pages for pages in found if pages), None)
 
     def _destination(self, request: Request, num_pages: int) -> int:
@@ -183,7 +183,8 @@ class SeatChange:
         reached = (
             (frames[i].num_free >= num_pages, i in pages_on, frames[i].num_free, -i)
             for i in self._state.open
-            if frames[i].num_free and self._state.can_reach(request, i)
+            if frames[i].num_free
+            and self._state.committed.can_reach(request.moe_binding, request.span, i)
         )
         return -max(reached, default=(False, False, 0, 1))[-1]
 

@@ -79,13 +79,13 @@ class RowWindows:
         two_lanes = False
         if self._lanes.is_on:
             self._lowering.level_lanes(state.requests)
-            num_links = max(map(state.committed.num_links, range(len(state.num_rows))))
-            num_rows = max((state.num_rows[i] for i in state.open), default=0)
+            num_links = max(map(state.committed.num_links, range(len(state.loads.num_rows))))
+            num_rows = max((state.loads.num_rows[i] for i in state.open), default=0)
             two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
         plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes)
         self.in_flight.append(window)
         self.next_window += 1
-        state.step += self._num_steps
+        state.loads.step += self._num_steps
         self._fair_share.window(self._num_steps)
         return window, plans
 

@@ -23,11 +23,11 @@ def miscount_committed(s, tables):
 
 
 def forget_tokens(s, tables):
-    s._state._fixed_tokens[0] -= 1
+    s._state.loads._fixed_tokens[0] -= 1
 
 
 def forget_a_row(s, tables):
-    s._state.num_rows[s._state.requests[1].moe_binding] -= 1
+    s._state.loads.num_rows[s._state.requests[1].moe_binding] -= 1
 
 
 def forget_a_commitment(s, tables):

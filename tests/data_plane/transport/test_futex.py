@@ -13,10 +13,10 @@ class Kernel:
     """Stands for the clock and for yields, each of which takes as long as it is told."""
 
     def __init__(self, monkeypatch):
-        self.now_s, self.yield_s, self.num_yields = 0.0, 0.00001, 0
+        self.now_s, self.yield_s, self.num_yields = 5.0, 0.00001, 0
         monkeypatch.setattr(futex, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(futex, "os", SimpleNamespace(sched_yield=self._yield))
-        monkeypatch.setattr(futex, "_yields", futex._Yields())
+        monkeypatch.setattr(futex, "_sleeps_until_s", 0.0)
         monkeypatch.setattr(futex, "_NUM_YIELDS", 200)
 
     def _yield(self):
@@ -43,8 +43,9 @@ def test_after_a_long_yield_the_next_waits_sleep_at_once(monkeypatch, wait):
     kernel.yield_s = 0.004
     assert kernel.yields_of(wait, word) == 1
     kernel.yield_s = 0.00001
-    for _ in range(futex._NUM_SLEEPS):
+    for _ in range(3):
         assert kernel.yields_of(wait, word) == 0
+    kernel.now_s += 1
     assert kernel.yields_of(wait, word) == 200, "the busy process may be gone"
 
 

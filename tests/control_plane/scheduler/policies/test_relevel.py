@@ -16,15 +16,22 @@ def smallest_move(monkeypatch):
     monkeypatch.setattr(module, "MIN_PAGES", 8)
 
 
+def all_pages(run, first_unknown_step):
+    """Every page of a run may move."""
+    return range(run.first_page, run.first_page + run.num_pages)
+
+
 def wishes(loads, runs, source=0):
     """What a node of two wishes whose only request has these runs."""
     pages_on = dict.fromkeys((run.instance for run in runs), 1)
-    request = SimpleNamespace(move=None, moe_binding=1, pages_on=pages_on, runs=runs)
+    request = SimpleNamespace(
+        move=None, moe_binding=1, pages_on=pages_on, runs=runs, movable_pages=all_pages
+    )
     own = sorted((-run.num_pages, 7, run) for run in runs if run.instance == source)
     state = SimpleNamespace(
         linked=SimpleNamespace(runs={source: own, 1 - source: []}),
         requests={7: request},
-        movable_pages=lambda request, run: range(run.first_page, run.first_page + run.num_pages),
+        first_unknown_step=0,
     )
     return [(pages, to) for _, pages, to in relevel(state, dict(zip(NODE, loads, strict=True)))]
 

@@ -17,7 +17,13 @@ PAGES = 200 * PAGE_SIZE
 
 def request_on(moe_binding, *runs):
     pages_on = {run.instance: run.num_pages for run in runs}
-    return SimpleNamespace(move=None, moe_binding=moe_binding, pages_on=pages_on, runs=runs)
+    return SimpleNamespace(
+        move=None,
+        moe_binding=moe_binding,
+        pages_on=pages_on,
+        runs=runs,
+        movable_pages=lambda run, _: range(run.first_page, run.first_page + run.num_pages),
+    )
 
 
 def state_of(loads, requests, full=()):
@@ -44,8 +50,8 @@ def state_of(loads, requests, full=()):
         committed=SimpleNamespace(
             far_to=far_to, num_far_links=lambda i: max(far_to[i], far_from[i])
         ),
-        kv_tokens_on=lambda node: sum(loads[i] for i in node),
-        movable_pages=lambda request, run: range(run.first_page, run.first_page + run.num_pages),
+        loads=SimpleNamespace(kv_tokens_on=lambda node: sum(loads[i] for i in node)),
+        first_unknown_step=0,
         can_move=lambda request, pages, destination: destination not in full,
     )
 
@@ -168,10 +174,10 @@ def test_within_a_node_no_row_of_another_gets_a_new_link():
 def test_a_row_is_bound_to_no_other_node_again():
     far = request_on(0, TargetRun(0, 100, 0, 0), TargetRun(100, 50, 2, 0))
     state = state_of([0] * 4, {8: far})
-    state.num_rows, state.linked.by_degree = [5, 5, 1, 5], [(2, 8)]
+    state.loads.num_rows, state.linked.by_degree = [5, 5, 1, 5], [(2, 8)]
     assert list(CostAware(SchedulerConfig(policy="cost_aware")).rebindings(state, 0)) == []
     # Nor does a holder of another node with fewer rows keep it from one of its own node.
     far.pages_on = {0: 100, 1: 50, 2: 50}
-    state.num_rows = [5, 2, 1, 5]
+    state.loads.num_rows = [5, 2, 1, 5]
     for policy, new in ((CostAware, 1), (DualBalanced, 2)):
         assert [to for _, to in policy(SchedulerConfig()).rebindings(state, 0)] == [new]
