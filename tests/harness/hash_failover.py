@@ -321,12 +321,12 @@ class FailoverCluster(RecoveringCluster):
 
         adoption._adopted = counted
 
-    def _join(self, index: int, term: int, join: pb.Join) -> None:
+    def _let_join(self, index: int, term: int, join: pb.Join) -> None:
         if not self.is_opened:
             # The prefill attaches to the rings of its controller's terms only.
             self.jobs.clear()
-        super()._join(index, term, join)
+        super()._let_join(index, term, join)
 
-    def _begin_term(self, keeps_rows: bool) -> None:
-        super()._begin_term(keeps_rows)
+    def _term_began(self, keeps_rows: bool) -> None:
+        super()._term_began(keeps_rows)
         self.is_opened = True

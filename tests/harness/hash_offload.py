@@ -174,7 +174,7 @@ class CutCluster(LosingCluster):
             super()._between_steps(process)
         except PeerLost:
             if self.is_serving and process.term == self.term:
-                self._regroup()
+                self._end_term()
 
 
 def play_offloading(seed: int, num_requests: int = 20) -> OffloadingCluster:

@@ -57,7 +57,7 @@ class LosingPipeline(RegroupingPlay, HashPipeline):
         for index in lost:
             self._die(index, "it was ended by SIGKILL", random.random() < 0.7)
         if not lost:
-            self._regroup()
+            self._end_term()
         self._settle()
 
     # --- requests
@@ -120,8 +120,8 @@ class LosingPipeline(RegroupingPlay, HashPipeline):
         process.stage.enter(*ends)
         return process
 
-    def _begin_term(self, keeps_rows: bool) -> None:
-        super()._begin_term(keeps_rows)
+    def _term_began(self, keeps_rows: bool) -> None:
+        super()._term_began(keeps_rows)
         self.counts["terms"] += 1
         self.counts["passes of ended terms"] += self.counts.pop("passes", 0)
 

@@ -133,7 +133,7 @@ class RecoveringCluster(RegroupingCluster):
             self._want_seats()
         elif draw < self.change_share and self.regroups_left and is_calm:
             self.regroups_left -= 1
-            self._regroup()
+            self._end_term()
         elif draw < self.change_share / 20 and self.is_serving and not is_calm:
             self.members.changes.undo()  # It was thought better of.
             self._settle()
@@ -272,8 +272,8 @@ class RecoveringCluster(RegroupingCluster):
         self._die(index, "it was ended by SIGKILL", is_seen)
         self._settle()
 
-    def _join(self, index: int, term: int, join: pb.Join) -> None:
-        super()._join(index, term, join)
+    def _let_join(self, index: int, term: int, join: pb.Join) -> None:
+        super()._let_join(index, term, join)
         self.tokens.setdefault(self.processes[index], deque())
 
     # --- controller_interface.ControllerEvents

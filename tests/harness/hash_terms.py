@@ -154,7 +154,7 @@ class RegroupingPlay(HashPlay):
                     self._leave(index)
                 self.members.heard(self.processes[index].member, Left(), order.term)
             case "join":
-                self._join(index, order.term, order.join)
+                self._let_join(index, order.term, order.join)
                 self.members.heard(self.processes[index].member, Ready(), order.term)
         self._settle()
 
@@ -165,7 +165,7 @@ class RegroupingPlay(HashPlay):
         self.loops[index] = self._loop(process)
         self.running.discard(index)
 
-    def _join(self, index: int, term: int, join: pb.Join) -> None:
+    def _let_join(self, index: int, term: int, join: pb.Join) -> None:
         if term not in self.ends_of:
             self.ends_of[term] = self._new_ends()
         is_new = index in self.lost
@@ -190,7 +190,7 @@ class RegroupingPlay(HashPlay):
             elif coordinator.changes:
                 self._take_up(coordinator.changes.popleft())
             elif self.members.terms.is_serving and not self.is_serving:
-                self._begin_term(False)  # The first of a controller.
+                self._term_began(False)  # The first of a controller.
             else:
                 break
         assert not self.members.end.failure.done(), self.members.end.failure.result()
@@ -203,19 +203,19 @@ class RegroupingPlay(HashPlay):
             case ClusterLost():
                 raise AssertionError(event.message)
             case Regrouped():
-                self._begin_term(event.keeps_rows)
+                self._term_began(event.keeps_rows)
             case TermEnded():
                 self.is_serving = False
         self.coordinator.take_up(event)
         if batch := self.coordinator.take_events():
             self._call_scheduler(batch)
 
-    def _begin_term(self, keeps_rows: bool) -> None:
+    def _term_began(self, keeps_rows: bool) -> None:
         self.term, self.serving = self.members.terms.number, self.members.seats
         self.is_serving, self.full_seat = True, None
         self.num_terms += 1
 
-    def _regroup(self) -> None:
+    def _end_term(self) -> None:
         """The term ends though nobody is lost."""
         self.members.terms.end()
         self._settle()
@@ -258,9 +258,9 @@ class RegroupingCluster(RegroupingPlay, HashCluster):
         if isinstance(event, Regrouped):
             self.num_kept += len(self.scheduler._held)
 
-    def _begin_term(self, keeps_rows: bool) -> None:
+    def _term_began(self, keeps_rows: bool) -> None:
         num, before = len(self.processes), self.serving
-        super()._begin_term(keeps_rows)
+        super()._term_began(keeps_rows)
         for index in {*range(num)} - {*self.serving}:
             self.processes[index].forget()
         self.num_changes += keeps_rows
