@@ -219,9 +219,9 @@ MUTANTS = [
     Mutant(
         name="moved-unfilled",
         why="a page moves while the row may still write to it",
-        path="control_plane/scheduler/state/cluster_state.py",
-        text="(request.position_at(self.step) - self._steps_in_flight) // PAGE_SIZE",
-        fault="-(-request.position_at(self.step) // PAGE_SIZE)",
+        path="control_plane/scheduler/state/request.py",
+        text="self.position_at(first_unknown_step) // PAGE_SIZE",
+        fault="-(-self.position_at(first_unknown_step) // PAGE_SIZE)",
         tests=HASH,
     ),
     Mutant(

@@ -246,7 +246,7 @@ OF_TERMS = [
         name="closed-seat",
         why="requests are placed on an instance that is to leave (planned terms)",
         path="control_plane/scheduler/state/cluster_state.py",
-        text="self._weigh(instance, _CLOSED)",
+        text="self.loads.weigh(instance, _CLOSED)",
         fault="self.frames[instance].reopen()",
         tests=("tests/control_plane/scheduler/windows/test_page_moves.py", "-k", "to_leave"),
     ),
