@@ -104,4 +104,5 @@ def options_of(command):
 
 
 def test_the_command_line_has_no_more_options():
-    assert options_of(typer.main.get_command(app)) <= MAX_OPTIONS
+    num = options_of(typer.main.get_command(app))
+    assert num <= MAX_OPTIONS, f"{num} options: at most {MAX_OPTIONS}, or fewer"

@@ -118,6 +118,25 @@ def unknown_modules(text):
             yield f"{module}.{name}"
 
 
+def defined_elsewhere(text):
+    """`Name` in `file.py` where the file, or one of several of that name, does not define it."""
+    for name, path in re.findall(r"`(\w+)`\s+(?:in|of)\s+`([\w/]+\.py)`", text):
+        defines = re.compile(rf"^\s*(?:(?:class|def|async def) {name}\b|{name}\b[^(\n]*=)", re.M)
+        files = [file for file in FILES if f"/{file}".endswith(f"/{path}")]
+        if files and not any(defines.search((ROOT / file).read_text()) for file in files):
+            yield f"{name} in {path}"
+
+
+def test_names_are_in_the_files_where_documents_say_they_are():
+    found = said_in_vain(lambda path: path.suffix == ".md", defined_elsewhere)
+    assert not found, f"(document, name and the file that does not define it): {found}"
+
+
+def test_a_name_in_another_file_would_be_seen():
+    text = "`Plan` in `nanocp/values/plan.py`, `Plan`\nin `values/passes.py`, `INSTANCES` in `f.py`"
+    assert list(defined_elsewhere(text)) == ["Plan in values/passes.py"]
+
+
 def test_modules_exist():
     assert not said_in_vain(lambda path: path.suffix in (".py", ".md"), unknown_modules)
     assert list(

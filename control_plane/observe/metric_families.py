@@ -231,6 +231,7 @@ class Recorded:
             if kind is Counter:
                 made = self.counters[name] = Counter(PREFIX + name, text, labels, registry=registry)
             else:
+                assert kind is Histogram, f"{name} is a gauge; its row belongs to READ"
                 if buckets is LENGTHS:
                     buckets = [length for length in LENGTHS if length <= max_model_len]
                 made = self.histograms[name] = Histogram(

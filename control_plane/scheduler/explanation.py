@@ -6,6 +6,7 @@ not know: how a story is shown. It decides nothing: plans are the same with it a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -217,7 +218,8 @@ class Explainer:
         elif isinstance(policy, Explains):
             explanation = policy.explain(state, arrival, proposal)
         else:
-            explanation = Explanation((policy.place.__doc__ or "",))
+            paragraphs = (inspect.getdoc(policy.place) or "").split("\n\n")
+            explanation = Explanation(tuple(" ".join(each.split()) for each in paragraphs))
         nodes = tuple(_node_load(state, node) for node in state.nodes)
         story.is_waiting = False
         text = (

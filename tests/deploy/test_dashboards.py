@@ -82,7 +82,7 @@ def test_every_metric_of_ours_is_explained_and_shown(exposed):
     shown = " ".join(expression for _, expression in EXPRESSIONS)
     for family in families:
         assert re.search(rf"{family}(_total|_bucket|_sum|_count)?\b", shown), (
-            f"{family} is on no dashboard"
+            f"{family} is in no panel of deploy/grafana and no alert"
         )
         assert re.search(rf"`{family.removeprefix('nanocp:')}(_total)?`", OPERATE), (
             f"{family} is not in docs/use/operate.md"

@@ -4,9 +4,10 @@ Enters: placed requests and changes to them. Leaves: loads for the policies, and
 guards placement, re-binding and extension (can_allocate). Does not know: events, windows in flight,
 what an instance reports.
 
-Two pairs of numbers are never mixed. `kv_tokens` is what attention reads: WaterFill and every cost
-use it; frames, committed for coming tokens too, are for the check of room only. `num_rows` is what
-policies balance; `committed.rows` counts parked rows too, and is what max_rows bounds.
+Two pairs of numbers are never mixed. `loads.kv_tokens` is what attention reads: WaterFill and every
+cost use it; frames, committed for coming tokens too, are for the check of room only.
+`loads.num_rows` is what policies balance; `committed.rows` counts parked rows too, and is what
+max_rows bounds.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 
 class ClusterLoads:
-    """ClusterLoads of all instances, and of their nodes."""
+    """Loads of all instances, and of their nodes."""
 
     def __init__(self, nodes: Sequence[range]) -> None:
         """nodes: the instances of each node, ascending, as many on each but the last."""

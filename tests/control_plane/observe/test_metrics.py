@@ -334,7 +334,8 @@ def test_the_page_has_each_row_of_the_table():
         for family in metrics.registry.collect()
         if not family.name.startswith("process_")
     }
-    assert set(page) == {*READ, *SCHEDULING, *INSTANCES, *RECOVERY, *REQUESTS}
+    expected = {*READ, *SCHEDULING, *INSTANCES, *RECOVERY, *REQUESTS}
+    assert set(page) == expected, f"only in the table, or only set: {set(page) ^ expected}"
     for rows in (READ, SCHEDULING, INSTANCES, RECOVERY, REQUESTS):
         for name, row in rows.items():
             assert (page[name].documentation, page[name].type) == (row.help, KINDS[row.kind]), name

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from control_plane.scheduler.explanation import Explainer
+from control_plane.scheduler.scheduler import Scheduler
 from nanocp.cli.main import app
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -18,6 +19,7 @@ from nanocp.simulator.outcome import Recorder, Run
 from nanocp.simulator.simulation import Simulation
 from nanocp.simulator.workload import Workload
 from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.values.plan import Arrival
 
 NUM_REQUESTS = 250
 H200 = load_cluster_file("h200x32-deepseek-v3")
@@ -92,6 +94,17 @@ def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path
             for instance, pages in decision.proposal.shares.items()
         )
     assert num_ended > NUM_REQUESTS // 2
+
+
+def test_a_policy_that_says_no_more_shows_the_paragraphs_of_its_docstring():
+    explainer = Explainer(["1"])
+    scheduler = Scheduler(CROWDED.cluster, SchedulerConfig(policy="least_batch"), explainer)
+    explainer.around(scheduler.plan_window)([Arrival(1, 100, 8)], 0)
+    (decision,) = (note.decision for note in explainer.stories[1].notes if note.decision)
+    assert decision.explanation.sentences == (
+        "Propose the least loaded instance, whether the request fits there now or not.",
+        "It proposes several only if no instance could ever hold the request.",
+    )
 
 
 def test_what_cost_aware_chose_is_the_best_that_it_compared():

@@ -52,7 +52,7 @@ PROTO = (ROOT / "proto/nanocp/wire/v1/inference.proto").read_text()
 
 
 def test_every_row_has_a_value_to_try_that_is_not_its_default():
-    assert set(OTHER) == set(NAMES)
+    assert set(OTHER) == set(NAMES), "each row has a value in OTHER above"
     assert all(OTHER[name] != DEFAULTS[name] for name in NAMES)
 
 
@@ -79,18 +79,18 @@ def plain(hint):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_grpc_message_has_it_with_its_type(name):
+    assert name in MESSAGE, "SamplingParameters of inference.proto lacks it; then run make proto"
     assert kind_of(MESSAGE[name]) == plain(TYPES[name])
     is_optional = MESSAGE[name].has_presence
     assert is_optional or DEFAULTS[name] in (False, (), {}), "absent must be the default"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if DEFAULTS[name] not in (False, (), {}, None)]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if type(DEFAULTS[name]) in (int, float)])
 def test_the_grpc_message_says_its_default(name):
-    comment = re.search(rf"((?:  //[^\n]*\n)+)  optional \w+ {name} = ", PROTO).group(1)
-    said = re.search(r"Default:? (-?[\d.]+)", comment)
-    assert said and float(said.group(1).rstrip(".")) == DEFAULTS[name]
+    comment = re.search(rf"((?:  //[^\n]*\n)+)  optional \w+ {name} = ", PROTO)
+    said = comment and re.search(r"Default:? (-?[\d.]+)", comment.group(1))
+    assert said, "its comment in inference.proto does not say its default, as Default N"
+    assert float(said.group(1).rstrip(".")) == DEFAULTS[name]
 
 
 def test_the_grpc_message_has_nothing_else():
@@ -172,7 +172,7 @@ def test_a_chat_has_it(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_python_client_sends_it(name):
     hints = get_type_hints(Sampling)
-    assert set(hints) == set(NAMES)
+    assert set(hints) == set(NAMES), "Sampling of nanocp/client/messages.py has other names"
     options = get_args(hints[name]) if name in ("stop", "bad_words") else (hints[name],)
     assert plain(options[-1]) == plain(TYPES[name])
     message = request_message("x", "", {name: OTHER[name]}, 0, None)
@@ -244,7 +244,7 @@ def test_the_message_between_members_has_every_row_of_the_sampler():
     names = [field.name for field in fields(SamplingParams)]
     expected = set().union(*(columns.get(name, {name}) for name in names))
     message = cluster_pb2.SamplingParams.DESCRIPTOR.fields_by_name
-    assert set(message) == expected
+    assert set(message) == expected, "SamplingParams of cluster.proto has other names"
     for name in CONTROLS:
         assert kind_of(message[name]) == plain(TYPES[name])
 
@@ -254,7 +254,14 @@ def test_an_instance_reads_it(name):
     """All but ignore_eos, which the front end has put into stop_token_ids."""
     sources = (ROOT / "data_plane" / "instance").glob("*.py")
     reads = any(re.search(rf"params\.{name}\b", path.read_text()) for path in sources)
-    assert reads or name == "ignore_eos"
+    assert reads or name == "ignore_eos", f"the sampler reads no params.{name}"
+
+
+@pytest.mark.parametrize("name", [name for name in CONTROLS if name != "temperature"])
+def test_a_control_counts_in_the_work_of_the_sampler(name):
+    drawn, controlled = SamplingParams(temperature=1), {"temperature": 1, name: OTHER[name]}
+    is_counted = SamplingParams(**controlled).work != drawn.work
+    assert is_counted, f"SamplingParams.work of nanocp/values/sampling.py does not count {name}"
 
 
 def test_defaults_of_a_row_are_the_clients():
@@ -293,4 +300,5 @@ def test_a_number_out_of_bounds_is_named_with_what_it_must_be(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_document_of_the_apis_names_it(name):
-    assert f"`{name}`" in (ROOT / "docs/use/api.md").read_text()
+    is_named = f"`{name}`" in (ROOT / "docs/use/api.md").read_text()
+    assert is_named, f"docs/use/api.md has no row for {name}"
