@@ -42,8 +42,8 @@ from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
 from nanocp.simulator.workload import Workload
 from nanocp.values.members import Member
-from nanocp.values.plan import Arrival, Placement
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.plan import Arrival, InstancePlan, Placement
+from nanocp.wire.members import TO_INSTANCE
 
 WINDOW_MS = {45: 42.0, 256: 185.0}
 """Rows an instance -> about how long a step of them takes by the fitted cost model."""
@@ -63,8 +63,6 @@ _FILL_AT_A_TIME = 2_048
 """Requests that are submitted together before the first window that counts."""
 _START_S = 300.0
 _STOP_S = 10.0
-_PLAN = b"\x1a"
-"""How an encoded ToInstance begins that has a plan."""
 
 
 class SizedCluster(NamedTuple):
@@ -138,8 +136,8 @@ def _watch(controller: Controller) -> _Stamps:
     async def stamped(stream: MemberStream) -> AsyncIterator[Any]:
         async for message in messages(stream):
             yield message
-            if message.WhichOneof("message") == "plan":
-                stamps.handed[message.plan.window] = time.monotonic_ns()
+            if isinstance(message.message, InstancePlan):
+                stamps.handed[message.message.window] = time.monotonic_ns()
 
     of_nodes = _NodeStream.messages
 
@@ -147,9 +145,10 @@ def _watch(controller: Controller) -> _Stamps:
         async for message in of_nodes(node):
             yield message
             at_ns = time.monotonic_ns()
-            plans = [item.message for item in message.items if item.message.startswith(_PLAN)]
+            sent = (item.message for item in message.items if item.message)
+            plans = [each for each in sent if TO_INSTANCE.name(each) == InstancePlan.__name__]
             if plans:
-                stamps.handed[pb.ToInstance.FromString(plans[-1]).plan.window] = at_ns
+                stamps.handed[TO_INSTANCE.decode(plans[-1]).window] = at_ns
 
     _NodeStream.messages = stamped_of_nodes  # type: ignore[method-assign, assignment]
     controller._scheduler.plan_window = timed  # type: ignore[method-assign]

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import grpc
 
 from data_plane.member.node_streams import NodeStreams, _send_up
+from nanocp.values.commands import ExpectPages, Join, RefusePages, Shutdown
+from nanocp.values.members import Beat, Envelope, Hello, Peer, Ready
+from nanocp.values.plan import InstancePlan, TransferDone, TransferFenced, WindowDone
 from nanocp.wire.member_metadata import member_metadata
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.wire.members import CONTROLLER, FROM_INSTANCE, FROM_NODE, TO_INSTANCE, TO_NODE
 
 _BEAT_S = 0.75
 """Time between two heartbeats of an instance."""
@@ -55,11 +57,14 @@ def pretend(own: Pretended, results: Connection) -> None:
 
 async def _instance(instance: int, own: Pretended, reported_ns: dict[int, int]) -> None:
     """One instance with a stream of its own, on a channel of its own as in a service."""
-    up: asyncio.Queue[pb.FromInstance] = asyncio.Queue()
+    up: asyncio.Queue[Envelope] = asyncio.Queue()
     async with _channel(own.address) as channel:
         await channel.channel_ready()
         metadata = member_metadata(f"instance {instance}", own.secrets[instance])
-        call = rpc.ControllerStub(channel).AttachInstance(_each(up), metadata=metadata)
+        attach = channel.stream_stream(
+            f"/{CONTROLLER}/AttachInstance", FROM_INSTANCE.seal, TO_INSTANCE.open
+        )
+        call = attach(_each(up), metadata=metadata)
         await _run(instance, own, up, aiter(call), reported_ns)
 
 
@@ -74,7 +79,10 @@ async def _node(node: int, own: Pretended, reported_ns: dict[int, int]) -> None:
     async with _channel(own.address) as channel:
         await channel.channel_ready()
         metadata = member_metadata(f"node {node}", own.node_secrets[node])
-        call = rpc.ControllerStub(channel).AttachNode(metadata=metadata)
+        attach = channel.stream_stream(
+            f"/{CONTROLLER}/AttachNode", FROM_NODE.encode, TO_NODE.decode
+        )
+        call = attach(metadata=metadata)
         tasks = [asyncio.create_task(_send_up(call, streams, _BEAT_S))]
         for instance in instances:
             tasks.append(asyncio.create_task(_on_node(instance, own, streams, reported_ns)))
@@ -98,59 +106,55 @@ class _Context(NamedTuple):
 async def _on_node(
     instance: int, own: Pretended, streams: NodeStreams, reported_ns: dict[int, int]
 ) -> None:
-    up: asyncio.Queue[pb.FromInstance] = asyncio.Queue()
+    up: asyncio.Queue[Envelope] = asyncio.Queue()
     context: Any = _Context(tuple(member_metadata(f"instance {instance}", own.secrets[instance])))
-    raw_up = (message.SerializeToString() async for message in _each(up))
+    raw_up = (FROM_INSTANCE.seal(envelope) async for envelope in _each(up))
     raw_down = streams.attach(raw_up, context)
-    down = (pb.ToInstance.FromString(raw) async for raw in raw_down)
+    down = (TO_INSTANCE.open(raw) async for raw in raw_down)
     await _run(instance, own, up, down, reported_ns)
 
 
 async def _run(
     instance: int,
     own: Pretended,
-    up: asyncio.Queue[pb.FromInstance],
-    down: AsyncIterator[pb.ToInstance],
+    up: asyncio.Queue[Envelope],
+    down: AsyncIterator[Envelope],
     reported_ns: dict[int, int],
 ) -> None:
     """Windows take their time one after the other, tickets none."""
-    plans: asyncio.Queue[pb.ToInstance] = asyncio.Queue()
-    where = pb.Peer(node=f"node {instance // own.instances_per_node}")
-    up.put_nowait(pb.FromInstance(hello=pb.InstanceHello(instance=instance, where=where)))
+    plans: asyncio.Queue[Envelope] = asyncio.Queue()
+    where = Peer(f"node {instance // own.instances_per_node}")
+    up.put_nowait(Envelope(Hello(instance, where)))
     window_s = own.window_us / 1e6
 
     async def run_windows() -> None:
         ends_s = 0.0
         while True:
-            message = await plans.get()
+            plan, term = await plans.get()
             ends_s = max(ends_s, time.monotonic()) + window_s
             await asyncio.sleep(ends_s - time.monotonic())
-            window = message.plan.window
-            done = pb.WindowDone(window=window, step_us=own.window_us, num_rows=1)
-            reported_ns[window] = time.monotonic_ns()
-            up.put_nowait(pb.FromInstance(window_done=done, term=message.term))
+            done = WindowDone(instance, plan.window, step_us=own.window_us, num_rows=1)
+            reported_ns[plan.window] = time.monotonic_ns()
+            up.put_nowait(Envelope(done, term))
 
     async def beat() -> None:
         while True:
             await asyncio.sleep(_BEAT_S)
-            up.put_nowait(pb.FromInstance(heartbeat=pb.Heartbeat()))
+            up.put_nowait(Envelope(Beat()))
 
     tasks = [asyncio.create_task(run_windows()), asyncio.create_task(beat())]
-    async for message in down:
-        answer: dict[str, Any] = {}
-        match message.WhichOneof("message"):
-            case "join":
-                answer = {"ready": pb.InstanceReady()}
-            case "plan":
-                plans.put_nowait(message)
-            case "expect":
-                answer = {"transfer_done": pb.TransferAnswer(ticket=message.expect.ticket)}
-            case "fence":
-                answer = {"transfer_fenced": pb.TransferAnswer(ticket=message.fence)}
-            case "shutdown":
+    async for envelope in down:
+        match envelope.message:
+            case Join():
+                up.put_nowait(Envelope(Ready(), envelope.term))
+            case InstancePlan():
+                plans.put_nowait(envelope)
+            case ExpectPages(transfer):
+                up.put_nowait(Envelope(TransferDone(transfer.ticket, instance), envelope.term))
+            case RefusePages(ticket):
+                up.put_nowait(Envelope(TransferFenced(ticket, instance), envelope.term))
+            case Shutdown():
                 break
-        if answer:
-            up.put_nowait(pb.FromInstance(term=message.term, **answer))
     for task in tasks:
         task.cancel()
 
@@ -159,6 +163,6 @@ def _channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-async def _each(queue: asyncio.Queue[pb.FromInstance]) -> AsyncIterator[pb.FromInstance]:
+async def _each(queue: asyncio.Queue[Envelope]) -> AsyncIterator[Envelope]:
     while True:
         yield await queue.get()

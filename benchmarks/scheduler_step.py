@@ -27,7 +27,7 @@ from nanocp.simulator.outcome import percentile
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 from nanocp.values.plan import Event, Plan
-from nanocp.wire.convert import instance_plan_to_wire
+from nanocp.wire.members import TO_INSTANCE
 
 CLAIMS_MS = {
     ("dual_balanced", 45): 0.2,
@@ -126,8 +126,7 @@ class _Calls:
 
     def _note(self, plan: Plan) -> None:
         self.times_ns.append(self._owed_ns)
-        messages = [instance_plan_to_wire(own) for own in plan.instances]
-        self.sizes.append(sum(len(message.SerializeToString()) for message in messages))
+        self.sizes.append(sum(len(TO_INSTANCE.encode(own)) for own in plan.instances))
         self.num_changes["started"] += sum(len(own.starts) for own in plan.instances)
         self.num_changes["ended"] += sum(len(own.ends) for own in plan.instances)
         self.num_changes["transfers"] += sum(t.source is None for t in plan.transfers)

@@ -40,7 +40,7 @@ from control_plane.ports.addresses import advertised_host, join
 from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config
 from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
-from nanocp.wire.v1 import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from nanocp.wire.v1 import inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -243,9 +243,8 @@ class FrontEnd:
             service, self._member_secrets, 1 + self._index
         )
         await self._add_services(server)
-        cluster_pb2_grpc.add_TokenSinkServicer_to_server(
-            TokenSinkServicer(self._streams, self.members_address, self._config.cluster), members
-        )
+        sink = TokenSinkServicer(self._streams, self._config.cluster)
+        members.add_generic_rpc_handlers((sink.methods(),))
         await server.start()
         await members.start()
         if self._http:

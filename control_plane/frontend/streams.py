@@ -24,7 +24,7 @@ from control_plane.observe.observer import Observer
 from control_plane.observe.request_log import log_ended
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import RowInput, Token, TokenLogprobs, penalized_prompt_ids
-from nanocp.wire.convert import encode_row_input
+from nanocp.wire.rows import encode_row_input
 
 _MAX_UNPLACED = 1024
 """Tokens of a request that wait for its placement."""

@@ -17,11 +17,20 @@ import grpc
 
 from control_plane.ports.members_port import MemberSecrets, bind, caller
 from nanocp.config.whole import Config
-from nanocp.values.members import PREFILL, Failure, Hello, Loading, Member, Said
+from nanocp.values.members import PREFILL, Envelope, Failure, Hello, Loading, Member, Said
 from nanocp.wire.member_metadata import NAME, SECRET
-from nanocp.wire.members import FromMember, ToMember, said_from_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.wire.members import (
+    CONTROLLER,
+    FROM_NODE,
+    TO_INSTANCE,
+    TO_NODE,
+    TO_PREFILL,
+    FromNode,
+    FromStream,
+    ToNode,
+    ToStream,
+    opened_said,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class MemberStream:
     def __init__(self, member: Member, max_messages: int = _MAX_MESSAGES) -> None:
         self.member = member
         self.max_messages = max_messages
-        self._messages: asyncio.Queue[ToMember | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[Envelope | None] = asyncio.Queue()
         self._closed = False
         self.is_filled: Callable[[], None] = lambda: None
         """Called when `take` has something to return."""
@@ -53,7 +62,7 @@ class MemberStream:
         """Whether `close` was called."""
         return self._closed
 
-    def send(self, message: ToMember) -> bool:
+    def send(self, message: Envelope) -> bool:
         """Queue a message.
 
         False if it was dropped: the stream is closed, or the member left too much unread.
@@ -71,12 +80,12 @@ class MemberStream:
             self._messages.put_nowait(None)
             self.is_filled()
 
-    async def messages(self) -> AsyncIterator[ToMember]:
+    async def messages(self) -> AsyncIterator[Envelope]:
         """What is sent down, until close."""
         while (message := await self._messages.get()) is not None:
             yield message
 
-    def take(self) -> list[ToMember | None]:
+    def take(self) -> list[Envelope | None]:
         """What was sent down and is queued; None stands for the end. It does not wait."""
         return [self._messages.get_nowait() for _ in range(self._messages.qsize())]
 
@@ -121,12 +130,12 @@ async def serve_members(
     server, address = bind(config.service, member_secrets, 0)
     silent_s = config.limits.suspect_ms / 1000
     servicer = MemberServicer(listener, member_secrets, node_lost, silent_s)
-    rpc.add_ControllerServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((servicer.methods(),))
     await server.start()
     return server, address
 
 
-class MemberServicer(rpc.ControllerServicer):
+class MemberServicer:
     """Carries messages between streams and the listener."""
 
     def __init__(
@@ -142,8 +151,24 @@ class MemberServicer(rpc.ControllerServicer):
         self._node_lost = node_lost
         self._silent_s = silent_s
 
-    async def AttachInstance(
-        self, requests: AsyncIterator[pb.FromInstance], context: Any
+    def methods(self) -> grpc.GenericRpcHandler:
+        """The methods that members dial. What comes up is opened here, where refusals are said."""
+        stream = grpc.stream_stream_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            CONTROLLER,
+            {
+                "AttachInstance": stream(
+                    self._attach_instance, response_serializer=TO_INSTANCE.seal
+                ),
+                "AttachPrefill": stream(self._attach_prefill, response_serializer=TO_PREFILL.seal),
+                "AttachNode": stream(
+                    self._attach_node, FROM_NODE.decode, response_serializer=TO_NODE.encode
+                ),
+            },
+        )
+
+    async def _attach_instance(
+        self, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[Any]:
         requests = _until_it_breaks(requests)
         member = await _caller_of_kind("instance", context)
@@ -157,15 +182,13 @@ class MemberServicer(rpc.ControllerServicer):
                 case Failure():
                     return
 
-    def before_hello(
-        self, member: Member, message: pb.FromInstance | bytes
-    ) -> Hello | Failure | None:
+    def before_hello(self, member: Member, message: bytes) -> Hello | Failure | None:
         """Take what an instance says before its stream has a place; hello is for the caller.
 
         A process that fails before its hello says why; a stream that just ends is no member's.
         """
         try:
-            said, _ = said_from_wire(member.instance, message)
+            said = opened_said(member, message).message
         except ValueError as error:
             logger.warning("%s: %s", member, error)
             return Failure(str(error))
@@ -179,8 +202,8 @@ class MemberServicer(rpc.ControllerServicer):
                 return said
         return None  # A heartbeat: the member was of another controller, and beats on.
 
-    async def AttachPrefill(
-        self, requests: AsyncIterator[pb.FromPrefill], context: Any
+    async def _attach_prefill(
+        self, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[Any]:
         async for message in self._converse(PREFILL, _until_it_breaks(requests), context):
             yield message
@@ -188,10 +211,10 @@ class MemberServicer(rpc.ControllerServicer):
     async def _converse(
         self,
         member: Member,
-        requests: AsyncIterator[Any],
+        requests: AsyncIterator[bytes],
         context: Any,
         hello: Hello | None = None,
-    ) -> AsyncIterator[ToMember]:
+    ) -> AsyncIterator[Envelope]:
         """Read in a task of its own, so that neither direction waits for the other."""
         if caller(context) != str(member):
             sentence = f"{caller(context)} cannot attach as {member}"
@@ -208,7 +231,7 @@ class MemberServicer(rpc.ControllerServicer):
             reader.cancel()
             self.end(stream, f"{stream.member}: its stream broke", says_why=False)
 
-    async def _read(self, stream: MemberStream, requests: AsyncIterator[Any]) -> None:
+    async def _read(self, stream: MemberStream, requests: AsyncIterator[bytes]) -> None:
         try:
             async for message in requests:
                 if not self.take(stream, message):
@@ -218,10 +241,10 @@ class MemberServicer(rpc.ControllerServicer):
             self.end(stream, f"{stream.member}: {type(error).__name__}: {error}")
         self.end(stream, f"{stream.member}: its stream ended", says_why=False)
 
-    def take(self, stream: MemberStream, message: FromMember | bytes) -> bool:
+    def take(self, stream: MemberStream, message: bytes) -> bool:
         """Pass a message on that came after hello; False: the stream is over."""
         try:
-            said, term = said_from_wire(stream.member.instance, message)
+            said, term = opened_said(stream.member, message)
         except ValueError as error:
             self.end(stream, f"{stream.member}: {error}")
             return False
@@ -243,8 +266,8 @@ class MemberServicer(rpc.ControllerServicer):
             stream.close()
             self._listener.failed(stream.member, message, says_why)
 
-    async def AttachNode(
-        self, requests: AsyncIterator[pb.FromNode], context: Any
+    async def _attach_node(
+        self, requests: AsyncIterator[FromNode], context: Any
     ) -> AsyncIterator[Any]:
         member = await _caller_of_kind("node", context)
         node = _NodeStream(self, self._listener, self._secrets)
@@ -278,7 +301,7 @@ class _NodeStream:
         self._is_broken = False
         self._wake = asyncio.Event()
 
-    async def read(self, requests: AsyncIterator[pb.FromNode], silent_s: float) -> None:
+    async def read(self, requests: AsyncIterator[FromNode], silent_s: float) -> None:
         """Take what comes up until the stream ends, or is silent for too long.
 
         Silence is counted in ticks that this process has lived through, as that of members is.
@@ -293,7 +316,7 @@ class _NodeStream:
             self._is_broken = True
             self._wake.set()
 
-    async def _read(self, requests: AsyncIterator[pb.FromNode]) -> None:
+    async def _read(self, requests: AsyncIterator[FromNode]) -> None:
         try:
             async for message in requests:
                 self._num_silent_ticks = 0
@@ -302,24 +325,21 @@ class _NodeStream:
         except Exception:
             logger.exception("the stream of a node cannot be read")
 
-    async def messages(self) -> AsyncIterator[pb.ToNode]:
+    async def messages(self) -> AsyncIterator[ToNode]:
         """What goes down: all that is queued for the node's instances, together."""
         while not self._is_broken:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVING_POLL_S):
                     await self._wake.wait()
             self._wake.clear()
-            items = [pb.ToStream(stream=number, end=True) for number in self._over]
+            items = [ToStream(number) for number in self._over]
             self._over = []
             for number, stream in self._streams.items():
                 for message in stream.take():
-                    if message is None:
-                        items.append(pb.ToStream(stream=number, end=True))
-                    else:
-                        encoded = message.SerializeToString()
-                        items.append(pb.ToStream(stream=number, message=encoded))
+                    sealed = None if message is None else TO_INSTANCE.seal(message)
+                    items.append(ToStream(number, sealed))
             if items:
-                yield pb.ToNode(items=items)
+                yield ToNode(tuple(items))
             if self._listener.leaving is not None and not self._members:
                 return
 
@@ -328,23 +348,22 @@ class _NodeStream:
         for stream in list(self._streams.values()):
             self._servicer.end(stream, f"{stream.member}: {message}")
 
-    def _take(self, item: pb.FromStream) -> None:
-        number = item.stream
-        match item.WhichOneof("event"):
-            case "opened":
-                if not self._secrets.admit({NAME: item.opened.name, SECRET: item.opened.secret}):
-                    self._end_early(number, f"{item.opened.name} has no valid secret")
-                else:
-                    self._members[number] = Member.named(item.opened.name)
-            case "message" if stream := self._streams.get(number):
-                self._servicer.take(stream, item.message)
-            case "message" if number in self._members:
-                self._before_hello(number, item.message)
-            case "closed":
-                self._members.pop(number, None)
-                if stream := self._streams.pop(number, None):
-                    broke = f"{stream.member}: its stream broke"
-                    self._servicer.end(stream, broke, says_why=False)
+    def _take(self, item: FromStream) -> None:
+        number, opened, message = item
+        if opened is not None:
+            if not self._secrets.admit({NAME: opened.name, SECRET: opened.secret}):
+                self._end_early(number, f"{opened.name} has no valid secret")
+            else:
+                self._members[number] = Member.named(opened.name)
+        elif message is None:
+            self._members.pop(number, None)
+            if stream := self._streams.pop(number, None):
+                broke = f"{stream.member}: its stream broke"
+                self._servicer.end(stream, broke, says_why=False)
+        elif stream := self._streams.get(number):
+            self._servicer.take(stream, message)
+        elif number in self._members:
+            self._before_hello(number, message)
 
     def _before_hello(self, number: int, message: bytes) -> None:
         opener = self._members[number]

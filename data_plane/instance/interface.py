@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import Exchange
 from nanocp.values.experts import ExpertTable
-from nanocp.values.members import Resync
-from nanocp.values.plan import Event, Fetch, InstancePlan, Stow, Transfer
+from nanocp.values.members import Report, Resync
+from nanocp.values.plan import Fetch, InstancePlan, Stow, Transfer
 from nanocp.values.sampling import Token as Token
 from nanocp.values.table_changes import PageRun
 
@@ -24,7 +24,7 @@ from nanocp.values.table_changes import PageRun
 class Polled:
     """What happened since the last poll."""
 
-    events: tuple[Event, ...] = ()
+    events: tuple[Report, ...] = ()
     """WindowDone, TransferDone, TransferFenced, TransferMissed: for the controller."""
     tokens: tuple[Token, ...] = ()
     """Sampled tokens, for the front ends."""

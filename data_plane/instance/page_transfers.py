@@ -15,7 +15,8 @@ from data_plane.instance.interface import Instance, PageMover, PageSource
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
-from nanocp.values.plan import PAGE_SIZE, Event, Fetch, Stow, Transfer, TransferDone, TransferFenced
+from nanocp.values.members import Report
+from nanocp.values.plan import PAGE_SIZE, Fetch, Stow, Transfer, TransferDone, TransferFenced
 from nanocp.values.table import InstanceTable
 
 
@@ -57,7 +58,7 @@ class PageTransfers(Instance):
         self._moves = moves
         self._num_instances = num_instances
         self._table = InstanceTable(instance, num_instances)
-        self._events: list[Event] = []
+        self._events: list[Report] = []
         self._to_send: deque[_Outgoing] = deque()
         self._expected: dict[int, _Expected] = {}
         """By ticket."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from nanocp.values.offload import next_page_hash
 from nanocp.values.plan import PAGE_SIZE, FinishReason, RowStart, WrittenPage
 from nanocp.values.sampling import HandOffState, RowInput, SamplingParams, Token, TokenLogprobs
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 
 
 @dataclass(slots=True)

@@ -180,7 +180,7 @@ class StageEdge(StageLayers):
             raise RuntimeError(
                 f"pass {plan.number} is for layout {plan.layout}, not {self._layout}"
             )
-        if self._stage == 0:
+        if self.number == 0:
             is_here, what = partial(self._take_tokens, plan.after), f"tokens of pass {plan.after}"
             yield from self._until(is_here, what, self._num_stages - 1, "tail")
             rows = self._embed([(span, self._inputs(span)) for span in plan.spans])
@@ -188,7 +188,7 @@ class StageEdge(StageLayers):
             rows = yield from self._receive_rows(plan)
         spans = [(span, self._frames_of(span)) for span in plan.spans]
         for layer in self._layers:
-            source = self._source_of.get(layer, self._stage)
+            source = self._source_of.get(layer, self.number)
             yield from self._until(
                 partial(self._is_complete, layer), f"KV of layer {layer}", source, "kv"
             )
@@ -208,9 +208,9 @@ class StageEdge(StageLayers):
             self.progress()
             if is_here():
                 break
-            self.awaited = None if stage == self._stage else stage
+            self.awaited = None if stage == self.number else stage
             self.waits_for = cause
-            yield f"stage {self._stage} waits for {what}"
+            yield f"stage {self.number} waits for {what}"
         self.awaited = None
 
     def _apply(self, plan: PassPlan) -> None:
@@ -227,7 +227,7 @@ class StageEdge(StageLayers):
             if request_id not in started:
                 self._ids.pop(request_id, None)
                 self._first_pass.pop(request_id, None)
-        if self._stage == 0:
+        if self.number == 0:
             self._first_pass |= dict.fromkeys(started, plan.number)
         if self._is_last:
             for start in table.starts:
@@ -266,11 +266,11 @@ class StageEdge(StageLayers):
             return bool(received)
 
         what = f"hidden rows of pass {plan.number}"
-        yield from self._until(is_here, what, self._stage - 1, "fill")
+        yield from self._until(is_here, what, self.number - 1, "fill")
         expected = plan.number, plan.layout, self._layers.start
         if received[0][:3] != expected:
             raise RuntimeError(
-                f"stage {self._stage} got (pass, layout, next layer) {received[0][:3]}, and would "
+                f"stage {self.number} got (pass, layout, next layer) {received[0][:3]}, and would "
                 f"run {expected}"
             )
         return received[0].rows

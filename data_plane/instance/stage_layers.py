@@ -28,7 +28,7 @@ class StageLayers(ABC):
     """What a stage has of layers. Subclasses read and write frames."""
 
     def __init__(self, stage: int, pipeline: PipelineConfig, num_frames: int) -> None:
-        self._stage, self._pipeline = stage, pipeline
+        self.number, self._pipeline = stage, pipeline
         self._num_frames = num_frames
 
     def _begin_layers(self, mover: PageMover) -> None:
@@ -36,7 +36,7 @@ class StageLayers(ABC):
         self._mover = mover
         self._events: list[PassDone | LayersMoved] = []
         """What happened since the last poll."""
-        self._layers = layers_of(self._pipeline.first_split, self._stage)
+        self._layers = layers_of(self._pipeline.first_split, self.number)
         self._layout = 0
         self._place_of = {layer: place for place, layer in enumerate(self._layers)}
         """layer -> its place in the KV, of own layers and of those that were or will be own."""
@@ -99,7 +99,7 @@ class StageLayers(ABC):
             )
         has_all = not self._to_send and not self._coming
         if self._unreported_moves is not None and has_all and self._has_layers():
-            self._events.append(LayersMoved(self._stage, self._unreported_moves))
+            self._events.append(LayersMoved(self.number, self._unreported_moves))
             self._unreported_moves = None
 
     def _require_complete(self, lost: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class StageLayers(ABC):
             source = self._source_of[layer]
             if source in lost:
                 raise PeerLost(
-                    f"stage {self._stage} waits for KV of layer {layer}: its connection from stage "
+                    f"stage {self.number} waits for KV of layer {layer}: its connection from stage "
                     f"{source} has ended",
                     source,
                 )
@@ -140,7 +140,7 @@ class StageLayers(ABC):
             before = filled[frames[: page + 1]]
             if before[-1] != offset or not (before[:-1] == PAGE_SIZE).all():
                 raise RuntimeError(
-                    f"stage {self._stage}, layer {layer}: request {request_id} goes on at position "
+                    f"stage {self.number}, layer {layer}: request {request_id} goes on at position "
                     f"{first}, and its frames are filled with {before.tolist()} tokens"
                 )
             filled[frames[page:-1]] = PAGE_SIZE
@@ -161,19 +161,19 @@ class StageLayers(ABC):
         self._newest_moves = self._unreported_moves = item.number
         for layer, source, target, place, runs in item.moves:
             frames = [frame + index for frame, count in runs for index in range(count)]
-            if source == self._stage:
+            if source == self.number:
                 self._to_send.extend((target, layer, frame) for frame in frames)
-            if target == self._stage:
+            if target == self.number:
                 self._source_of[layer] = source
                 self._take_place(layer, place)
                 self._coming.update(dict.fromkeys(((layer, frame) for frame in frames), True))
                 if item.split is not None and frames:
                     self._num_missing[layer] = len(frames)
         if item.split is not None:
-            self._layers = layers_of(item.split, self._stage)
+            self._layers = layers_of(item.split, self.number)
             self._layout = item.number
             if absent := [layer for layer in self._layers if layer not in self._place_of]:
-                raise RuntimeError(f"stage {self._stage} has no place for layers {absent}")
+                raise RuntimeError(f"stage {self.number} has no place for layers {absent}")
 
     def _take_place(self, layer: int, place: int) -> None:
         """Give the layer a place, unless it has it: then the KV that it has there is kept."""

@@ -32,7 +32,7 @@ from nanocp.values.plan import Finished, InstancePlan, Transfer, WindowDone, Wri
 from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageRun
-from nanocp.wire.convert import decode_hand_off_state, encode_hand_off_state
+from nanocp.wire.rows import decode_hand_off_state, encode_hand_off_state
 
 _PLANS_UNDER_WAY = 2
 """Most plans that were made before a ticket and are applied after it."""

@@ -20,8 +20,15 @@ import grpc
 from data_plane.transport.exchange import Term
 from nanocp.config.limits import LimitsConfig
 from nanocp.parent import GONE, starter
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.values.commands import Join, Leave, Shutdown
+from nanocp.values.members import Envelope, Failure, Said
+from nanocp.wire.members import (
+    CONTROLLER,
+    FROM_INSTANCE,
+    FROM_PREFILL,
+    TO_INSTANCE,
+    TO_PREFILL,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +94,15 @@ class ControllerLink:
         except ControllerLost:
             self._channel.close()
             raise
-        stub = rpc.ControllerStub(self._channel)
-        attach = stub.AttachPrefill if self._is_prefill else stub.AttachInstance
+        attach = (
+            self._channel.stream_stream(
+                f"/{CONTROLLER}/AttachPrefill", FROM_PREFILL.seal, TO_PREFILL.open
+            )
+            if self._is_prefill
+            else self._channel.stream_stream(
+                f"/{CONTROLLER}/AttachInstance", FROM_INSTANCE.seal, TO_INSTANCE.open
+            )
+        )
         self._call = attach(_outgoing(self._outbox), metadata=self._metadata)
         self._reader = threading.Thread(
             target=self._read, args=(self.inbox,), name="from controller", daemon=True
@@ -117,21 +131,19 @@ class ControllerLink:
         self._dial("orphan_ms")
         self.term.go_on()
 
-    def send(self, message: pb.FromInstance | pb.FromPrefill) -> None:
-        """Queue a message to the controller. Raises ControllerLost if it leaves too many unread."""
+    def send(self, message: Said, term: int = 0) -> None:
+        """Queue a message to the controller, of this term if it belongs to one.
+
+        Raises ControllerLost if the controller leaves too many unread.
+        """
         try:
-            self._outbox.put_nowait(message)
+            self._outbox.put_nowait(Envelope(message, term))
         except Full:
             raise ControllerLost(f"the controller left {_MAX_MESSAGES} messages unread") from None
 
     def fail(self, message: str) -> None:
         """Report to the controller why this member fails."""
-        failure = pb.Failure(message=message)
-        self.send(
-            pb.FromPrefill(failure=failure)
-            if self._is_prefill
-            else pb.FromInstance(failure=failure)
-        )
+        self.send(Failure(message))
 
     def close(self) -> None:
         """Send what is queued, end the stream, close the channel. Idempotent."""
@@ -142,27 +154,27 @@ class ControllerLink:
 
     def _read(self, inbox: Queue[Any]) -> None:
         try:
-            for message in self._call:
+            for envelope in self._call:
                 self._is_orphan = False
-                self._note(message)
-                inbox.put_nowait(message)
+                self._note(envelope)
+                inbox.put_nowait(envelope)
         except Full:
             logger.error("this process left %d of the controller's messages unread", _MAX_MESSAGES)
             self._call.cancel()
             inbox.get_nowait()
         except grpc.RpcError as error:
-            logger.debug("the controller's stream broke: %s", error)
+            logger.info("the controller's stream broke: %s: %s", error.code().name, error.details())
         self.term.end(math.inf)
         inbox.put(None)
 
-    def _note(self, message: Any) -> None:
+    def _note(self, envelope: Envelope) -> None:
         """End the term for a thread that waits for a peer, and takes no message meanwhile."""
-        match message.WhichOneof("message"):
-            case "leave":
-                self.term.end(message.term)
-            case "join":
-                self.term.end(message.term - 1)
-            case "shutdown":
+        match envelope.message:
+            case Leave():
+                self.term.end(envelope.term)
+            case Join():
+                self.term.end(envelope.term - 1)
+            case Shutdown():
                 self.term.end(math.inf)
 
 

@@ -37,10 +37,9 @@ from data_plane.prefill.completions import EngineAnswer, EngineCompletion, Engin
 from data_plane.prefill.engines import Engine, EnginePool, EngineState
 from data_plane.transport.exchange import Term
 from nanocp.config.whole import Config
-from nanocp.values.members import Peer
-from nanocp.values.plan import Transfer
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.commands import CancelPrefill, Join, PagesArrived, PrefillRequest, Shutdown
+from nanocp.values.members import Beat, EngineNow, EnginesNow, Ready
+from nanocp.values.plan import Transfer, TransferFailed
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +94,7 @@ def run_external_prefill(spec: MemberSpec) -> None:
     config = spec.config
     with running(spec) as (link, held):
         probe = spec.make(config, spec.checkpoint, lambda done, total: None)
-        beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
-        held.callback(Heartbeat(lambda: link.send(beat), config.limits).close)
+        held.callback(Heartbeat(lambda: link.send(Beat()), config.limits).close)
         segments = segments_of(spec, Term(spec.term))
         held.callback(segments.close)
         prober = EngineProbe(config, probe, segments)
@@ -135,7 +133,7 @@ class ExternalLoop:
         """The present term; 0 before the first."""
         self._is_ready = False
         """Whether every engine has been probed and one is up; once it is, it stays so."""
-        self._reported: pb.PrefillEngines | None = None
+        self._reported: EnginesNow | None = None
         self._report_at = 0.0
 
     def run(self) -> None:
@@ -192,19 +190,19 @@ class ExternalLoop:
         if isinstance(message, _Probed):
             self._probed(message.engine, message.answer, now)
             return
-        match message.WhichOneof("message"):
-            case "join":
-                self._join(message)
-            case "prefill":
-                self._queue(message.prefill, now)
-            case "cancel":
-                self._cancel(message.cancel)
-            case "arrived":
-                self._arrived(message.arrived, now)
-            case "shutdown":
-                raise ShutdownRequested(message.shutdown.reason)
-            case kind:
-                raise AssertionError(f"the controller sent {kind} to a running prefill")
+        match message.message:
+            case Join() as join:
+                self._join(join, message.term)
+            case PrefillRequest() as request:
+                self._queue(request, now)
+            case CancelPrefill(ticket):
+                self._cancel(ticket)
+            case PagesArrived(ticket):
+                self._arrived(ticket, now)
+            case Shutdown(reason):
+                raise ShutdownRequested(reason)
+            case other:
+                raise AssertionError(f"the controller sent {other} to a running prefill")
 
     def forget_term(self) -> None:
         """Forget every ticket: those of an earlier term are void, and their rings are gone."""
@@ -213,19 +211,18 @@ class ExternalLoop:
             self._end(attempt)
         self._term, self._reported = 0, None
 
-    def _join(self, message: pb.ToPrefill) -> None:
+    def _join(self, join: Join, term: int) -> None:
         self.forget_term()
-        self._term = message.term
-        places = [Peer(peer.node, peer.address) for peer in message.join.peers]
-        self._prober.join(message.term, places)
+        self._term = term
+        self._prober.join(term, join.peers)
         if self._is_ready:
-            self._send(ready=pb.PrefillReady(pid=os.getpid()))
+            self._send_ready()
 
-    def _send(self, **message: Any) -> None:
-        self._link.send(pb.FromPrefill(term=self._term, **message))
+    def _send_ready(self) -> None:
+        self._link.send(Ready((f"process {os.getpid()}",)), self._term)
 
-    def _queue(self, request: pb.PrefillRequest, now: float) -> None:
-        transfer = convert.transfer_from_wire(request.transfer)
+    def _queue(self, request: PrefillRequest, now: float) -> None:
+        transfer = request.transfer
         if len(self._waiting) >= MAX_WAITING_PROMPTS:
             self._give_up(transfer.ticket, f"{MAX_WAITING_PROMPTS} prompts wait for an engine")
             return
@@ -340,7 +337,7 @@ class ExternalLoop:
         return attempt.engine
 
     def _give_up(self, ticket: int, message: str) -> None:
-        self._send(failed=pb.PrefillFailure(ticket=ticket, message=message))
+        self._link.send(TransferFailed(ticket, message), self._term)
 
     # --- engines
 
@@ -373,7 +370,7 @@ class ExternalLoop:
         if self._pool.is_any_up and not self._unprobed:
             self._is_ready = True
             if self._term:
-                self._send(ready=pb.PrefillReady(pid=os.getpid()))
+                self._send_ready()
 
     def _distrust(self, engine: Engine, problem: str) -> None:
         """Give up the prompts that the engine was asked for: some of their pages may be wrong."""
@@ -402,14 +399,14 @@ class ExternalLoop:
         """Report the engines' state if it has changed, at most twice a second."""
         state = _state_of(self._pool.engines)
         if self._is_serving and state != self._reported and now >= self._report_at:
-            self._send(engines=state)
+            self._link.send(state, self._term)
             self._reported, self._report_at = state, now + _REPORT_S
 
 
-def _state_of(engines: Sequence[Engine]) -> pb.PrefillEngines:
-    return pb.PrefillEngines(
-        engines=[
-            pb.PrefillEngine(
+def _state_of(engines: Sequence[Engine]) -> EnginesNow:
+    return EnginesNow(
+        tuple(
+            EngineNow(
                 url=engine.url,
                 is_up=engine.state is EngineState.UP,
                 problem=engine.problem,
@@ -422,5 +419,5 @@ def _state_of(engines: Sequence[Engine]) -> pb.PrefillEngines:
                 arrive_s=engine.arrive_s,
             )
             for engine in engines
-        ]
+        )
     )

@@ -10,11 +10,11 @@ One thread, the caller's, drives the instance; the others only fill and empty qu
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import Empty
 from typing import Any, Protocol
@@ -37,18 +37,10 @@ from data_plane.member.term_loop import TermLoop, wake
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.commands import ExpectPages, Join, RefusePages, SendPages
 from nanocp.values.experts import ExpertTable
-from nanocp.values.plan import (
-    Event,
-    InstancePlan,
-    TransferDone,
-    TransferFenced,
-    TransferMissed,
-    WindowDone,
-)
-from nanocp.wire import convert
-from nanocp.wire.offload import fetch_from_wire, stow_from_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import Beat, Hello, Loading, Peer, Ready
+from nanocp.values.plan import Fetch, InstancePlan, Stow, TargetRun
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +100,7 @@ def run_instance(
     assert spec.instance is not None
     limits = spec.config.limits
     with running(spec) as (link, held):
-        loading = whole_percents(lambda percent: _send_loading(link, spec, percent))
+        loading = whole_percents(lambda percent: link.send(Loading(percent)))
         segments = segments_of(spec, link.term)
         held.callback(segments.close)
         instance: Any = (make or spec.make)(
@@ -119,34 +111,20 @@ def run_instance(
         held.callback(loop.join)
         held.callback(tokens.close)
         held.callback(instance.close)
-        where = pb.Peer(node=segments.node, address=segments.address)
-        hello = pb.InstanceHello(instance=spec.instance, pid=os.getpid(), where=where)
-        link.send(pb.FromInstance(hello=hello))
-        held.callback(Heartbeat(lambda: _send_heartbeat(link, instance), limits).close)
+        hello = Hello(spec.instance, Peer(segments.node, segments.address))
+        link.send(hello)
+        held.callback(Heartbeat(lambda: link.send(Beat(instance.awaited)), limits).close)
         greet = partial(_greet_again, link, hello, instance)
         run_under_controllers(spec, link, loop, greet)
 
 
-def _greet_again(link: ControllerLink, hello: pb.InstanceHello, instance: Instance) -> None:
+def _greet_again(link: ControllerLink, hello: Hello, instance: Instance) -> None:
     """Say hello to another controller, with the pages that requests of the lost one have here."""
-    runs = instance.kept_pages()
-    kept = pb.KeptPages(
-        request_id=[run.request_id for run in runs],
-        first_page=[run.first_page for run in runs],
-        num_pages=[run.num_pages for run in runs],
-        frame=[run.frame for run in runs],
+    kept = tuple(
+        (run.request_id, TargetRun(run.first_page, run.num_pages, hello.instance, run.frame))
+        for run in instance.kept_pages()
     )
-    again = pb.InstanceHello(kept=kept)
-    again.MergeFrom(hello)
-    link.send(pb.FromInstance(hello=again))
-
-
-def _send_loading(link: ControllerLink, spec: MemberSpec, percent: int) -> None:
-    link.send(pb.FromInstance(loading=pb.InstanceLoading(instance=spec.instance, percent=percent)))
-
-
-def _send_heartbeat(link: ControllerLink, instance: Driven) -> None:
-    link.send(pb.FromInstance(heartbeat=pb.Heartbeat(awaited=instance.awaited)))
+    link.send(replace(hello, kept=kept))
 
 
 class DecodeLoop(TermLoop):
@@ -174,7 +152,7 @@ class DecodeLoop(TermLoop):
     def _renew(self) -> None:
         self._instance.leave()
 
-    def _join(self, join: pb.Join) -> pb.InstanceReady:
+    def _join(self, join: Join) -> Ready:
         meet(self._segments, join)
         num_graphs = self._instance.enter(_term_start(join))
         self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()]
@@ -184,7 +162,7 @@ class DecodeLoop(TermLoop):
             )
             watcher.start()
             self._watchers.append(watcher)
-        return pb.InstanceReady(num_graphs=num_graphs, selected=self._instance.selected)
+        return Ready((*self._instance.selected, f"graphs: {num_graphs} prepared"))
 
     def _work(self) -> None:
         while True:
@@ -214,8 +192,7 @@ class DecodeLoop(TermLoop):
         needed = self._instance.begin(plan)
         if needed is not None:
             logger.warning("window %d: %s; asking for the full table", plan.window, needed.reason)
-            request = pb.ResyncRequest(window=plan.window, reason=needed.reason)
-            self._send(resync=request)
+            self._send(needed)
             needed = self._instance.begin(self._await_full_plan(plan.window))
             if needed is not None:
                 raise RuntimeError(
@@ -254,32 +231,31 @@ class DecodeLoop(TermLoop):
         self._instance.send_pages()
         self._deliver()
 
-    def _take_work(self, kind: str, message: pb.ToInstance) -> None:
-        match kind:
-            case "plan":
-                plan = convert.instance_plan_from_wire(message.plan)
-                if plan.is_full:
-                    self._full_plan = plan
+    def _take_work(self, message: Any) -> None:
+        match message:
+            case InstancePlan():
+                if message.is_full:
+                    self._full_plan = message
                 else:
-                    self._plans.append(plan)
-            case "expect":
-                self._instance.expect(convert.transfer_from_wire(message.expect))
-            case "send":
-                self._instance.send(convert.transfer_from_wire(message.send))
-            case "stow":
-                self._instance.stow(stow_from_wire(message.stow))
-            case "fetch":
-                self._instance.fetch(fetch_from_wire(message.fetch))
-            case "fence":
-                self._instance.fence(message.fence)
+                    self._plans.append(message)
+            case ExpectPages(transfer):
+                self._instance.expect(transfer)
+            case SendPages(transfer):
+                self._instance.send(transfer)
+            case Stow():
+                self._instance.stow(message)
+            case Fetch():
+                self._instance.fetch(message)
+            case RefusePages(ticket):
+                self._instance.fence(ticket)
             case _:
-                raise AssertionError(f"the controller sent {kind} to a running instance")
+                raise AssertionError(f"the controller sent {message} to a running instance")
 
     def _deliver(self) -> None:
         polled = self._instance.poll()
         self._deliver_tokens(polled.tokens)
         for event in polled.events:
-            self._send(**_to_wire(event))
+            self._send(event)
 
     def _watch_ring(self, ring: PageRing) -> None:
         """Wake the decode thread, which may be idle, by one message for all pages that arrive."""
@@ -293,21 +269,6 @@ class DecodeLoop(TermLoop):
             wake(self._link)
 
 
-def _term_start(join: pb.Join) -> TermStart:
-    table = None
-    if join.expert_seats:
-        table = ExpertTable(tuple(join.expert_seats), tuple(join.expert_slots))
-    return TermStart(tuple(join.seats), table, join.newest_ticket, join.keeps_rows)
-
-
-def _to_wire(event: Event) -> dict[str, Any]:
-    match event:
-        case WindowDone():
-            return {"window_done": convert.window_done_to_wire(event)}
-        case TransferDone(ticket, _):
-            return {"transfer_done": pb.TransferAnswer(ticket=ticket)}
-        case TransferMissed(ticket, _):
-            return {"transfer_missed": pb.TransferAnswer(ticket=ticket)}
-        case TransferFenced(ticket, _):
-            return {"transfer_fenced": pb.TransferAnswer(ticket=ticket)}
-    raise AssertionError(f"an instance does not report {event}")
+def _term_start(join: Join) -> TermStart:
+    table = ExpertTable(join.expert_seats, join.expert_slots) if join.expert_seats else None
+    return TermStart(join.seats, table, join.newest_ticket, join.keeps_rows)

@@ -22,9 +22,9 @@ from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_server import TcpSegmentServer
 from nanocp.config.whole import Config
+from nanocp.values.commands import Join
 from nanocp.values.members import Peer
 from nanocp.wire.member_metadata import member_metadata
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -184,18 +184,15 @@ def _own_address(controller: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def meet(segments: Segments, join: pb.Join) -> None:
+def meet(segments: Segments, join: Join) -> None:
     """Take the places of all instances, as the controller sends them with each term."""
     segments.meet(places_in(join))
 
 
-def places_in(join: pb.Join) -> list[Peer | None]:
+def places_in(join: Join) -> list[Peer | None]:
     """The place of each instance; None for one that is not in the term."""
     seats = join.seats or range(len(join.peers))
-    return [
-        Peer(peer.node, peer.address) if seat in seats else None
-        for seat, peer in enumerate(join.peers)
-    ]
+    return [peer if seat in seats else None for seat, peer in enumerate(join.peers)]
 
 
 def whole_percents(report: Callable[[int], None]) -> Callable[[int, int], None]:

@@ -24,9 +24,18 @@ import grpc
 from data_plane.member.controller_link import await_controller, channel_options
 from data_plane.member.lifetime import MemberSpec
 from nanocp.parent import starter
+from nanocp.values.plan import WindowDone
 from nanocp.wire.member_metadata import NAME, SECRET
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.wire.members import (
+    CONTROLLER,
+    FROM_INSTANCE,
+    FROM_NODE,
+    TO_NODE,
+    FromNode,
+    FromStream,
+    Opened,
+    ToStream,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +54,7 @@ class NodeStreams:
         self._numbers = itertools.count(1)
         self._down: dict[int, asyncio.Queue[bytes | None]] = {}
         """By open stream: messages for its instance; None ends the stream."""
-        self._up: list[pb.FromStream] = []
+        self._up: list[FromStream] = []
         self._num_reports = 0
         """Reports of windows among the messages up that wait."""
         self._may_send = asyncio.Event()
@@ -56,9 +65,9 @@ class NodeStreams:
         """Carry an instance's stream: a handler of gRPC for Controller.AttachInstance."""
         metadata = dict(context.invocation_metadata())
         number = next(self._numbers)
-        opened = pb.Opened(name=metadata.get(NAME, ""), secret=metadata.get(SECRET, ""))
+        opened = Opened(metadata.get(NAME, ""), metadata.get(SECRET, ""))
         queue = self._down[number] = asyncio.Queue(_MAX_MESSAGES)
-        self._send(pb.FromStream(stream=number, opened=opened))
+        self._send(FromStream(number, opened))
         reader = asyncio.create_task(self._read(number, requests))
         try:
             while (message := await queue.get()) is not None:
@@ -66,46 +75,46 @@ class NodeStreams:
         finally:
             reader.cancel()
             del self._down[number]
-            self._send(pb.FromStream(stream=number, closed=True))
+            self._send(FromStream(number))
 
-    def deliver(self, item: pb.ToStream) -> None:
+    def deliver(self, item: ToStream) -> None:
         """Take a message of the controller for one stream; that of an ended stream is dropped."""
         queue = self._down.get(item.stream)
         if queue is None:
             return
         try:
-            queue.put_nowait(item.message if item.WhichOneof("event") == "message" else None)
+            queue.put_nowait(item.message)
         except asyncio.QueueFull:
             logger.error("an instance left %d messages unread; its stream ends", _MAX_MESSAGES)
             queue.get_nowait()
             queue.put_nowait(None)
 
-    async def messages(self, beat_s: float) -> AsyncIterator[pb.FromNode]:
+    async def messages(self, beat_s: float) -> AsyncIterator[FromNode]:
         """What goes up: all that waits, together; a heartbeat after beat_s without anything."""
         while True:
             try:
                 async with asyncio.timeout(beat_s):
                     await self._may_send.wait()
             except TimeoutError:
-                yield pb.FromNode()
+                yield FromNode()
             self._may_send.clear()
             items, self._up, self._num_reports = self._up, [], 0
             if items:
-                yield pb.FromNode(items=items)
+                yield FromNode(tuple(items))
 
     async def _read(self, number: int, requests: AsyncIterator[bytes]) -> None:
         queue = self._down[number]
         try:
             async for message in requests:
-                is_report = pb.FromInstance.FromString(message).HasField("window_done")
-                self._send(pb.FromStream(stream=number, message=message), is_report)
+                is_report = FROM_INSTANCE.name(message) == WindowDone.__name__
+                self._send(FromStream(number, message=message), is_report)
         except grpc.aio.InternalError as error:
             logger.debug("an instance's connection was cut: %s", error)
         finally:
             with suppress(asyncio.QueueFull):
                 queue.put_nowait(None)
 
-    def _send(self, item: pb.FromStream, is_report: bool = False) -> None:
+    def _send(self, item: FromStream, is_report: bool = False) -> None:
         """Queue a message up. A report waits until every open stream has one, but not for long."""
         self._up.append(item)
         self._num_reports += is_report
@@ -133,7 +142,10 @@ async def _carry(spec: MemberSpec) -> None:
     options = channel_options(limits)
     streams = NodeStreams()
     async with grpc.aio.insecure_channel(spec.controller, options=options) as channel:
-        call = rpc.ControllerStub(channel).AttachNode(metadata=spec.metadata)
+        attach = channel.stream_stream(
+            f"/{CONTROLLER}/AttachNode", FROM_NODE.encode, TO_NODE.decode
+        )
+        call = attach(metadata=spec.metadata)
         server = await _serve(spec, streams)
         sender = asyncio.create_task(_send_up(call, streams, limits.suspect_ms / _BEATS / 1000))
         try:
@@ -153,7 +165,7 @@ async def _serve(spec: MemberSpec, streams: NodeStreams) -> grpc.aio.Server:
     # Messages pass through as bytes.
     handler = grpc.stream_stream_rpc_method_handler(streams.attach)
     attach = {"AttachInstance": handler}
-    service = grpc.method_handlers_generic_handler("nanocp.v1.Controller", attach)
+    service = grpc.method_handlers_generic_handler(CONTROLLER, attach)
     server.add_generic_rpc_handlers((service,))
     try:
         server.add_insecure_port(spec.carrier)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 from data_plane.instance.stage_edge import StageEdge, StagePolled
 from data_plane.member.controller_link import ControllerLink
@@ -17,10 +18,10 @@ from data_plane.member.term_loop import TermLoop
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.commands import Join, StagePrompt
+from nanocp.values.members import Ready, TokensLost
 from nanocp.values.passes import WAIT_CAUSES, LayerMoves, PassDone, PassPlan
 from nanocp.values.plan import WindowDone
-from nanocp.wire import convert, passes
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 _WAIT_MS = 2.0
 """Longest single wait for hidden rows or tokens: KV and messages are looked for in between."""
@@ -39,15 +40,15 @@ class StageLoop(TermLoop):
     ) -> None:
         super().__init__(link, tokens, segments, limits)
         self._stage = stage
-        self._items: deque[PassPlan | LayerMoves | pb.Prompt] = deque()
+        self._items: deque[PassPlan | LayerMoves | StagePrompt] = deque()
         """What is to run, in its order: at most the passes that are in flight."""
         self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
         """What it waited for since its last report, by cause."""
 
-    def _join(self, join: pb.Join) -> pb.InstanceReady:
+    def _join(self, join: Join) -> Ready:
         meet(self._segments, join)
         self._stage.connect()
-        return pb.InstanceReady(selected=self._stage.selected)
+        return Ready(tuple(self._stage.selected))
 
     def _renew(self) -> None:
         self._stage.leave()
@@ -71,18 +72,18 @@ class StageLoop(TermLoop):
                 self._stage.progress()
                 self._deliver()
             item = self._items.popleft()
-            if isinstance(item, pb.Prompt):
+            if isinstance(item, StagePrompt):
                 self._take_prompt(item)
             else:
                 self._run(item)
 
-    def _take_prompt(self, prompt: pb.Prompt) -> None:
+    def _take_prompt(self, prompt: StagePrompt) -> None:
         request_id, token_ids = prompt.request_id, prompt.token_ids
         self._stage.take_prompt(request_id, token_ids)
-        if prompt.HasField("prompt_logprobs"):
+        if prompt.prompt_logprobs is not None:
 
             def lost(reason: str) -> None:
-                self._send(tokens_lost=pb.TokensLost(request_ids=[request_id], reason=reason))
+                self._send(TokensLost((request_id,), reason))
 
             num_top, front_end = prompt.prompt_logprobs, prompt.front_end
             wanted = self._tokens.prompt_logprobs(request_id, num_top, front_end, lost)
@@ -103,7 +104,7 @@ class StageLoop(TermLoop):
         if isinstance(item, PassPlan):
             done = next((each for each in polled.events if isinstance(each, PassDone)), None)
             report = WindowDone(
-                instance=0,  # the stream says which stage
+                instance=self._stage.number,
                 window=item.number,
                 finished=done.finished if done else (),
                 step_us=(time.perf_counter_ns() - began_ns) // 1000,
@@ -113,23 +114,18 @@ class StageLoop(TermLoop):
                 waits_us=tuple(ns // 1000 for ns in self._waits_ns.values()),
             )
             self._waits_ns = dict.fromkeys(WAIT_CAUSES, 0)
-            self._send(window_done=convert.window_done_to_wire(report))
+            self._send(report)
 
-    def _take_work(self, kind: str, message: pb.ToInstance) -> None:
-        match kind:
-            case "pass_plan":
-                self._items.append(passes.pass_plan_from_wire(message.pass_plan))
-            case "layer_moves":
-                self._items.append(passes.layer_moves_from_wire(message.layer_moves))
-            case "prompt":
-                self._items.append(message.prompt)
-            case _:
-                raise AssertionError(f"the controller sent {kind} to a running stage")
+    def _take_work(self, message: Any) -> None:
+        assert isinstance(message, PassPlan | LayerMoves | StagePrompt), (
+            f"the controller sent {message} to a running stage"
+        )
+        self._items.append(message)
 
     def _deliver(self) -> StagePolled:
         polled = self._stage.poll()
         self._deliver_tokens(polled.tokens)
         for event in polled.events:
             if not isinstance(event, PassDone):
-                self._send(layers_moved=event.number)
+                self._send(event)
         return polled

@@ -44,9 +44,10 @@ from data_plane.member.stage_messages import (
 )
 from data_plane.member.term_loop import LOOK, wake
 from data_plane.member.ticket_loop import TicketLoop
+from nanocp.values.commands import Join, PrefillRequest
+from nanocp.values.members import Beat, Loading, Ready, Suspect
 from nanocp.values.passes import PassDone, PassPlan, PipelinePlan
-from nanocp.values.plan import AbortRequested, Arrival, Transfer
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.plan import AbortRequested, Arrival
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,9 @@ def run_staged_prefill(spec: MemberSpec) -> None:
         scheduler: PassScheduler = spec.make_planner(spec.config)
         prefill = spec.config.prefill
         limit_ms = prefill.limit_ms(prefill.chunk_tokens)
-        beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
 
         def begin_beats() -> None:
-            held.callback(Heartbeat(lambda: link.send(beat), spec.config.limits).close)
+            held.callback(Heartbeat(lambda: link.send(Beat()), spec.config.limits).close)
 
         loop = StagedPrefillLoop(scheduler, link, prefill.stages, limit_ms, begin_beats)
         make_stages = StageProcesses if prefill.stages > 1 else StageThread
@@ -120,8 +120,8 @@ class StagedPrefillLoop(TicketLoop):
         self._reports: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._number = 0
         """The number of the present term."""
-        self._waiting: dict[int, tuple[Transfer, pb.PrefillRequest]] = {}
-        """Ticket -> (transfer, request), until its first pass is planned."""
+        self._waiting: dict[int, PrefillRequest] = {}
+        """Ticket -> request, until its first pass is planned."""
         self._open: set[int] = set()
         """Tickets of the present term that were neither cancelled nor arrived."""
         self._events: list[Arrival | AbortRequested | PassDone] = []
@@ -176,13 +176,14 @@ class StagedPrefillLoop(TicketLoop):
 
     # --- messages of the controller
 
-    def _join(self, message: pb.ToPrefill) -> None:
-        self._number = message.term
+    def _join(self, join: Join, term: int) -> None:
+        self._number = term
         self._unjoined = set(range(self._num_stages))
-        self.stages.send(JoinTerm(message.term, tuple(places_in(message.join))))
+        self.stages.send(JoinTerm(term, tuple(places_in(join))))
 
-    def _queue(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
-        self._waiting[transfer.ticket] = transfer, request
+    def _queue(self, request: PrefillRequest) -> None:
+        transfer = request.transfer
+        self._waiting[transfer.ticket] = request
         self._open.add(transfer.ticket)
         self._events.append(Arrival(transfer.ticket, transfer.num_tokens, max_tokens=1))
 
@@ -220,11 +221,11 @@ class StagedPrefillLoop(TicketLoop):
             self._restart_clock()
         self._num_planned += 1
         for start in plan.table.starts:
-            transfer, request = self._waiting.pop(start.request_id)
-            ids = tuple(request.token_ids)
+            request = self._waiting.pop(start.request_id)
+            transfer, ids = request.transfer, tuple(request.token_ids)
             others = [BeginPrompt(transfer, ())] * (self._num_stages - 1)
             begins = [BeginPrompt(transfer, ids), *others]
-            if request.HasField("prompt_logprobs"):
+            if request.prompt_logprobs is not None:
                 num_top, front_end = request.prompt_logprobs, request.front_end
                 begins[-1] = BeginPrompt(transfer, ids, num_top, front_end)
             for stage, begin in enumerate(begins):
@@ -240,9 +241,7 @@ class StagedPrefillLoop(TicketLoop):
         match message:
             case StageLoading(percent):
                 self._percents[stage] = percent
-                self._link.send(
-                    pb.FromPrefill(loading_percent=sum(self._percents) // self._num_stages)
-                )
+                self._link.send(Loading(sum(self._percents) // self._num_stages))
             case StageLoaded():
                 self._unloaded.discard(stage)
                 if not self._unloaded:
@@ -250,7 +249,7 @@ class StagedPrefillLoop(TicketLoop):
             case StageJoined(term) if term == self._number:
                 self._unjoined.discard(stage)
                 if not self._unjoined:
-                    self._send(ready=pb.PrefillReady(pid=os.getpid()))
+                    self._send(Ready((f"process {os.getpid()}",)))
             case StageRan(number):
                 self._next_runs[stage] = number + 1
                 self._restart_clock()
@@ -261,8 +260,7 @@ class StagedPrefillLoop(TicketLoop):
                 self._give_up(ticket, f"prefill failed: {reason}")
             case StageSuspects(term, instance, is_gone, reason) if term == self._number:
                 logger.info("stage %d: %s", stage, reason)
-                suspect = pb.Suspect(instance=instance, is_gone=is_gone, message=reason)
-                self._send(suspect=suspect)
+                self._send(Suspect(instance, is_gone, reason))
             case StageEnded(reason):
                 raise RuntimeError(f"stage {stage} of the prefill: {reason}")
 

@@ -20,8 +20,9 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeError, ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.commands import Join, Leave, Shutdown
+from nanocp.values.members import Envelope, Left, Ready, Said, Suspect, TokensLost
 from nanocp.values.sampling import Token
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class TermLoop(ABC):
         self._limits = limits
 
     @abstractmethod
-    def _join(self, join: pb.Join) -> pb.InstanceReady:
+    def _join(self, join: Join) -> Ready:
         """Join the term, whose peers do the same."""
 
     @abstractmethod
@@ -50,7 +51,7 @@ class TermLoop(ABC):
         """Do the term's work until TermOver."""
 
     @abstractmethod
-    def _take_work(self, kind: str, message: pb.ToInstance) -> None:
+    def _take_work(self, message: Any) -> None:
         """Take a message of the present term."""
 
     @abstractmethod
@@ -74,53 +75,51 @@ class TermLoop(ABC):
         """
         limit_s: float | None = self._limits.start_timeout_ms / 1000
         while True:
-            message = self._await_join(limit_s)
+            join, term = self._await_join(limit_s)
             # Unbounded on purpose after the first term: a loss is mended elsewhere meanwhile. The
             # controller bounds that, and keepalive proves its stream.
             limit_s = None
             try:
-                self._begin(message)
+                self._begin(join, term)
                 self._work()
             except TermOver as over:
                 logger.info("%s", over)
             except (PeerLost, ExchangeTimeout) as error:
                 self._suspect(error)
             self._leave()
-            self._send(left=pb.Left())
+            self._send(Left())
 
     def forget_term(self) -> None:
         """Abandon the term, and all that belongs to it: its controller is lost."""
         self._leave()
 
-    def _begin(self, message: pb.ToInstance) -> None:
+    def _begin(self, join: Join, number: int) -> None:
         term = self._segments.term
-        if message.term != term.number:
+        if number != term.number:
             # A process that was started for a term which ended before it began has made its ends.
             self._renew()
-            term.number = message.term
+            term.number = number
         term.check()
-        self._send(ready=self._join(message.join))
+        self._send(self._join(join))
 
-    def _await_join(self, limit_s: float | None) -> pb.ToInstance:
+    def _await_join(self, limit_s: float | None) -> tuple[Join, int]:
         """Wait for the next term; what came for an earlier one is dropped."""
         while True:
             try:
-                message: Any = self._link.inbox.get(timeout=limit_s)
+                envelope: Any = self._link.inbox.get(timeout=limit_s)
             except Empty:
                 limit = f"start_timeout_ms ({self._limits.start_timeout_ms} ms)"
                 raise ControllerLost(f"no term began within {limit}") from None
-            if message is None:
+            if envelope is None:
                 raise ControllerLost("the controller's stream ended")
-            if message is LOOK:
+            if envelope is LOOK:
                 continue
-            match message.WhichOneof("message"):
-                case "join":
-                    assert isinstance(message, pb.ToInstance)
-                    return message
-                case "shutdown":
-                    raise ShutdownRequested(message.shutdown.reason)
-                case kind:
-                    logger.debug("dropped: %s of term %d, which is over", kind, message.term)
+            match envelope.message:
+                case Join() as join:
+                    return join, envelope.term
+                case Shutdown(reason):
+                    raise ShutdownRequested(reason)
+            _log_dropped(envelope)
 
     def _suspect(self, error: ExchangeError) -> None:
         """Report a failed wait, and wait until the term is over.
@@ -130,7 +129,7 @@ class TermLoop(ABC):
         is_gone = isinstance(error, PeerLost)
         message = f"{type(error).__name__}: {error}"
         logger.info("%s", message)
-        self._send(suspect=pb.Suspect(instance=error.peer, is_gone=is_gone, message=message))
+        self._send(Suspect(error.peer, is_gone, message))
         deadline = time.monotonic() + self._limits.exchange_timeout_ms / 1000
         try:
             while (left_s := deadline - time.monotonic()) > 0:
@@ -140,8 +139,8 @@ class TermLoop(ABC):
             return
         raise error
 
-    def _send(self, **message: Any) -> None:
-        self._link.send(pb.FromInstance(term=self._segments.term.number, **message))
+    def _send(self, message: Said) -> None:
+        self._link.send(message, self._segments.term.number)
 
     def _take_all(self) -> None:
         """Take the messages that are here."""
@@ -156,29 +155,32 @@ class TermLoop(ABC):
         with contextlib.suppress(Empty):
             self._take(self._link.inbox.get(timeout=timeout_s))
 
-    def _take(self, message: Any) -> None:
-        if message is LOOK:
+    def _take(self, envelope: Any) -> None:
+        if envelope is LOOK:
             return
-        if message is None:
+        if envelope is None:
             raise ControllerLost("the controller's stream ended")
-        kind = message.WhichOneof("message")
-        if kind == "shutdown":
+        message, term = envelope
+        if isinstance(message, Shutdown):
             # At once, also from a window: the other members are asked to leave too.
-            raise ShutdownRequested(message.shutdown.reason)
-        if message.term != self._segments.term.number:
-            logger.debug("dropped: %s of term %d, which is over", kind, message.term)
-            return
-        if kind == "leave":
-            raise TermOver(f"term {message.term} is over")
-        self._take_work(kind, message)
+            raise ShutdownRequested(message.reason)
+        if term != self._segments.term.number:
+            _log_dropped(envelope)
+        elif isinstance(message, Leave):
+            raise TermOver(f"term {term} is over")
+        else:
+            self._take_work(message)
 
     def _deliver_tokens(self, tokens: Sequence[Token]) -> None:
         lost = self._tokens.send(tokens)
         if lost:
-            message = pb.TokensLost(
-                request_ids=sorted(lost), reason="the front end does not take the tokens"
-            )
-            self._send(tokens_lost=message)
+            reason = "the front end does not take the tokens"
+            self._send(TokensLost(tuple(sorted(lost)), reason))
+
+
+def _log_dropped(envelope: Envelope) -> None:
+    name = type(envelope.message).__name__
+    logger.debug("dropped: %s of term %d, which is over", name, envelope.term)
 
 
 def wake(link: ControllerLink) -> None:

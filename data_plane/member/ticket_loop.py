@@ -11,9 +11,9 @@ from typing import Any
 
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.member.lifetime import ShutdownRequested
-from nanocp.values.plan import Transfer
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.commands import CancelPrefill, Join, PagesArrived, PrefillRequest, Shutdown
+from nanocp.values.members import Said
+from nanocp.values.plan import TransferFailed
 
 MAX_QUEUED_PROMPTS = 4096
 """Transfers that may wait for the prefill; more are given up at once."""
@@ -42,11 +42,11 @@ class TicketLoop(ABC):
         """The number of the present term."""
 
     @abstractmethod
-    def _join(self, message: pb.ToPrefill) -> None:
+    def _join(self, join: Join, term: int) -> None:
         """Join another term."""
 
     @abstractmethod
-    def _queue(self, transfer: Transfer, request: pb.PrefillRequest) -> None:
+    def _queue(self, request: PrefillRequest) -> None:
         """Prefill this prompt after those that came before."""
 
     @abstractmethod
@@ -61,31 +61,30 @@ class TicketLoop(ABC):
     def _num_queued(self) -> int:
         """Prompts that wait."""
 
-    def _take(self, message: Any) -> None:
-        if message is None:
+    def _take(self, envelope: Any) -> None:
+        if envelope is None:
             raise ControllerLost("the controller's stream ended")
-        match message.WhichOneof("message"):
-            case "prefill":
-                transfer = convert.transfer_from_wire(message.prefill.transfer)
+        match envelope.message:
+            case PrefillRequest() as request:
                 if self._num_queued() >= MAX_QUEUED_PROMPTS:
                     reason = f"{MAX_QUEUED_PROMPTS} prompts wait for the prefill"
-                    self._give_up(transfer.ticket, reason)
+                    self._give_up(request.transfer.ticket, reason)
                 else:
-                    self._queue(transfer, message.prefill)
-            case "cancel":
-                self._cancel(message.cancel)
-            case "arrived":
-                self._arrived(message.arrived)
-            case "join":
+                    self._queue(request)
+            case CancelPrefill(ticket):
+                self._cancel(ticket)
+            case PagesArrived(ticket):
+                self._arrived(ticket)
+            case Join() as join:
                 self.forget_term()
-                self._join(message)
-            case "shutdown":
-                raise ShutdownRequested(message.shutdown.reason)
-            case kind:
-                raise AssertionError(f"the controller sent {kind} to a running prefill")
+                self._join(join, envelope.term)
+            case Shutdown(reason):
+                raise ShutdownRequested(reason)
+            case message:
+                raise AssertionError(f"the controller sent {message} to a running prefill")
 
-    def _send(self, **message: Any) -> None:
-        self._link.send(pb.FromPrefill(term=self._term, **message))
+    def _send(self, message: Said) -> None:
+        self._link.send(message, self._term)
 
     def _give_up(self, ticket: int, message: str) -> None:
-        self._send(failed=pb.PrefillFailure(ticket=ticket, message=message))
+        self._send(TransferFailed(ticket, message))

@@ -18,10 +18,14 @@ from queue import Empty, Full, Queue
 import grpc
 
 from nanocp.config.limits import LimitsConfig
-from nanocp.values.sampling import PromptLogprobs, Token, TokenLogprobs
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.values.sampling import (
+    PromptLogprobs,
+    PromptPart,
+    Token,
+    TokenBatch,
+    TokenLogprobs,
+)
+from nanocp.wire.members import TOKEN_SINK, TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ class TokenStreams:
             by_front_end.setdefault(token.front_end, []).append(token)
         for front_end, batch in by_front_end.items():
             stream = self._stream(front_end)
-            if not stream.put(convert.tokens_to_wire(self._instance, batch)):
+            if not stream.put(TokenBatch(self._instance, tuple(batch))):
                 if not stream.has_dropped:
                     logger.warning("%s takes no tokens; they are dropped", front_end)
                     stream.has_dropped = True
@@ -89,9 +93,9 @@ class TokenStreams:
 
         def report(logprobs: Sequence[TokenLogprobs]) -> None:
             nonlocal first
-            prompt = convert.prompt_logprobs_to_wire(request_id, first, logprobs)
+            prompt = PromptPart(request_id, first, tuple(logprobs))
             first += len(logprobs)
-            if not self._stream(front_end).put(pb.TokenBatch(prompts=[prompt])):
+            if not self._stream(front_end).put(TokenBatch(prompts=(prompt,))):
                 lost(f"{front_end} does not take the prompt's log probabilities")
 
         return PromptLogprobs(num_top, report)
@@ -129,14 +133,13 @@ class _Stream:
         self._unsure: deque[int] = deque(maxlen=_MAX_UNSURE_TOKENS)
         self._retry_s = limits.retry_ms / 1000
         self._opened_s = time.monotonic()
-        self._batches: Queue[pb.TokenBatch | None] = Queue(_MAX_BATCHES)
+        self._batches: Queue[TokenBatch | None] = Queue(_MAX_BATCHES)
         self._channel = grpc.insecure_channel(front_end, options=_CHANNEL_OPTIONS)
-        self._call = rpc.TokenSinkStub(self._channel).Deliver.future(
-            self._outgoing(), metadata=metadata
-        )
+        deliver = self._channel.stream_unary(f"/{TOKEN_SINK}/Deliver", TOKENS.encode)
+        self._call = deliver.future(self._outgoing(), metadata=metadata)
         self._call.add_done_callback(lambda _: broke())
 
-    def put(self, batch: pb.TokenBatch) -> bool:
+    def put(self, batch: TokenBatch) -> bool:
         """Queue the batch; False if the front end is gone or too slow."""
         if self._call.done():
             return False
@@ -175,6 +178,6 @@ class _Stream:
             logger.debug("the last tokens were not taken: %s", error)
         self._channel.close()
 
-    def _outgoing(self) -> Iterator[pb.TokenBatch]:
+    def _outgoing(self) -> Iterator[TokenBatch]:
         while (batch := self._batches.get()) is not None:
             yield batch

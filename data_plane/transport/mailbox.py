@@ -12,7 +12,7 @@ import numpy as np
 
 from data_plane.transport.exchange import Channel, Field, RegionLayout
 from nanocp.config.cluster import ClusterConfig
-from nanocp.wire.convert import max_hand_off_bytes
+from nanocp.wire.rows import max_hand_off_bytes
 
 
 def mailbox_layout(cluster: ClusterConfig) -> RegionLayout:

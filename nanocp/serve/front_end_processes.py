@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.front_end import await_drains
-from control_plane.frontend.remote.port import FrontEndPort, Page
+from control_plane.frontend.remote.port import FrontEndPort, MakePage
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
 from control_plane.ports.members_port import MemberSecrets
@@ -51,7 +51,7 @@ class FrontEndProcesses:
         served: Served,
         member_secrets: MemberSecrets,
         observer: Observer,
-        pages: Mapping[str, Page],
+        pages: Mapping[str, MakePage],
         failed: Callable[[str], None],
         launcher: ProcessLauncher | PipedLauncher,
         controller_number: int,
@@ -120,7 +120,7 @@ class FrontEndProcesses:
         self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
     ) -> None:
         """Accept requests: the cluster is ready. load: what is decided for each instance now."""
-        self._port.open(controller, load)
+        wait(self._port.open(controller, load), _DIAL_S)
 
     @property
     def num_open(self) -> int:

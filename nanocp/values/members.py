@@ -7,7 +7,7 @@ from what a member says.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanocp.values.passes import LayersMoved
 from nanocp.values.plan import (
@@ -174,3 +174,13 @@ Report = (
 
 Said = Hello | Loading | Beat | Ready | Left | Suspect | Failure | Report
 """What a member says."""
+
+
+class Envelope(NamedTuple):
+    """A message of a member, or for one, and the term that it belongs to.
+
+    Who gets it drops what is of an earlier term.
+    """
+
+    message: Any
+    term: int = 0

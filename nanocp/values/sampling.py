@@ -105,7 +105,7 @@ class SamplingParams(SamplingControls):
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """The start of a row: what `Arrival.row_start` encodes (nanocp.wire.convert).
+    """The start of a row: what `Arrival.row_start` encodes (nanocp.wire.rows).
 
     The scheduler passes it on unread.
     """
@@ -169,8 +169,7 @@ class PromptLogprobs(NamedTuple):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One generated token on its way to the front end (protocol.md, ordered tokens).
 
     It has the request's id and an index, never a row.
@@ -179,7 +178,7 @@ class Token:
     front_end: str
     """host:port of the front end that owns the client."""
     request_id: int
-    index: int
+    index: int  # type: ignore[assignment]  # nobody looks for a value in a token
     """0 for the first generated token."""
     token_id: int
     finish_reason: FinishReason | None
@@ -188,3 +187,23 @@ class Token:
     """Set if the request asks for them."""
     attempt: int = 0
     """The attempt that generated it (protocol.md, one history)."""
+
+
+class PromptPart(NamedTuple):
+    """Log probabilities of a prompt, for a request that asks for them."""
+
+    request_id: int
+    first: int
+    """Position in the prompt of the first of these tokens; at least 1."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One for each token from `first` on."""
+
+
+class TokenBatch(NamedTuple):
+    """What a member delivers to one front end at a time."""
+
+    instance: int = 0
+    """That of the tokens."""
+    tokens: tuple[Token, ...] = ()
+    prompts: tuple[PromptPart, ...] = ()
+    """From the prefill, which is no instance, or from the last stage of a pipeline."""

@@ -47,7 +47,7 @@ from nanocp.values.plan import (
 )
 from nanocp.values.sampling import RowInput, SamplingParams, TokenLogprobs, penalized_prompt_ids
 from nanocp.values.table import InstanceTable
-from nanocp.wire.convert import encode_row_input
+from nanocp.wire.rows import encode_row_input
 
 WAIT_S = 60
 # Threads of one process share its GIL: a thread that spins takes it from the awaited one.

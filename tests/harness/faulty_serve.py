@@ -15,7 +15,7 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.scheduler.state.cluster_state import ClusterState
 from nanocp.serve import supervisor
 from nanocp.values.sampling import RowInput
-from nanocp.wire import convert
+from nanocp.wire import rows
 
 
 def doubled():
@@ -37,7 +37,7 @@ def other_output_ids():
     from control_plane.frontend import streams
 
     def encoded(row: RowInput):
-        return convert.encode_row_input(replace(row, output_ids=row.output_ids[::-1]))
+        return rows.encode_row_input(replace(row, output_ids=row.output_ids[::-1]))
 
     streams.encode_row_input = encoded
 

@@ -24,10 +24,9 @@ from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import FinishReason, Placement
-from nanocp.values.sampling import Token, TokenLogprobs
-from nanocp.wire.convert import prompt_logprobs_to_wire, tokens_to_wire
+from nanocp.values.sampling import PromptPart, Token, TokenBatch, TokenLogprobs
 from nanocp.wire.member_metadata import member_metadata
-from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc
+from nanocp.wire.members import TOKEN_SINK, TOKENS
 
 WAIT_S = 120.0
 """Longest wait of a test: shorter than a client may read nothing, and than a drain waits."""
@@ -71,14 +70,14 @@ class FakeMember:
     def __init__(self, member: Member, front_end: str) -> None:
         """`front_end`: where it takes tokens."""
         self.member = member
-        self._queue: queue.Queue[cluster_pb2.TokenBatch | None] = queue.Queue()
+        self._queue: queue.Queue[bytes | None] = queue.Queue()
         self._front_end = front_end
         self._channel = grpc.insecure_channel(front_end)
-        self._call = cluster_pb2_grpc.TokenSinkStub(self._channel).Deliver.future(
+        self._call = self._channel.stream_unary(f"/{TOKEN_SINK}/Deliver").future(
             self._batches(), metadata=METADATA[member]
         )
 
-    def _batches(self) -> Iterator[cluster_pb2.TokenBatch]:
+    def _batches(self) -> Iterator[bytes]:
         while (batch := self._queue.get()) is not None:
             yield batch
 
@@ -102,17 +101,18 @@ class FakeMember:
         self.deliver_tokens(tokens)
 
     def deliver_tokens(self, tokens: list[Token]) -> None:
-        self._queue.put(tokens_to_wire(self.member.instance or 0, tokens))
+        self.deliver_batch(TokenBatch(self.member.instance or 0, tuple(tokens)))
 
     def send_prompt_logprobs(
         self, request_id: int, first: int, logprobs: list[TokenLogprobs]
     ) -> None:
-        self._queue.put(
-            cluster_pb2.TokenBatch(prompts=[prompt_logprobs_to_wire(request_id, first, logprobs)])
-        )
+        self.deliver_batch(TokenBatch(prompts=(PromptPart(request_id, first, tuple(logprobs)),)))
 
-    def deliver_raw(self, batch: cluster_pb2.TokenBatch) -> None:
-        self._queue.put(batch)
+    def deliver_batch(self, batch: TokenBatch) -> None:
+        self._queue.put(TOKENS.encode(batch))
+
+    def deliver_raw(self, data: bytes) -> None:
+        self._queue.put(data)
 
     def finish(self) -> None:
         """End the stream; raises grpc.RpcError if the front end refused something on it."""

@@ -25,14 +25,13 @@ from harness.local_exchange import LocalExchange
 from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.lost_changes import corrupted
 from nanocp.config.whole import Config
+from nanocp.values.commands import CancelPrefill, PrefillRequest
 from nanocp.values.experts import ExpertTable
-from nanocp.values.members import PREFILL, Member, Resync
+from nanocp.values.members import PREFILL, Envelope, Member, Resync
 from nanocp.values.plan import Event, InstancePlan, Placement, Plan, TransferFailed
 from nanocp.values.sampling import SamplingParams
 from nanocp.values.table import InstanceTable
-from nanocp.wire.convert import instance_plan_from_wire, transfer_from_wire
-from nanocp.wire.members import ToMember
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.members import TO_INSTANCE, TO_PREFILL
 
 # Small clusters have few pages to level.
 relevel.MIN_PAGES = 1
@@ -183,17 +182,16 @@ class HashCluster(HashPlay):
             assert plan.window == self.num_windows
             self.num_windows += 1
 
-    def _take_work(self, member: Member, message: ToMember) -> bool:
+    def _take_work(self, member: Member, envelope: Envelope) -> bool:
         """What a member is to do comes to it; see HashCoordinator."""
-        if isinstance(message, pb.ToPrefill):
-            self._take_prompt(message)
+        if member == PREFILL:
+            self._take_prompt(TO_PREFILL.open(TO_PREFILL.seal(envelope)))
             return True
         process = self.processes[member.instance or 0]
-        if message.WhichOneof("message") != "plan":
-            process.take(message)
-            return True
-        plan = instance_plan_from_wire(message.plan)
-        if plan.is_full:
+        plan = TO_INSTANCE.open(TO_INSTANCE.seal(envelope)).message
+        if not isinstance(plan, InstancePlan):
+            process.take(plan)
+        elif plan.is_full:
             process.full_plan = plan
         else:
             is_lost = self.random.random() < 0.02
@@ -202,17 +200,16 @@ class HashCluster(HashPlay):
 
     # --- prefill
 
-    def _take_prompt(self, message: pb.ToPrefill) -> None:
-        match message.WhichOneof("message"):
-            case "prefill":
-                transfer = transfer_from_wire(message.prefill.transfer)
-                kv = self.model.prefill(list(message.prefill.token_ids), transfer.num_tokens)
+    def _take_prompt(self, envelope: Envelope) -> None:
+        match envelope.message:
+            case PrefillRequest(transfer, token_ids):
+                kv = self.model.prefill(list(token_ids), transfer.num_tokens)
                 pages = list(transfer.instances())
                 pages = self.random.sample(pages, len(pages))
-                self.jobs.append(Job(transfer, kv, pages, message.term))
-            case "cancel":
+                self.jobs.append(Job(transfer, kv, pages, envelope.term))
+            case CancelPrefill(ticket):
                 for job in self.jobs:
-                    job.is_cancelled |= job.transfer.ticket == message.cancel
+                    job.is_cancelled |= job.transfer.ticket == ticket
 
     def _prefill(self) -> None:
         if not self.jobs:

@@ -20,10 +20,10 @@ from control_plane.frontend.controller_interface import ControllerEvents
 from control_plane.observe.metrics import Metrics
 from harness.hash_model import NUM_EXPERTS
 from nanocp.config.whole import Config
-from nanocp.values.members import PREFILL, Beat, Hello, Member, Peer, Ready, Said
-from nanocp.wire.members import ToMember
+from nanocp.values.commands import Join, Leave, Shutdown
+from nanocp.values.members import PREFILL, Beat, Envelope, Hello, Member, Peer, Ready, Said
 
-_STEPS = ("leave", "join", "shutdown")
+_STEPS = (Leave, Join, Shutdown)
 """What a process does late; all else that it is sent is work, of which it has a queue."""
 
 
@@ -34,7 +34,7 @@ class HashCoordinator(Coordinator):
         self,
         config: Config,
         front_end: ControllerEvents,
-        take_work: Callable[[Member, ToMember], bool],
+        take_work: Callable[[Member, Envelope], bool],
         first_term: int = 0,
         num_layers: int = 0,
     ) -> None:
@@ -105,9 +105,9 @@ class HashCoordinator(Coordinator):
             elif not output:
                 return
 
-    def _down(self, member: Member, message: ToMember | None) -> bool:
+    def _down(self, member: Member, message: Envelope | None) -> bool:
         """A message leaves for a member; returns False if its stream holds no more."""
-        if message is not None and message.WhichOneof("message") not in _STEPS:
+        if message is not None and not isinstance(message.message, _STEPS):
             is_gone = member != PREFILL and member.instance not in self.attached
             return is_gone or self._take_work(member, message)
         if member.instance in self.attached:

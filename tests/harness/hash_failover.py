@@ -25,11 +25,11 @@ from harness.hash_front_ends import NUM_FRONT_ENDS, Caller, FrontEndProcess, Por
 from harness.hash_parts import Expected
 from harness.hash_recovery import RecoveringCluster
 from nanocp.config.whole import Config
+from nanocp.values.commands import Join
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import Token
 from nanocp.values.table import InstanceTable
-from nanocp.wire.convert import decode_row_input
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.rows import decode_row_input
 
 _TERMS_OF_A_CONTROLLER = 1000
 _SEEDS_OF_A_CALL = 1 << 20
@@ -321,7 +321,7 @@ class FailoverCluster(RecoveringCluster):
 
         adoption._adopted = counted
 
-    def _let_join(self, index: int, term: int, join: pb.Join) -> None:
+    def _let_join(self, index: int, term: int, join: Join) -> None:
         if not self.is_opened:
             # The prefill attaches to the rings of its controller's terms only.
             self.jobs.clear()

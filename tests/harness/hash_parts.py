@@ -25,22 +25,23 @@ from nanocp.config.cost import CostConfig
 from nanocp.config.kv_offload import KvOffloadConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
+from nanocp.values.commands import ExpectPages, RefusePages, SendPages
 from nanocp.values.members import Member, Said
 from nanocp.values.plan import (
     Event,
+    Fetch,
     FinishReason,
     InstanceLost,
     InstancePlan,
     Regrouped,
     SeatsWanted,
+    Stow,
     TermEnded,
     TookOver,
     Transfer,
 )
 from nanocp.values.sampling import RowInput, SamplingParams, penalized_prompt_ids
-from nanocp.wire.convert import encode_row_input, transfer_from_wire
-from nanocp.wire.offload import fetch_from_wire, stow_from_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.rows import encode_row_input
 
 small_moves_between_nodes = patch.multiple(relevel_nodes, MIN_PAGES=1, LEAST_PAGES=1)
 """A context in which one page is worth a move to another node: small clusters have few frames."""
@@ -137,21 +138,20 @@ class Process:
         self.posts.clear()
         self.full_plan = None
 
-    def take(self, message: pb.ToInstance) -> None:
-        """Keep a message about a ticket, which is named as the call that takes it."""
-        kind = message.WhichOneof("message") or ""
-        what = getattr(message, kind)
-        decode = _OF_TICKETS.get(kind)
-        call = getattr(self.instance, kind)
-        self.posts.append(partial(call, what if decode is None else decode(what)))
-
-
-_OF_TICKETS: dict[str, Callable[[Any], Any]] = {
-    "expect": transfer_from_wire,
-    "send": transfer_from_wire,
-    "fetch": fetch_from_wire,
-    "stow": stow_from_wire,
-}
+    def take(self, message: Any) -> None:
+        """Keep a message about a ticket, for the call that takes it."""
+        instance = self.instance
+        match message:
+            case ExpectPages(transfer):
+                self.posts.append(partial(instance.expect, transfer))
+            case SendPages(transfer):
+                self.posts.append(partial(instance.send, transfer))
+            case Fetch():
+                self.posts.append(partial(instance.fetch, message))
+            case Stow():
+                self.posts.append(partial(instance.stow, message))
+            case RefusePages(ticket):
+                self.posts.append(partial(instance.fence, ticket))
 
 
 def row_start(config: Config, story: Story) -> bytes:

@@ -22,7 +22,8 @@ from harness.hash_play import HashPlay, played
 from harness.hash_stage import HashStage
 from harness.local_pages import local_peer_rings
 from harness.pipeline_setups import PipelineSetup, chaos_setup, crowded, draw_setup
-from nanocp.values.members import Member, Said
+from nanocp.values.commands import StagePrompt
+from nanocp.values.members import Envelope, Member, Said
 from nanocp.values.passes import (
     WAIT_CAUSES,
     LayerMoves,
@@ -34,9 +35,7 @@ from nanocp.values.passes import (
 )
 from nanocp.values.plan import Finished, Plan, WindowDone
 from nanocp.values.sampling import SamplingParams
-from nanocp.wire.members import ToMember
-from nanocp.wire.passes import layer_moves_from_wire, pass_plan_from_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.wire.members import TO_INSTANCE
 
 
 class StageProcess:
@@ -48,7 +47,7 @@ class StageProcess:
         self.term = 1
         """The term that it is in."""
         self.stage = stage
-        self.items: deque[PassPlan | LayerMoves | pb.Prompt] = deque()
+        self.items: deque[PassPlan | LayerMoves | StagePrompt] = deque()
         self.events: deque[tuple[Member, int, Said]] = deque()
         """To the controller, in order, each with its term."""
         self.waits_for = ""
@@ -186,15 +185,9 @@ class HashPipeline(HashPlay):
         assert len(set(ids)) == len(ids), f"a request is twice in one pass: {plan}"
         self.counts["chunks"] += sum(not span.samples for span in plan.spans)
 
-    def _take_work(self, member: Member, message: ToMember) -> bool:
-        items = self.processes[member.instance or 0].items
-        match message.WhichOneof("message"):
-            case "prompt":
-                items.append(message.prompt)
-            case "pass_plan":
-                items.append(pass_plan_from_wire(message.pass_plan))
-            case "layer_moves":
-                items.append(layer_moves_from_wire(message.layer_moves))
+    def _take_work(self, member: Member, envelope: Envelope) -> bool:
+        message = TO_INSTANCE.open(TO_INSTANCE.seal(envelope)).message
+        self.processes[member.instance or 0].items.append(message)
         return True
 
     # --- stages
@@ -202,7 +195,7 @@ class HashPipeline(HashPlay):
     def _loop(self, process: StageProcess) -> Generator[bool, None, None]:
         """Play one stage; yields whether it has to wait for something."""
         while True:
-            while process.items and isinstance(process.items[0], pb.Prompt):
+            while process.items and isinstance(process.items[0], StagePrompt):
                 prompt = process.items.popleft()
                 process.stage.take_prompt(prompt.request_id, list(prompt.token_ids))
             if process.items:

@@ -18,8 +18,8 @@ from harness.hash_play import played
 from harness.hash_stage import HashStage
 from harness.hash_terms import RegroupingPlay
 from harness.pipeline_setups import chaos_setup
+from nanocp.values.commands import Join
 from nanocp.values.plan import FinishReason, Preempted
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class LosingPipeline(RegroupingPlay, HashPipeline):
@@ -110,7 +110,7 @@ class LosingPipeline(RegroupingPlay, HashPipeline):
     def _leave_term(self, process: StageProcess) -> None:
         process.stage.leave()
 
-    def _join_term(self, index: int, ends: Any, join: pb.Join) -> StageProcess:
+    def _join_term(self, index: int, ends: Any, join: Join) -> StageProcess:
         process = self.processes[index]
         if index in self.lost:
             setup = self.setup

@@ -26,9 +26,9 @@ from harness.hash_parts import Expected, Process
 from harness.hash_terms import RegroupingCluster
 from harness.unobserved import Unobserved
 from nanocp.config.whole import Config
+from nanocp.values.commands import Join
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import Token
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class ReseedingStreams(ClientStreams):
@@ -272,7 +272,7 @@ class RecoveringCluster(RegroupingCluster):
         self._die(index, "it was ended by SIGKILL", is_seen)
         self._settle()
 
-    def _let_join(self, index: int, term: int, join: pb.Join) -> None:
+    def _let_join(self, index: int, term: int, join: Join) -> None:
         super()._let_join(index, term, join)
         self.tokens.setdefault(self.processes[index], deque())
 

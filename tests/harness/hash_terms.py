@@ -20,12 +20,11 @@ from harness.hash_parts import Process
 from harness.hash_play import HashPlay
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.whole import Config
+from nanocp.values.commands import Join, Leave, Shutdown
 from nanocp.values.experts import ExpertTable
-from nanocp.values.members import Left, Member, Ready
+from nanocp.values.members import Envelope, Left, Member, Ready
 from nanocp.values.plan import ClusterLost, Plan, Regrouped, TargetRun, TermEnded
 from nanocp.values.table import InstanceTable
-from nanocp.wire.members import ToMember
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 _TURN_US = 2000
 """Time of the coordinator for each turn: every deadline is many turns away."""
@@ -96,7 +95,7 @@ class RegroupingPlay(HashPlay):
         super()._plan()
         self._settle()
 
-    def _take_work(self, member: Member, message: ToMember) -> bool:
+    def _take_work(self, member: Member, message: Envelope) -> bool:
         """The stream of a process that reads nothing holds one message."""
         if self.full_seat is None or member.instance != self.full_seat:
             return super()._take_work(member, message)
@@ -146,15 +145,15 @@ class RegroupingPlay(HashPlay):
         if not self.coordinator.inboxes[index]:
             return
         order = self.coordinator.inboxes[index].popleft()
-        match "end" if order is None else order.WhichOneof("message"):
-            case "end" | "shutdown":
+        match order and order.message:
+            case None | Shutdown():
                 self._die(index, "it was asked to")
-            case "leave":
+            case Leave():
                 if index in self.running:
                     self._leave(index)
                 self.members.heard(self.processes[index].member, Left(), order.term)
-            case "join":
-                self._let_join(index, order.term, order.join)
+            case Join() as join:
+                self._let_join(index, order.term, join)
                 self.members.heard(self.processes[index].member, Ready(), order.term)
         self._settle()
 
@@ -165,7 +164,7 @@ class RegroupingPlay(HashPlay):
         self.loops[index] = self._loop(process)
         self.running.discard(index)
 
-    def _let_join(self, index: int, term: int, join: pb.Join) -> None:
+    def _let_join(self, index: int, term: int, join: Join) -> None:
         if term not in self.ends_of:
             self.ends_of[term] = self._new_ends()
         is_new = index in self.lost
@@ -243,12 +242,12 @@ class RegroupingCluster(RegroupingPlay, HashCluster):
         self._take_polled(process)
         process.instance.leave()
 
-    def _join_term(self, index: int, ends: TermEnds, join: pb.Join) -> Process:
+    def _join_term(self, index: int, ends: TermEnds, join: Join) -> Process:
         process = self.processes[index]
         if index in self.lost:
             process = self._start_process(index, ends)
-        experts = ExpertTable(tuple(join.expert_seats), tuple(join.expert_slots))
-        start = TermStart(list(join.seats), experts, join.newest_ticket, join.keeps_rows)
+        experts = ExpertTable(join.expert_seats, join.expert_slots)
+        start = TermStart(join.seats, experts, join.newest_ticket, join.keeps_rows)
         process.instance.join(ends, start)
         (process.ring,) = ends.rings
         return process

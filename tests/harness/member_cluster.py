@@ -109,7 +109,7 @@ class Cluster:
         return self.sent.pop(member, [])
 
     def kinds(self, member):
-        return [message and message.WhichOneof("message") for message in self.sent_to(member)]
+        return [sent and type(sent.message) for sent in self.sent_to(member)]
 
     def starts(self):
         """(member, number, term) of every process that was started."""

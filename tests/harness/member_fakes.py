@@ -11,8 +11,8 @@ from queue import Queue
 import grpc
 
 from nanocp.config.limits import LimitsConfig
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.values.members import Envelope
+from nanocp.wire.members import TOKEN_SINK, TOKENS
 
 CLUSTER_ID = f"test-{uuid.uuid4().hex}"
 LIMITS = LimitsConfig(
@@ -46,14 +46,14 @@ class Link:
             self.inbox.put(message)
         self.sent = []
 
-    def send(self, message):
-        self.sent.append(message)
+    def send(self, message, term=0):
+        self.sent.append(Envelope(message, term))
 
     def kinds(self):
-        return [message.WhichOneof("message") for message in self.sent]
+        return [type(envelope.message) for envelope in self.sent]
 
 
-class Sink(rpc.TokenSinkServicer):
+class Sink:
     """A front end that records tokens and log probabilities of prompts."""
 
     def __init__(self):
@@ -61,21 +61,27 @@ class Sink(rpc.TokenSinkServicer):
         self.prompts = []
         self.ended = threading.Event()
 
-    def Deliver(self, batches, context):
-        for batch in batches:
+    def deliver(self, batches, context):
+        for batch in map(TOKENS.decode, batches):
             self.tokens += [(batch.instance, item.request_id, item.index) for item in batch.tokens]
             self.prompts += [
-                (prompt.request_id, prompt.first, item.logprob, list(item.top_token_ids))
+                (
+                    prompt.request_id,
+                    prompt.first,
+                    item.logprob,
+                    [token_id for token_id, _ in item.top],
+                )
                 for prompt in batch.prompts
                 for item in prompt.logprobs
             ]
         self.ended.set()
-        return pb.DeliverResponse()
+        return b""
 
 
 def serve(sink, port=0):
     server = grpc.server(ThreadPoolExecutor(2))
-    rpc.add_TokenSinkServicer_to_server(sink, server)
+    methods = {"Deliver": grpc.stream_unary_rpc_method_handler(sink.deliver)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(TOKEN_SINK, methods),))
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     return server, f"127.0.0.1:{port}"

@@ -24,7 +24,7 @@ from nanocp.values.plan import (
     TransferFenced,
 )
 from nanocp.values.sampling import RowInput, SamplingParams
-from nanocp.wire.convert import encode_row_input
+from nanocp.wire.rows import encode_row_input
 
 CONFIG = Config(
     cluster=ClusterConfig(num_instances=3, num_frames=16, max_model_len=1024),

@@ -19,7 +19,6 @@ from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config as ClusterSettings
 from nanocp.values.plan import Arrival, InstancePlan
-from nanocp.wire.convert import instance_plan_to_wire
 
 
 def config(seed: int, lanes: str, **changes: object) -> ClusterSettings:
@@ -97,14 +96,11 @@ def test_the_table_of_what_was_measured_decides():
         )
 
 
-def test_without_lanes_a_plan_has_no_byte_more():
+def test_without_lanes_all_of_a_plan_is_in_lane_0():
     (plan, _) = plans(4)
-    message = instance_plan_to_wire(plan)
-    assert not message.two_lanes and not message.changes.row_lane
-    assert not message.changes.q_route.lane
-    size = len(message.SerializeToString())
-    message.two_lanes = True
-    assert len(message.SerializeToString()) > size
+    assert not plan.two_lanes
+    changes = plan.changes
+    assert not any(each.lane for each in (*changes.rows, *changes.q_route, *changes.res_route))
 
 
 def test_rows_change_lanes_where_those_that_left_made_them_differ():

@@ -67,7 +67,7 @@ def test_a_layer_that_two_stages_run_is_an_error_by_name(monkeypatch):
 
     def one_more(self, plan):
         apply(self, plan)
-        if self._stage == 0 and plan.number == 3:
+        if self.number == 0 and plan.number == 3:
             self._layers = range(self._layers.start, self._layers.stop - 1)
 
     monkeypatch.setattr(StageEdge, "_apply", one_more)

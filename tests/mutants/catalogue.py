@@ -179,9 +179,10 @@ MUTANTS = [
     Mutant(
         name="hash-hand-off",
         why="the same on HashInstance: its next token depends on the output ids",
-        path="nanocp/wire/convert.py",
-        text="output_ids=row.output_ids,",
-        fault="",
+        path="nanocp/wire/rows.py",
+        text="_HAND_OFF_STATE.encode(replace(state, row=_canonical(state.row)))",
+        fault="_HAND_OFF_STATE.encode("
+        "replace(state, row=replace(_canonical(state.row), output_ids=())))",
         tests=HASH,
     ),
     Mutant(

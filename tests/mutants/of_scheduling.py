@@ -83,7 +83,7 @@ OF_SCHEDULING = [
         name="node-secret",
         why="a node's process may bring instances without their secret",
         path="control_plane/ports/member_streams.py",
-        text="if not self._secrets.admit({NAME: item.opened.name, SECRET: item.opened.secret}):",
+        text="if not self._secrets.admit({NAME: opened.name, SECRET: opened.secret}):",
         fault="if False:",
         tests=("tests/control_plane/ports/test_node_streams.py", "-k", "without_the_secret"),
     ),

@@ -54,7 +54,7 @@ OF_TERMS = [
         name="old-plans",
         why="an instance runs a plan of the term before (terms)",
         path="data_plane/member/term_loop.py",
-        text="if message.term != self._segments.term.number:",
+        text="if term != self._segments.term.number:",
         fault="if False:",
         tests=("tests/data_plane/member/test_instance_runner.py", "-k", "term_that_ends"),
     ),

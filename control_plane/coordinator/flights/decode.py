@@ -23,16 +23,12 @@ from nanocp.values.members import Member, Report, Resync
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import (
     Event,
-    InstancePlan,
     Plan,
     TransferDone,
     TransferFenced,
     TransferMissed,
     WindowDone,
 )
-from nanocp.wire import convert
-from nanocp.wire.offload import fetch_to_wire, stow_to_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class DecodeFlights(Flights):
@@ -78,12 +74,10 @@ class DecodeFlights(Flights):
             if failed := self.transfers.start(transfer, submission, number):
                 yield failed
         for fetch in plan.fetches:
-            message = pb.ToInstance(fetch=fetch_to_wire(fetch))
-            self._members.send(Member("instance", fetch.instance), message)
+            self._members.send(Member("instance", fetch.instance), fetch)
         # After the fetches: a slot may be given to another page once its ticket is over.
         for stow in plan.stows:
-            message = pb.ToInstance(stow=stow_to_wire(stow))
-            self._members.send(Member("instance", stow.instance), message)
+            self._members.send(Member("instance", stow.instance), stow)
         for fence in plan.fences:
             self.transfers.fence(fence)
         self._metrics.engines.awaited(self.transfers.num_pages_awaited)
@@ -94,11 +88,7 @@ class DecodeFlights(Flights):
     def send(self, plan: Plan) -> None:
         self._windows.sent(plan.instances)
         for instance_plan in plan.instances:
-            self._send_plan(instance_plan)
-
-    def _send_plan(self, plan: InstancePlan) -> None:
-        message = pb.ToInstance(plan=convert.instance_plan_to_wire(plan))
-        self._members.send(Member("instance", plan.instance), message)
+            self._members.send(Member("instance", instance_plan.instance), instance_plan)
 
     def window_done(self, done: WindowDone) -> bool:
         return self._windows.reported(done.instance, done.window)
@@ -114,7 +104,8 @@ class DecodeFlights(Flights):
                 text = f"{member} needs the full table of window {window}: {reason}"
                 self._members.output.warn(text)
                 self._metrics.instances.resynced()
-                self._send_plan(self._windows.full_plan(member.instance or 0, window))
+                full_plan = self._windows.full_plan(member.instance or 0, window)
+                self._members.send(member, full_plan)
                 return None
         raise ValueError(f"{member} says {report}, which has no meaning here")
 

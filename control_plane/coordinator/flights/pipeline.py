@@ -19,12 +19,11 @@ from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pass_planner import PassPlanner
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
+from nanocp.values.commands import StagePrompt, ToInstance
 from nanocp.values.members import Member, Report
 from nanocp.values.passes import LayersMoved, PassesPlan, PassPlan, ServiceEvent, layers_of
 from nanocp.values.plan import ClusterLost, Plan, Regrouped, WindowDone
 from nanocp.values.table import InstanceTable
-from nanocp.wire import passes
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 class PipelineFlights(Flights):
@@ -86,21 +85,20 @@ class PipelineFlights(Flights):
         The last one gets those whose log probabilities it reports.
         """
         if isinstance(plan, PassesPlan) and plan.layer_moves is not None:
-            moves = passes.layer_moves_to_wire(plan.layer_moves)
             stages = range(self.pipeline.num_stages)
             self._unmoved = {(stage, plan.layer_moves.number) for stage in stages}
-            self._to_all(pb.ToInstance(layer_moves=moves))
+            self._to_all(plan.layer_moves)
         for placement in plan.placements:
             submission = submitted[placement.request_id]
-            prompt = pb.Prompt(
-                request_id=submission.request_id,
-                token_ids=submission.prompt_ids,
-                prompt_logprobs=submission.prompt_logprobs,
-                front_end=submission.front_end,
+            prompt = StagePrompt(
+                submission.request_id,
+                submission.prompt_ids,
+                submission.prompt_logprobs,
+                submission.front_end,
             )
             is_asked = submission.prompt_logprobs is not None
             for stage in {0, self._last} if is_asked else {0}:
-                self._members.send(Member("instance", stage), pb.ToInstance(prompt=prompt))
+                self._members.send(Member("instance", stage), prompt)
         return ()
 
     def num_cached(self, submission: Submission, plan: Plan) -> int:
@@ -114,9 +112,9 @@ class PipelineFlights(Flights):
             oldest = min(self._next_reports)
             self._after_rest = {number for number in self._after_rest if number >= oldest}
             self._after_rest.add(pass_plan.number)
-        self._to_all(pb.ToInstance(pass_plan=passes.pass_plan_to_wire(pass_plan)))
+        self._to_all(pass_plan)
 
-    def _to_all(self, message: pb.ToInstance) -> None:
+    def _to_all(self, message: ToInstance) -> None:
         for stage in range(self.pipeline.num_stages):
             self._members.send(Member("instance", stage), message)
 

@@ -12,10 +12,16 @@ from dataclasses import dataclass, replace
 
 from control_plane.coordinator.members.members import Members
 from control_plane.frontend.controller_interface import Submission
+from nanocp.values.commands import (
+    CancelPrefill,
+    ExpectPages,
+    PagesArrived,
+    PrefillRequest,
+    RefusePages,
+    SendPages,
+)
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import PAGE_SIZE, Fence, Fetch, Plan, TargetRun, Transfer, TransferFailed
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 _PREFILL_LOST = "the prefill was lost"
 
@@ -26,7 +32,7 @@ class _Unanswered:
 
     receivers: set[int]
     """Those that have not answered for it."""
-    request: pb.PrefillRequest | None
+    request: PrefillRequest | None
     """What the prefill is to do; None once the ticket is fenced, or without a prefill."""
     num_pages: int
 
@@ -54,11 +60,10 @@ class Transfers:
         """
         for instance in transfer.receivers:
             own = tuple(target for target in transfer.targets if target.instance == instance)
-            expect = convert.transfer_to_wire(replace(transfer, targets=own))
-            self._to_instance(instance, pb.ToInstance(expect=expect))
+            expect = ExpectPages(replace(transfer, targets=own))
+            self._members.send(Member("instance", instance), expect)
         if transfer.source is not None:
-            send = convert.transfer_to_wire(transfer)
-            self._to_instance(transfer.source, pb.ToInstance(send=send))
+            self._members.send(Member("instance", transfer.source), SendPages(transfer))
             return None
         transfer = replace(transfer, targets=_after(transfer.targets, num_fetched))
         if not transfer.targets:
@@ -72,17 +77,17 @@ class Transfers:
         assert submission is not None, f"request {transfer.request_id} has no prompt to prefill"
         # The log probability of a token needs the id after it.
         num_ids = transfer.num_tokens + (submission.prompt_logprobs is not None)
-        request = pb.PrefillRequest(
-            transfer=convert.transfer_to_wire(transfer),
+        request = PrefillRequest(
+            transfer,
             token_ids=submission.prompt_ids[:num_ids],
             prompt_logprobs=submission.prompt_logprobs,
             front_end=submission.front_end,
         )
         self._await(transfer, request)
-        self._members.send(PREFILL, pb.ToPrefill(prefill=request))
+        self._members.send(PREFILL, request)
         return None
 
-    def _await(self, transfer: Transfer, request: pb.PrefillRequest | None) -> None:
+    def _await(self, transfer: Transfer, request: PrefillRequest | None) -> None:
         num_pages = len(transfer.instances())
         self._unanswered[transfer.ticket] = _Unanswered(set(transfer.receivers), request, num_pages)
         self.num_pages_awaited += num_pages
@@ -90,11 +95,11 @@ class Transfers:
     def fence(self, fence: Fence) -> None:
         """No receiver takes a page of the ticket any more, and the prefill sends none."""
         for instance in fence.instances:
-            self._to_instance(instance, pb.ToInstance(fence=fence.ticket))
+            self._members.send(Member("instance", instance), RefusePages(fence.ticket))
         unanswered = self._unanswered.get(fence.ticket)
         if unanswered is not None:
             unanswered.request = None
-            self._members.send(PREFILL, pb.ToPrefill(cancel=fence.ticket))
+            self._members.send(PREFILL, CancelPrefill(fence.ticket))
 
     def answered(self, ticket: int, instance: int) -> None:
         """The receiver has all its pages of the ticket, or refuses the rest."""
@@ -105,7 +110,7 @@ class Transfers:
         if not unanswered.receivers:
             del self._unanswered[ticket]
             self.num_pages_awaited -= unanswered.num_pages
-            self._members.send(PREFILL, pb.ToPrefill(arrived=ticket))
+            self._members.send(PREFILL, PagesArrived(ticket))
 
     @property
     def num_prefilling(self) -> int:
@@ -121,16 +126,13 @@ class Transfers:
         """A new prefill begins again with every ticket that the lost one had not filled."""
         for unanswered in self._unanswered.values():
             if unanswered.request is not None:
-                self._members.send(PREFILL, pb.ToPrefill(prefill=unanswered.request))
+                self._members.send(PREFILL, unanswered.request)
 
     def prefill_lost(self) -> Iterator[TransferFailed]:
         """No prefill will come: the failure of every ticket that is not filled."""
         self._is_prefill_lost = True
         for ticket in self._unanswered:
             yield TransferFailed(ticket, _PREFILL_LOST)
-
-    def _to_instance(self, instance: int, message: pb.ToInstance) -> None:
-        self._members.send(Member("instance", instance), message)
 
 
 def fetched_pages(fetches: Sequence[Fetch]) -> dict[int, int]:

@@ -7,9 +7,8 @@ streams in a `MembersOutput`. Does not know: streams, what a message means.
 from __future__ import annotations
 
 from control_plane.coordinator.members.output import MembersOutput
-from nanocp.values.members import PREFILL, Member, Peer
-from nanocp.wire.members import ToMember
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.commands import Shutdown, ToMember
+from nanocp.values.members import Envelope, Member, Peer
 
 
 class Attached:
@@ -26,15 +25,14 @@ class Attached:
         """The member has dialled. where: its peers find it there."""
         self._where[member] = where
 
-    def where(self, member: Member) -> pb.Peer:
+    def where(self, member: Member) -> Peer:
         """The place of a member for its peers, for a Join."""
-        return pb.Peer(**self._where[member]._asdict())
+        return self._where[member]
 
     def send(self, member: Member, message: ToMember, term: int) -> None:
         """Send a message of this term, if the member has a stream."""
         if member in self._where:
-            message.term = term
-            self._output.sends.append((member, message))
+            self._output.sends.append((member, Envelope(message, term)))
 
     def drop(self, member: Member) -> None:
         """End the stream of a lost member, if it has one."""
@@ -44,9 +42,7 @@ class Attached:
     def shut_down(self, member: Member, reason: str) -> None:
         """Ask the member to leave, if it has a stream; nothing follows on it."""
         if member in self._where:
-            kind = pb.ToPrefill if member == PREFILL else pb.ToInstance
-            shutdown = kind(shutdown=pb.Shutdown(reason=reason))
-            self._output.sends += [(member, shutdown), (member, None)]
+            self._output.sends += [(member, Envelope(Shutdown(reason))), (member, None)]
 
     def let_go(self, member: Member, reason: str) -> None:
         """Ask the member to leave, for another to dial in its place."""

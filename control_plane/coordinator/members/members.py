@@ -35,10 +35,9 @@ from control_plane.coordinator.members.terms import Standing, Terms, TermSteps
 from control_plane.observe.recovery_metrics import RecoveryMetrics
 from nanocp.config.whole import Config
 from nanocp.values import members as values
+from nanocp.values.commands import Join, Leave, ToMember
 from nanocp.values.members import PREFILL, Hello, Member, Peer, Said
 from nanocp.values.plan import InstanceLost, Regrouped, TermEnded, TookOver, WindowDone
-from nanocp.wire.members import ToMember
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 _TICKETS_OF_A_TERM = 1_000_000
 """More than one has: the number of a term gives what no ticket of an earlier controller is over."""
@@ -93,7 +92,7 @@ class Members(TermSteps):
         """Whether an instance was lost since a term last began."""
         self._short_terms = ShortTerms()
         self._kept_pages = KeptPages()
-        self._join = pb.Join()
+        self._join = Join()
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
         timeout_ms = limits.recovery_timeout_ms
@@ -239,7 +238,7 @@ class Members(TermSteps):
     # --- terms.TermSteps
 
     def ask_to_leave(self, instance: Member) -> None:
-        self._send(instance, pb.ToInstance(leave=pb.Leave()))
+        self._send(instance, Leave())
         self.deadlines.start("leave", self._limits.plan_timeout_ms, self._lose_those_that_stay)
 
     def _lose_those_that_stay(self) -> None:
@@ -254,20 +253,20 @@ class Members(TermSteps):
             self.output.say(f"instances have kept the pages of {len(kept)} requests")
             self.output.events.append(TookOver(_TICKETS_OF_A_TERM * self.terms.number, kept))
         table = self._seats.table(self.seats)
-        self._join = pb.Join(
-            peers=[
-                self.attached.where(each) if each in self.terms.seats else pb.Peer()
+        self._join = Join(
+            peers=tuple(
+                self.attached.where(each) if each in self.terms.seats else Peer()
                 for each in self._instances
-            ],
+            ),
             newest_ticket=self._facts.newest_ticket,
-            seats=self.seats,
+            seats=tuple(self.seats),
             keeps_rows=self.terms.keeps_rows,
             expert_seats=table.seats,
             expert_slots=table.slots,
         )
         for instance in self.terms.seats:
-            self._send(instance, pb.ToInstance(join=self._join))
-        self._send(PREFILL, pb.ToPrefill(join=self._join))
+            self._send(instance, self._join)
+        self._send(PREFILL, self._join)
 
     def term_ended(self) -> None:
         self.end.unless_recovered(self._instances[0])
@@ -325,7 +324,7 @@ class Members(TermSteps):
             self.terms.arrived(member)
             self.changes.go_on()
         elif self.terms.may_be_joined:
-            self._send(PREFILL, pb.ToPrefill(join=self._join))
+            self._send(PREFILL, self._join)
             self.output.events.append(PrefillArrived())
 
     def loading(self, member: Member) -> bool:

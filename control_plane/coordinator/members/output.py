@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from nanocp.values.members import Member
+from nanocp.values.members import Envelope, Member
 from nanocp.values.plan import (
     ClusterLost,
     InstanceLost,
@@ -17,7 +17,6 @@ from nanocp.values.plan import (
     TermEnded,
     TookOver,
 )
-from nanocp.wire.members import ToMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class LogLine(NamedTuple):
 class MembersOutput:
     """What is to be done, each list in its order: first all sends, then the events."""
 
-    sends: list[tuple[Member, ToMember | None]] = field(default_factory=list)
+    sends: list[tuple[Member, Envelope | None]] = field(default_factory=list)
     """Messages down the members' streams; None ends the stream after what went before."""
     events: list[MembersEvent] = field(default_factory=list)
     processes: list[KillProcess | StartProcess] = field(default_factory=list)

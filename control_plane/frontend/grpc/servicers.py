@@ -40,10 +40,10 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import PAGE_SIZE, ClusterLoad, FinishReason
-from nanocp.values.sampling import TokenLogprobs
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
+from nanocp.values.sampling import TokenBatch, TokenLogprobs
+from nanocp.wire.members import TOKEN_SINK, TOKENS
 from nanocp.wire.v1 import inference_pb2 as pb
+from nanocp.wire.v1 import inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -292,38 +292,41 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
         )
 
 
-class TokenSinkServicer(cluster_pb2_grpc.TokenSinkServicer):
+class TokenSinkServicer:
     """Takes tokens from instances and never makes one wait for a client."""
 
-    def __init__(self, streams: ClientStreams, front_end: str, cluster: ClusterConfig) -> None:
+    def __init__(self, streams: ClientStreams, cluster: ClusterConfig) -> None:
         self._streams = streams
-        self._front_end = front_end
         is_pipeline, last = cluster.layout == "pipeline", cluster.num_instances - 1
         self._prompt_sender = str(Member("instance", last) if is_pipeline else PREFILL)
         """The member that computes the log probabilities of prompts."""
 
-    async def Deliver(
-        self, batches: AsyncIterator[cluster_pb2.TokenBatch], context: grpc.aio.ServicerContext
-    ) -> cluster_pb2.DeliverResponse:
+    def methods(self) -> grpc.GenericRpcHandler:
+        """The method that members dial."""
+        deliver = grpc.stream_unary_rpc_method_handler(self._deliver)
+        return grpc.method_handlers_generic_handler(TOKEN_SINK, {"Deliver": deliver})
+
+    async def _deliver(
+        self, batches: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> bytes:
         sender = caller(context)
         async for batch in batches:
             try:
-                self._take(sender, batch)
+                self._take(sender, TOKENS.decode(batch))
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except PermissionError as error:
                 logger.error("a delivery of tokens is refused: %s", error)
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        return cluster_pb2.DeliverResponse()
+        return b""
 
-    def _take(self, sender: str, batch: cluster_pb2.TokenBatch) -> None:
-        """Raises ValueError for a malformed batch, PermissionError for what is not the sender's."""
+    def _take(self, sender: str, batch: TokenBatch) -> None:
+        """Raises PermissionError for what is not the sender's."""
         if batch.tokens:
             if sender != str(Member("instance", batch.instance)):
                 raise PermissionError(f"{sender} delivered tokens of instance {batch.instance}")
-            tokens = convert.tokens_from_wire(self._front_end, batch)
-            self._streams.deliver(batch.instance, tokens)
+            self._streams.deliver(batch.instance, batch.tokens)
         if batch.prompts and sender != self._prompt_sender:
             raise PermissionError(f"{sender} delivered log probabilities of a prompt")
         for prompt in batch.prompts:
-            self._streams.add_prompt_logprobs(*convert.prompt_logprobs_from_wire(prompt))
+            self._streams.add_prompt_logprobs(*prompt)

@@ -13,19 +13,35 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from queue import Full, Queue
+from typing import Any
 
 import grpc
 
 from control_plane.frontend.controller_interface import ControllerInterface, Submission
 from control_plane.frontend.front_end import FrontEnd
+from control_plane.frontend.remote.messages import (
+    FROM_FRONT_END,
+    FRONT_END_PORT,
+    PAGE,
+    PAGE_REQUEST,
+    TO_FRONT_END,
+    AllSubmitted,
+    Drain,
+    Drained,
+    FrontEndHello,
+    Interrupted,
+    IssuedSecret,
+    Observed,
+    OpenFrontEnd,
+    PageRequest,
+    Placed,
+    RequestLostTokens,
+    Stop,
+)
 from control_plane.frontend.remote.observations import Observations
-from control_plane.frontend.remote.submissions import submission_to_wire
 from control_plane.ports.members_port import SERVER_OPTIONS, MemberSecrets
 from nanocp.parent import starter
-from nanocp.values.plan import ClusterLoad
-from nanocp.wire import front_ends as convert
-from nanocp.wire.v1 import frontend_pb2 as pb
-from nanocp.wire.v1 import frontend_pb2_grpc as rpc
+from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -62,29 +78,31 @@ class RemoteController(ControllerInterface):
         self._has_heard = False
         """Whether the present controller has said anything."""
         self._is_over = threading.Event()
-        self._outbox: Queue[pb.FromFrontEnd | None] = Queue(_MAX_MESSAGES)
+        self._outbox: Queue[Any] = Queue(_MAX_MESSAGES)
 
-    def _dial(self, hello: pb.FrontEndHello) -> None:
+    def _dial(self, hello: FrontEndHello) -> None:
         """Attach to a controller. What was to go to an earlier one is dropped."""
-        outbox: Queue[pb.FromFrontEnd | None] = Queue(_MAX_MESSAGES)
-        outbox.put(pb.FromFrontEnd(hello=hello))
+        outbox: Queue[Any] = Queue(_MAX_MESSAGES)
+        outbox.put(hello)
         before, self._outbox = self._outbox, outbox
         with suppress(Full):
             before.put_nowait(None)
         self._has_heard = False
         self._channel = grpc.insecure_channel(self._address, options=SERVER_OPTIONS)
-        self._stub = rpc.FrontEndPortStub(self._channel)
-        self._call = self._stub.Attach(_outgoing(outbox), metadata=self._metadata)
+        attach = self._channel.stream_stream(
+            f"/{FRONT_END_PORT}/Attach", FROM_FRONT_END.encode, TO_FRONT_END.decode
+        )
+        self._call = attach(_outgoing(outbox), metadata=self._metadata)
 
     def submit(self, submission: Submission) -> None:
         self._newest_id = max(self._newest_id, submission.request_id)
-        self._send(pb.FromFrontEnd(submission=submission_to_wire(submission)))
+        self._send(submission)
 
     def resubmitted(self) -> None:
-        self._send(pb.FromFrontEnd(resubmitted=pb.FrontEndAnswer()))
+        self._send(AllSubmitted())
 
     def abort(self, request_id: int) -> None:
-        self._send(pb.FromFrontEnd(abort=request_id))
+        self._send(AbortRequested(request_id))
 
     def load(self) -> ClusterLoad:
         """The cluster's load, a second old at most."""
@@ -92,10 +110,11 @@ class RemoteController(ControllerInterface):
 
     def page(self, name: str) -> bytes:
         """A page that the controller's process makes. Raises TimeoutError, with a sentence."""
+        read_page = self._channel.unary_unary(
+            f"/{FRONT_END_PORT}/ReadPage", PAGE_REQUEST.encode, PAGE.decode
+        )
         try:
-            page = self._stub.ReadPage(
-                pb.PageRequest(name=name), timeout=_PAGE_TIMEOUT_S, metadata=self._metadata
-            )
+            page = read_page(PageRequest(name), timeout=_PAGE_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
             raise TimeoutError(f"the controller does not answer: {error.code().name}") from error
         if page.failure:
@@ -104,7 +123,7 @@ class RemoteController(ControllerInterface):
 
     def fail(self, message: str) -> None:
         """Say why the front end cannot serve, instead of `converse`."""
-        self._dial(pb.FrontEndHello(failure=message))
+        self._dial(FrontEndHello(failure=message))
         self._send(None)
         for _ in self._call:
             pass
@@ -137,7 +156,7 @@ class RemoteController(ControllerInterface):
 
     def _converse(self, front_end: FrontEnd, secrets: MemberSecrets) -> str | None:
         """One controller's time; returns why it ends the front end, or None if it is lost."""
-        hello = pb.FrontEndHello(
+        hello = FrontEndHello(
             grpc_address=front_end.address,
             http_address=front_end.http_address,
             pid=os.getpid(),
@@ -147,8 +166,8 @@ class RemoteController(ControllerInterface):
         try:
             for message in self._call:
                 self._has_heard = True
-                if message.WhichOneof("message") == "stop":
-                    return str(message.stop)
+                if isinstance(message, Stop):
+                    return message.reason
                 self._take(message, front_end, secrets)
         except grpc.RpcError as error:
             logger.debug("the controller's stream broke: %s", error)
@@ -166,42 +185,40 @@ class RemoteController(ControllerInterface):
             logger.debug("the controller took no last word: %s", error)
         self._channel.close()
 
-    def _take(self, message: pb.ToFrontEnd, front_end: FrontEnd, secrets: MemberSecrets) -> None:
-        match message.WhichOneof("message"):
-            case "opened":
-                opened = message.opened
-                front_end.open(self, self.load, tuple(opened.front_ends), opened.first_id)
+    def _take(self, message: Any, front_end: FrontEnd, secrets: MemberSecrets) -> None:
+        match message:
+            case OpenFrontEnd(first_id, front_ends):
+                front_end.open(self, self.load, front_ends, first_id)
                 front_end.interrupted("controller")
-            case "secret":
-                secrets.take(message.secret.name, message.secret.secret)
-            case "placed":
-                front_end.placed(*convert.placed_from_wire(message.placed))
-            case "preempted":
-                front_end.preempted(convert.preempted_from_wire(message.preempted))
-            case "interrupted":
+            case IssuedSecret(name, secret):
+                secrets.take(name, secret)
+            case Placed(placement, num_cached):
+                front_end.placed(placement, num_cached)
+            case Preempted():
+                front_end.preempted(message)
+            case Interrupted():
                 front_end.interrupted()
-            case "tokens_lost":
-                front_end.tokens_lost(message.tokens_lost.request_id, message.tokens_lost.sentence)
-            case "ended":
-                front_end.ended(convert.ended_from_wire(message.ended))
-            case "load":
-                self._load = convert.load_from_wire(message.load)
-            case "drain":
+            case RequestLostTokens(request_id, sentence):
+                front_end.tokens_lost(request_id, sentence)
+            case Ended():
+                front_end.ended(message)
+            case ClusterLoad():
+                self._load = message
+            case Drain():
                 threading.Thread(target=self._drain, args=(front_end,), daemon=True).start()
 
     def _drain(self, front_end: FrontEnd) -> None:
         is_complete = front_end.drain()
-        self._send(pb.FromFrontEnd(drained=pb.FrontEndAnswer(is_complete=is_complete)))
+        self._send(Drained(is_complete))
 
     def _observe_for_ever(self) -> None:
         while not self._is_over.wait(_OBSERVE_S):
             self._observe()
 
     def _observe(self) -> None:
-        observed = pb.Observations(calls=self._observations.take())
-        self._send(pb.FromFrontEnd(observed=observed))
+        self._send(Observed(self._observations.take()))
 
-    def _send(self, message: pb.FromFrontEnd | None) -> None:
+    def _send(self, message: Any) -> None:
         try:
             self._outbox.put_nowait(message)
         except Full:
@@ -210,6 +227,6 @@ class RemoteController(ControllerInterface):
             self._call.cancel()
 
 
-def _outgoing(outbox: Queue[pb.FromFrontEnd | None]) -> Iterator[pb.FromFrontEnd]:
+def _outgoing(outbox: Queue[Any]) -> Iterator[Any]:
     while (message := outbox.get()) is not None:
         yield message

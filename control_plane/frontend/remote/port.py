@@ -20,17 +20,37 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
+from control_plane.frontend.controller_interface import (
+    ControllerEvents,
+    ControllerInterface,
+    Submission,
+)
 from control_plane.frontend.remote.attendance import Attendance
+from control_plane.frontend.remote.messages import (
+    FROM_FRONT_END,
+    FRONT_END_PORT,
+    PAGE,
+    PAGE_REQUEST,
+    TO_FRONT_END,
+    AllSubmitted,
+    Drain,
+    Drained,
+    FrontEndHello,
+    Interrupted,
+    IssuedSecret,
+    Observed,
+    OpenFrontEnd,
+    Page,
+    PageRequest,
+    Placed,
+    RequestLostTokens,
+    Stop,
+)
 from control_plane.frontend.remote.observations import replay
-from control_plane.frontend.remote.submissions import submission_from_wire
 from control_plane.observe.observer import Observer
 from control_plane.ports.members_port import MemberSecrets, bind, caller
 from nanocp.config.whole import Config
-from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
-from nanocp.wire import front_ends as convert
-from nanocp.wire.v1 import frontend_pb2 as pb
-from nanocp.wire.v1 import frontend_pb2_grpc as rpc
+from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Placement, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +60,7 @@ _LOAD_S = 1.0
 """Time between two messages with the cluster's load."""
 _THREAD_TIMEOUT_S = 10.0
 
-Page = Callable[[], bytes]
+MakePage = Callable[[], bytes]
 """Makes a page. Raises TimeoutError, with a sentence."""
 
 
@@ -52,24 +72,26 @@ def name_of(index: int) -> str:
 class _Attached:
     """One front end's process, from its hello to the end of its stream."""
 
-    def __init__(self, index: int, hello: pb.FrontEndHello) -> None:
+    def __init__(self, index: int, hello: FrontEndHello) -> None:
         """In the event loop of the port."""
         self.index = index
         self.hello = hello
         self._loop = asyncio.get_running_loop()
-        self.messages: asyncio.Queue[pb.ToFrontEnd | None] = asyncio.Queue(_MAX_MESSAGES)
+        self.messages: asyncio.Queue[Any] = asyncio.Queue(_MAX_MESSAGES)
         self.is_open = False
         """Whether it may submit requests."""
         self.num_owed = 0
         """Terms for which it has yet to submit its open requests again."""
         self.drained: Future[bool] = Future()
+        self.accepts: Future[None] = Future()
+        """Done when it accepts requests, or is lost."""
 
-    def send(self, message: pb.ToFrontEnd) -> None:
+    def send(self, message: Any) -> None:
         """Queue a message, from any thread; a front end that leaves too many unread is lost."""
         with suppress(RuntimeError):  # The port is closed.
             self._loop.call_soon_threadsafe(self._put, message)
 
-    def _put(self, message: pb.ToFrontEnd) -> None:
+    def _put(self, message: Any) -> None:
         try:
             self.messages.put_nowait(message)
         except asyncio.QueueFull:
@@ -83,7 +105,7 @@ class _Attached:
         self.messages.put_nowait(None)
 
 
-class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
+class FrontEndPort(ControllerEvents):
     """Serves front ends, and is them all for the controller (ControllerEvents)."""
 
     def __init__(
@@ -91,7 +113,7 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         config: Config,
         member_secrets: MemberSecrets,
         observer: Observer,
-        pages: Mapping[str, Page],
+        pages: Mapping[str, MakePage],
         lost: Callable[[int, int], None],
         controller_number: int = 1,
     ) -> None:
@@ -111,7 +133,7 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         num = config.service.front_ends
         self._attendance = Attendance(num, controller_number)
         self._attached: dict[int, _Attached] = {}
-        self.hellos: list[Future[pb.FrontEndHello]] = [Future() for _ in range(num)]
+        self.hellos: list[Future[FrontEndHello]] = [Future() for _ in range(num)]
         """The first hello of each front end."""
         self._lock = threading.Lock()
         self._bound: Future[str] = Future()
@@ -129,12 +151,15 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         self._thread.start()
         return self._bound.result()
 
-    def open(self, controller: ControllerInterface, load: Callable[[], ClusterLoad]) -> None:
-        """Let every front end accept requests, also those that attach later."""
+    def open(
+        self, controller: ControllerInterface, load: Callable[[], ClusterLoad]
+    ) -> list[Future[None]]:
+        """Let every front end accept requests; each future is done when one that is here does."""
         with self._lock:
             self._controller, self._load = controller, load
             for front_end in self._attached.values():
                 self._open(front_end)
+            return [front_end.accepts for front_end in self._attached.values()]
 
     @property
     def num_open(self) -> int:
@@ -145,14 +170,14 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         """Ask all to refuse new requests; each future has whether all open ones have ended."""
         with self._lock:
             for front_end in self._attached.values():
-                front_end.send(pb.ToFrontEnd(drain=pb.FrontEndAnswer()))
+                front_end.send(Drain())
             return [front_end.drained for front_end in self._attached.values()]
 
     def ask_to_stop(self, reason: str) -> None:
         """Ask all to end every request with UNAVAILABLE, and to leave."""
         with self._lock:
             for front_end in self._attached.values():
-                front_end.send(pb.ToFrontEnd(stop=reason))
+                front_end.send(Stop(reason))
 
     def stop(self) -> None:
         """Close the port and end the thread. Idempotent."""
@@ -169,12 +194,20 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         except OSError as error:
             self._bound.set_exception(error)
             return
-        rpc.add_FrontEndPortServicer_to_server(self, server)
+        attach = grpc.stream_stream_rpc_method_handler(
+            self._converse, FROM_FRONT_END.decode, TO_FRONT_END.encode
+        )
+        read_page = grpc.unary_unary_rpc_method_handler(
+            self._read_page, PAGE_REQUEST.decode, PAGE.encode
+        )
+        methods = {"Attach": attach, "ReadPage": read_page}
+        handlers = grpc.method_handlers_generic_handler(FRONT_END_PORT, methods)
+        server.add_generic_rpc_handlers((handlers,))
         await server.start()
         self._member_secrets.watch(self._issued)
         self._bound.set_result(address)
         while not self._stopping.is_set():
-            self._send_to_all(convert.load_to_wire(self._load()))
+            self._send_to_all(self._load())
             try:
                 await asyncio.wait_for(self._stopping.wait(), _LOAD_S)
             except TimeoutError:
@@ -183,20 +216,19 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
 
     # --- front ends ---
 
-    async def Attach(
-        self, requests: AsyncIterator[pb.FromFrontEnd], context: Any
-    ) -> AsyncIterator[pb.ToFrontEnd]:
+    async def _converse(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         index = int(caller(context).rpartition(" ")[2])
-        first = await anext(aiter(requests), pb.FromFrontEnd())
+        first = await anext(aiter(requests), None)
+        hello = first if isinstance(first, FrontEndHello) else FrontEndHello()
         if not self.hellos[index].done():
-            self.hellos[index].set_result(first.hello)
-        elif first.hello.failure:
-            logger.error("%s cannot serve: %s", name_of(index), first.hello.failure)
+            self.hellos[index].set_result(hello)
+        elif hello.failure:
+            logger.error("%s cannot serve: %s", name_of(index), hello.failure)
         else:
             logger.info("%s serves again", name_of(index))
-        if first.hello.failure or not first.HasField("hello"):
+        if hello.failure or hello is not first:
             return
-        front_end = self._attach(index, first.hello)
+        front_end = self._attach(index, hello)
         reader = asyncio.create_task(self._read(front_end, requests))
         try:
             while (message := await front_end.messages.get()) is not None:
@@ -205,15 +237,15 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
             reader.cancel()
             self._end(front_end)
             # It may be stopped, and would keep the place of the next one.
-            await asyncio.to_thread(self._lost, index, first.hello.pid)
+            await asyncio.to_thread(self._lost, index, hello.pid)
 
-    async def ReadPage(self, request: pb.PageRequest, context: Any) -> pb.Page:
+    async def _read_page(self, request: PageRequest, context: Any) -> Page:
         try:
-            return pb.Page(content=await asyncio.to_thread(self._pages[request.name]))
+            return Page(await asyncio.to_thread(self._pages[request.name]))
         except TimeoutError as error:
-            return pb.Page(failure=str(error))
+            return Page(failure=str(error))
 
-    def _attach(self, index: int, hello: pb.FrontEndHello) -> _Attached:
+    def _attach(self, index: int, hello: FrontEndHello) -> _Attached:
         if before := self._attached.get(index):
             self._end(before)
         front_end = _Attached(index, hello)
@@ -222,7 +254,7 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         with self._lock:
             self._attached[index] = front_end
             for name, secret in self._member_secrets.issued().items():
-                front_end.send(_secret(name, secret))
+                front_end.send(IssuedSecret(name, secret))
             if self._controller is not None:
                 self._open(front_end)
         return front_end
@@ -230,12 +262,11 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
     def _open(self, front_end: _Attached) -> None:
         addresses = [each.hello.grpc_address for _, each in sorted(self._attached.items())]
         first_id = self._attendance.first_ids[front_end.index]
-        opened = pb.FrontEndOpened(first_id=first_id, front_ends=addresses)
         front_end.is_open = True
-        front_end.send(convert.load_to_wire(self._load()))
-        front_end.send(pb.ToFrontEnd(opened=opened))
+        front_end.send(self._load())
+        front_end.send(OpenFrontEnd(first_id, tuple(addresses)))
 
-    async def _read(self, front_end: _Attached, requests: AsyncIterator[pb.FromFrontEnd]) -> None:
+    async def _read(self, front_end: _Attached, requests: AsyncIterator[Any]) -> None:
         try:
             async for message in requests:
                 if self._attached.get(front_end.index) is not front_end:
@@ -247,35 +278,37 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
             logger.exception("a message of %s could not be handled", name_of(front_end.index))
         front_end.close()
 
-    def _take(self, front_end: _Attached, message: pb.FromFrontEnd) -> None:
+    def _take(self, front_end: _Attached, message: Any) -> None:
         controller = self._controller
-        match message.WhichOneof("message"):
-            case "observed":
-                for ended in replay(message.observed.calls, self._observer):
+        match message:
+            case Observed(calls):
+                for ended in replay(calls, self._observer):
                     self._attendance.ended(ended.request_id)
-            case "drained":
+            case Drained(is_complete):
                 if not front_end.drained.done():
-                    front_end.drained.set_result(message.drained.is_complete)
-            case "submission" if controller is not None:
-                self._submitted(front_end, message.submission, controller)
-            case "abort" if controller is not None:
-                controller.abort(message.abort)
-            case "resubmitted" if controller is not None and front_end.num_owed:
-                # One that has come to a new controller has submitted its requests unasked.
+                    front_end.drained.set_result(is_complete)
+            case Submission() if controller is not None:
+                self._submitted(front_end, message, controller)
+            case AbortRequested(request_id) if controller is not None:
+                controller.abort(request_id)
+            case AllSubmitted() if not front_end.accepts.done():
+                # It has come to this controller, and has submitted its requests unasked.
+                front_end.accepts.set_result(None)
+            case AllSubmitted() if controller is not None and front_end.num_owed:
                 with self._lock:
                     front_end.num_owed -= 1
                 controller.resubmitted()
 
     def _submitted(
-        self, front_end: _Attached, message: pb.Submission, controller: ControllerInterface
+        self, front_end: _Attached, submission: Submission, controller: ControllerInterface
     ) -> None:
-        number = message.request_id
+        number = submission.request_id
         if self._attendance.owner(number) != front_end.index:
             raise ValueError(f"{name_of(front_end.index)} submitted request {number}")
         # The client has resumed it here.
-        for unattended in self._attendance.submitted(number, message.client_id):
+        for unattended in self._attendance.submitted(number, submission.arrival.client_id):
             controller.abort(unattended)
-        controller.submit(submission_from_wire(message))
+        controller.submit(submission)
 
     def _end(self, front_end: _Attached) -> None:
         """The stream is over: nobody attends to the requests of the front end. Idempotent."""
@@ -288,6 +321,8 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
         requests = self._attendance.lost(front_end.index)
         if not front_end.drained.done():
             front_end.drained.set_result(not requests)
+        if not front_end.accepts.done():
+            front_end.accepts.set_result(None)
         if self._controller is None:
             return
         for _ in range(num_owed):
@@ -309,44 +344,39 @@ class FrontEndPort(rpc.FrontEndPortServicer, ControllerEvents):
             self._controller.abort(number)
 
     def _issued(self, name: str, secret: str) -> None:
-        self._send_to_all(_secret(name, secret))
+        self._send_to_all(IssuedSecret(name, secret))
 
     # --- controller_interface.ControllerEvents ---
 
     def placed(self, placement: Placement, num_cached: int | None = None) -> None:
-        self._send_to(placement.request_id, convert.placed_to_wire(placement, num_cached))
+        self._send_to(placement.request_id, Placed(placement, num_cached))
 
     def preempted(self, preempted: Preempted) -> None:
-        self._send_to(preempted.request_id, convert.preempted_to_wire(preempted))
+        self._send_to(preempted.request_id, preempted)
 
     def interrupted(self) -> int:
         with self._lock:
             answering = [each for each in self._attached.values() if each.is_open]
             for front_end in answering:
                 front_end.num_owed += 1
-                front_end.send(pb.ToFrontEnd(interrupted=pb.FrontEndAnswer()))
+                front_end.send(Interrupted())
         return len(answering)
 
     def tokens_lost(self, request_id: int, sentence: str) -> None:
-        lost = pb.RequestTokensLost(request_id=request_id, sentence=sentence)
-        self._send_to(request_id, pb.ToFrontEnd(tokens_lost=lost))
+        self._send_to(request_id, RequestLostTokens(request_id, sentence))
 
     def ended(self, ended: Ended) -> None:
-        self._send_to(ended.request_id, convert.ended_to_wire(ended))
+        self._send_to(ended.request_id, ended)
 
     # --- messages down ---
 
-    def _send_to(self, request_id: int, message: pb.ToFrontEnd) -> None:
+    def _send_to(self, request_id: int, message: Any) -> None:
         with self._lock:
             front_end = self._attached.get(self._attendance.owner(request_id))
         if front_end is not None:
             front_end.send(message)
 
-    def _send_to_all(self, message: pb.ToFrontEnd) -> None:
+    def _send_to_all(self, message: Any) -> None:
         with self._lock:
             for front_end in self._attached.values():
                 front_end.send(message)
-
-
-def _secret(name: str, secret: str) -> pb.ToFrontEnd:
-    return pb.ToFrontEnd(secret=pb.MemberSecret(name=name, secret=secret))

@@ -29,7 +29,7 @@ from nanocp.simulator.pipeline.fit import FORMS, FitError, MeasuredPass, fit_cos
 from nanocp.values.passes import PassDone
 from nanocp.values.plan import PAGE_SIZE, Arrival
 from nanocp.values.sampling import RowInput, SamplingParams, penalized_prompt_ids
-from nanocp.wire.convert import encode_row_input
+from nanocp.wire.rows import encode_row_input
 
 GREEDY = SamplingParams(temperature=0.0)
 _DRAWN = SamplingParams(temperature=1.0, seed=1)

@@ -32,7 +32,7 @@ from nanocp.client import (
 )
 from nanocp.values.plan import Ended, FinishReason, Preempted
 from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -12,13 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.remote import link as link_module
 from control_plane.frontend.remote.link import RemoteController
+from control_plane.frontend.remote.messages import FrontEndHello
 from control_plane.frontend.remote.observations import Observations, replay
 from control_plane.frontend.remote.port import FrontEndPort
-from control_plane.frontend.remote.submissions import submission_from_wire, submission_to_wire
 from control_plane.observe.observer import EndedRequest
 from control_plane.ports.members_port import REFUSED, MemberSecrets
 from harness.frontend_fakes import (
@@ -35,17 +35,12 @@ from harness.service_recovery import until
 from nanocp.client import Client
 from nanocp.values.members import Member
 from nanocp.values.plan import (
-    Arrival,
     ClusterLoad,
-    Ended,
     FinishReason,
     InstanceLoad,
     Placement,
-    Preempted,
 )
-from nanocp.wire import front_ends as convert
 from nanocp.wire.member_metadata import member_metadata
-from nanocp.wire.v1.frontend_pb2 import FrontEndHello
 
 HELD_S = 0.5
 LOAD = ClusterLoad(3, 2, (InstanceLoad(100, 1, 5, 0, 3),), 1)
@@ -105,8 +100,9 @@ def remote() -> Iterator[Remote]:
     remote = Remote()
     remote.begin(0)
     remote.begin(1)
-    remote.port.open(remote.controller, lambda: LOAD)
-    until(lambda: not any(f._open_requests.closed_because for _, f in remote.links.values()))
+    for accepts in remote.port.open(remote.controller, lambda: LOAD):
+        accepts.result(WAIT_S)
+    assert not any(f._open_requests.closed_because for _, f in remote.links.values())
     yield remote
     remote.close()
 
@@ -224,23 +220,20 @@ def test_a_lost_front_end_owes_no_answer(remote: Remote) -> None:
     assert remote.port.interrupted() == 1
 
 
+def test_a_front_end_that_is_lost_is_not_waited_for() -> None:
+    with contextlib.closing(Remote()) as remote:
+        remote.begin(0)
+        accepts = remote.port._attached[0].accepts
+        assert not accepts.done(), "the cluster has yet to be ready"
+        remote.kill(0)
+        accepts.result(WAIT_S)
+
+
 def test_the_port_asks_for_the_secret_of_a_front_end(remote: Remote) -> None:
     stranger = RemoteController(remote.address, member_metadata("front end 0", "x"), Observations())
     stranger._dial(FrontEndHello())
     with pytest.raises(grpc.RpcError, match=REFUSED):
         next(stranger._call)
-
-
-def test_messages_say_what_was_said() -> None:
-    placement = Placement(7, 2, 130, ((0, 2), (1, 0)))
-    for num_cached in (None, 0, 64):
-        message = convert.placed_to_wire(placement, num_cached).placed
-        assert convert.placed_from_wire(message) == (placement, num_cached)
-    preempted = Preempted(3, 90)
-    assert convert.preempted_from_wire(convert.preempted_to_wire(preempted).preempted) == preempted
-    ended = Ended(3, FinishReason.EXPIRED, "too late")
-    assert convert.ended_from_wire(convert.ended_to_wire(ended).ended) == ended
-    assert convert.load_from_wire(convert.load_to_wire(LOAD).load) == LOAD
 
 
 def test_observations_are_the_same_calls_elsewhere() -> None:
@@ -263,26 +256,6 @@ def test_observations_are_the_same_calls_elsewhere() -> None:
         ("finished", FinishReason.STOP, 2),
     ]  # fmt: skip
     assert recorder.longest == [2] and recorder.responses == [("/v1/models", "GET", 200)]
-
-
-def test_every_field_of_a_submission_crosses() -> None:
-    arrival = Arrival(
-        5,
-        2,
-        9,
-        b"row",
-        priority=-3,
-        resumes=True,
-        attempt=4,
-        page_hashes=(b"a" * 16,),
-        client_id="mine",
-        tenant="ada",
-        sampler_work=7,
-    )
-    submission = Submission(arrival, [1, 2], 700, "host:1", 2)
-    assert submission_from_wire(submission_to_wire(submission)) == submission
-    bare = replace(submission, queue_timeout_us=None, prompt_logprobs=None)
-    assert submission_from_wire(submission_to_wire(bare)) == bare
 
 
 def times_dialled(

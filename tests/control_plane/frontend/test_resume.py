@@ -16,7 +16,7 @@ from harness.frontend_fakes import TOKENIZER, WAIT_S, Service, running
 from harness.openai_service import MODEL
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import RowInput
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 

@@ -14,7 +14,7 @@ from control_plane.frontend.streams import ClientStreams
 from harness.frontend_fakes import FakeController, Recorder
 from nanocp.values.plan import Ended, FinishReason, Preempted
 from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 
 FRONT_END = "front:1"
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import grpc
 
 from control_plane.ports.member_streams import MemberServicer
-from nanocp.values.members import Member
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.members import Loading, Member
+from nanocp.wire.members import FROM_INSTANCE
 
 
 def test_a_connection_that_is_cut_in_the_middle_of_a_message_is_no_fault_of_ours(caplog):
@@ -17,13 +17,13 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_message_is_no_fault_of_ours
     listener = SimpleNamespace(loading=lambda *values: loaded.append(values))
 
     async def requests():
-        yield pb.FromInstance(loading=pb.InstanceLoading(instance=1, percent=5))
+        yield FROM_INSTANCE.encode(Loading(5))
         raise grpc.aio.InternalError('Failed "execute_batch"')
 
     async def attach():
         servicer = MemberServicer(listener, None, None, 1.0)
         context = SimpleNamespace(invocation_metadata=lambda: (("nanocp-member", "instance 1"),))
-        return [each async for each in servicer.AttachInstance(requests(), context)]
+        return [each async for each in servicer._attach_instance(requests(), context)]
 
     with caplog.at_level(logging.INFO):
         assert asyncio.run(attach()) == []

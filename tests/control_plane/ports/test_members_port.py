@@ -31,11 +31,12 @@ from harness.hash_service import (
 )
 from nanocp.client import Client
 from nanocp.serve.service import Service
-from nanocp.values.members import PREFILL, Member
+from nanocp.values.commands import Shutdown
+from nanocp.values.members import PREFILL, Failure, Hello, Member, Peer
 from nanocp.values.plan import FinishReason
+from nanocp.values.sampling import PromptPart, Token, TokenBatch
 from nanocp.wire.member_metadata import NAME, SECRET, member_metadata
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.wire.members import CONTROLLER, FROM_INSTANCE, TO_INSTANCE, TOKEN_SINK, TOKENS
 
 WAIT_S = 60.0
 KEY = "a key"
@@ -118,20 +119,17 @@ def victim(service: Service) -> Iterator[Victim]:
         chunks.close()
 
 
-def forged(instance: int, request_id: int) -> pb.TokenBatch:
+def forged(instance: int, request_id: int) -> TokenBatch:
     """A token at every place of the request that may come next, and a stop."""
-    items = [
-        pb.TokenItem(request_id=request_id, index=index, token_id=FORGED)
-        for index in range(NUM_TOKENS)
-    ]
-    items[-1].finish_reason = FinishReason.STOP.value
-    return pb.TokenBatch(instance=instance, tokens=items)
+    tokens = [Token("", request_id, index, FORGED, None) for index in range(NUM_TOKENS)]
+    tokens[-1] = tokens[-1]._replace(finish_reason=FinishReason.STOP)
+    return TokenBatch(instance, tuple(tokens))
 
 
-def deliver(address: str, batch: pb.TokenBatch, metadata: Metadata) -> grpc.StatusCode:
+def deliver(address: str, batch: TokenBatch, metadata: Metadata) -> grpc.StatusCode:
     """Deliver the batch as an instance would; returns how that ends."""
     with grpc.insecure_channel(address) as channel:
-        call = rpc.TokenSinkStub(channel).Deliver.future(
+        call = channel.stream_unary(f"/{TOKEN_SINK}/Deliver", TOKENS.encode).future(
             iter([batch]), metadata=metadata, timeout=WAIT_S
         )
         try:
@@ -194,7 +192,7 @@ def test_an_instance_cannot_deliver_tokens_of_a_request_at_another(service: Serv
         batch = forged(0, running.request_id)
         code = deliver(sink_of(service), batch, of_member(service, PREFILL))
         assert code is grpc.StatusCode.PERMISSION_DENIED
-        prompts = pb.TokenBatch(prompts=[pb.PromptLogprobs(request_id=running.request_id, first=1)])
+        prompts = TokenBatch(prompts=(PromptPart(running.request_id, 1, ()),))
         code = deliver(sink_of(service), prompts, of_member(service, other))
         assert code is grpc.StatusCode.PERMISSION_DENIED, "prompts are the prefill's"
         assert deliver(sink_of(service), prompts, of_member(service, PREFILL)) is (
@@ -207,12 +205,12 @@ def test_an_instance_cannot_deliver_tokens_of_a_request_at_another(service: Serv
 # --- members ---
 
 
-def hello(instance: int) -> Iterator[pb.FromInstance]:
-    yield pb.FromInstance(hello=pb.InstanceHello(instance=instance, pid=1))
+def hello(instance: int) -> Iterator[bytes]:
+    yield FROM_INSTANCE.encode(Hello(instance, Peer()))
 
 
-def failure() -> Iterator[pb.FromInstance]:
-    yield pb.FromInstance(failure=pb.Failure(message="instance 1: a forged failure"))
+def failure() -> Iterator[bytes]:
+    yield FROM_INSTANCE.encode(Failure("instance 1: a forged failure"))
 
 
 def test_a_client_cannot_end_the_cluster_in_a_members_name(service: Service) -> None:
@@ -222,19 +220,20 @@ def test_a_client_cannot_end_the_cluster_in_a_members_name(service: Service) -> 
         (controller, grpc.StatusCode.UNAUTHENTICATED),
     ):
         with grpc.insecure_channel(address) as channel:
-            stub = rpc.ControllerStub(channel)
+            attach_instance = channel.stream_stream(f"/{CONTROLLER}/AttachInstance")
+            attach_prefill = channel.stream_stream(f"/{CONTROLLER}/AttachPrefill")
             for metadata in guesses(service):
                 options: Any = {"metadata": metadata, "timeout": WAIT_S}
-                assert code_of(stub.AttachInstance(failure(), **options)) is code
-                assert code_of(stub.AttachInstance(hello(0), **options)) is code
-                assert code_of(stub.AttachPrefill(iter(()), **options)) is code
+                assert code_of(attach_instance(failure(), **options)) is code
+                assert code_of(attach_instance(hello(0), **options)) is code
+                assert code_of(attach_prefill(iter(()), **options)) is code
     assert not service.failure.done()
     assert generate_with_key(service) == expected(prompt(30, 2), 5)
 
 
 def test_a_client_cannot_send_plans(service: Service) -> None:
     """A plan comes down the stream that its member opened: members themselves serve no gRPC."""
-    plan = pb.ToInstance(shutdown=pb.Shutdown(reason="forged"))
+    plan = TO_INSTANCE.encode(Shutdown("forged"))
     ports = [
         connection.laddr
         for process in (one.process for one in service.launcher._processes.values())
@@ -244,10 +243,7 @@ def test_a_client_cannot_send_plans(service: Service) -> None:
     assert ports, "the control: instances do listen, for peers on other nodes"
     for address in ports:
         with grpc.insecure_channel(f"{address.ip}:{address.port}") as channel:
-            send = channel.stream_stream(
-                "/nanocp.v1.Controller/AttachInstance",
-                request_serializer=pb.ToInstance.SerializeToString,
-            )
+            send = channel.stream_stream(f"/{CONTROLLER}/AttachInstance")
             assert code_of(send(iter([plan]), timeout=WAIT_S)) is grpc.StatusCode.UNAVAILABLE
     assert generate_with_key(service) == expected(prompt(30, 2), 5)
 
@@ -268,24 +264,25 @@ class Intruder:
     def start(self, specs: Any, exited: Any) -> None:
         first, second, prefill = specs.values()
         with grpc.insecure_channel(first.controller) as channel:
-            stub = rpc.ControllerStub(channel)
+            attach_instance = channel.stream_stream(f"/{CONTROLLER}/AttachInstance")
+            attach_prefill = channel.stream_stream(f"/{CONTROLLER}/AttachPrefill")
             attempts = {
-                "a stranger as instance 0": stub.AttachInstance(hello(0), timeout=WAIT_S),
-                "a stranger as the prefill": stub.AttachPrefill(iter(()), timeout=WAIT_S),
-                "instance 1 as instance 0": stub.AttachInstance(
+                "a stranger as instance 0": attach_instance(hello(0), timeout=WAIT_S),
+                "a stranger as the prefill": attach_prefill(iter(()), timeout=WAIT_S),
+                "instance 1 as instance 0": attach_instance(
                     hello(0), metadata=second.metadata, timeout=WAIT_S
                 ),
-                "the prefill as instance 0": stub.AttachInstance(
+                "the prefill as instance 0": attach_instance(
                     hello(0), metadata=prefill.metadata, timeout=WAIT_S
                 ),
-                "instance 0 as the prefill": stub.AttachPrefill(
+                "instance 0 as the prefill": attach_prefill(
                     iter(()), metadata=first.metadata, timeout=WAIT_S
                 ),
             }
             self.codes = {name: code_of(call) for name, call in attempts.items()}
             for call in (
-                stub.AttachInstance(hello(0), metadata=first.metadata, timeout=WAIT_S),
-                stub.AttachPrefill(iter(()), metadata=prefill.metadata, timeout=WAIT_S),
+                attach_instance(hello(0), metadata=first.metadata, timeout=WAIT_S),
+                attach_prefill(iter(()), metadata=prefill.metadata, timeout=WAIT_S),
             ):
                 assert not list(call), "the cluster is not complete: nobody joins yet"
                 self.welcomed.append(call.code())

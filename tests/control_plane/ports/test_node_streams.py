@@ -15,9 +15,10 @@ from data_plane.member.node_streams import NodeStreams
 from harness.hash_service import CONFIG, hash_service, shared_memory_of, with_policy
 from harness.service_recovery import SLOW, generating, pid_of, until, until_serving
 from nanocp.serve.node_processes import carrier_address
-from nanocp.values.members import Member
-from nanocp.values.plan import WindowDone
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.commands import Leave
+from nanocp.values.members import Hello, Loading, Member, Peer
+from nanocp.values.plan import Finished, WindowDone
+from nanocp.wire.members import FROM_INSTANCE, TO_INSTANCE, FromNode, FromStream, Opened, ToStream
 
 NODES = [Member("node", 0), Member("node", 1)]
 INSTANCES = [Member("instance", number) for number in range(4)]
@@ -87,11 +88,7 @@ class Listener:
         self.said.append((str(member), message))
 
 
-def from_node(*items):
-    return pb.FromNode(items=[pb.FromStream(**item) for item in items])
-
-
-OPENED = pb.Opened(name="instance 1", secret="0" * 32)
+OPENED = Opened("instance 1", "0" * 32)
 
 
 def attached(*messages, silent_s=60.0, number=0, secret=""):
@@ -100,16 +97,17 @@ def attached(*messages, silent_s=60.0, number=0, secret=""):
     secret: of instance 1, if it is to be known.
     """
     listener, secrets, lost = Listener(), MemberSecrets(), []
-    opened = pb.Opened(name="instance 1", secret=secret or secrets.issue("instance 1"))
+    opened = Opened("instance 1", secret or secrets.issue("instance 1"))
     secrets.take("instance 1", opened.secret)
-    hello = pb.FromInstance(hello=pb.InstanceHello(instance=1)).SerializeToString()
-    known = {"opened": {"stream": 1, "opened": opened}, "hello": {"stream": 1, "message": hello}}
+    hello = FROM_INSTANCE.encode(Hello(1, Peer()))
+    known = {"opened": FromStream(1, opened), "hello": FromStream(1, message=hello)}
     metadata = (("nanocp-member", f"node {number}"),)
 
     async def requests():
         for message in messages:
-            items = [known[item] if isinstance(item, str) else item for item in message]
-            yield from_node(*items)
+            yield FromNode(
+                tuple(known[item] if isinstance(item, str) else item for item in message)
+            )
         if silent_s < 1:
             await asyncio.sleep(60)
 
@@ -117,23 +115,20 @@ def attached(*messages, silent_s=60.0, number=0, secret=""):
         context = SimpleNamespace(invocation_metadata=lambda: metadata)
         servicer = MemberServicer(listener, secrets, lost.append, silent_s)
         down = []
-        async for message in servicer.AttachNode(requests(), context):
-            down += [(item.stream, item.WhichOneof("event")) for item in message.items]
+        async for message in servicer._attach_node(requests(), context):
+            down += message.items
         return down
 
     return listener, asyncio.run(asyncio.wait_for(attach(), 60)), lost
 
 
-REPORT = pb.FromInstance(window_done=pb.WindowDone(window=3)).SerializeToString()
-LOADING = pb.FromInstance(loading=pb.InstanceLoading(instance=1, percent=7)).SerializeToString()
+REPORT = FROM_INSTANCE.encode(WindowDone(1, 3))
+LOADING = FROM_INSTANCE.encode(Loading(7))
 
 
 def test_a_node_carries_what_an_instance_says_and_its_end():
-    loading = {"stream": 1, "message": LOADING}
-    report = {"stream": 1, "message": REPORT}
-    listener, _, lost = attached(
-        ["opened", loading, "hello", report], [{"stream": 1, "closed": True}, report]
-    )
+    loading, report = FromStream(1, message=LOADING), FromStream(1, message=REPORT)
+    listener, _, lost = attached(["opened", loading, "hello", report], [FromStream(1), report])
     assert listener.said == [
         ("instance 1", 7),
         ("instance 1", WindowDone(1, 3)),
@@ -145,32 +140,32 @@ def test_a_node_carries_what_an_instance_says_and_its_end():
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        (b"\xff\xff", "2 bytes are not an encoded FromInstance"),
-        (b"", "an instance says None, which has no meaning here"),
+        (b"\xff\xff", "Expected `array`, got `int`"),
+        (TO_INSTANCE.encode(Leave()), "'Leave'"),
         (
-            pb.FromInstance(
-                window_done=pb.WindowDone(finished=[pb.Finished(reason="tired")])
-            ).SerializeToString(),
-            "'tired' is not a valid FinishReason",
+            FROM_INSTANCE.encode(WindowDone(1, 3, (Finished(1, 2, "tired"),))),
+            "Invalid enum value 'tired'",
         ),
+        (FROM_INSTANCE.encode(WindowDone(2, 3)), "it speaks as instance 2"),
     ],
-    ids=["bytes", "kind", "reason"],
+    ids=["bytes", "kind", "reason", "speaker"],
 )
 def test_a_message_that_means_nothing_ends_the_stream_of_its_instance_alone(message, sentence):
     """The node's stream, and with it those of its other instances, goes on."""
-    loading = {"stream": 2, "message": LOADING}
     listener, _, _ = attached(
-        ["opened", "hello", {"stream": 1, "message": message}],
-        [{"stream": 2, "opened": OPENED}, loading],
+        ["opened", "hello", FromStream(1, message=message)],
+        [FromStream(2, OPENED), FromStream(2, message=LOADING)],
         secret=OPENED.secret,
     )
-    assert listener.said == [("instance 1", f"instance 1: {sentence}"), ("instance 1", 7)]
+    (speaker, said), *rest = listener.said
+    assert speaker == "instance 1" and said.startswith("instance 1: ") and sentence in said
+    assert rest == [("instance 1", 7)]
 
 
 @pytest.mark.parametrize("message", [b"\xff\xff", b""], ids=["bytes", "kind"])
 def test_a_message_that_means_nothing_before_hello_ends_the_stream_too(message):
-    listener, down, _ = attached(["opened", {"stream": 1, "message": message}], silent_s=0.5)
-    assert (listener.said, down) == ([], [(1, "end")])
+    listener, down, _ = attached(["opened", FromStream(1, message=message)], silent_s=0.5)
+    assert (listener.said, down) == ([], [ToStream(1)])
 
 
 def test_a_node_that_ends_or_is_silent_takes_its_instances_with_it():
@@ -198,7 +193,7 @@ def test_a_controller_that_stood_still_blames_no_node():
         for _ in range(3):
             await asyncio.sleep(0.05)
             time.sleep(1.0)  # longer than the limit, on the controller's own thread
-            up.put_nowait(pb.FromNode())
+            up.put_nowait(FromNode())
         await asyncio.sleep(0.05)
         assert not reading.done()
         up.put_nowait(None)
@@ -209,15 +204,19 @@ def test_a_controller_that_stood_still_blames_no_node():
 
 
 def test_a_stream_without_the_secret_of_its_instance_is_refused():
-    stolen = {"stream": 1, "opened": pb.Opened(name="instance 1", secret="0" * 32)}
+    stolen = FromStream(1, OPENED)
     listener, _, _ = attached([stolen, "hello"])
     assert (listener.said, listener.streams) == ([], {})
 
 
 def test_an_instance_cannot_attach_as_another():
-    hello = pb.FromInstance(hello=pb.InstanceHello(instance=2)).SerializeToString()
-    listener, _, _ = attached(["opened", {"stream": 1, "message": hello}])
+    hello = FROM_INSTANCE.encode(Hello(2, Peer()))
+    listener, _, _ = attached(["opened", FromStream(1, message=hello)])
     assert (listener.said, listener.streams) == ([], {})
+
+
+def event(item):
+    return "opened" if item.opened else "closed" if item.message is None else "message"
 
 
 def test_reports_of_a_window_go_up_together_and_wait_for_nobody_for_long():
@@ -241,11 +240,11 @@ def test_reports_of_a_window_go_up_together_and_wait_for_nobody_for_long():
         batches = []
         while sum(map(len, batches)) < 5:
             message = await asyncio.wait_for(anext(up), 60)
-            batches.append([item.WhichOneof("event") for item in message.items])
+            batches.append(list(map(event, message.items)))
         ends.set()
         await asyncio.gather(*tasks)
         last = await asyncio.wait_for(anext(up), 60)
-        return batches, [item.WhichOneof("event") for item in last.items]
+        return batches, list(map(event, last.items))
 
     batches, last = asyncio.run(play())
     assert [event for batch in batches for event in batch] == ["opened"] * 3 + ["message"] * 2

@@ -26,7 +26,7 @@ from nanocp.values.plan import (
     WindowDone,
 )
 from nanocp.values.table import InstanceTable
-from nanocp.wire.convert import instance_plan_to_wire
+from nanocp.wire.members import TO_INSTANCE
 
 BOUNDS = BoundsConfig(
     max_rows=4, max_links=2, max_attention_rows=6, max_partials=4, max_hand_offs=2
@@ -141,9 +141,7 @@ class World:
 
 
 def as_bytes(plan: Plan) -> bytes:
-    wire = b"".join(
-        instance_plan_to_wire(p).SerializeToString(deterministic=True) for p in plan.instances
-    )
+    wire = b"".join(map(TO_INSTANCE.encode, plan.instances))
     rest = (plan.window, plan.transfers, plan.fences, plan.placements, plan.ended, plan.preempted)
     return wire + repr(rest).encode()
 

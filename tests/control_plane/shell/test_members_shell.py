@@ -16,9 +16,9 @@ from control_plane.frontend.controller_interface import Submission
 from control_plane.shell.members_shell import MembersShell, wait_for
 from harness.member_cluster import FIRST, LIMITS, SECOND, Cluster
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.commands import Join, Leave, RefusePages
 from nanocp.values.members import Failure, Hello, Left, Peer, Ready
 from nanocp.values.plan import Arrival, InstanceLost, TargetRun, TermEnded, Transfer, WindowDone
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 WAIT_S = 120.0
 
@@ -64,7 +64,7 @@ class Shell(MembersShell):
         self.calls.append(call)
 
     def kinds(self, member):
-        return [each and each.WhichOneof("message") for each in self.streams[member].take()]
+        return [each and type(each.message) for each in self.streams[member].take()]
 
     async def until(self, condition):
         async with asyncio.timeout(WAIT_S):
@@ -77,14 +77,14 @@ async def test_a_member_that_reads_nothing_is_lost_once_all_that_goes_with_it_is
     shell = Shell(synthetic_kv=True)
     shell.streams[FIRST].max_messages = 2
     for _ in range(4):
-        shell.members.send(FIRST, pb.ToInstance(fence=1))
-    shell.members.send(SECOND, pb.ToInstance(fence=1))
+        shell.members.send(FIRST, RefusePages(1))
+    shell.members.send(SECOND, RefusePages(1))
     assert shell.events == []
     shell.settle()
     assert shell.events == [TermEnded(), InstanceLost(0)], "it is lost once"
     assert shell.members.end.last_loss == "instance 0 left 2 messages unread"
-    assert shell.kinds(FIRST) == ["fence", "fence", None]
-    assert shell.kinds(SECOND) == ["fence", "leave"]
+    assert shell.kinds(FIRST) == [RefusePages, RefusePages, None]
+    assert shell.kinds(SECOND) == [RefusePages, Leave]
 
 
 @in_a_loop
@@ -113,8 +113,8 @@ async def test_what_goes_down_goes_to_the_stream_of_its_process_and_nothing_foll
     assert shell.events == [TermEnded(), InstanceLost(1)]
     shell.received(FIRST, Left(), 1)
     stream = shell.attach(SECOND, Hello(1, Peer()))
-    assert [each.WhichOneof("message") for each in stream.take()] == ["join"]
-    assert shell.kinds(FIRST) == ["leave", "join"]
+    assert [type(each.message) for each in stream.take()] == [Join]
+    assert shell.kinds(FIRST) == [Leave, Join]
 
 
 @in_a_loop

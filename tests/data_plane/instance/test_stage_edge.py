@@ -19,7 +19,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.passes import LayerMove, LayerMoves, LayersMoved, PassPlan, Span
 from nanocp.values.plan import Arrival
 from nanocp.values.sampling import PromptLogprobs, RowInput, SamplingParams
-from nanocp.wire.convert import encode_row_input
+from nanocp.wire.rows import encode_row_input
 
 PIPELINE = PipelineConfig(num_stages=2, num_layers=4)
 ROW = encode_row_input(RowInput(7, SamplingParams(max_tokens=9), "front-end:1"))

@@ -15,7 +15,7 @@ from nanocp.values.plan import HandOff, InstancePlan, RowStart
 from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageRun, RowChange, TableChanges
-from nanocp.wire.convert import encode_row_input
+from nanocp.wire.rows import encode_row_input
 
 CONFIG = Config(cluster=ClusterConfig(num_instances=2, num_frames=16, max_model_len=1024))
 ROW_7 = TableChanges(rows=(RowChange(0, 7),), pages=(PageRun(7, 0, 2, 4),))

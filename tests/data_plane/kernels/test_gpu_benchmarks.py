@@ -29,7 +29,17 @@ from nanocp.simulator.cost import CostModel
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
 )
-ABSENT = ("pytest", "ray", "grpc", "google.protobuf", "pydantic", "rich", "typer", "yaml")
+ABSENT = (
+    "pytest",
+    "ray",
+    "grpc",
+    "google.protobuf",
+    "msgspec",
+    "pydantic",
+    "rich",
+    "typer",
+    "yaml",
+)
 """Packages that a GPU machine need not have."""
 
 

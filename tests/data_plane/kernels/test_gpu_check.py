@@ -47,6 +47,7 @@ def test_without_a_gpu_the_command_says_so():
         "ray",
         "grpc",
         "google.protobuf",
+        "msgspec",
         "pydantic",
         "rich",
         "typer",

@@ -14,8 +14,9 @@ from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.exchange import Term
 from harness.member_fakes import LIMITS as IMPATIENT
 from nanocp import parent
-from nanocp.wire.v1 import cluster_pb2 as pb
-from nanocp.wire.v1 import cluster_pb2_grpc as rpc
+from nanocp.values.commands import Join
+from nanocp.values.members import Beat, Envelope
+from nanocp.wire.members import CONTROLLER, FROM_INSTANCE, TO_INSTANCE
 
 
 def test_a_controller_that_does_not_answer_is_named(free_port):
@@ -29,22 +30,26 @@ def test_a_controller_that_does_not_answer_is_named(free_port):
 LIMITS = replace(IMPATIENT, start_timeout_ms=60_000)
 
 
-class Silent(rpc.ControllerServicer):
+class Silent:
     """A controller that takes what comes and tells each member the next term."""
 
     def __init__(self, term):
         self.term = term
         self.received = Queue()
 
-    def AttachInstance(self, requests, context):
-        yield pb.ToInstance(term=self.term, join=pb.Join())
+    def attach(self, requests, context):
+        yield Envelope(Join(), self.term)
         for message in requests:
             self.received.put(message)
 
 
 def serve(port, term):
     server, controller = grpc.server(ThreadPoolExecutor(4)), Silent(term)
-    rpc.add_ControllerServicer_to_server(controller, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        controller.attach, FROM_INSTANCE.open, TO_INSTANCE.seal
+    )
+    methods = grpc.method_handlers_generic_handler(CONTROLLER, {"AttachInstance": handler})
+    server.add_generic_rpc_handlers((methods,))
     assert server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     return server, controller
@@ -61,7 +66,7 @@ def test_a_member_goes_over_to_another_controller_and_its_later_term(free_port):
     assert link.term.is_over
     server, controller = serve(free_port, term=1_000_001)
     link.redial()
-    link.send(pb.FromInstance(heartbeat=pb.Heartbeat(), term=4))
+    link.send(Beat(), 4)
     assert controller.received.get(timeout=30).term == 4
     assert link.inbox.get(timeout=30).term == 1_000_001
     assert link.term.is_over, "the old term stays over"

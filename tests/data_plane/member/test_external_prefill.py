@@ -15,9 +15,9 @@ from data_plane.prefill.completions import EngineAnswer, EngineOutcome
 from harness.member_fakes import LIMITS, Link, until
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
-from nanocp.values.plan import TargetRun, Transfer
-from nanocp.wire.convert import transfer_to_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.commands import CancelPrefill, Join, PrefillRequest, Shutdown
+from nanocp.values.members import EnginesNow, Envelope, Ready
+from nanocp.values.plan import TargetRun, Transfer, TransferFailed
 
 HOUR_S = 3601.0
 PASSED = EngineAnswer(EngineOutcome.SENT, engine="process")
@@ -72,34 +72,31 @@ def running(link, prober, clock, url):
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(run)
-        link.inbox.put(pb.ToPrefill(term=1, join=pb.Join()))
+        link.inbox.put(Envelope(Join(), 1))
         try:
             yield
         finally:
-            link.inbox.put(pb.ToPrefill(shutdown=pb.Shutdown(reason="enough")))
+            link.inbox.put(Envelope(Shutdown("enough")))
             done.result(60)
 
 
 def prompt(ticket, num_tokens=100):
     transfer = Transfer(ticket, ticket, num_tokens, (TargetRun(0, 2, 0, 0),))
-    request = pb.PrefillRequest(
-        transfer=transfer_to_wire(transfer), token_ids=[1] * num_tokens, front_end="f"
-    )
-    return pb.ToPrefill(prefill=request)
+    return Envelope(PrefillRequest(transfer, [1] * num_tokens, front_end="f"))
 
 
 def reports(link, kind):
-    return [getattr(sent, kind) for sent in link.sent if sent.WhichOneof("message") == kind]
+    return [sent.message for sent in link.sent if isinstance(sent.message, kind)]
 
 
 def engine_of(link):
-    states = reports(link, "engines")
+    states = reports(link, EnginesNow)
     return states[-1].engines[0] if states else None
 
 
 def wake(link):
     """Have the loop look at its clock."""
-    link.inbox.put(pb.ToPrefill(cancel=1 << 40))
+    link.inbox.put(Envelope(CancelPrefill(1 << 40)))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_an_engine_that_serves_is_probed_after_an_hour(silent_engine, answer, is
     """What it was asked for goes on, unless its KV has become another model's."""
     link, prober, clock = Link(), Prober(), Clock()
     with running(link, prober, clock, silent_engine):
-        until(lambda: reports(link, "ready"))
+        until(lambda: reports(link, Ready))
         link.inbox.put(prompt(7))
         until(lambda: engine_of(link) and engine_of(link).tokens_in_flight == 100)
         prober.answer, clock.forward_s = answer, HOUR_S
@@ -126,10 +123,10 @@ def test_an_engine_that_serves_is_probed_after_an_hour(silent_engine, answer, is
             clock.forward_s += 1.0
             link.inbox.put(prompt(8))
             until(lambda: engine_of(link).tokens_in_flight == 200)
-            assert engine_of(link).is_up and not reports(link, "failed")
+            assert engine_of(link).is_up and not reports(link, TransferFailed)
         else:
             until(lambda: not engine_of(link).is_up)
-            (failure,) = reports(link, "failed")
+            (failure,) = reports(link, TransferFailed)
             assert failure.ticket == 7
             assert failure.message == f"prefill failed: {silent_engine}: other KV"
 

@@ -14,7 +14,8 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link
-from nanocp.values.members import Resync
+from nanocp.values.commands import ExpectPages, Join, Leave, RefusePages, SendPages, Shutdown
+from nanocp.values.members import Envelope, Left, Ready, Resync, Suspect
 from nanocp.values.plan import (
     InstancePlan,
     TargetRun,
@@ -23,15 +24,13 @@ from nanocp.values.plan import (
     TransferFenced,
     WindowDone,
 )
-from nanocp.wire.convert import instance_plan_to_wire, transfer_to_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
 
-SHUTDOWN = pb.ToInstance(shutdown=pb.Shutdown(reason="enough"))
-LEAVE = pb.ToInstance(term=1, leave=pb.Leave())
+SHUTDOWN = Envelope(Shutdown("enough"))
+LEAVE = Envelope(Leave(), 1)
 
 
 def join(term=1, newest_ticket=0):
-    return pb.ToInstance(term=term, join=pb.Join(newest_ticket=newest_ticket))
+    return Envelope(Join(newest_ticket=newest_ticket), term)
 
 
 class Instance:
@@ -93,19 +92,19 @@ class Instance:
 
 
 def plan(window, num_steps=1, is_full=False):
-    return pb.ToInstance(
-        term=1,
-        plan=instance_plan_to_wire(InstancePlan(0, window, window, num_steps, 0, 0, is_full)),
-    )
+    return Envelope(InstancePlan(0, window, window, num_steps, 0, 0, is_full), 1)
+
+
+def transfer(ticket):
+    return Transfer(ticket, 9, 10, (TargetRun(0, 1, 0, 0),))
 
 
 def expect(ticket):
-    transfer = Transfer(ticket, 9, 10, (TargetRun(0, 1, 0, 0),))
-    return pb.ToInstance(term=1, expect=transfer_to_wire(transfer))
+    return Envelope(ExpectPages(transfer(ticket)), 1)
 
 
 def fence(ticket):
-    return pb.ToInstance(term=1, fence=ticket)
+    return Envelope(RefusePages(ticket), 1)
 
 
 def decode_loop(instance, link):
@@ -133,7 +132,7 @@ def test_tickets_are_handled_between_steps_and_windows_in_order():
         *[("begin", 0, False), "step", "step"],
         *[("begin", 1, False), "step"],
     ]
-    assert link.kinds()[1:] == ["transfer_fenced", "window_done", "window_done"]
+    assert link.kinds()[1:] == [TransferFenced, WindowDone, WindowDone]
 
 
 def test_tickets_are_handled_between_the_steps_of_a_long_window():
@@ -154,7 +153,7 @@ def test_tickets_are_handled_between_the_steps_of_a_long_window():
         *[("expect", 5), ("fence", 5)],
         *["step", "step"],
     ]
-    assert link.kinds()[1:] == ["transfer_fenced", "window_done"]
+    assert link.kinds()[1:] == [TransferFenced, WindowDone]
 
 
 def test_an_idle_instance_looks_again_while_pages_move_between_instances():
@@ -168,7 +167,7 @@ def test_an_idle_instance_looks_again_while_pages_move_between_instances():
                 self.is_moving_pages = False
                 link.inbox.put(SHUTDOWN)
 
-    link = Link(join(), pb.ToInstance(term=1, send=expect(3).expect))
+    link = Link(join(), Envelope(SendPages(transfer(3)), 1))
     instance = Mover()
     assert run(link, instance) == "enough"
     assert calls_of(instance) == [("send", 3)] and instance.num_looks >= 4
@@ -209,8 +208,8 @@ def test_a_mismatch_is_answered_by_the_full_plan_whatever_came_before_it():
         ("begin", 0, True),
         ("begin", 1, False),
     ]
-    assert link.kinds()[1:] == ["resync", "window_done", "window_done"]
-    assert (link.sent[1].resync.window, link.sent[1].resync.reason) == (0, "digest 1, not 2")
+    assert link.kinds()[1:] == [Resync, WindowDone, WindowDone]
+    assert link.sent[1].message == Resync(0, "digest 1, not 2")
 
 
 def test_a_full_plan_that_is_refused_is_a_failure():
@@ -247,7 +246,7 @@ def test_pages_wake_an_idle_instance(ring, writer):
             time.sleep(0.01)
         link.inbox.put(SHUTDOWN)
         loop.result(WAIT_S)
-    assert link.kinds()[1:] == ["transfer_done"] * 5
+    assert link.kinds()[1:] == [TransferDone] * 5
 
 
 class Interrupted(Instance):
@@ -271,18 +270,19 @@ def test_a_term_that_ends_in_a_step_is_left_and_another_one_joined():
     instance = Interrupted(link, TermOver("term 1 is over"), *late)
     run(link, instance)
     assert calls_of(instance) == [("begin", 0, False), "step", "step", ("enter", 8)]
-    sent = [(message.WhichOneof("message"), message.term) for message in link.sent]
-    assert sent == [("ready", 1), ("left", 1), ("ready", 3)], "plan(9) is of term 1, and dropped"
+    ready = Ready(("graphs: 3 prepared",))
+    sent = [(ready, 1), (Left(), 1), (ready, 3)]
+    assert link.sent == sent, "plan(9) is of term 1, and dropped"
 
 
 def test_a_term_that_ends_between_two_steps_is_left_too():
     link = Link(join(), LEAVE, join(2), last=SHUTDOWN)
     run(link, Instance())
-    assert link.kinds() == ["ready", "left", "ready"]
+    assert link.kinds() == [Ready, Left, Ready]
 
 
 def test_a_term_that_is_over_before_it_was_joined_is_left_at_once():
-    link = Link(join(2), pb.ToInstance(term=2, leave=pb.Leave()), join(3), last=SHUTDOWN)
+    link = Link(join(2), Envelope(Leave(), 2), join(3), last=SHUTDOWN)
     instance = Instance()
     loop = decode_loop(instance, link)
     loop._segments.term.end(2)
@@ -297,10 +297,9 @@ def test_a_peer_that_does_not_answer_is_reported_and_the_controller_ends_the_ter
     error = kind("instance 2 is alive but sent nothing", 2)
     link = Link(join(), plan(0, 3), last=SHUTDOWN)
     run(link, Interrupted(link, error, expect(5), LEAVE, join(2)))
-    assert link.kinds() == ["ready", "suspect", "left", "ready"]
-    suspect = link.sent[1].suspect
-    assert (suspect.instance, suspect.is_gone) == (2, is_gone)
-    assert suspect.message == f"{kind.__name__}: instance 2 is alive but sent nothing"
+    assert link.kinds() == [Ready, Suspect, Left, Ready]
+    sentence = f"{kind.__name__}: instance 2 is alive but sent nothing"
+    assert link.sent[1].message == Suspect(2, is_gone, sentence)
 
 
 def test_a_term_that_the_controller_does_not_end_has_a_limit():
@@ -309,7 +308,7 @@ def test_a_term_that_the_controller_does_not_end_has_a_limit():
     began = time.monotonic()
     assert run(link, Interrupted(link, error), PeerLost) == "instance 2 is gone"
     assert LIMITS.exchange_timeout_ms / 1000 <= time.monotonic() - began < 10
-    assert link.kinds() == ["ready", "suspect"]
+    assert link.kinds() == [Ready, Suspect]
 
 
 def test_a_term_that_never_begins_has_a_limit():

@@ -34,15 +34,15 @@ from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
+from nanocp.values.commands import CancelPrefill, Join, PrefillRequest, Shutdown
+from nanocp.values.members import Envelope, Ready
 from nanocp.values.passes import PassDone
-from nanocp.values.plan import Arrival, TargetRun, Transfer
+from nanocp.values.plan import Arrival, TargetRun, Transfer, TransferFailed
 from nanocp.values.sampling import TokenLogprobs
-from nanocp.wire.convert import transfer_to_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 PATIENT = replace(LIMITS, exchange_timeout_ms=30_000)
-JOIN = pb.ToPrefill(term=1, join=pb.Join())
-PREFILL_SHUTDOWN = pb.ToPrefill(shutdown=pb.Shutdown(reason="enough"))
+JOIN = Envelope(Join(), 1)
+PREFILL_SHUTDOWN = Envelope(Shutdown("enough"))
 
 
 class Model:
@@ -80,17 +80,17 @@ class Model:
         """There are no tokens."""
 
 
-def prefill(ticket, num_pages):
-    targets = (TargetRun(0, num_pages, 0, 0),)
-    transfer = transfer_to_wire(Transfer(ticket, ticket, num_pages * 64 - 10, targets))
-    return pb.ToPrefill(
-        prefill=pb.PrefillRequest(transfer=transfer, token_ids=[1] * (num_pages * 64 - 10))
-    )
+def prefill(ticket, num_pages, num_top=None, front_end=""):
+    """Ask for a prompt. num_top: for log probabilities of it too, which need an id more."""
+    num_tokens = num_pages * 64 - 10
+    transfer = Transfer(ticket, ticket, num_tokens, (TargetRun(0, num_pages, 0, 0),))
+    token_ids = [1] * num_tokens if num_top is None else range(num_tokens + 1)
+    return Envelope(PrefillRequest(transfer, token_ids, num_top, front_end))
 
 
 def reports(link):
     """What the prefill sent, but for being ready."""
-    return [message for message in link.sent if message.WhichOneof("message") != "ready"]
+    return [each.message for each in link.sent if not isinstance(each.message, Ready)]
 
 
 class StageOf:
@@ -159,9 +159,9 @@ def test_a_cancelled_ticket_stops_waiting_for_a_full_ring_and_the_next_is_served
     model = Model()
     with running(link, model) as stage:
         until(lambda: model.num_pages == 3)
-        link.inbox.put(pb.ToPrefill(cancel=2))
-        link.inbox.put(pb.ToPrefill(cancel=1))
-        link.inbox.put(pb.ToPrefill(cancel=99))
+        link.inbox.put(Envelope(CancelPrefill(2)))
+        link.inbox.put(Envelope(CancelPrefill(1)))
+        link.inbox.put(Envelope(CancelPrefill(99)))
         until(lambda: list(stage._tickets) == [3])
         tickets = []
         until(lambda: tickets.extend(page.ticket for page in ring.arrived()) or 3 in tickets)
@@ -177,9 +177,7 @@ def test_a_pass_that_fails_costs_its_prompts_only(ring):
         model.error = None
         link.inbox.put(prefill(2, 1))
         until(lambda: [page.ticket for page in ring.arrived()] == [2])
-    assert [(message.failed.ticket, message.failed.message) for message in reports(link)] == [
-        (1, "prefill failed: the prompt is cursed")
-    ]
+    assert reports(link) == [TransferFailed(1, "prefill failed: the prompt is cursed")]
 
 
 def test_a_page_that_cannot_be_sent_costs_its_prompt_only(ring):
@@ -193,7 +191,7 @@ def test_a_page_that_cannot_be_sent_costs_its_prompt_only(ring):
     with running(link, NoMemory()):
         until(lambda: [page.ticket for page in ring.arrived()] == [2])
         until(lambda: reports(link))
-    (failure,) = (message.failed for message in reports(link))
+    (failure,) = reports(link)
     assert failure.ticket == 1 and "no memory for the page" in failure.message
 
 
@@ -275,7 +273,7 @@ def test_a_ring_that_nobody_empties_is_reported_in_a_bounded_time(ring):
     link = Link(JOIN, prefill(1, 9))
     with running(link, Model(), LIMITS):
         until(lambda: reports(link))
-    suspect = reports(link)[0].suspect
+    suspect = reports(link)[0]
     assert (suspect.instance, suspect.is_gone) == (0, False)
     assert "ExchangeTimeout" in suspect.message
 
@@ -283,13 +281,8 @@ def test_a_ring_that_nobody_empties_is_reported_in_a_bounded_time(ring):
 def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, free_port):
     sink = Sink()
     server, address = serve(sink)
-    link = Link(JOIN, prefill(1, 1), prefill(2, 1))
-    for message, front_end in zip(
-        list(link.inbox.queue)[1:], (address, f"127.0.0.1:{free_port}"), strict=True
-    ):
-        message.prefill.token_ids[:] = range(55)
-        message.prefill.prompt_logprobs = 4
-        message.prefill.front_end = front_end
+    nobody = f"127.0.0.1:{free_port}"
+    link = Link(JOIN, prefill(1, 1, 4, address), prefill(2, 1, 4, nobody))
     with running(link, Model()):
         pages = []
 
@@ -308,13 +301,10 @@ def test_a_prompts_logprobs_go_to_the_front_end_that_asked(ring, free_port):
 
 def test_a_front_end_that_takes_no_logprobs_costs_the_ticket(ring, monkeypatch, free_port):
     monkeypatch.setattr("data_plane.member.token_streams._MAX_BATCHES", 3)
-    link = Link(JOIN, prefill(1, 1))
-    _, message = link.inbox.queue
-    message.prefill.prompt_logprobs = 0
-    message.prefill.front_end = f"127.0.0.1:{free_port}"
+    link = Link(JOIN, prefill(1, 1, 0, f"127.0.0.1:{free_port}"))
     with running(link, Model()):
         until(lambda: reports(link))
-    assert "does not take the prompt's log probabilities" in reports(link)[0].failed.message
+    assert "does not take the prompt's log probabilities" in reports(link)[0].message
 
 
 def test_a_new_term_forgets_every_ticket_and_writes_into_rings_of_its_own(ring):
@@ -324,7 +314,7 @@ def test_a_new_term_forgets_every_ticket_and_writes_into_rings_of_its_own(ring):
         until(lambda: model.num_pages == 3)  # the ring of two is full
         segments = Segments(CLUSTER_ID, term=Term(4))
         with contextlib.closing(PageRing.create(segments, 0, 2, 64)) as ring_of_4:
-            link.inbox.put(pb.ToPrefill(term=4, join=pb.Join()))
+            link.inbox.put(Envelope(Join(), 4))
             link.inbox.put(prefill(3, 1))
             until(lambda: [page.ticket for page in ring_of_4.arrived()] == [3])
     assert [page.ticket for page in ring.arrived()] == [1, 1]

@@ -46,10 +46,17 @@ from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.serve.served import PREFILL_FACTORY
+from nanocp.values.commands import CancelPrefill, Join, PagesArrived, PrefillRequest, Shutdown
+from nanocp.values.members import Beat, Envelope, Ready, Suspect
 from nanocp.values.passes import PassPlan
-from nanocp.values.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone, TransferFenced
-from nanocp.wire.convert import transfer_to_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
+from nanocp.values.plan import (
+    PAGE_SIZE,
+    TargetRun,
+    Transfer,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
+)
 
 PATIENT = replace(LIMITS, exchange_timeout_ms=30_000, start_timeout_ms=30_000)
 CONFIG = Config(
@@ -62,13 +69,12 @@ NUM_LAYERS = 4
 
 
 def join(term):
-    return pb.ToPrefill(term=term, join=pb.Join())
+    return Envelope(Join(), term)
 
 
 def prefill(ids, *targets, ticket):
     transfer = Transfer(ticket, ticket, len(ids), targets)
-    request = pb.PrefillRequest(transfer=transfer_to_wire(transfer), token_ids=ids)
-    return transfer, pb.ToPrefill(prefill=request)
+    return transfer, Envelope(PrefillRequest(transfer, ids))
 
 
 class NoMoves:
@@ -166,7 +172,7 @@ def staged(checkpoint, link, config):
     try:
         yield loop
     finally:
-        link.inbox.put(pb.ToPrefill(shutdown=pb.Shutdown(reason="enough")))
+        link.inbox.put(Envelope(Shutdown("enough")))
         thread.join(30)
         loop.stages.close()
     assert [type(error) for error in errors] == [ShutdownRequested], errors
@@ -212,9 +218,9 @@ def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(
                 for instance in transfer.receivers:
                     receivers[instance].expect(transfer)
                 link.inbox.put(message)
-            until(lambda: link.kinds().count("ready") == term)  # noqa: B023
+            until(lambda: link.kinds().count(Ready) == term)  # noqa: B023
             if term == 2:
-                link.inbox.put(pb.ToPrefill(cancel=first + 3))
+                link.inbox.put(Envelope(CancelPrefill(first + 3)))
                 receivers[0].fence(first + 3)
             done = [
                 (receivers[instance], TransferDone(transfer.ticket, instance))
@@ -235,7 +241,7 @@ def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(
             for receiver in receivers:
                 receiver.leave()
         until(lambda: loop._scheduler.load.frames_free == 16 and loop._scheduler.num_running == 0)
-    assert all(kind != "failed" for kind in link.kinds())
+    assert TransferFailed not in link.kinds()
 
 
 class Recorder:
@@ -251,16 +257,15 @@ class Recorder:
 def scripted(tiny_checkpoint, *messages, limit_ms=60_000.0):
     """A loop with stages that do nothing; it runs until it would wait."""
     link = Link(*messages)
-    beat = pb.FromPrefill(heartbeat=pb.Heartbeat())
     loop = StagedPrefillLoop(
-        make_prefill_scheduler(CONFIG), link, 2, limit_ms, lambda: link.send(beat)
+        make_prefill_scheduler(CONFIG), link, 2, limit_ms, lambda: link.send(Beat())
     )
     loop.stages = Recorder()
     return loop, link
 
 
 def run_to_the_end(loop, link):
-    link.inbox.put(pb.ToPrefill(shutdown=pb.Shutdown(reason="enough")))
+    link.inbox.put(Envelope(Shutdown("enough")))
     with pytest.raises(ShutdownRequested):
         loop.run()
 
@@ -288,7 +293,7 @@ def test_two_passes_a_stage_are_in_flight_and_one_waits_and_prompts_go_first(tin
 def test_a_ticket_that_was_cancelled_in_the_queue_reaches_no_stage(tiny_checkpoint):
     target = TargetRun(0, 8, 0, 0)
     both = [prefill([7] * 500, target, ticket=ticket)[1] for ticket in (3, 4)]
-    cancels = [pb.ToPrefill(cancel=ticket) for ticket in (4, 3, 99)]
+    cancels = [Envelope(CancelPrefill(ticket)) for ticket in (4, 3, 99)]
     loop, link = scripted(tiny_checkpoint, join(1), *both, *cancels)
     run_to_the_end(loop, link)
     kinds = [type(message) for _, message in loop.stages.sent]
@@ -302,7 +307,7 @@ def test_a_ticket_that_was_cancelled_in_the_queue_reaches_no_stage(tiny_checkpoi
 
 def test_a_ticket_that_has_arrived_is_forgotten_and_a_new_term_cancels_none(tiny_checkpoint):
     message = prefill([7] * 60, TargetRun(0, 1, 0, 0), ticket=3)[1]
-    loop, link = scripted(tiny_checkpoint, join(1), message, pb.ToPrefill(arrived=3), join(2))
+    loop, link = scripted(tiny_checkpoint, join(1), message, Envelope(PagesArrived(3)), join(2))
     run_to_the_end(loop, link)
     assert not loop._open
     assert not [each for _, each in loop.stages.sent if isinstance(each, CancelPrompt)]
@@ -330,7 +335,7 @@ def test_it_beats_once_every_stage_has_loaded(tiny_checkpoint):
     assert link.kinds() == []
     loop.report(0, StageLoaded())
     run_to_the_end(loop, link)
-    assert link.kinds() == ["heartbeat"]
+    assert link.kinds() == [Beat]
 
 
 def test_it_is_ready_when_every_stage_has_joined_the_present_term(tiny_checkpoint):
@@ -344,8 +349,8 @@ def test_it_is_ready_when_every_stage_has_joined_the_present_term(tiny_checkpoin
     loop.report(0, StageSuspects(1, 0, True, "old"))
     loop.report(0, StageSuspects(2, 1, False, "full"))
     run_to_the_end(loop, link)
-    assert link.kinds() == ["ready", "suspect"]
-    assert (link.sent[1].suspect.instance, link.sent[1].term) == (1, 2)
+    assert link.kinds() == [Ready, Suspect]
+    assert link.sent[1] == Envelope(Suspect(1, False, "full"), 2)
 
 
 def test_its_queue_has_a_limit(tiny_checkpoint, monkeypatch):
@@ -354,7 +359,7 @@ def test_its_queue_has_a_limit(tiny_checkpoint, monkeypatch):
     three = [prefill([7] * 500, target, ticket=ticket)[1] for ticket in (1, 2, 3, 4)]
     loop, link = scripted(tiny_checkpoint, join(1), *three)
     run_to_the_end(loop, link)
-    failed = [message.failed for message in link.sent]
+    failed = [envelope.message for envelope in link.sent]
     assert [each.ticket for each in failed] == [3, 4]
     assert "1 prompts wait for the prefill" in failed[0].message
 
@@ -363,7 +368,7 @@ def test_a_prompt_that_no_stage_could_hold_is_given_up(tiny_checkpoint):
     message = prefill([7] * 600, TargetRun(0, 10, 0, 0), ticket=3)[1]
     loop, link = scripted(tiny_checkpoint, join(1), message)
     run_to_the_end(loop, link)
-    assert "max_model_len is 512" in link.sent[0].failed.message
+    assert "max_model_len is 512" in link.sent[0].message.message
 
 
 def test_what_stages_cannot_do_is_refused_by_name():

@@ -63,7 +63,8 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
         "change made: instances [0, 1, 2, 3] are to serve (alice at 127.0.0.1)",
     ]
     idle = "draining: no request is open, refusing new ones; Ctrl-C again to stop now"
-    assert serve.lines[-2:] == [idle, "stopped"]
+    said = [line for line in serve.lines if "load_log" not in line]  # it says the load at times
+    assert said[-2:] == [idle, "stopped"]
 
 
 @pytest.mark.system

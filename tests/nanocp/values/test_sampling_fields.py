@@ -30,8 +30,8 @@ from nanocp.values.sampling_fields import (
     SamplingControls,
     SamplingRequest,
 )
-from nanocp.wire import convert
-from nanocp.wire.v1 import cluster_pb2, inference_pb2
+from nanocp.wire import rows
+from nanocp.wire.v1 import inference_pb2
 
 NAMES = [field.name for field in fields(SamplingRequest)]
 DEFAULTS = {name: getattr(SamplingRequest(), name) for name in NAMES}
@@ -236,17 +236,7 @@ def test_the_sampler_gets_it(name):
     else:
         assert getattr(params, name) == as_rows_have_it.get(name, OTHER.get(name))
     row = RowInput(1, params, "h:1")
-    assert convert.decode_row_input(convert.encode_row_input(row)).params == params
-
-
-def test_the_message_between_members_has_every_row_of_the_sampler():
-    columns = {"logit_bias": {"bias_token_id", "bias"}}
-    names = [field.name for field in fields(SamplingParams)]
-    expected = set().union(*(columns.get(name, {name}) for name in names))
-    message = cluster_pb2.SamplingParams.DESCRIPTOR.fields_by_name
-    assert set(message) == expected, "SamplingParams of cluster.proto has other names"
-    for name in CONTROLS:
-        assert kind_of(message[name]) == plain(TYPES[name])
+    assert rows.decode_row_input(rows.encode_row_input(row)).params == params
 
 
 @pytest.mark.parametrize("name", sorted({field.name for field in fields(SamplingParams)}))

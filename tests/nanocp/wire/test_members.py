@@ -1,4 +1,4 @@
-"""What members say: each message has a meaning, and each report somebody who takes it."""
+"""What members say: each value has a way up, and each report somebody who takes it."""
 
 import re
 from typing import get_args
@@ -6,26 +6,23 @@ from typing import get_args
 import pytest
 
 from harness.paths import ROOT
+from nanocp.values.commands import ToInstance, ToPrefill
 from nanocp.values.members import Report, Said
-from nanocp.wire.members import said_from_wire
-from nanocp.wire.v1 import cluster_pb2 as pb
-
-KINDS = [
-    (member, message, field)
-    for member, message in ((0, pb.FromInstance), (None, pb.FromPrefill))
-    for field in message.DESCRIPTOR.oneofs_by_name["message"].fields
-]
+from nanocp.wire.members import FROM_INSTANCE, FROM_PREFILL, TO_INSTANCE, TO_PREFILL
 
 
 @pytest.mark.parametrize(
-    ("member", "message", "field"),
-    KINDS,
-    ids=[f"{message.__name__}.{field.name}" for _, message, field in KINDS],
+    ("values", "codecs"),
+    [
+        (Said, (FROM_INSTANCE, FROM_PREFILL)),
+        (ToInstance, (TO_INSTANCE,)),
+        (ToPrefill, (TO_PREFILL,)),
+    ],
+    ids=["said", "to instances", "to the prefill"],
 )
-def test_every_message_of_a_member_means_something(member, message, field):
-    empty = field.message_type and getattr(pb, field.message_type.name)()
-    said, term = said_from_wire(member, message(term=7, **{field.name: empty or 1}))
-    assert isinstance(said, Said) and term == 7
+def test_every_value_has_a_codec_and_no_codec_has_more(values, codecs):
+    encoded = {name for codec in codecs for name in codec._decoders}
+    assert encoded == {value.__name__ for value in get_args(values)}
 
 
 @pytest.mark.parametrize("report", get_args(Report), ids=lambda report: report.__name__)

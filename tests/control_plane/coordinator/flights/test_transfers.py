@@ -6,6 +6,7 @@ import pytest
 
 from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.frontend.controller_interface import Submission
+from nanocp.values.commands import CancelPrefill, PagesArrived, PrefillRequest
 from nanocp.values.members import PREFILL
 from nanocp.values.plan import Arrival, Fence, TargetRun, Transfer, TransferFailed
 
@@ -20,11 +21,9 @@ class FakeMembers(SimpleNamespace):
             self.sent.append(message)
 
     def taken(self):
-        """(kind, ticket) of each message since the last call."""
+        """The messages since the last call; of a request its ticket."""
         taken = [
-            (kind, message.prefill.transfer.ticket if kind == "prefill" else getattr(message, kind))
-            for message in self.sent
-            for kind in [message.WhichOneof("message")]
+            each.transfer.ticket if isinstance(each, PrefillRequest) else each for each in self.sent
         ]
         self.sent.clear()
         return taken
@@ -45,14 +44,14 @@ def started(transfers, tickets):
 def test_a_new_prefill_gets_what_the_lost_one_had_not_filled(members):
     transfers = Transfers(members)
     started(transfers, [1, 2, 3])
-    assert members.taken() == [("prefill", 1), ("prefill", 2), ("prefill", 3)]
+    assert members.taken() == [1, 2, 3]
     transfers.fence(Fence(1, (2, 3)))
     transfers.answered(2, 2)
     transfers.answered(2, 3)
     transfers.answered(3, 2)
-    assert members.taken() == [("cancel", 1), ("arrived", 2)]
+    assert members.taken() == [CancelPrefill(1), PagesArrived(2)]
     transfers.prefill_arrived()
-    assert members.taken() == [("prefill", 3)], "neither the fenced one nor the filled one"
+    assert members.taken() == [3], "neither the fenced one nor the filled one"
     assert transfers.num_pages_awaited == 6
 
 

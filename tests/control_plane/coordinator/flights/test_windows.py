@@ -10,7 +10,7 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival, InstancePlan, TransferDone, WindowDone
 from nanocp.values.table import InstanceTable
-from nanocp.wire.convert import instance_plan_to_wire
+from nanocp.wire.members import TO_INSTANCE
 
 
 def plans(window, num_instances=2):
@@ -102,4 +102,4 @@ def test_the_full_table_equals_the_sum_of_the_deltas_and_is_the_same_each_time(s
 
 
 def _bytes(plan):
-    return instance_plan_to_wire(plan).SerializeToString(deterministic=True)
+    return TO_INSTANCE.encode(plan)

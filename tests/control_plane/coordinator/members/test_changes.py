@@ -4,6 +4,7 @@ import pytest
 
 from control_plane.coordinator.members.output import KillProcess, StartProcess
 from harness.member_cluster import FIRST, SECOND, running
+from nanocp.values.commands import Shutdown
 from nanocp.values.members import Left
 from nanocp.values.plan import SeatsWanted
 
@@ -73,7 +74,7 @@ def test_a_process_that_comes_for_an_undone_change_is_let_go():
     with pytest.raises(RuntimeError, match="the change was undone; the cluster is as it was"):
         change.result(0)
     cluster.attach(SECOND)
-    assert cluster.kinds(SECOND) == ["shutdown", None]
+    assert cluster.kinds(SECOND) == [Shutdown, None]
     assert cluster.members.seats_now.empty == (1,)
 
 

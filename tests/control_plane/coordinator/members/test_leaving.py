@@ -3,6 +3,7 @@
 from control_plane.coordinator.members import replacements
 from control_plane.coordinator.members.output import KillProcess
 from harness.member_cluster import FIRST, SECOND, Cluster, running
+from nanocp.values.commands import Shutdown
 from nanocp.values.members import PREFILL
 
 
@@ -17,7 +18,7 @@ def test_who_was_asked_to_leave_is_not_lost():
     cluster.leave("again")
     cluster.lose(FIRST, "instance 0: its actor left", "stuck")
     cluster.members.end.fail("late")
-    assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["shutdown", None]] * 2
+    assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [[Shutdown, None]] * 2
     assert not members.end.failure.done() and cluster.events == []
 
 
@@ -26,7 +27,7 @@ def test_who_attaches_late_is_asked_to_leave_too():
     cluster.leave("the service is stopping")
     cluster.attach(FIRST)
     shutdown, end = cluster.sent_to(FIRST)
-    assert (shutdown.shutdown.reason, end) == ("the service is stopping", None)
+    assert (shutdown.message.reason, end) == ("the service is stopping", None)
 
 
 def test_who_has_joined_no_term_is_ended_at_a_stop():
@@ -39,7 +40,7 @@ def test_who_has_joined_no_term_is_ended_at_a_stop():
     cluster.commands.clear()
     cluster.leave("the service is stopping")
     assert set(killed(cluster)) == {SECOND, PREFILL}
-    assert "shutdown" in cluster.kinds(FIRST)
+    assert Shutdown in cluster.kinds(FIRST)
 
 
 def test_no_process_follows_a_lost_one_once_all_are_to_leave(monkeypatch):

@@ -17,6 +17,7 @@ from harness.member_cluster import (
     running,
 )
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.commands import Join, Leave, RefusePages
 from nanocp.values.members import PREFILL, Beat, Left, Member, Ready, Suspect
 from nanocp.values.plan import (
     ClusterLost,
@@ -26,7 +27,6 @@ from nanocp.values.plan import (
     TransferDone,
     WindowDone,
 )
-from nanocp.wire.v1 import cluster_pb2 as pb
 
 
 def test_a_member_is_called_what_it_is():
@@ -44,14 +44,14 @@ def test_members_join_when_the_last_instance_has_dialled():
     cluster.attach(FIRST)
     for member in (FIRST, SECOND, PREFILL):
         (join,) = cluster.sent_to(member)
-        assert (join.term, join.join.newest_ticket) == (1, 17)
-        assert [peer.node for peer in join.join.peers] == ["instance 0", "instance 1"]
+        assert (join.term, join.message.newest_ticket) == (1, 17)
+        assert [peer.node for peer in join.message.peers] == ["instance 0", "instance 1"]
 
 
 def test_a_prefill_that_dials_later_joins_the_term_that_serves():
     cluster = Cluster()
     cluster.attach(FIRST, SECOND, PREFILL)
-    assert cluster.kinds(PREFILL) == ["join"] and cluster.events == [PrefillArrived()]
+    assert cluster.kinds(PREFILL) == [Join] and cluster.events == [PrefillArrived()]
 
 
 def test_with_synthetic_kv_there_is_no_prefill():
@@ -133,12 +133,12 @@ def test_a_lost_instance_is_killed_and_replaced_and_all_begin_the_next_term():
     cluster = running(synthetic_kv=True)
     cluster.exited(SECOND, 0, "its process ended")
     assert cluster.events == [TermEnded(), InstanceLost(1)]
-    assert [each.WhichOneof("message") for each in cluster.sent_to(FIRST)] == ["leave"]
+    assert cluster.kinds(FIRST) == [Leave]
     cluster.until_replaced(SECOND, 1, 2)
     assert cluster.commands[0] == KillProcess(SECOND, 0)
     cluster.say(FIRST, 1, Left())
     cluster.attach(SECOND)
-    assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [["join"]] * 2
+    assert [cluster.kinds(member) for member in (FIRST, SECOND)] == [[Join]] * 2
     cluster.ready(FIRST, SECOND, term=2)
     assert cluster.events[2:] == [Regrouped(2, (0, 1))] and not cluster.members.end.failure.done()
 
@@ -173,10 +173,10 @@ def test_reports_of_an_earlier_term_are_dropped():
 
 def test_what_belongs_to_a_term_is_sent_to_members_that_are_in_it():
     cluster = running(synthetic_kv=True)
-    cluster.send(FIRST, pb.ToInstance(fence=1))
+    cluster.send(FIRST, RefusePages(1))
     cluster.regroup()
-    cluster.send(FIRST, pb.ToInstance(fence=2))
-    assert cluster.kinds(FIRST) == ["fence", "leave"]
+    cluster.send(FIRST, RefusePages(2))
+    assert cluster.kinds(FIRST) == [RefusePages, Leave]
 
 
 def test_a_lost_prefill_is_replaced_without_a_new_term():
@@ -185,7 +185,7 @@ def test_a_lost_prefill_is_replaced_without_a_new_term():
     cluster.until_replaced(PREFILL, 1, 2)
     assert PREFILL not in cluster.members.attached
     cluster.attach(PREFILL)
-    assert cluster.kinds(PREFILL) == ["join"] and cluster.kinds(FIRST) == []
+    assert cluster.kinds(PREFILL) == [Join] and cluster.kinds(FIRST) == []
     assert cluster.events == [PrefillArrived()]
 
 
@@ -193,7 +193,7 @@ def test_a_prefill_that_is_not_seen_dead_ends_the_term_whose_rings_it_may_write(
     cluster = running()
     cluster.failed(PREFILL, "prefill: its stream broke")
     cluster.until_replaced(PREFILL, 1, 2)
-    assert cluster.events == [TermEnded()] and cluster.kinds(FIRST) == ["leave"]
+    assert cluster.events == [TermEnded()] and cluster.kinds(FIRST) == [Leave]
 
 
 def test_a_cluster_that_does_not_recover_in_time_ends():
@@ -279,7 +279,7 @@ def test_the_next_term_begins_though_a_process_that_leaves_is_lost(is_first):
     cluster.exited(FIRST, 0, "its process ended")
     if is_first:
         cluster.say(SECOND, 1, Left())
-    assert cluster.kinds(SECOND) == ["leave", "join"]
+    assert cluster.kinds(SECOND) == [Leave, Join]
     cluster.ready(SECOND, term=2)
     assert cluster.members.seats == [1] and cluster.members.terms.is_serving
 

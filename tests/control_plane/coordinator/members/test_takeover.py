@@ -4,6 +4,7 @@ import pytest
 
 from control_plane.coordinator.members.start import StartError
 from harness.member_cluster import FIRST, SECOND, Cluster, running
+from nanocp.values.commands import Join
 from nanocp.values.members import PREFILL, Beat, Left
 from nanocp.values.plan import TargetRun, TookOver
 
@@ -42,7 +43,7 @@ def test_the_first_term_begins_with_the_pages_that_all_instances_kept():
         8: (TargetRun(0, 1, 0, 9),),
     }
     assert cluster.events == [TookOver(TICKETS, tuple(pages.items()))]
-    assert cluster.kinds(FIRST) == ["join"]
+    assert cluster.kinds(FIRST) == [Join]
 
 
 def test_no_page_goes_on_if_an_instance_is_gone():

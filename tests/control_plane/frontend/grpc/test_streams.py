@@ -17,9 +17,9 @@ from nanocp.client import (
     InvalidArgument,
 )
 from nanocp.values.plan import Ended, FinishReason, Placement
-from nanocp.values.sampling import Token, TokenLogprobs
-from nanocp.wire.convert import decode_row_input
-from nanocp.wire.v1 import cluster_pb2 as cluster_pb
+from nanocp.values.sampling import Token, TokenBatch, TokenLogprobs
+from nanocp.wire.members import TOKENS
+from nanocp.wire.rows import decode_row_input
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
@@ -121,11 +121,7 @@ def test_tokens_of_unknown_and_ended_requests_are_ignored(service: Service) -> N
 
 def test_an_instance_that_sends_nonsense_loses_its_stream(service: Service) -> None:
     other = service.member(1)
-    other.deliver_raw(
-        cluster_pb.TokenBatch(
-            instance=1, tokens=[cluster_pb.TokenItem(request_id=1, finish_reason="tired")]
-        )
-    )
+    other.deliver_raw(TOKENS.encode(TokenBatch(1, (Token("", 1, 0, 7, "tired"),))))
     with pytest.raises(grpc.RpcError) as raised:
         other.finish()
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

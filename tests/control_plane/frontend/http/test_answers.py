@@ -27,7 +27,7 @@ from harness.openai_service import (
     deliver_logprobs,
 )
 from nanocp.values.plan import Placement
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 
 
 def test_a_completion_is_answered(

@@ -24,7 +24,7 @@ from data_plane.instance.sampler import RowMasks, sample_rows
 from harness.frontend_fakes import TOKENIZER, running
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import SamplingParams
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 
 EOS = 1
 INNER = ("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>",

@@ -16,7 +16,7 @@ from control_plane.frontend.http.served_model import ServedModel
 from harness.constraints import SCHEMA
 from harness.frontend_fakes import Service, running
 from nanocp.values.plan import FinishReason
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
 

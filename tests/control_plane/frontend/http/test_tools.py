@@ -20,7 +20,7 @@ from control_plane.frontend.http.served_model import ServedModel
 from harness.frontend_fakes import TOKENIZER, Service, running
 from nanocp.config.service import TOOL_CALL_PARSERS
 from nanocp.values.plan import FinishReason
-from nanocp.wire.convert import decode_row_input
+from nanocp.wire.rows import decode_row_input
 
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"

@@ -1,6 +1,6 @@
 """Train `tale`, the small checkpoint that the demo serves, on public domain fairy tales.
 
-    nice python benchmarks/train_tale.py FOLDER TEXT [TEXT ...] [--minutes 60]
+    nice python models/train_tale.py FOLDER TEXT [TEXT ...] [--minutes 60]
 
 Enters: plain texts of Project Gutenberg (models/tale/README.md names them). Leaves: a Hugging Face
 folder of DeepSeek-V3's architecture in bf16, with an MTP layer, and the loss. Does not know: how it

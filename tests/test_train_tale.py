@@ -2,14 +2,18 @@
 
 import json
 import random
+import sys
 
 import torch
-import train_tale
 from safetensors.torch import load_file
 
 from data_plane.model.config import ModelConfig
 from data_plane.reference.oracle import Oracle
+from harness.paths import ROOT
 from harness.split_decoder import SplitDecoder
+
+sys.path.insert(0, str(ROOT / "models"))
+import train_tale
 
 WORDS = (
     *("the", "king", "and", "his", "three", "sons", "went", "to", "a"),
