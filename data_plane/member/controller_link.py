@@ -163,7 +163,10 @@ class ControllerLink:
             self._call.cancel()
             inbox.get_nowait()
         except grpc.RpcError as error:
-            logger.info("the controller's stream broke: %s: %s", error.code().name, error.details())
+            why = error.details()
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                why = "it is of another version, which takes a restart of the service"
+            logger.info("the controller's stream broke: %s: %s", error.code().name, why)
         self.term.end(math.inf)
         inbox.put(None)
 

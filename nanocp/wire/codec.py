@@ -4,8 +4,8 @@ Enters: values of some types. Leaves: MessagePack with the type's name; a value 
 trip unchanged, and equal values give equal bytes (a re-send is byte-identical). Does not know: who
 sends what to whom.
 
-A NamedTuple travels as an array and a dataclass as a map. Both ends are of one version: nothing
-here is read by another one.
+A NamedTuple travels as an array and a dataclass as a map: a reader of another version takes a map
+with a field more, or with one less that has a default.
 """
 
 from __future__ import annotations

@@ -46,9 +46,13 @@ from nanocp.values.plan import (
 from nanocp.values.sampling import TokenBatch
 from nanocp.wire.codec import Codec
 
-CONTROLLER = "nanocp.Controller"
+VERSION = 2
+"""It grows with every change of a message but a new field of a dataclass that has a default.
+
+A process of another version finds no such service, so that a rolling upgrade to it is refused."""
+CONTROLLER = f"nanocp.v{VERSION}.Controller"
 """The service that members dial. Each method is one stream as long as the member runs."""
-TOKEN_SINK = "nanocp.TokenSink"
+TOKEN_SINK = f"nanocp.v{VERSION}.TokenSink"
 """The service of a front end that members dial. `Deliver` is one stream from each instance, and
 from the prefill."""
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from control_plane.frontend.controller_interface import Submission
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire.codec import Codec
+from nanocp.wire.members import VERSION
 
-FRONT_END_PORT = "nanocp.FrontEndPort"
+FRONT_END_PORT = f"nanocp.v{VERSION}.FrontEndPort"
 """The controller's service. `Attach` is one stream as long as a front end's process runs.
 `ReadPage` answers a request for a page."""
 

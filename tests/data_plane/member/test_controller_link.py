@@ -1,5 +1,6 @@
 """The stream to the controller, with real gRPC."""
 
+import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,12 +44,12 @@ class Silent:
             self.received.put(message)
 
 
-def serve(port, term):
+def serve(port, term, service=CONTROLLER):
     server, controller = grpc.server(ThreadPoolExecutor(4)), Silent(term)
     handler = grpc.stream_stream_rpc_method_handler(
         controller.attach, FROM_INSTANCE.open, TO_INSTANCE.seal
     )
-    methods = grpc.method_handlers_generic_handler(CONTROLLER, {"AttachInstance": handler})
+    methods = grpc.method_handlers_generic_handler(service, {"AttachInstance": handler})
     server.add_generic_rpc_handlers((methods,))
     assert server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
@@ -72,6 +73,16 @@ def test_a_member_goes_over_to_another_controller_and_its_later_term(free_port):
     assert link.term.is_over, "the old term stays over"
     link.term.number = 1_000_001
     assert not link.term.is_over, "and the new one may begin"
+    link.close()
+    server.stop(0).wait()
+
+
+def test_a_controller_of_another_version_is_named(free_port, caplog):
+    server, _ = serve(free_port, 1, "nanocp.v1.Controller")
+    with caplog.at_level(logging.INFO):
+        link = ControllerLink(f"127.0.0.1:{free_port}", LIMITS)
+        assert link.inbox.get(timeout=30) is None
+    assert "UNIMPLEMENTED: it is of another version" in caplog.text
     link.close()
     server.stop(0).wait()
 
