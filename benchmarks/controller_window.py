@@ -110,6 +110,9 @@ class _NoProcesses:
         """Refuse."""
         raise RuntimeError(f"{member} was lost")
 
+    def obstacle_to_more(self, num_instances: int) -> str:
+        return "nothing starts processes here"
+
 
 @dataclass(frozen=True, slots=True)
 class _Stamps:
@@ -237,7 +240,7 @@ def measure(point: SizedCluster, node_streams: bool) -> dict[str, Any]:
             process.join(_STOP_S)
             process.kill()
         controller.stop()
-    if front_end.num_ended or controller.members.failure.done():
+    if front_end.num_ended or controller.members.end.failure.done():
         raise RuntimeError(f"{front_end.num_ended} requests ended, or a member was lost")
     return _line(point, node_streams, clocks, stamps, reported)
 
@@ -304,8 +307,8 @@ def _play(
             if before is not None and now >= first + point.num_windows:
                 loop_ns = time.clock_gettime_ns(clock) - before[0]
                 return _Clocks(first, now, loop_ns, time.process_time_ns() - before[1])
-            if controller.members.failure.done():
-                raise RuntimeError(controller.members.failure.result())
+            if controller.members.end.failure.done():
+                raise RuntimeError(controller.members.end.failure.result())
             time.sleep(min(left_s, point.window_us / 4e6))
         controller.submit(submission)
     raise AssertionError("a mix has no end")
