@@ -47,7 +47,7 @@ class Codec:
         try:
             name, term, body = _head.decode(data)
             return Envelope(self._decoders[name].decode(body), term)
-        except (MsgspecError, UnicodeDecodeError, KeyError) as error:
+        except (MsgspecError, UnicodeDecodeError, KeyError, RecursionError) as error:
             expected = ", ".join(self._decoders)
             raise ValueError(f"{len(data)} bytes are no {expected}: {error}") from error
 
@@ -55,5 +55,5 @@ class Codec:
         """The name of the encoded value's type. Raises ValueError if there is none."""
         try:
             return _head.decode(data)[0]
-        except MsgspecError as error:
+        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{len(data)} bytes are no message: {error}") from error

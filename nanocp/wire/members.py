@@ -124,4 +124,8 @@ def opened_said(member: Member, data: bytes) -> Envelope:
             | LayersMoved(stage=speaker)
         ) if speaker != member.instance:
             raise ValueError(f"it speaks as instance {speaker}")
+        case Hello(instance=speaker, kept=kept):
+            for _, run in kept or ():
+                if run.instance != speaker or min(run) < 0:
+                    raise ValueError(f"its hello has pages that it cannot have: {run}")
     return envelope

@@ -392,3 +392,20 @@ def test_a_member_speaks_for_itself_alone(said):
     assert wire.opened_said(members.Member("instance", 2), data) == Envelope(said, 7)
     with pytest.raises(ValueError, match="it speaks as instance 2"):
         wire.opened_said(members.Member("instance", 1), data)
+
+
+@pytest.mark.parametrize(
+    "run", [p.TargetRun(0, 2, 99, 3), p.TargetRun(0, 2, -1, 3), p.TargetRun(0, 2, 1, -4)]
+)
+def test_a_hello_has_pages_of_its_own_instance_alone(run):
+    kept = ((7, p.TargetRun(0, 2, 1, 3)), (8, run))
+    data = wire.FROM_INSTANCE.encode(members.Hello(1, members.Peer(), kept))
+    with pytest.raises(ValueError, match="pages that it cannot have"):
+        wire.opened_said(members.Member("instance", 1), data)
+
+
+@pytest.mark.parametrize("read", [wire.FROM_INSTANCE.open, wire.FROM_INSTANCE.name])
+def test_bytes_nested_without_end_are_refused(read):
+    body = b"\x91" * 100_000 + b"\x90"
+    with pytest.raises(ValueError, match="bytes are no"):
+        read(b"\x93\xa4Left\x00" + body)
