@@ -353,7 +353,7 @@ def await_drains(
 
 
 def _clients_schema() -> DescriptorPool:
-    """The schemas that reflection shows: without the members' services, which Python's pool has."""
+    """The schemas that reflection shows: none but the clients', of all that Python's pool has."""
     pool = DescriptorPool()
     for module in (inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)

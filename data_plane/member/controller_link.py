@@ -94,15 +94,10 @@ class ControllerLink:
         except ControllerLost:
             self._channel.close()
             raise
-        attach = (
-            self._channel.stream_stream(
-                f"/{CONTROLLER}/AttachPrefill", FROM_PREFILL.seal, TO_PREFILL.open
-            )
-            if self._is_prefill
-            else self._channel.stream_stream(
-                f"/{CONTROLLER}/AttachInstance", FROM_INSTANCE.seal, TO_INSTANCE.open
-            )
-        )
+        name, up, down = "AttachInstance", FROM_INSTANCE, TO_INSTANCE
+        if self._is_prefill:
+            name, up, down = "AttachPrefill", FROM_PREFILL, TO_PREFILL
+        attach = self._channel.stream_stream(f"/{CONTROLLER}/{name}", up.seal, down.open)
         self._call = attach(_outgoing(self._outbox), metadata=self._metadata)
         self._reader = threading.Thread(
             target=self._read, args=(self.inbox,), name="from controller", daemon=True

@@ -31,8 +31,9 @@ _WITHOUT_WAITV_S = 0.0005
 # delay the sleep of a wait that turns out to be long by only a tenth of a millisecond.
 _NUM_POLLS = 20
 _NUM_YIELDS = 200
-# A yield that takes longer gave the core to a process that computes for its whole time slice. Linux
-# takes the rest of the slice from who yields, so such yields add up; who sleeps is woken soon.
+# A yield that takes longer gave the core to a process that computes for its whole time slice, or
+# the interpreter's lock to a thread. Linux takes the rest of the slice from who yields, so such
+# yields add up; who sleeps is woken soon.
 _LONG_YIELD_S, _SLEEPS_S = 0.002, 1.0
 _sleeps_until_s = 0.0
 

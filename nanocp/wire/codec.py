@@ -1,8 +1,8 @@
 """Values between the processes of a service, as bytes.
 
 Enters: values of some types. Leaves: MessagePack with the type's name; a value survives the round
-trip unchanged, and equal values give equal bytes (a re-send is byte-identical). Does not know: who
-sends what to whom.
+trip, but that a sequence comes back as a list, and equal values give equal bytes (a re-send is
+byte-identical). Does not know: who sends what to whom.
 
 A NamedTuple travels as an array and a dataclass as a map: a reader of another version takes a map
 with a field more, or with one less that has a default.
@@ -19,6 +19,7 @@ from nanocp.values.members import Envelope
 
 _encode = Encoder().encode
 _head = Decoder(tuple[str, int, Raw])
+_UNREADABLE = (MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Codec:
@@ -47,7 +48,7 @@ class Codec:
         try:
             name, term, body = _head.decode(data)
             return Envelope(self._decoders[name].decode(body), term)
-        except (MsgspecError, UnicodeDecodeError, KeyError, RecursionError) as error:
+        except (*_UNREADABLE, KeyError) as error:
             expected = ", ".join(self._decoders)
             raise ValueError(f"{len(data)} bytes are no {expected}: {error}") from error
 
@@ -55,5 +56,5 @@ class Codec:
         """The name of the encoded value's type. Raises ValueError if there is none."""
         try:
             return _head.decode(data)[0]
-        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"{len(data)} bytes are no message: {error}") from error

@@ -31,7 +31,6 @@ from nanocp.values.members import PREFILL, Envelope, Member, Resync
 from nanocp.values.plan import Event, InstancePlan, Placement, Plan, TransferFailed
 from nanocp.values.sampling import SamplingParams
 from nanocp.values.table import InstanceTable
-from nanocp.wire.members import TO_INSTANCE, TO_PREFILL
 
 # Small clusters have few pages to level.
 relevel.MIN_PAGES = 1
@@ -185,10 +184,10 @@ class HashCluster(HashPlay):
     def _take_work(self, member: Member, envelope: Envelope) -> bool:
         """What a member is to do comes to it; see HashCoordinator."""
         if member == PREFILL:
-            self._take_prompt(TO_PREFILL.open(TO_PREFILL.seal(envelope)))
+            self._take_prompt(envelope)
             return True
         process = self.processes[member.instance or 0]
-        plan = TO_INSTANCE.open(TO_INSTANCE.seal(envelope)).message
+        plan = envelope.message
         if not isinstance(plan, InstancePlan):
             process.take(plan)
         elif plan.is_full:

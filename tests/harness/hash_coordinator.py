@@ -22,6 +22,7 @@ from harness.hash_model import NUM_EXPERTS
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join, Leave, Shutdown
 from nanocp.values.members import PREFILL, Beat, Envelope, Hello, Member, Peer, Ready, Said
+from nanocp.wire.members import TO_INSTANCE, TO_PREFILL
 
 _STEPS = (Leave, Join, Shutdown)
 """What a process does late; all else that it is sent is work, of which it has a queue."""
@@ -105,13 +106,16 @@ class HashCoordinator(Coordinator):
             elif not output:
                 return
 
-    def _down(self, member: Member, message: Envelope | None) -> bool:
-        """A message leaves for a member; returns False if its stream holds no more."""
-        if message is not None and not isinstance(message.message, _STEPS):
-            is_gone = member != PREFILL and member.instance not in self.attached
-            return is_gone or self._take_work(member, message)
+    def _down(self, member: Member, envelope: Envelope | None) -> bool:
+        """A message leaves for a member, encoded; returns False if its stream holds no more."""
+        if envelope is not None:
+            codec = TO_PREFILL if member == PREFILL else TO_INSTANCE
+            envelope = codec.open(codec.seal(envelope))
+            if not isinstance(envelope.message, _STEPS):
+                is_gone = member != PREFILL and member.instance not in self.attached
+                return is_gone or self._take_work(member, envelope)
         if member.instance in self.attached:
-            self.inboxes[member.instance].append(message)
+            self.inboxes[member.instance].append(envelope)
         return True
 
     def started(self, command: StartProcess, error: str | None) -> None:

@@ -35,7 +35,6 @@ from nanocp.values.passes import (
 )
 from nanocp.values.plan import Finished, Plan, WindowDone
 from nanocp.values.sampling import SamplingParams
-from nanocp.wire.members import TO_INSTANCE
 
 
 class StageProcess:
@@ -186,8 +185,7 @@ class HashPipeline(HashPlay):
         self.counts["chunks"] += sum(not span.samples for span in plan.spans)
 
     def _take_work(self, member: Member, envelope: Envelope) -> bool:
-        message = TO_INSTANCE.open(TO_INSTANCE.seal(envelope)).message
-        self.processes[member.instance or 0].items.append(message)
+        self.processes[member.instance or 0].items.append(envelope.message)
         return True
 
     # --- stages

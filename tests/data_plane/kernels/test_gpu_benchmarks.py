@@ -13,6 +13,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from harness.gpu_machine import command_of
 from harness.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -29,18 +30,6 @@ from nanocp.simulator.cost import CostModel
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
 )
-ABSENT = (
-    "pytest",
-    "ray",
-    "grpc",
-    "google.protobuf",
-    "msgspec",
-    "pydantic",
-    "rich",
-    "typer",
-    "yaml",
-)
-"""Packages that a GPU machine need not have."""
 
 
 def missed(claims):
@@ -51,14 +40,12 @@ def missed(claims):
 def results(tmp_path_factory):
     """Run both benchmarks with small shapes; the folder holds what they wrote."""
     folder = tmp_path_factory.mktemp("results")
-    program = f"import runpy, sys; del sys.argv[0]; sys.modules.update(dict.fromkeys({ABSENT}))"
-    program += "; runpy.run_path(sys.argv[0], None, '__main__')"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
     }
     for name in ("gpu_step", "gpu_attention"):
         script, path = ROOT / f"benchmarks/{name}.py", folder / f"{name}.json"
-        command = [sys.executable, "-c", program, script, "--tiny", "--json", path]
+        command = command_of(script, "--tiny", "--json", path)
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=200
         )

@@ -24,6 +24,7 @@ from harness.gpu_cluster import GpuCluster
 from harness.gpu_exchange_checks import exchange_checks
 from harness.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
 from harness.gpu_loss_checks import LEAVE_S, survives_a_kill
+from harness.gpu_machine import command_of
 from harness.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
 from harness.paths import ROOT
 from nanocp.config.cluster import BoundsConfig
@@ -42,21 +43,7 @@ def compiling_environment():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so():
     """It needs torch and Triton alone: nothing else is imported at its start."""
-    absent = (
-        "pytest",
-        "ray",
-        "grpc",
-        "google.protobuf",
-        "msgspec",
-        "pydantic",
-        "rich",
-        "typer",
-        "yaml",
-        "transformers",
-    )
-    program = f"import runpy, sys; del sys.argv[0]; sys.modules.update(dict.fromkeys({absent}))"
-    program += "; runpy.run_path(sys.argv[0], None, '__main__')"
-    command = [sys.executable, "-c", program, ROOT / "tests/gpu_check.py"]
+    command = command_of(ROOT / "tests/gpu_check.py", absent=["transformers"])
     environment = compiling_environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), environment["PYTHONPATH"]])
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
