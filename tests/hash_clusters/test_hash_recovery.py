@@ -48,13 +48,6 @@ def test_a_seed_that_sees_planted_faults_is_right_without_them(seed, monkeypatch
     make_cluster(seed).play()
 
 
-@pytest.mark.parametrize("seed", [403, 460])
-def test_a_row_without_room_where_it_should_move_comes_back_later(seed, monkeypatch):
-    """The seat of its pages leaves, and those that stay have no frame: once it waited for ever."""
-    monkeypatch.setattr(hash_play, "MAX_TURNS", 150_000)
-    make_cluster(seed).play()
-
-
 def test_seats_come_and_go_in_order_and_no_request_begins_another_attempt():
     clusters = [play(seed, max_losses=0, max_changes=12) for seed in range(100, 113)]
     assert sum(cluster.num_changes for cluster in clusters) > 5

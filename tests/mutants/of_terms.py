@@ -224,7 +224,7 @@ OF_TERMS = [
         path="control_plane/scheduler/scheduler.py",
         text="self._break_deadlock(by_moving=True)",
         fault="pass",
-        tests=("tests/hash_clusters/test_hash_recovery.py", "-k", "without_room and 403"),
+        tests=("tests/control_plane/scheduler/windows/test_page_moves.py", "-k", "has_no_room"),
     ),
     Mutant(
         name="two-for-a-seat",

@@ -27,7 +27,7 @@ class Story:
     A test wishes moves, and plays the instances.
     """
 
-    def __init__(self, max_moving_pages=256, bounds=None):
+    def __init__(self, max_moving_pages=256, bounds=None, max_tokens=100):
         cluster = ClusterConfig(
             num_instances=2, num_frames=NUM_FRAMES, bounds=bounds or BoundsConfig()
         )
@@ -41,7 +41,7 @@ class Story:
         ]
         self.tables = [InstanceTable(instance, 2) for instance in range(2)]
         self.window = 0
-        self.plan([Arrival(1, 645, 100, needs_prefill=False)])
+        self.plan([Arrival(1, 645, max_tokens, needs_prefill=False)])
         self.plan()
         for _ in range(3):
             self.step()
@@ -215,3 +215,16 @@ def test_nothing_is_placed_on_an_instance_that_is_to_leave():
     assert requests[2].moe_binding != leaving, "the instance that leaves has less to do"
     story.step(SeatsWanted((1 - leaving,)), Arrival(3, 20, 50, needs_prefill=False))
     assert requests[3].moe_binding != leaving
+
+
+def test_a_row_that_stopped_to_move_and_has_no_room_comes_back_later():
+    """It has more pages than the seat that stays has frames: once it waited for ever."""
+    story = Story(max_tokens=1000)
+    (row,) = story.scheduler._state.requests.values()
+    assert sum(row.pages_on.values()) > NUM_FRAMES
+    plan, was_stopped = story.step(SeatsWanted((1,))), False
+    while story.scheduler.num_running:
+        was_stopped |= row.request_id in story.scheduler._rows.stopped
+        plan = story.step(*(TransferDone(each.ticket, 1) for each in plan.transfers))
+        assert story.window < 50, "the row waits"
+    assert was_stopped and story.scheduler.num_waiting == 1
