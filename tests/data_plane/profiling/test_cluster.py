@@ -32,7 +32,9 @@ def test_phases_are_where_the_load_is(tiny_checkpoint, monkeypatch):
     assert idle.dispatch_combine_us > idle.attention_us
     # One row's experts may all be on one instance.
     assert linked.expert_us + holder.expert_us > 0
-    assert min(linked.other_us, linked.dispatch_combine_us, linked.step_us, ingest_gb_per_s) > 0
+    # The instance that has more to do before a mixture finds its peer's rows there.
+    assert linked.dispatch_combine_us + holder.dispatch_combine_us > 0
+    assert min(linked.other_us, linked.step_us, ingest_gb_per_s) > 0
     assert not [name for name in os.listdir("/dev/shm") if cluster_id in name]
 
 
