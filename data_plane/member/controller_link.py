@@ -28,6 +28,7 @@ from nanocp.wire.members import (
     FROM_PREFILL,
     TO_INSTANCE,
     TO_PREFILL,
+    why_broken,
 )
 
 logger = logging.getLogger(__name__)
@@ -158,10 +159,7 @@ class ControllerLink:
             self._call.cancel()
             inbox.get_nowait()
         except grpc.RpcError as error:
-            why = error.details()
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                why = "it is of another version, which takes a restart of the service"
-            logger.info("the controller's stream broke: %s: %s", error.code().name, why)
+            logger.info("the controller's stream broke: %s", why_broken(error))
         self.term.end(math.inf)
         inbox.put(None)
 

@@ -35,6 +35,7 @@ from nanocp.wire.members import (
     FromStream,
     Opened,
     ToStream,
+    why_broken,
 )
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ async def _carry(spec: MemberSpec) -> None:
                 for item in message.items:
                     streams.deliver(item)
         except grpc.aio.AioRpcError as error:
-            logger.debug("the controller's stream broke: %s", error)
+            logger.info("the controller's stream broke: %s", why_broken(error))
         finally:
             sender.cancel()
             await server.stop(0)

@@ -120,7 +120,9 @@ class FrontEndProcesses:
         self, controller: ControllerInterface, load: Callable[[], ClusterLoad] = ClusterLoad
     ) -> None:
         """Accept requests: the cluster is ready. load: what is decided for each instance now."""
-        wait(self._port.open(controller, load), _DIAL_S)
+        accepts = self._port.open(controller, load)
+        if wait(accepts, _DIAL_S).not_done:
+            logger.warning("not all front ends accept requests after %.0f s", _DIAL_S)
 
     @property
     def num_open(self) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import grpc
+
 from nanocp.values.commands import (
     CancelPrefill,
     ExpectPages,
@@ -107,6 +109,14 @@ FROM_PREFILL = Codec(Loading, Beat, Ready, Suspect, Failure, TransferFailed, Eng
 TO_PREFILL = Codec(Join, PrefillRequest, CancelPrefill, PagesArrived, Shutdown)
 FROM_NODE, TO_NODE = Codec(FromNode), Codec(ToNode)
 TOKENS = Codec(TokenBatch)
+
+
+def why_broken(error: grpc.RpcError) -> str:
+    """Why the stream to the controller broke, for people."""
+    code = error.code()
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return "it is of another version, which takes a restart of the service"
+    return f"{code.name}: {error.details()}"
 
 
 def opened_said(member: Member, data: bytes) -> Envelope:

@@ -42,6 +42,7 @@ from control_plane.frontend.remote.observations import Observations
 from control_plane.ports.members_port import SERVER_OPTIONS, MemberSecrets
 from nanocp.parent import starter
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Preempted
+from nanocp.wire.members import why_broken
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class RemoteController(ControllerInterface):
         self._metadata = metadata
         self._observations = observations
         self._orphan_s = orphan_ms / 1000
+        self._why_broken = ""
         self._load = ClusterLoad()
         self._newest_id = 0
         """Number of the newest request that was submitted; 0: none."""
@@ -170,7 +172,10 @@ class RemoteController(ControllerInterface):
                     return message.reason
                 self._take(message, front_end, secrets)
         except grpc.RpcError as error:
-            logger.debug("the controller's stream broke: %s", error)
+            why = why_broken(error)
+            if why != self._why_broken:  # it is dialled again and again
+                logger.info("the controller's stream broke: %s", why)
+            self._why_broken = why
         return None
 
     def close(self) -> None:
