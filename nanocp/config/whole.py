@@ -7,7 +7,7 @@ imports it. The docstring below a field is also its help on the command line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nanocp.config.choices import require
@@ -126,39 +126,35 @@ def _refusals(config: Config) -> Iterator[str]:
             f"{cluster.instances_per_node} (cluster.instances_per_node); GPUs exchange only within "
             "one node so far (docs/use/gpu.md)"
         )
-    if cluster.spares and not (config.recovers and on_cpu):
-        yield (
-            f"cluster.spares is {cluster.spares}, for a service that ends at its first loss; "
-            "spares need device cpu, page_backend auto and recovery_timeout_ms above 0"
-        )
     if config.prefill.stages != 1 and data_plane.page_backend != "auto":
         yield (
             f"prefill.stages is {config.prefill.stages} and data_plane.page_backend "
             f"{data_plane.page_backend}; pages of stages go as auto says: take it, or 1 stage"
         )
-    if config.service.controller_process:
-        yield from _asked("service.controller_process is true", _of_controller_process(config))
-    if cluster.layout == "pipeline":
-        yield from _asked("cluster.layout is pipeline", _of_pipeline(config))
     if scheduler.offload_file_pages and not config.kv_offload.file_dir:
         yield (
             "kv_offload is on, and scheduler.offload_file_pages is set without kv_offload.file_dir"
         )
-    if config.has_slots:
-        yield from _asked("kv_offload is on", _of_slots(config))
+    for what, is_on, refusals in (
+        ("cluster.layout is pipeline", cluster.layout == "pipeline", _of_pipeline),
+        ("service.controller_process is true", config.service.controller_process, _of_controller),
+        (f"cluster.spares is {cluster.spares}", cluster.spares > 0, _of_losses),
+        ("kv_offload is on", config.has_slots, _of_slots),
+    ):
+        device = (not on_cpu, f"data_plane.device is {data_plane.device}: it must be cpu")
+        for is_asked, sentence in (device, *refusals(config)):
+            if is_on and is_asked:
+                yield f"{what}, and {sentence}"
 
 
-def _asked(what: str, refusals: Iterable[tuple[bool, str]]) -> Iterator[str]:
-    """The sentences of those that are asked for beside this."""
-    return (f"{what}, and {sentence}" for is_asked, sentence in refusals if is_asked)
+_Refusals = tuple[tuple[bool, str], ...]
+"""What a feature does not go with: whether it is asked for, and a sentence."""
 
 
-def _of_pipeline(config: Config) -> tuple[tuple[bool, str], ...]:
-    """What a pipeline cannot do: whether it is asked for, and a sentence."""
+def _of_pipeline(config: Config) -> _Refusals:
     scheduler, prefill, data_plane = config.scheduler, config.prefill, config.data_plane
-    cluster = config.cluster
+    has_prefill = prefill.engines or prefill.synthetic_kv or prefill.stages != 1
     return (
-        (data_plane.device != "cpu", f"data_plane.device {data_plane.device}: stages run on CPUs"),
         (
             data_plane.page_backend != "auto",
             f"data_plane.page_backend {data_plane.page_backend}: KV of layers goes as auto says",
@@ -177,40 +173,27 @@ def _of_pipeline(config: Config) -> tuple[tuple[bool, str], ...]:
             scheduler.tpot_target_ms != 0,
             f"scheduler.tpot_target_ms {scheduler.tpot_target_ms}: its prompts are not deferred",
         ),
-        (bool(prefill.engines), "prefill.engines is set: its stages compute prompts"),
-        (prefill.synthetic_kv, "prefill.synthetic_kv is set: its stages compute prompts"),
         (
-            prefill.stages != 1,
-            f"prefill.stages {prefill.stages}: its own stages (cluster.num_instances) compute "
-            "prompts",
+            bool(has_prefill),
+            "prefill.engines, prefill.synthetic_kv or prefill.stages is set: its own stages "
+            "(cluster.num_instances) compute prompts",
         ),
         (
-            cluster.redundant_experts != 0,
-            f"cluster.redundant_experts {cluster.redundant_experts}: a stage has all experts of "
-            "its layers",
-        ),
-        (
-            cluster.spares != 0,
-            f"cluster.spares {cluster.spares}: a spare has loaded no layers of a stage",
+            config.cluster.redundant_experts != 0,
+            f"cluster.redundant_experts {config.cluster.redundant_experts}: a stage has all "
+            "experts of its layers",
         ),
     )
 
 
-def _of_controller_process(config: Config) -> tuple[tuple[bool, str], ...]:
-    """What does not go on under another controller: whether it is asked for, and a sentence."""
+def _of_instances(config: Config) -> tuple[bool, str]:
+    layout = config.cluster.layout
+    return layout == "pipeline", "cluster.layout is pipeline: it must be instances"
+
+
+def _of_losses(config: Config) -> _Refusals:
     return (
-        (
-            config.cluster.layout == "pipeline",
-            "cluster.layout is pipeline: it must be instances, as stages cannot wait",
-        ),
-        (
-            config.data_plane.device != "cpu",
-            f"data_plane.device is {config.data_plane.device}: it must be cpu, as GPUs cannot wait",
-        ),
-        (
-            config.service.node_streams,
-            "service.node_streams is true: it must be false, as that process ends with it",
-        ),
+        _of_instances(config),
         (
             not config.recovers,
             "members that are lost are not replaced (limits.recovery_timeout_ms: 0, or "
@@ -219,23 +202,18 @@ def _of_controller_process(config: Config) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def _of_slots(config: Config) -> tuple[tuple[bool, str], ...]:
-    """What does not go with pages outside the frames: whether it is asked for, and a sentence."""
+def _of_controller(config: Config) -> _Refusals:
+    carries = config.service.node_streams
+    sentence = "service.node_streams is true: it must be false, as that process ends with it"
+    return *_of_losses(config), (carries, sentence)
+
+
+def _of_slots(config: Config) -> _Refusals:
     return (
-        (
-            config.cluster.layout == "pipeline",
-            "cluster.layout is pipeline: stages keep pages",
-        ),
-        (
-            config.data_plane.device != "cpu",
-            "data_plane.device is cuda: copies run on CPUs only",
-        ),
-        (
-            config.prefill.synthetic_kv,
-            "prefill.synthetic_kv is set: no page has content to keep",
-        ),
+        _of_instances(config),
+        (config.prefill.synthetic_kv, "prefill.synthetic_kv is set: no page has content to keep"),
         (
             not config.scheduler.prefix_sharing,
-            "scheduler.prefix_sharing is off: pages have no hashes",
+            "scheduler.prefix_sharing is off: no page has a hash",
         ),
     )

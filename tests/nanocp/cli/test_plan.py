@@ -176,4 +176,4 @@ def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):
     tight = plan(tmp_path, "--layout", "pipeline", "--instances", 2, "--memory-gb", 0.5)
     assert tight.exit_code == 1 and "has no room for a page" in tight.output
     absent = plan(tmp_path, "--layout", "pipeline", "--instances", 2, "--device", "h200")
-    assert absent.exit_code == 2 and "stages run on CPUs" in absent.stderr
+    assert absent.exit_code == 2 and "device is cuda: it must be cpu" in absent.stderr

@@ -267,15 +267,18 @@ def test_a_slow_client_loses_its_request_and_stalls_no_other(tiny_checkpoint, ti
 
 def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
     cases = {
-        "prefill.synthetic_kv is set": {"prefill": replace(CONFIG.prefill, synthetic_kv=True)},
+        "prefill.engines, prefill.synthetic_kv or prefill.stages is set": {
+            "prefill": replace(CONFIG.prefill, synthetic_kv=True)
+        },
         "scheduler.steps_per_window 4": {"scheduler": SchedulerConfig(steps_per_window=4)},
         "scheduler.policy chaos": {"scheduler": SchedulerConfig(policy="chaos")},
         "cluster.redundant_experts 2": {"cluster": replace(CONFIG.cluster, redundant_experts=2)},
-        "cluster.spares 1": {"cluster": replace(CONFIG.cluster, spares=1)},
     }
     for sentence, sections in cases.items():
         with pytest.raises(ValueError, match=f"cluster.layout is pipeline, and {sentence}"):
             replace(CONFIG, **sections)
+    with pytest.raises(ValueError, match="cluster.spares is 1, and cluster.layout is pipeline"):
+        replace(CONFIG, cluster=replace(CONFIG.cluster, spares=1))
     for policy, sentence in {
         "static:3,3": "static needs 2 numbers of layers, each at least 1, which sum to 4",
         "evne": "evne",

@@ -41,9 +41,9 @@ def test_what_makes_no_sense_is_refused(fields, sentence):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"data_plane": DataPlaneConfig(device="cuda")}, "copies run on CPUs only"),
+        ({"data_plane": DataPlaneConfig(device="cuda")}, "device is cuda: it must be cpu"),
         ({"prefill": PrefillConfig(synthetic_kv=True)}, "no page has content to keep"),
-        ({"scheduler": SchedulerConfig(prefix_sharing=False)}, "pages have no hashes"),
+        ({"scheduler": SchedulerConfig(prefix_sharing=False)}, "no page has a hash"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, sentence):
