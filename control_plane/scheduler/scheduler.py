@@ -28,6 +28,7 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.request import TRANSFERRING, Request
 from control_plane.scheduler.terms.held_requests import HeldRequests
 from control_plane.scheduler.terms.seat_change import SeatChange
+from control_plane.scheduler.windows.drafts import Drafts
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
 from control_plane.scheduler.windows.page_moves import PageMoves
@@ -76,7 +77,10 @@ class Scheduler(SchedulerBase):
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = lowering = Lowering(cluster.num_instances, lanes)
         policy, promise, share = self._policy, self._promise, self.fair_share
-        self._rows = RowWindows(state, lowering, policy, promise, answer, num_steps, lanes, share)
+        self._drafts = drafts = Drafts(scheduler)
+        self._rows = RowWindows(
+            state, lowering, policy, promise, answer, num_steps, lanes, share, drafts
+        )
         self._quarantine = quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
         self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)
@@ -134,6 +138,7 @@ class Scheduler(SchedulerBase):
             return replace(plan, is_settled=self._change.settle())
         issues = self._admission.failure is None and rows.may_issue
         if issues:
+            rows.begin()
             for request in rows.exits():
                 self._release(request)
             self._finish_moves()
@@ -151,9 +156,15 @@ class Scheduler(SchedulerBase):
                 self.offload.plan()
             # The last window of a term brings all tables up to date.
             if rows.num_running or is_last:
+                begins = self._begins
                 window, plans = rows.issue()
-                return self._answer.take(window, plans, self._state.step)
-        return self._answer.take(None, (), self._state.step)
+                return self._answer.take(window, plans, self._state.step, begins)
+        return self._answer.take(None, (), self._state.step, self._begins)
+
+    @property
+    def _begins(self) -> tuple[int, int] | None:
+        """When rows begin that are placed now; see Request.placement."""
+        return (self._state.step, self._rows.advances.slack) if self._drafts.most else None
 
     # --- events
 
@@ -170,6 +181,8 @@ class Scheduler(SchedulerBase):
             return
         # Every instance reports every window, and most reports say no more than that.
         for report in reports:
+            if report.advanced:
+                self._rows.advances.told(report.window, report.advanced)
             if report.written:
                 self.offload.written(report.written)
             if report.finished:
@@ -352,6 +365,7 @@ class Scheduler(SchedulerBase):
             if self._quarantine or self._tickets or self._held:
                 break
             newest = self._state.requests[rows.parked[-1][1]]
+            rows.settle(newest)
             self._preempt(newest, newest.position + 1)
             rows.unpark()
             if by_moving:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from nanocp.config.choices import check_at_least, check_one_of, require
 from nanocp.config.cost import CostConfig, check_ttft_targets
+from nanocp.values.plan import PAGE_SIZE
 
 LANES = ("off", "measured", "always", "random")
+DRAFTING = ("always", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,24 @@ class SchedulerConfig:
     rows and links, as `nanocp profile --overlap` measured it."""
     lane_gain_percent: int = 3
     """Two lanes run only where they save at least this much."""
+    num_drafts: int = 0
+    """Drafts of a row in a step, at most: tokens that the model's MTP layer guesses, and that the
+    next step checks. 0: none. Tokens are the same."""
+    drafting: str = "always"
+    """How many drafts a window has. always: num_drafts, as far as rows leave room. Drawn for each
+    window (random): for tests."""
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
         check_one_of(LANES, lanes=self.lanes)
-        check_at_least(0, lane_gain_percent=self.lane_gain_percent)
+        check_at_least(0, lane_gain_percent=self.lane_gain_percent, num_drafts=self.num_drafts)
+        check_one_of(DRAFTING, drafting=self.drafting)
+        reach = self.steps_per_window * (1 + self.num_drafts) + max(self.num_drafts - 1, 0)
+        require(
+            not self.num_drafts or reach <= PAGE_SIZE,
+            f"num_drafts is {self.num_drafts} and steps_per_window {self.steps_per_window}: a row "
+            f"may write {reach} tokens in a window; {PAGE_SIZE}, a page, are the most",
+        )
         require(
             all(
                 rows >= 1 and links >= 0 and percent >= 1

@@ -165,6 +165,10 @@ def _of_pipeline(config: Config) -> _Refusals:
         ),
         (scheduler.lanes != "off", f"scheduler.lanes {scheduler.lanes}: passes have no lanes"),
         (
+            scheduler.num_drafts != 0,
+            f"scheduler.num_drafts {scheduler.num_drafts}: its last stage does not draft",
+        ),
+        (
             scheduler.policy not in (SchedulerConfig().policy, "dual_balanced"),
             f"scheduler.policy {scheduler.policy}: a pipeline places no request on instances, so "
             "take the default, and see pipeline.layer_policy",

@@ -189,6 +189,11 @@ class WindowDone:
     """Pages that rows of this instance have filled in this window; none without kv_offload."""
     hidden_us: int = 0
     """Mean time of a step in which one lane computed while the other waited for the exchange."""
+    advanced: tuple[int, ...] = ()
+    """Requests of this instance whose drafts were accepted and that have not stopped, each as often
+    as it has tokens beside one for each step."""
+    drafts: tuple[tuple[int, int], ...] = ()
+    """(drafts that were checked, those that were accepted), by their offset from 1."""
 
 
 class TargetRun(NamedTuple):
@@ -285,6 +290,9 @@ class InstancePlan(NamedTuple):
     step."""
     two_lanes: bool = False
     """Whether the window's steps run in two lanes; equal in all plans of a window."""
+    num_drafts: int = 0
+    """Drafts that a row of a step has at most; equal in all plans of a window (protocol.md, equal
+    width)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +352,9 @@ class Placement(NamedTuple):
     holders: tuple[tuple[int, int], ...]
     """(first page, instance), ascending: the instance holds the pages up to the next entry, the
     last one all after."""
+    begins: tuple[int, int] | None = None
+    """With drafts: the least and the most tokens of KV that the request has when the row's first
+    window at its MoE binding begins. None: num_tokens says it."""
 
     def kv_split(self, num_tokens: int | None = None) -> tuple[tuple[int, int], ...]:
         """(instance, pages), ascending, of the KV of `num_tokens` tokens (default: its own).

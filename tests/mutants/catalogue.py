@@ -293,8 +293,8 @@ MUTANTS = [
         name="token-owner",
         why="the token sink takes tokens of a request from any instance",
         path="control_plane/frontend/streams.py",
-        text="if (owner := stream.owners.of(token.index)) != instance:",
-        fault="if (owner := stream.owners.of(token.index)) is None:",
+        text="if not stream.owners.may_generate(token.index, instance):",
+        fault="if stream.owners.of(token.index) is None:",
         tests=("tests/control_plane/frontend/test_token_owners.py",),
     ),
     Mutant(

@@ -20,11 +20,15 @@ from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.promise import Promise
 from control_plane.scheduler.state.request import PARKED, RUNNABLE, RUNNING, Request
+from control_plane.scheduler.windows.advances import Advances
+from control_plane.scheduler.windows.drafts import Drafts
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
 from nanocp.values.plan import PAGE_SIZE, InstancePlan
 
 MAX_WINDOWS_IN_FLIGHT = 2
+_SETTLED_EVERY = 16
+"""Windows from one time to the next at which a row's accepted drafts enter its position."""
 
 
 class RowWindows:
@@ -40,8 +44,13 @@ class RowWindows:
         num_steps: int,
         lanes: Lanes,
         fair_share: FairShare,
+        drafts: Drafts,
     ) -> None:
         """num_steps: steps of a window."""
+        self._drafts = drafts
+        self._num_drafts = 0
+        """Drafts of a row in each step of the next window, at most."""
+        self.advances = Advances()
         self._state = state
         self._lowering = lowering
         self._policy = policy
@@ -62,9 +71,10 @@ class RowWindows:
         self.stopped: set[int] = set()
         """Ids of requests whose rows are parked until their pages have moved."""
         self._due: dict[int, list[tuple[int, int]]] = {}
-        """Window -> (priority, request id) of rows that come to the end of a run of pages in it."""
+        """Window -> (priority, request id) of rows that may come to the end of a run of pages in
+        it."""
         self._exits: dict[int, list[int]] = {}
-        """Window -> ids of rows whose max_tokens steps are all in earlier windows."""
+        """Window -> ids of rows whose max_tokens tokens may all be of earlier windows."""
 
     # --- windows
 
@@ -72,6 +82,23 @@ class RowWindows:
     def may_issue(self) -> bool:
         """Whether fewer than two windows are in flight."""
         return len(self.in_flight) < MAX_WINDOWS_IN_FLIGHT
+
+    def begin(self) -> None:
+        """The next window is planned now: its drafts are chosen before rows grow."""
+        if not self._drafts.most:
+            return
+        is_parked = len(self.parked) > len(self.stopped)
+        self._num_drafts = self._drafts.of_window(self.next_window, is_parked)
+        # Loads may lag a little; each position every time would take ten times as long as a plan.
+        for request_id in self.advances.unsettled():
+            if (request_id + self.next_window) % _SETTLED_EVERY == 0:
+                self.settle(self._state.requests[request_id])
+
+    def settle(self, request: Request) -> None:
+        """Let the request's position have every accepted draft that counts."""
+        if num_tokens := self.advances.take(request.request_id):
+            self._state.advance(request, request.position + num_tokens)
+            self._fair_share.generated(request.arrival, num_tokens)
 
     def issue(self) -> tuple[int, tuple[InstancePlan, ...]]:
         """The next window goes to every instance: its number and its plans."""
@@ -82,8 +109,10 @@ class RowWindows:
             num_links = max(map(state.committed.num_links, range(len(state.loads.num_rows))))
             num_rows = max((state.loads.num_rows[i] for i in state.open), default=0)
             two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
-        plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes)
+        num_drafts = self._drafts.within(self._num_drafts, state.committed, state.bounds)
+        plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes, num_drafts)
         self.in_flight.append(window)
+        self.advances.issued(window, self._num_steps * num_drafts)
         self.next_window += 1
         state.loads.step += self._num_steps
         self._fair_share.window(self._num_steps)
@@ -93,6 +122,7 @@ class RowWindows:
         """Every instance has run every step of the windows up to this one."""
         while self.in_flight and self.in_flight[0] <= last_window:
             del self.in_flight[0]
+        self.advances.reported(last_window)
 
     def lost_in_first_window(self, lost: Set[int]) -> list[int] | None:
         """Requests of lost instances whose rows have begun with a window in flight.
@@ -113,6 +143,7 @@ class RowWindows:
     def end_term(self) -> None:
         """No row is in any window, and no window is in flight."""
         self.in_flight.clear()
+        self.advances.end_term()
         self.num_running = 0
         self._fair_share.end_term()
         self.runnable.clear()
@@ -144,14 +175,19 @@ class RowWindows:
             self.parked.remove(request.order)
         elif request.state is RUNNABLE:
             del self.runnable[request.request_id]
+        self.advances.left(request.request_id, request.last_window)
         return request.last_window
 
     def exits(self) -> Iterator[Request]:
-        """Running rows whose max_tokens steps are all planned; the caller ends each."""
+        """Running rows that surely have all tokens by now; the caller ends each."""
         for request_id in self._exits.pop(self.next_window, ()):
             request = self._state.requests.get(request_id)
             if request and request.state is RUNNING and request.exit_window == self.next_window:
-                yield request
+                self.settle(request)
+                if request.position_at(self._state.step) >= request.kv_len_max:
+                    yield request
+                else:
+                    self._enter_exit(request)
 
     def start_runnable(self) -> None:
         """Every runnable row starts, or is parked if its pages cannot be committed."""
@@ -201,7 +237,7 @@ class RowWindows:
                 continue
             if request is None or request.state is not RUNNING:
                 continue
-            if self._window_of(request, request.tail_end) != self.next_window:
+            if request.due_window != self.next_window:
                 continue  # it was parked after it was entered here
             if self._fill_window(request):
                 self._enter_runs(request)
@@ -214,12 +250,11 @@ class RowWindows:
 
         Returns False if some of them have no frame.
         """
+        self.settle(request)
+        end = request.position_at(self._state.step) + self._reach(1, self._num_drafts)
         while True:
             position = request.num_pages * PAGE_SIZE
-            if (
-                position >= request.kv_len_max
-                or self._window_of(request, position) > self.next_window
-            ):
+            if position >= min(end, request.kv_len_max):
                 return True
             holder = self._policy.holder(self._state, request, self.next_window)
             if holder is None:
@@ -237,21 +272,38 @@ class RowWindows:
             self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
 
     def _enter_runs(self, request: Request) -> None:
-        """Let the running row pass every run that ends in the next window.
+        """Let the running row pass every run that surely ends in the next window.
 
-        It is due again in the window in which the next run ends.
+        It is due again in the first window in which the next run may end.
         """
+        least = request.position_at(self._state.step)
         while (position := request.tail_end) < request.kv_len_max:
-            window = self._window_of(request, position)
-            if window > self.next_window:
-                self._due.setdefault(window, []).append(request.order)
+            if position - least >= self._num_steps:
+                request.due_window = self.next_window + self._windows_to(position - least)
+                self._due.setdefault(request.due_window, []).append(request.order)
                 return
             self._state.enter_next_run(request)
 
-    def _window_of(self, request: Request, position: int) -> int:
-        """The window in which the row appends at the position."""
-        since_step = request.since_step if request.state is RUNNING else self._state.step
-        return (since_step + position - request.position) // self._num_steps
+    def _reach(self, num_windows: int, num_drafts: int) -> int:
+        """Positions that a row may write in windows in flight and in the next ones, at most.
+
+        The drafts of a step are drafted one after the other, each with the KV of the one before.
+        """
+        num_tokens = num_windows * self._num_steps * (1 + num_drafts)
+        return self.advances.slack + num_tokens + max(num_drafts - 1, 0)
+
+    def _windows_to(self, num_tokens: int) -> int:
+        """Windows from the next one on before a row may write so far ahead, at least 1."""
+        num_left = num_tokens - self._reach(0, self._drafts.most)
+        return max(1, num_left // (self._num_steps * (1 + self._drafts.most)))
+
+    def _enter_exit(self, request: Request) -> None:
+        """Look at the row again in the first window before which it may have all its tokens."""
+        least = request.position_at(self._state.step)
+        num_left = request.kv_len_max - least - self.advances.slack
+        num_windows = -(-num_left // (self._num_steps * (1 + self._drafts.most)))
+        request.exit_window = self.next_window + max(num_windows, 1)
+        self._exits.setdefault(request.exit_window, []).append(request.request_id)
 
     # --- states of a row
 
@@ -260,9 +312,7 @@ class RowWindows:
         self._state.run(request)
         self.num_running += 1
         self._fair_share.row_starts(request.arrival)
-        num_left = request.kv_len_max - request.position
-        request.exit_window = -(-(request.since_step + num_left) // self._num_steps)
-        self._exits.setdefault(request.exit_window, []).append(request.request_id)
+        self._enter_exit(request)
         self._enter_runs(request)
         if request.is_started:
             self._lowering.resume(request)
@@ -312,6 +362,7 @@ class RowWindows:
                 continue
             num_hand_offs[old, new] = num + 1
             moved.add(request.request_id)
+            self.settle(request)
             self._state.rebind(request, new)
             self._lowering.rebind(request, old, request.position_at(self._state.step))
             self._answer.placed[request.request_id] = request
