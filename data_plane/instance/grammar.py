@@ -34,14 +34,25 @@ _MAX_COMPILED = 64
 
 
 class _Progress:
-    """A matcher and how many ids it has eaten."""
+    """A matcher and the ids that it has eaten."""
 
-    __slots__ = ("has_failed", "matcher", "num_eaten")
+    __slots__ = ("eaten", "has_failed", "matcher")
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
-        self.num_eaten = 0
+        self.eaten: list[int] = []
         self.has_failed = False
+
+    def go_back(self, ids: Sequence[int]) -> bool:
+        """Give back drafts that these ids do not begin with; whether that could be done."""
+        num_common = len(self.eaten)
+        if self.eaten == list(ids[:num_common]):
+            return True
+        pairs = enumerate(zip(self.eaten, ids, strict=False))
+        num_common = next((i for i, (a, b) in pairs if a != b), min(num_common, len(ids)))
+        num_given = len(self.eaten) - num_common
+        del self.eaten[num_common:]
+        return not self.matcher.is_error() and self.matcher.rollback(num_given)
 
 
 class MaskedRow(NamedTuple):
@@ -51,7 +62,7 @@ class MaskedRow(NamedTuple):
     attempt: int
     grammar: str
     output_ids: Sequence[int]
-    """Within an attempt of a request, these only grow."""
+    """Within an attempt of a request, these only grow, but for drafts at their end."""
 
 
 class GrammarMasks:
@@ -97,14 +108,14 @@ class GrammarMasks:
         key = row.request_id, row.attempt
         num_ids = len(row.output_ids)
         known = self._kept.pop(key, None)
-        if known is None or known.num_eaten > num_ids:
+        if known is None or not known.go_back(row.output_ids):
             known = _Progress(self._new_matcher(row.grammar))
         self._kept[key] = known
         if len(self._kept) > _MAX_MATCHERS:
             self._kept.popitem(last=False)
-        if known.num_eaten < num_ids:
-            known.matcher.consume_tokens(list(row.output_ids[known.num_eaten :]))
-            known.num_eaten = num_ids
+        if ids := row.output_ids[len(known.eaten) :]:
+            known.matcher.consume_tokens(list(ids))
+            known.eaten += ids
         if known.matcher.is_stopped():
             words[:] = self._only_eos
         else:

@@ -25,7 +25,7 @@ def item_bytes(config: Config) -> int:
 
 def page_bytes(model: ModelConfig, config: Config) -> int:
     """Compute the bytes of a page of all layers. Raises ValueError if KV cannot be kept in FP8."""
-    kind, num_tokens = model.attention, PAGE_SIZE * model.num_layers
+    kind, num_tokens = model.attention, PAGE_SIZE * model.num_kept_layers
     if config.data_plane.kv_dtype == "fp8":
         rank = kind.fp8_rank()
         return num_tokens * token_bytes(rank, kind.kv_width - rank)

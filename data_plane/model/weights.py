@@ -97,6 +97,18 @@ class ModelWeights:
     lm_head: LinearLayer
     """From X to the vocabulary."""
     rope: RopeTable
+    mtp: MtpWeights | None = None
+    """Of the last of the layers, if it is an MTP layer."""
+
+
+class MtpWeights(NamedTuple):
+    """What an MTP layer has beside a decoder layer."""
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: LinearLayer
+    """From 2X to X: the normed embedding of the next token, then the normed hidden row."""
+    head_norm: Tensor
 
 
 def expert_range(config: ModelConfig, instance: int, num_instances: int) -> range:
@@ -120,9 +132,20 @@ def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str,
 def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """List the tensors that an instance with these experts reads: name -> shape."""
     shapes = embedding_shapes(config) | head_shapes(config)
-    for index in range(config.num_layers):
+    for index in range(config.num_kept_layers):
         shapes |= layer_shapes(config, index, experts)
-    return shapes
+    return shapes | (mtp_shapes(config) if config.num_mtp_layers else {})
+
+
+def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """List what the MTP layer has beside a decoder layer: name -> shape."""
+    layer, hidden = f"model.layers.{config.num_layers}.", config.hidden_size
+    return {
+        layer + "enorm.weight": (hidden,),
+        layer + "hnorm.weight": (hidden,),
+        layer + "eh_proj.weight": (hidden, 2 * hidden),
+        layer + "shared_head.norm.weight": (hidden,),
+    }
 
 
 def embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -185,7 +208,7 @@ def open_tensors(
     has another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
-    for what, number in (("layers", config.num_layers), ("experts", config.num_experts)):
+    for what, number in (("layers", config.num_kept_layers), ("experts", config.num_experts)):
         if number > reader.num_tensors:
             raise ValueError(
                 f"{path}: config.json says that there are {number} {what}, and the folder has "
@@ -318,9 +341,20 @@ class WeightLoader:
         embedding = self.embedding()
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self.layer(index) for index in range(config.num_layers)),
+            layers=tuple(self.layer(index) for index in range(config.num_kept_layers)),
             **self.head(embedding)._asdict(),
             rope=RopeTable(config.rope, config.attention.rope_dim),
+            mtp=self.mtp() if config.num_mtp_layers else None,
+        )
+
+    def mtp(self) -> MtpWeights:
+        """What the MTP layer has beside a decoder layer."""
+        names = iter(mtp_shapes(self._config))
+        return MtpWeights(
+            self.tensor(next(names)),
+            self.tensor(next(names)),
+            self.linear(next(names)),
+            self.tensor(next(names)),
         )
 
     def embedding(self) -> Tensor:

@@ -52,7 +52,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
 
     Raises ValueError saying what does not fit.
     """
-    model = ModelConfig.from_folder(checkpoint)
+    model = ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
     num_instances = config.cluster.num_instances
     is_pipeline = config.cluster.layout == "pipeline"
     if is_pipeline:

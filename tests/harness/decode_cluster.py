@@ -22,11 +22,10 @@ from control_plane.scheduler.invariants import check, follow
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.instance.interface import TermStart
 from data_plane.kv.page_ring import PageRingWriter
-from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.instance import build_instance
-from data_plane.startup.shared_parts import torch_dtype
+from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.transport import futex
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
@@ -91,7 +90,7 @@ class DecodeCluster:
         self.plans: list[Plan] = []
         self.reports: list[WindowDone] = []
         self._checkpoint = checkpoint
-        self._model = ModelConfig.from_folder(checkpoint)
+        self._model = model_of(config, checkpoint)
         self._full_weights = load_weights(
             checkpoint, self._model, torch_dtype(config), range(self._model.num_experts)
         )
