@@ -149,6 +149,7 @@ class SchedulerBase(ABC):
             admission.admit(arrival, self._now_us)
             return
         admission.should_walk = True
+        self._answer.go_on(request_id)
         if request_id in admission.queue:
             admission.queue.replace(arrival)
             return

@@ -38,6 +38,10 @@ class Answer:
         self.stows: list[Stow] = []
         self.fetches: list[Fetch] = []
 
+    def go_on(self, request_id: int) -> None:
+        """A later attempt of the request has come: its end in this very call is no end."""
+        self.ended = [each for each in self.ended if each.request_id != request_id]
+
     def end(self, request_id: int, reason: FinishReason, message: str) -> None:
         """The request has ended, and the front end does not know it yet."""
         self.ended.append(Ended(request_id, reason, message))

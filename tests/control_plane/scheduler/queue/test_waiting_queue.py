@@ -4,8 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue
+from control_plane.scheduler.scheduler import Scheduler
+from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival
+from nanocp.values.plan import Arrival, Regrouped, Resubmitted, TermEnded
 
 arrivals = st.lists(
     st.tuples(st.integers(-2, 2), st.one_of(st.none(), st.integers(0, 50)), st.booleans()),
@@ -59,3 +61,13 @@ def test_a_deadline_from_before_a_preemption_is_forgotten():
     queue.remove(1)
     queue.append(Arrival(1, 12, 7, resumes=True), 40)
     assert queue.next_deadline_us is None and queue.expired(60) is None
+
+
+def test_a_later_attempt_in_the_call_that_refuses_the_earlier_one_goes_on():
+    """Once it was told refused and was placed later: nobody had its prompt any more."""
+    scheduler = Scheduler(ClusterConfig(num_instances=1), SchedulerConfig(max_queued_requests=1))
+    first = [Arrival(number, 10, 10) for number in (1, 2)]
+    plan = scheduler.plan_window([TermEnded(), *first, Arrival(2, 10, 10, attempt=1)], 0)
+    assert not plan.ended and not plan.placements
+    plan = scheduler.plan_window([Regrouped(1), Resubmitted()], 0)
+    assert [placement.request_id for placement in plan.placements] == [1, 2]
