@@ -247,11 +247,11 @@ class DecodeInstance(WindowEdge):
     ) -> list[tuple[int, TokenLogprobs | None]]:
         """See WindowEdge._commit_step. pending: masks of the first tokens."""
         parts = [
-            self._lanes[number].step.logits_of([each.index for each in of_lane])
+            self._lanes[number].step.logits_of([each.place for each in of_lane])
             for number, of_lane in groupby(step_rows, attrgetter("lane"))
         ]
         rows = [each.row for each in step_rows]
-        if step_rows[0].index % window.width:
+        if step_rows[0].place % window.width:
             pending = begin_masks(self.grammar_masks, rows)
         logits = cat(parts) if len(parts) > 1 else parts[0]
         return sample(rows, logits, self._finished_masks(window, pending))

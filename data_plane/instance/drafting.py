@@ -11,14 +11,14 @@ before. Every instance takes all turns (protocol.md, equal width).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, inference_mode
 
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.rows import Row
-from data_plane.instance.step_lane import StepLane
+from data_plane.instance.step_lane import DraftingStep, StepLane
 from data_plane.instance.window_edge import Window
 from data_plane.transport.exchange import Exchange
 
@@ -71,11 +71,12 @@ def _take_drafts(
     if not last:
         return
     rows = [lane.rows[index] for index in last]
-    logits = of.step.draft_logits_of(list(last.values()))
+    step = cast(DraftingStep, of.step)
+    logits = step.draft_logits_of(list(last.values()))
     for row, token in zip(rows, _masked(logits, rows, masks).argmax(dim=-1).tolist(), strict=True):
         row.drafts.append(token)
     places = [index * width for index in last]
-    of.step.go_on_drafting(places, list(last.values()))
+    step.go_on_drafting(places, list(last.values()))
     for row, place in zip(rows, places, strict=True):
         state.live[place] = turn + 1 < row.num_left
         state.token[place] = row.drafts[-1]

@@ -33,6 +33,10 @@ class Step(Protocol):
     def logits_of(self, rows: list[int]) -> Tensor:
         """[rows, vocabulary] fp32: the last step's logits of these step rows."""
 
+
+class DraftingStep(Step, Protocol):
+    """A step of a model whose MTP layer drafts: CpuStep."""
+
     def draft_logits_of(self, rows: list[int]) -> Tensor:
         """[rows, vocabulary] fp32: the MTP layer's logits of these step rows."""
 

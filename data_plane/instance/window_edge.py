@@ -85,7 +85,7 @@ class StepRow(NamedTuple):
     """One input token of a row in a step: the known one, or a draft."""
 
     lane: int
-    index: int
+    place: int
     """Its place among the step rows of the lane."""
     row: Row
 
@@ -309,7 +309,7 @@ class WindowEdge(PageTransfers):
         for step_row, _, _ in going:
             step_row.row.drafts = []
         for offset in range(width):
-            rows = [each._replace(index=each.index + offset) for each, _, _ in going]
+            rows = [each._replace(place=each.place + offset) for each, _, _ in going]
             still = []
             for each, (token_id, logprobs) in zip(going, sample(rows) if rows else (), strict=True):
                 step_row, num_live, drafts = each

@@ -370,8 +370,9 @@ class WeightLoader:
             embedding = self.embedding()
         return HeadWeights(final_norm, self.packing.linear(embedding))
 
-    def layer(self, index: int) -> LayerWeights:
-        """One decoder layer."""
+    def layer(self, index: int, experts: Sequence[int] | None = None) -> LayerWeights:
+        """One decoder layer, with these experts; None: with those of the instance."""
+        experts = self._experts if experts is None else experts
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         is_dense = index < self._config.num_dense_layers
@@ -381,18 +382,18 @@ class WeightLoader:
             attention=self._config.attention.load(self, attention),
             o_proj=self.linear(attention + "o_proj.weight"),
             mlp=self._mlp(*mlp_names(mlp)) if is_dense else None,
-            moe=None if is_dense else self._moe(prefix + self._config.names.prefix),
+            moe=None if is_dense else self._moe(prefix + self._config.names.prefix, experts),
         )
 
-    def _moe(self, prefix: str) -> MoeWeights:
+    def _moe(self, prefix: str, experts: Sequence[int]) -> MoeWeights:
         bias = None
         if not self._config.softmax_gate:
             bias = self.tensor(prefix + "gate.e_score_correction_bias", torch.float32)
         return MoeWeights(
             gate=self.packing.gate_weight(self.tensor(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
-            slot_E=slots_of(self._experts, self._config.num_experts),
-            mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
+            slot_E=slots_of(experts, self._config.num_experts),
+            mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in experts]),
             shared=self._mlps([mlp_names(prefix + "shared_experts.")])[0]
             if self._config.num_shared_experts
             else None,

@@ -25,9 +25,9 @@ import torch
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool, LocalPages, StepTables
-from data_plane.instance.decode import StepLane
 from data_plane.instance.lanes import run_in_turns
 from data_plane.instance.sampler import sample_rows
+from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
 from data_plane.member.lifetime import sentence
 from data_plane.model.config import ModelConfig

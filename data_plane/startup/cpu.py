@@ -12,8 +12,9 @@ import torch
 
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
-from data_plane.instance.decode import DecodeInstance, Startup, StepLane
+from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.interface import TermEnds
+from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.weights import (
     ModelWeights,

@@ -22,7 +22,7 @@ from data_plane.model.weights import Progress, load_weights, say_nothing
 from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
 from data_plane.startup.memory_need import prefill_bytes
-from data_plane.startup.shared_parts import torch_dtype
+from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
@@ -56,14 +56,15 @@ def build_prefill_stage(
     Raises ValueError naming what is wrong with the checkpoint, or that the whole model does not fit
     this machine's free memory.
     """
-    model, own = ModelConfig.from_folder(checkpoint), config.of_prefill_stages
+    model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
         _refuse_too_large(config, model)
-    most = even_split(model.num_layers, config.prefill.stages)[0]
+    most = even_split(model.num_kept_layers, config.prefill.stages)[0]
     own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
     max_in_flight = prompt_passes(config.prefill.stages)
     # Layers of these stages do not move, so no KV goes between them.
-    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, ring_frames=1)
+    has_mtp = model.num_mtp_layers > 0
+    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, 1, has_mtp)
     fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
     return PrefillStage(built, fp8_rank)
 

@@ -150,7 +150,7 @@ class HashInstance(WindowEdge):
             self._commit_step(
                 window,
                 lambda rows: [
-                    self._sample(each.row, inputs[each.lane][each.index].hidden) for each in rows
+                    self._sample(each.row, inputs[each.lane][each.place].hidden) for each in rows
                 ],
             )
             if window.plan.num_drafts:
