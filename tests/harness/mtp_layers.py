@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 _SCALE = 50
-"""Of the embedding: a quarter to half of the drafts are right."""
+"""Factor of the embedding with which a quarter to half of the drafts are right."""
 
 
 def add_mtp_layer(path: Path) -> None:

@@ -85,7 +85,7 @@ def checked_drafts(cluster):
 
 
 def share(cluster):
-    """Of the drafts that were checked, the share that was accepted."""
+    """Compute the share of the checked drafts that was accepted."""
     by_offset = checked_drafts(cluster)
     return sum(right for _, right in by_offset) / sum(checked for checked, _ in by_offset)
 

@@ -83,7 +83,7 @@ def test_models_with_kv_heads(tmp_path_factory, policy, k):
     "policy", ["fixed_degree:4", pytest.param("chaos", marks=pytest.mark.system)]
 )
 def test_pages_of_rows_with_drafts(policy):
-    """Their KV of the MTP layer goes and comes with them."""
+    """KV of the MTP layer goes and comes with all other KV."""
     settings = {"policy": policy, "steps_per_window": 4, "num_drafts": 2}
     talk(TALE, Oracle(TALE), **settings)
 
