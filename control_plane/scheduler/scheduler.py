@@ -183,6 +183,8 @@ class Scheduler(SchedulerBase):
         for report in reports:
             if report.advanced:
                 self._rows.advances.told(report.window, report.advanced)
+            if report.drafts:
+                self._drafts.reported(report.drafts)
             if report.written:
                 self.offload.written(report.written)
             if report.finished:
