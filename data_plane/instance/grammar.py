@@ -97,7 +97,7 @@ class GrammarMasks:
         only_eos = np.zeros(self._num_words * 32, np.bool_)
         only_eos[list(eos_ids)] = True
         self._only_eos = np.packbits(only_eos, bitorder="little").view(np.uint32)
-        self._kept: OrderedDict[tuple[int, int], _Progress] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, str], _Progress] = OrderedDict()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         """Matchers that have eaten nothing, by grammar."""
         self._thread = ThreadPoolExecutor(1, "grammar masks")
@@ -126,7 +126,7 @@ class GrammarMasks:
 
     def _fill(self, words: np.ndarray, row: MaskedRow) -> None:
         """Set the bits of the tokens that the row's grammar allows; none if it has failed."""
-        key = row.request_id, row.attempt
+        key = row.request_id, row.attempt, row.grammar
         num_ids = len(row.output_ids)
         known = self._kept.pop(key, None)
         if known is not None and (mask := known.mask_after(row.output_ids)) is not None:
