@@ -245,7 +245,7 @@ class DecodeInstance(WindowEdge):
     def _sample(
         self, window: Window, pending: Future[Tensor] | None, step_rows: Sequence[StepRow]
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """See WindowEdge._commit_step. pending: masks of the first tokens."""
+        """Sample after these step rows, as _commit_step asks. pending: masks, if begun."""
         parts = [
             self._lanes[number].step.logits_of([each.place for each in of_lane])
             for number, of_lane in groupby(step_rows, attrgetter("lane"))

@@ -73,11 +73,15 @@ def _take_drafts(
     rows = [lane.rows[index] for index in last]
     step = cast(DraftingStep, of.step)
     logits = step.draft_logits_of(list(last.values()))
-    for row, token in zip(rows, _masked(logits, rows, masks).argmax(dim=-1).tolist(), strict=True):
+    drafted = _masked(logits, rows, masks).argmax(dim=-1).tolist()
+    for index, row, token in zip(list(last), rows, drafted, strict=True):
         row.drafts.append(token)
+        if token in row.params.stop_token_ids:
+            del last[index]  # no grammar and no row goes on behind it
     places = [index * width for index in last]
     step.go_on_drafting(places, list(last.values()))
-    for row, place in zip(rows, places, strict=True):
+    for index, place in zip(last, places, strict=True):
+        row = lane.rows[index]
         state.live[place] = turn + 1 < row.num_left
         state.token[place] = row.drafts[-1]
         state.position[place] = row.position + turn

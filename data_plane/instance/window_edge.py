@@ -57,7 +57,7 @@ class Window:
     drafts: list[list[int]] = field(default_factory=list)
     """[checked, accepted] drafts, by their offset from 1."""
     advanced: list[int] = field(default_factory=list)
-    """See plan.WindowDone.advanced; also rows that have stopped."""
+    """Requests whose drafts were accepted, each as often, also of rows that have stopped."""
     finished: list[Finished] = field(default_factory=list)
     written: list[WrittenPage] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class StepRow(NamedTuple):
 
     lane: int
     place: int
-    """Its place among the step rows of the lane."""
+    """Index among the step rows of the lane."""
     row: Row
 
 

@@ -16,7 +16,7 @@ import psutil
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
 from data_plane.model.page_bytes import item_bytes, page_bytes
-from data_plane.model.weights import (
+from data_plane.model.tensor_shapes import (
     embedding_shapes,
     head_shapes,
     is_packed,

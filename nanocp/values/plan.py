@@ -190,8 +190,7 @@ class WindowDone:
     hidden_us: int = 0
     """Mean time of a step in which one lane computed while the other waited for the exchange."""
     advanced: tuple[int, ...] = ()
-    """Requests of this instance whose drafts were accepted and that have not stopped, each as often
-    as it has tokens beside one for each step."""
+    """Requests of this instance that have not stopped, once for each draft that was accepted."""
     drafts: tuple[tuple[int, int], ...] = ()
     """(drafts that were checked, those that were accepted), by their offset from 1."""
 
@@ -291,8 +290,7 @@ class InstancePlan(NamedTuple):
     two_lanes: bool = False
     """Whether the window's steps run in two lanes; equal in all plans of a window."""
     num_drafts: int = 0
-    """Drafts that a row of a step has at most; equal in all plans of a window (protocol.md, equal
-    width)."""
+    """Most drafts of a row in a step; equal in a window's plans (protocol.md, equal width)."""
 
 
 @dataclass(frozen=True, slots=True)

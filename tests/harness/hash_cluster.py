@@ -98,6 +98,8 @@ class HashCluster(HashPlay):
         self.num_resyncs = self.num_preemptions = 0
         self.num_calls_with_parked_rows = 0
         self.num_drafted = self.num_accepted = self.num_judged = self.num_narrow_windows = 0
+        self.widths: set[int] = set()
+        """Drafts of a row in the windows that were issued."""
         self._start_cluster()
 
     def place_experts(self, table: ExpertTable) -> None:
@@ -228,7 +230,9 @@ class HashCluster(HashPlay):
         if plan.window is not None:
             assert plan.window == self.num_windows
             self.num_windows += 1
-            has_most = plan.instances[0].num_drafts == self.config.scheduler.num_drafts
+            (num_drafts,) = {each.num_drafts for each in plan.instances}
+            self.widths.add(num_drafts)
+            has_most = num_drafts == self.config.scheduler.num_drafts
             self.num_narrow_windows += not has_most
 
     def _take_work(self, member: Member, envelope: Envelope) -> bool:

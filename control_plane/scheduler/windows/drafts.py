@@ -94,7 +94,7 @@ class Drafts:
         return best
 
     def within(self, num_drafts: int, committed: Commitments, bounds: BoundsConfig) -> int:
-        """As many of the drafts as rows leave room for: bounds count what a step runs."""
+        """Lower the number to what rows leave room for: bounds count what a step runs."""
         if not num_drafts:
             return 0
         widths = (
