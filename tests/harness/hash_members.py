@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data_plane.instance.interface import TermEnds
-from data_plane.instance.rows import Row
-from data_plane.instance.window_edge import Window
+from data_plane.instance.window_edge import StepRow, Window
 from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from data_plane.model.weights import Progress
 
 MODEL = HashModel()
+Sampler = Callable[[Sequence[StepRow]], Sequence[tuple[int, TokenLogprobs | None]]]
 WORDY = HashModel(vocab_size=300)
 """A model with as many tokens as the tests' tokenizer has."""
 
@@ -41,9 +41,9 @@ WORDY = HashModel(vocab_size=300)
 class SlowMember(HashInstance):
     """A step takes 5 ms at least, so that a request of 1,000 tokens outlasts what a test does."""
 
-    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
+    def _commit_step(self, window: Window, sample: Sampler) -> None:
         time.sleep(0.005)
-        super()._sample(window, rows, hidden)
+        super()._commit_step(window, sample)
 
 
 class MortalMember(SlowMember):
@@ -52,10 +52,10 @@ class MortalMember(SlowMember):
     POISON = 666
     """The request's seed."""
 
-    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
-        if any(row.params.seed == self.POISON for row in rows):
+    def _commit_step(self, window: Window, sample: Sampler) -> None:
+        if any(row.params.seed == self.POISON for lane in window.lanes for row in lane.rows):
             os._exit(9)
-        super()._sample(window, rows, hidden)
+        super()._commit_step(window, sample)
 
 
 class StoppingMember(SlowMember):
