@@ -39,7 +39,7 @@ class SchedulerConfig:
     placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
     class has a target."""
     tpot_target_ms: int = 0
-    """While steps take longer than this, one in 110 requests may wait up to 20 s to be placed, and
+    """While tokens take longer than this, one in 110 requests may wait up to 20 s to be placed, and
     at most 8 at once: long prompts, so that the others keep their time per token. 0: nobody waits
     for that."""
     growth_promise: str = "max_tokens"

@@ -98,7 +98,7 @@ class Scenario:
         int | None,
         typer.Option(
             min=0,
-            help="While steps take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: "
+            help="While tokens take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: "
             "none. Default: the cluster file's, none.",
         ),
     ] = None
