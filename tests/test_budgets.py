@@ -11,9 +11,9 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 23_300, "control_plane": 24_400, "data_plane": 27_050}
+MAX_LINES = {"nanocp": 23_400, "control_plane": 24_750, "data_plane": 27_500}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
-MAX_OPTIONS = 297
+MAX_OPTIONS = 299
 """Options of all commands together."""
 MAX_ROOMS = 16
 LARGE_FOLDERS = {

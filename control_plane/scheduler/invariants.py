@@ -17,24 +17,8 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.request import Request, State, holders_of
 from control_plane.scheduler.windows.routing import build_routes
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT
-from nanocp.values.plan import PAGE_SIZE, InstancePlan, TargetRun
+from nanocp.values.plan import PAGE_SIZE, TargetRun
 from nanocp.values.table import InstanceTable
-
-
-def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> None:
-    """Apply a window's plans to the tables, as the instances do.
-
-    Raises AssertionError if a digest is wrong.
-    """
-    for plan in plans:
-        table = tables[plan.instance]
-        assert table.digest == plan.base_digest, (
-            f"the plan for instance {plan.instance} is not for its table"
-        )
-        table.apply(plan.changes)
-        assert table.digest == plan.result_digest, (
-            f"instance {plan.instance} would not get the table that was planned"
-        )
 
 
 def check(scheduler: Scheduler, tables: Sequence[InstanceTable] | None = None) -> None:

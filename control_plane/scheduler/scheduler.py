@@ -183,6 +183,8 @@ class Scheduler(SchedulerBase):
         for report in reports:
             if report.advanced:
                 self._rows.advances.told(report.window, report.advanced)
+            if report.drafts:
+                self._drafts.reported(report.drafts)
             if report.written:
                 self.offload.written(report.written)
             if report.finished:
@@ -192,6 +194,8 @@ class Scheduler(SchedulerBase):
         self.offload.window_reported()
         last, rows, admission = self._quarantine.last_complete, self._rows, self._admission
         rows.reported(last)
+        if self._drafts.most:
+            self._deferral.generated(reports)
         self._deferral.reported(last, bool(rows.in_flight), self._now_us, admission.queue)
         admission.should_walk |= len(self._deferral) > 0
 

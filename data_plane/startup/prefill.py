@@ -76,14 +76,14 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     only their KV. Raises ValueError naming what is wrong with the checkpoint.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
-    model, dtype = ModelConfig.from_folder(checkpoint), torch_dtype(config)
+    model, dtype = model_of(config, checkpoint), torch_dtype(config)
     attention = model.attention
     if not isinstance(attention, MlaConfig):
         raise ValueError(
             "prefill.engines is set, and this model's KV is not latent: the connector sends latent "
             "KV (MLA) only"
         )
-    first = replace(model, num_layers=model.num_dense_layers + 1)
+    first = replace(model, num_layers=model.num_dense_layers + 1, num_mtp_layers=0)
     weights = load_weights(checkpoint, first, dtype, range(0), progress)
     token_ids = probe_token_ids(model.vocab_size)
     pages = [kv for _, kv in prefill_pages(weights, first, token_ids, NUM_TOKENS, NUM_TOKENS)]
@@ -95,10 +95,10 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
         fingerprint=fingerprint(checkpoint, config.data_plane.dtype),
         token_ids=token_ids,
         expected=torch.cat(pages, dim=1)[:, :NUM_TOKENS].clone(),
-        num_layers=model.num_layers,
+        num_layers=model.num_kept_layers,
         rank=attention.kv_lora_rank,
         is_fp8=is_fp8,
-        page_bytes=model.num_layers * PAGE_SIZE * width,
+        page_bytes=model.num_kept_layers * PAGE_SIZE * width,
     )
 
 

@@ -167,7 +167,7 @@ class WindowDone:
     exchange_us: int = 0
     """Mean time of a step spent waiting for the exchange. Telemetry, like every field below."""
     num_tokens: int = 0
-    """Tokens sampled in the window."""
+    """Tokens sampled in the window, accepted drafts among them; deferral reads it too."""
     num_rows: int = 0
     """Rows of the instance."""
     num_received: int = 0

@@ -18,7 +18,7 @@ import torch
 
 from control_plane.coordinator.flights.transfers import fetched_pages
 from control_plane.frontend.page_hashes import page_hashes, page_state
-from control_plane.scheduler.invariants import check, follow
+from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.instance.decode import DecodeInstance
 from data_plane.instance.interface import TermStart
@@ -30,6 +30,7 @@ from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.transport import futex
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
+from harness.followed_tables import follow
 from harness.lost_changes import corrupted, full
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable

@@ -14,10 +14,11 @@ from random import Random
 from typing import Any
 
 from control_plane.frontend.token_owners import TokenOwners
-from control_plane.scheduler.invariants import check, follow
+from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies import relevel
 from data_plane.instance.interface import TermEnds
 from data_plane.instance.rows import Row
+from harness.followed_tables import follow
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
 from harness.hash_parts import Job, Process, Story, changes_term, draw_config, with_drafts

@@ -109,10 +109,6 @@ class Terms:
         self.seats = list(seats)
         self.end(keeps_rows)
 
-    def left_out(self) -> list[Member]:
-        """Instances that have a process and are not in the term."""
-        return [each for each in self.present if each not in self.seats]
-
     def gone(self, instance: Member) -> None:
         """The seat's process, which is not in the term, is gone: nobody waits for it to leave."""
         self.standing[instance] = Standing.ABSENT

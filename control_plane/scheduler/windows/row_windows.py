@@ -87,8 +87,11 @@ class RowWindows:
         """The next window is planned now: its drafts are chosen before rows grow."""
         if not self._drafts.most:
             return
-        is_parked = len(self.parked) > len(self.stopped)
-        self._num_drafts = self._drafts.of_window(self.next_window, is_parked)
+        is_parked, loads = len(self.parked) > len(self.stopped), self._state.loads
+        num_rows = max((loads.num_rows[i] for i in self._state.open), default=0)
+        kv_tokens = max(map(loads.kv_tokens, self._state.open), default=0)
+        window = self.next_window
+        self._num_drafts = self._drafts.of_window(window, is_parked, num_rows, kv_tokens)
         # Loads may lag a little; each position every time would take ten times as long as a plan.
         for request_id in self.advances.unsettled():
             if (request_id + self.next_window) % _SETTLED_EVERY == 0:

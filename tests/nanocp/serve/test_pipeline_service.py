@@ -277,7 +277,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(tiny_checkpoint):
     for sentence, sections in cases.items():
         with pytest.raises(ValueError, match=f"cluster.layout is pipeline, and {sentence}"):
             replace(CONFIG, **sections)
-    with pytest.raises(ValueError, match="cluster.spares is 1, and cluster.layout is pipeline"):
+    with pytest.raises(ValueError, match=r"spares is 1, and cluster\.layout is pipeline"):
         replace(CONFIG, cluster=replace(CONFIG.cluster, spares=1))
     for policy, sentence in {
         "static:3,3": "static needs 2 numbers of layers, each at least 1, which sum to 4",

@@ -5,8 +5,9 @@ from itertools import islice
 
 import pytest
 
-from control_plane.scheduler.invariants import check, follow
+from control_plane.scheduler.invariants import check
 from control_plane.scheduler.state.request import State
+from harness.followed_tables import follow
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file

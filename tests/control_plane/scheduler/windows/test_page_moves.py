@@ -2,9 +2,10 @@
 
 import pytest
 
-from control_plane.scheduler.invariants import check, follow
+from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
+from harness.followed_tables import follow
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
