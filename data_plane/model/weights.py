@@ -22,7 +22,7 @@ from data_plane.model.fp8_weight import FP8, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.safetensors_reader import SafetensorsReader, scale_shape, staging_tensor
-from data_plane.model.tensor_shapes import is_packed, mlp_names, mtp_shapes, stored_shapes
+from data_plane.model.sizes import is_packed, mlp_names, mtp_shapes, stored_shapes
 from nanocp.values.experts import home_experts
 
 

@@ -15,12 +15,13 @@ import psutil
 
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import item_bytes, page_bytes
-from data_plane.model.tensor_shapes import (
+from data_plane.model.sizes import (
     embedding_shapes,
     head_shapes,
     is_packed,
+    item_bytes,
     layer_shapes,
+    page_bytes,
     stored_shapes,
 )
 from data_plane.transport.regions import step_layout

@@ -17,7 +17,7 @@ import torch
 from data_plane.connectors.fingerprint import fingerprint
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import token_bytes
+from data_plane.model.sizes import token_bytes
 from data_plane.model.weights import Progress, load_weights, say_nothing
 from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids

@@ -296,7 +296,7 @@ def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
 
 def _weights(folder: Path, model: ModelConfig) -> str:
     """Say whether the folder has every tensor, by its index or its only file's header."""
-    from data_plane.model.tensor_shapes import stored_shapes
+    from data_plane.model.sizes import stored_shapes
     from data_plane.model.weights import open_tensors
 
     if not _has_weights(folder):

@@ -13,7 +13,7 @@ from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import page_bytes
+from data_plane.model.sizes import page_bytes
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config

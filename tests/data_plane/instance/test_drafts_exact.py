@@ -139,7 +139,6 @@ def expected(plain):
 
 
 CHAOS = {"policy": "chaos", "chaos_period_windows": 1, "growth_promise": "tokens:0"}
-CROWD = {"num_frames": 14}
 RUNS = {
     "d 1, degree 2, torch": (2, {"policy": "fixed_degree:2", "num_drafts": 1}, {}),
     "d 2, k 4, chaos, absorbed, fused": (

@@ -8,7 +8,7 @@ import pytest
 from data_plane.model.config import ModelConfig
 from data_plane.model.families import FAMILIES
 from data_plane.model.presets import PRESETS
-from data_plane.model.tensor_shapes import stored_shapes
+from data_plane.model.sizes import stored_shapes
 from data_plane.model.weights import expert_range
 
 SHAPES = Path(__file__).parent / "shapes"

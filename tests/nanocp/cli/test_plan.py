@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.model.page_bytes import page_bytes
 from data_plane.model.presets import PRESETS
+from data_plane.model.sizes import page_bytes
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.startup.memory_need import memory_need, prefill_bytes, stage_needs

@@ -16,18 +16,22 @@ def drafts(**settings):
 
 
 def test_a_window_has_as_many_as_the_configuration_says():
-    assert [drafts(num_drafts=number).of_window(5, False) for number in (0, 1, 3)] == [0, 1, 3]
+    assert [drafts(num_drafts=number).of_window(5, False, 1, 100) for number in (0, 1, 3)] == [
+        0,
+        1,
+        3,
+    ]
 
 
 def test_once_a_row_is_parked_16_windows_have_none():
     found = drafts(num_drafts=2)
-    given = [found.of_window(window, window in (3, 10)) for window in range(30)]
+    given = [found.of_window(window, window in (3, 10), 1, 100) for window in range(30)]
     assert given == [2] * 3 + [0] * (7 + 16) + [2] * 4
 
 
 def test_drawn_numbers_are_of_window_and_seed():
     one, same, other = (
-        [drafts(num_drafts=3, drafting="random", chaos_seed=seed).of_window(window, False)
+        [drafts(num_drafts=3, drafting="random", chaos_seed=seed).of_window(window, False, 1, 100)
          for window in range(64)]
         for seed in (1, 1, 2)
     )  # fmt: skip
