@@ -62,5 +62,7 @@ def test_a_window_that_may_write_more_than_a_page_is_refused(num_drafts, num_ste
 def test_numbers_and_ways_of_drafting_that_there_are_not_are_refused():
     with pytest.raises(ValueError, match="num_drafts"):
         SchedulerConfig(num_drafts=-1)
-    with pytest.raises(ValueError, match="drafting is 'often'; it must be measured, always or random"):
+    with pytest.raises(
+        ValueError, match="drafting is 'often'; it must be measured, always or random"
+    ):
         SchedulerConfig(drafting="often")
