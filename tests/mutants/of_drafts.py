@@ -107,8 +107,8 @@ OF_DRAFTS = [
         name="draft-begins",
         why="a front end is told that drafts in flight bring no token (ordered tokens)",
         path="control_plane/scheduler/scheduler.py",
-        text="return (self._state.step, self._rows.advances.slack) if",
-        fault="return (self._state.step, 0) if",
+        text="begins = (self._state.step, rows.advances.slack) if",
+        fault="begins = (self._state.step, 0) if",
         tests=(_DRAFTS, "-k", "at_least_and_at_most"),
     ),
     Mutant(
