@@ -230,7 +230,7 @@ OF_DRAFTS = [
         path="data_plane/instance/drafting.py",
         text="steps: list[Any] = [of.engine.next_step() for of in used]",
         fault="steps: list[Any] = [of.engine.next_step() for of in used[:1]]",
-        tests=(_EXACT, "-k", "drawn and latent"),
+        tests=(_EXACT, "-k", "any_degree_and_in_lanes"),
     ),
     Mutant(
         name="draft-mask-offset",
@@ -302,6 +302,6 @@ OF_DRAFTS = [
         path="control_plane/coordinator/flights/transfers.py",
         text="has_next = self._has_drafts or submission.prompt_logprobs is not None",
         fault="has_next = submission.prompt_logprobs is not None",
-        tests=("tests/nanocp/serve/test_drafts_service.py", "-k", "exact and 2"),
+        tests=("tests/control_plane/coordinator/flights/test_transfers.py", "-k", "drafts"),
     ),
 ]

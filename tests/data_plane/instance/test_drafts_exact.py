@@ -179,7 +179,7 @@ RUNS = {
     ),
 }
 """Instances, scheduler, data plane."""
-QUICK = list(RUNS)[:3]
+QUICK = list(RUNS)[1:3]
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,15 @@ def test_rows_that_are_parked_and_preempted_lose_and_double_no_token(plain, num_
     assert_same(found, expected)
 
 
-def test_half_of_the_greedy_drafts_are_right_at_any_degree(plain):
+def test_half_of_the_greedy_drafts_are_right_at_any_degree_and_in_lanes(plain):
     shares = []
-    for degree in (1, 2):
-        prompts, cluster = played(greedy_prompts(), f"fixed_degree:{degree}", degree, num_drafts=1)
+    for degree, lanes in ((1, "off"), (2, "off"), (2, "always")):
+        prompts, cluster = played(
+            greedy_prompts(), f"fixed_degree:{degree}", degree, num_drafts=1, lanes=lanes
+        )
         assert [p.output for p in prompts] == [p.output for p in plain]
         shares.append(share(cluster))
-    assert min(shares) >= 0.45 and abs(shares[0] - shares[1]) <= 0.02, shares  # seen: .49, .49
+    assert min(shares) >= 0.45 and max(shares) - min(shares) <= 0.02, shares  # seen: .49 each
 
 
 def test_drafts_obey_the_grammar(plain, expected, caplog):
@@ -292,7 +294,9 @@ def test_kv_of_a_prompt_in_the_mtp_layer_depends_on_the_next_token_and_on_no_lat
     assert [layer.nonzero()[0].item() for layer in differs] == [70, 70, 70, 70, 69]
 
 
-@pytest.fixture(scope="module", params=["tiny", "tiny-glm4-moe"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("tiny", marks=pytest.mark.system), "tiny-glm4-moe"]
+)
 def with_mtp_layer(request, tmp_path_factory):
     """A checkpoint of random weights with an MTP layer, and its oracle."""
     path = tmp_path_factory.mktemp("mtp") / request.param

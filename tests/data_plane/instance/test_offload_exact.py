@@ -79,9 +79,8 @@ def test_models_with_kv_heads(tmp_path_factory, policy, k):
     talk(folder, Oracle(folder), policy=policy, steps_per_window=k)
 
 
-@pytest.mark.parametrize(
-    "policy", ["fixed_degree:4", pytest.param("chaos", marks=pytest.mark.system)]
-)
+@pytest.mark.system
+@pytest.mark.parametrize("policy", ["fixed_degree:4", "chaos"])
 def test_pages_of_rows_with_drafts(policy):
     """KV of the MTP layer goes and comes with all other KV."""
     settings = {"policy": policy, "steps_per_window": 4, "num_drafts": 2}
