@@ -11,19 +11,20 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 23_400, "control_plane": 24_750, "data_plane": 27_500}
+MAX_LINES = {"nanocp": 23_700, "control_plane": 24_800, "data_plane": 27_550}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
-MAX_OPTIONS = 299
+MAX_OPTIONS = 302
 """Options of all commands together."""
 MAX_ROOMS = 16
 LARGE_FOLDERS = {
     "control_plane/frontend": 21,
     "control_plane/frontend/http": 24,
     "control_plane/observe": 19,
+    "data_plane/model": 17,
     "data_plane/moe": 18,
     "data_plane/transport": 18,
     "nanocp/cli": 25,
-    "nanocp/simulator": 18,
+    "nanocp/simulator": 19,
 }
 MAX_METHODS = 25
 MAX_PARAMETERS = 8

@@ -28,7 +28,6 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.request import TRANSFERRING, Request
 from control_plane.scheduler.terms.held_requests import HeldRequests
 from control_plane.scheduler.terms.seat_change import SeatChange
-from control_plane.scheduler.windows.drafts import Drafts
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
 from control_plane.scheduler.windows.page_moves import PageMoves
@@ -77,10 +76,7 @@ class Scheduler(SchedulerBase):
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = lowering = Lowering(cluster.num_instances, lanes)
         policy, promise, share = self._policy, self._promise, self.fair_share
-        self._drafts = drafts = Drafts(scheduler)
-        self._rows = RowWindows(
-            state, lowering, policy, promise, answer, num_steps, lanes, share, drafts
-        )
+        self._rows = RowWindows(state, lowering, policy, promise, answer, scheduler, lanes, share)
         self._quarantine = quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
         self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)
@@ -137,8 +133,8 @@ class Scheduler(SchedulerBase):
             plan = self._answer.take(None, (), self._state.step)
             return replace(plan, is_settled=self._change.settle())
         issues = self._admission.failure is None and rows.may_issue
+        begins = (self._state.step, rows.advances.slack) if rows.drafts.most else None
         if issues:
-            rows.begin()
             for request in rows.exits():
                 self._release(request)
             self._finish_moves()
@@ -156,15 +152,9 @@ class Scheduler(SchedulerBase):
                 self.offload.plan()
             # The last window of a term brings all tables up to date.
             if rows.num_running or is_last:
-                begins = self._begins
                 window, plans = rows.issue()
                 return self._answer.take(window, plans, self._state.step, begins)
-        return self._answer.take(None, (), self._state.step, self._begins)
-
-    @property
-    def _begins(self) -> tuple[int, int] | None:
-        """When rows begin that are placed now; see Request.placement."""
-        return (self._state.step, self._rows.advances.slack) if self._drafts.most else None
+        return self._answer.take(None, (), self._state.step, begins)
 
     # --- events
 
@@ -184,7 +174,7 @@ class Scheduler(SchedulerBase):
             if report.advanced:
                 self._rows.advances.told(report.window, report.advanced)
             if report.drafts:
-                self._drafts.reported(report.drafts)
+                self._rows.drafts.reported(report.drafts)
             if report.written:
                 self.offload.written(report.written)
             if report.finished:
@@ -194,7 +184,7 @@ class Scheduler(SchedulerBase):
         self.offload.window_reported()
         last, rows, admission = self._quarantine.last_complete, self._rows, self._admission
         rows.reported(last)
-        if self._drafts.most:
+        if rows.drafts.most:
             self._deferral.generated(reports)
         self._deferral.reported(last, bool(rows.in_flight), self._now_us, admission.queue)
         admission.should_walk |= len(self._deferral) > 0
@@ -369,7 +359,7 @@ class Scheduler(SchedulerBase):
             if self._quarantine or self._tickets or self._held:
                 break
             newest = self._state.requests[rows.parked[-1][1]]
-            rows.settle(newest)
+            rows.advances.settle(newest)
             self._preempt(newest, newest.position + 1)
             rows.unpark()
             if by_moving:

@@ -379,7 +379,7 @@ class Simulation:
         ]
 
     def _end_window_with_drafts(self, window: _Window, shares: Sequence[float]) -> list[Event]:
-        """End a window with drafts: what each row got is known only now."""
+        """Let every instance report a window with drafts: what each row got is known only now."""
         num_steps, num_drafts = self._num_steps, window.step.num_drafts
         finished: dict[int, list[Finished]] = defaultdict(list)
         advanced: dict[int, list[int]] = defaultdict(list)

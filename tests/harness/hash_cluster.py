@@ -142,7 +142,7 @@ class HashCluster(HashPlay):
 
         A window without drafts writes none. A shared page may have that of another continuation.
         """
-        config, drafts = self.config.scheduler, self.scheduler._drafts
+        config, drafts = self.config.scheduler, self.scheduler._rows.drafts
         has_all = config.drafting == "always" and not self.num_narrow_windows
         return bool(drafts.most) and has_all and not config.prefix_sharing
 

@@ -1,8 +1,8 @@
 """How much further rows come than a token a step, because their drafts are accepted.
 
 Enters: windows with drafts, what instances report of them, rows that end. Leaves: the most that a
-row may have come further by windows in flight, and what it surely has. Does not know: positions,
-pages.
+row may have come further by windows in flight; what it surely has, in its position. Does not know:
+pages, how many drafts a window has.
 
 A report counts once every instance has reported its window: until then its drafts count as those of
 a window in flight, and afterwards as positions, never as both (protocol.md, bounded positions).
@@ -11,8 +11,15 @@ a window in flight, and afterwards as positions, never as both (protocol.md, bou
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from typing import NamedTuple
+
+from control_plane.scheduler.queue.fair_share import FairShare
+from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.request import Request
+from nanocp.config.scheduler import SchedulerConfig
+
+_SETTLED_EVERY = 16
+"""Windows from one time to the next at which a row's accepted drafts enter its position."""
 
 
 class _Window(NamedTuple):
@@ -28,7 +35,10 @@ class _Window(NamedTuple):
 class Advances:
     """What is known of accepted drafts. Without drafts nothing is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: ClusterState, fair_share: FairShare, config: SchedulerConfig) -> None:
+        self._state = state
+        self._fair_share = fair_share
+        self._num_steps, self._most = config.steps_per_window, config.num_drafts
         self._in_flight: deque[_Window] = deque()
         self._unsettled: Counter[int] = Counter()
         """Request -> accepted drafts that its position does not have yet."""
@@ -69,13 +79,33 @@ class Advances:
         if last_window is not None and self._in_flight:
             self._left[request_id] = last_window
 
-    def unsettled(self) -> Iterator[int]:
-        """Requests that have come further than their positions say."""
-        return iter(list(self._unsettled))
+    def settle(self, request: Request) -> None:
+        """Let the request's position have every accepted draft that counts."""
+        if num_tokens := self._unsettled.pop(request.request_id, 0):
+            self._state.advance(request, request.position + num_tokens)
+            self._fair_share.generated(request.arrival, num_tokens)
 
-    def take(self, request_id: int) -> int:
-        """How many tokens the request has come further since it was asked for last."""
-        return self._unsettled.pop(request_id, 0)
+    def settle_some(self, window: int) -> None:
+        """Settle a part of the requests, another one in each window.
+
+        Loads may lag a little; each position every time would take ten times as long as a plan.
+        """
+        for request_id in list(self._unsettled):
+            if (request_id + window) % _SETTLED_EVERY == 0:
+                self.settle(self._state.requests[request_id])
+
+    def reach(self, num_windows: int, num_drafts: int) -> int:
+        """Positions that a row may write in windows in flight and in the next ones, at most.
+
+        The drafts of a step are drafted one after the other, each with the KV of the one before.
+        """
+        num_tokens = num_windows * self._num_steps * (1 + num_drafts)
+        return self.slack + num_tokens + max(num_drafts - 1, 0)
+
+    def windows_to(self, num_tokens: int) -> int:
+        """Windows from the next one on before a row may write so far ahead, at least 1."""
+        num_left = num_tokens - self.reach(0, self._most)
+        return max(1, num_left // (self._num_steps * (1 + self._most)))
 
     def end_term(self) -> None:
         """No window is in flight, and no request has a row."""

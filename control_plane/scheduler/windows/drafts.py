@@ -41,7 +41,7 @@ class Drafts:
         for rows, tokens, drafts, percent in sorted(config.draft_table):
             self._percents.setdefault(rows, {}).setdefault(tokens, {})[drafts] = percent
         self._latest: deque[dict[int, tuple[int, int]]] = deque([{}])
-        """Offset -> (checked, accepted), for each of the latest windows, the present one last."""
+        """(checked, accepted) drafts by offset: of the latest windows that had some, in order."""
 
     def reported(self, drafts: Sequence[tuple[int, int]]) -> None:
         """An instance reports (checked, accepted) drafts of a window, by offset from 1."""

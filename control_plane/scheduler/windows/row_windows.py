@@ -24,11 +24,10 @@ from control_plane.scheduler.windows.advances import Advances
 from control_plane.scheduler.windows.drafts import Drafts
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE, InstancePlan
 
 MAX_WINDOWS_IN_FLIGHT = 2
-_SETTLED_EVERY = 16
-"""Windows from one time to the next at which a row's accepted drafts enter its position."""
 
 
 class RowWindows:
@@ -41,22 +40,21 @@ class RowWindows:
         policy: Policy,
         promise: Promise,
         answer: Answer,
-        num_steps: int,
+        config: SchedulerConfig,
         lanes: Lanes,
         fair_share: FairShare,
-        drafts: Drafts,
     ) -> None:
-        """num_steps: steps of a window."""
-        self._drafts = drafts
+        """Begin without a row and without a window."""
+        self.drafts = Drafts(config)
         self._num_drafts = 0
         """Drafts of a row in each step of the next window, at most."""
-        self.advances = Advances()
+        self.advances = Advances(state, fair_share, config)
         self._state = state
         self._lowering = lowering
         self._policy = policy
         self._promise = promise
         self._answer = answer
-        self._num_steps = num_steps
+        self._num_steps = config.steps_per_window
         self._lanes = lanes
         self._fair_share = fair_share
         self.next_window = 0
@@ -83,26 +81,6 @@ class RowWindows:
         """Whether fewer than two windows are in flight."""
         return len(self.in_flight) < MAX_WINDOWS_IN_FLIGHT
 
-    def begin(self) -> None:
-        """The next window is planned now: its drafts are chosen before rows grow."""
-        if not self._drafts.most:
-            return
-        is_parked, loads = len(self.parked) > len(self.stopped), self._state.loads
-        num_rows = max((loads.num_rows[i] for i in self._state.open), default=0)
-        kv_tokens = max(map(loads.kv_tokens, self._state.open), default=0)
-        window = self.next_window
-        self._num_drafts = self._drafts.of_window(window, is_parked, num_rows, kv_tokens)
-        # Loads may lag a little; each position every time would take ten times as long as a plan.
-        for request_id in self.advances.unsettled():
-            if (request_id + self.next_window) % _SETTLED_EVERY == 0:
-                self.settle(self._state.requests[request_id])
-
-    def settle(self, request: Request) -> None:
-        """Let the request's position have every accepted draft that counts."""
-        if num_tokens := self.advances.take(request.request_id):
-            self._state.advance(request, request.position + num_tokens)
-            self._fair_share.generated(request.arrival, num_tokens)
-
     def issue(self) -> tuple[int, tuple[InstancePlan, ...]]:
         """The next window goes to every instance: its number and its plans."""
         window, state = self.next_window, self._state
@@ -112,7 +90,7 @@ class RowWindows:
             num_links = max(map(state.committed.num_links, range(len(state.loads.num_rows))))
             num_rows = max((state.loads.num_rows[i] for i in state.open), default=0)
             two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
-        num_drafts = self._drafts.within(self._num_drafts, state.committed, state.bounds)
+        num_drafts = self.drafts.within(self._num_drafts, state.committed, state.bounds)
         plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes, num_drafts)
         self.in_flight.append(window)
         self.advances.issued(window, self._num_steps * num_drafts)
@@ -186,7 +164,7 @@ class RowWindows:
         for request_id in self._exits.pop(self.next_window, ()):
             request = self._state.requests.get(request_id)
             if request and request.state is RUNNING and request.exit_window == self.next_window:
-                self.settle(request)
+                self.advances.settle(request)
                 if request.position_at(self._state.step) >= request.kv_len_max:
                     yield request
                 else:
@@ -231,8 +209,15 @@ class RowWindows:
     def grow(self) -> None:
         """Commit the pages that rows write in the next window, or park those that cannot have them.
 
-        By class and by age (protocol.md, pages ahead).
+        By class and by age (protocol.md, pages ahead). Before that the window's drafts are chosen.
         """
+        is_parked, loads = len(self.parked) > len(self.stopped), self._state.loads
+        if self.drafts.most:
+            num_rows = max((loads.num_rows[i] for i in self._state.open), default=0)
+            kv_tokens = max(map(loads.kv_tokens, self._state.open), default=0)
+            window = self.next_window
+            self._num_drafts = self.drafts.of_window(window, is_parked, num_rows, kv_tokens)
+            self.advances.settle_some(window)
         for _, request_id in sorted([*self.parked, *self._due.pop(self.next_window, ())]):
             request = self._state.requests.get(request_id)
             if request is not None and request.state is PARKED:
@@ -253,8 +238,8 @@ class RowWindows:
 
         Returns False if some of them have no frame.
         """
-        self.settle(request)
-        end = request.position_at(self._state.step) + self._reach(1, self._num_drafts)
+        self.advances.settle(request)
+        end = request.position_at(self._state.step) + self.advances.reach(1, self._num_drafts)
         while True:
             position = request.num_pages * PAGE_SIZE
             if position >= min(end, request.kv_len_max):
@@ -282,29 +267,16 @@ class RowWindows:
         least = request.position_at(self._state.step)
         while (position := request.tail_end) < request.kv_len_max:
             if position - least >= self._num_steps:
-                request.due_window = self.next_window + self._windows_to(position - least)
+                request.due_window = self.next_window + self.advances.windows_to(position - least)
                 self._due.setdefault(request.due_window, []).append(request.order)
                 return
             self._state.enter_next_run(request)
-
-    def _reach(self, num_windows: int, num_drafts: int) -> int:
-        """Positions that a row may write in windows in flight and in the next ones, at most.
-
-        The drafts of a step are drafted one after the other, each with the KV of the one before.
-        """
-        num_tokens = num_windows * self._num_steps * (1 + num_drafts)
-        return self.advances.slack + num_tokens + max(num_drafts - 1, 0)
-
-    def _windows_to(self, num_tokens: int) -> int:
-        """Windows from the next one on before a row may write so far ahead, at least 1."""
-        num_left = num_tokens - self._reach(0, self._drafts.most)
-        return max(1, num_left // (self._num_steps * (1 + self._drafts.most)))
 
     def _enter_exit(self, request: Request) -> None:
         """Look at the row again in the first window before which it may have all its tokens."""
         least = request.position_at(self._state.step)
         num_left = request.kv_len_max - least - self.advances.slack
-        num_windows = -(-num_left // (self._num_steps * (1 + self._drafts.most)))
+        num_windows = -(-num_left // (self._num_steps * (1 + self.drafts.most)))
         request.exit_window = self.next_window + max(num_windows, 1)
         self._exits.setdefault(request.exit_window, []).append(request.request_id)
 
@@ -365,7 +337,7 @@ class RowWindows:
                 continue
             num_hand_offs[old, new] = num + 1
             moved.add(request.request_id)
-            self.settle(request)
+            self.advances.settle(request)
             self._state.rebind(request, new)
             self._lowering.rebind(request, old, request.position_at(self._state.step))
             self._answer.placed[request.request_id] = request

@@ -134,7 +134,14 @@ F32 = st.floats(width=32, allow_nan=False)
 LOGPROBS = st.builds(TokenLogprobs, F32, tuples_of(st.tuples(U32, F32)))
 TOKENS = tuples_of(
     st.builds(
-        Token, st.just("front:1"), REQUEST, U32, U32, st.none() | REASONS, st.none() | LOGPROBS
+        Token,
+        st.just("front:1"),
+        REQUEST,
+        U32,
+        U32,
+        st.none() | REASONS,
+        st.none() | LOGPROBS,
+        U32,  # else it is drawn without bounds
     )
 )
 MOVES = st.builds(
