@@ -20,7 +20,6 @@ LARGE_FOLDERS = {
     "control_plane/frontend": 21,
     "control_plane/frontend/http": 24,
     "control_plane/observe": 19,
-    "data_plane/model": 17,
     "data_plane/moe": 18,
     "data_plane/transport": 18,
     "nanocp/cli": 25,
