@@ -208,7 +208,6 @@ def test_a_plan_without_drafts_has_the_digest_that_it_had_before_there_were_any(
     }
 
 
-
 @given(data=st.data())
 def test_a_log_cut_off_anywhere_plays_up_to_there(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("logs") / "cut.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -32,7 +31,8 @@ def generate(address: str, ids: list[int]) -> list[int]:
         return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("stages", [1, 2])
 def test_answers_with_drafts_are_exact(stages, monkeypatch):
     told = Advances.told
     accepted: list[int] = []
@@ -63,15 +63,3 @@ def test_answers_with_drafts_are_exact(stages, monkeypatch):
     assert all(oracle.judge(*pair).exact for pair in zip(prompts, outputs, strict=True))
     assert [len(output) for output in outputs] == [40] * len(prompts)
     assert len(accepted) > 25, "a third of the tokens come from drafts"
-
-
-def test_a_model_without_an_mtp_layer_is_refused(tmp_path):
-    for path in TALE.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    fields = json.loads((TALE / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    open_checkpoint(CONFIG, tmp_path)
-    config = replace(CONFIG, scheduler=SchedulerConfig(num_drafts=1))
-    with pytest.raises(ValueError, match=r"num_nextn_predict_layers is 0; scheduler\.num_drafts"):
-        open_checkpoint(config, tmp_path)
