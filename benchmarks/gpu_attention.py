@@ -20,7 +20,7 @@ import torch
 from kit import BenchRun, Claim, Result, at_least, bench
 
 from data_plane.attention.fp8_latent import quantise
-from data_plane.model.page_bytes import token_bytes
+from data_plane.model.sizes import token_bytes
 
 
 @dataclass(frozen=True)

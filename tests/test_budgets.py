@@ -11,9 +11,9 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 23_300, "control_plane": 24_400, "data_plane": 27_050}
+MAX_LINES = {"nanocp": 23_700, "control_plane": 24_800, "data_plane": 27_550}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
-MAX_OPTIONS = 297
+MAX_OPTIONS = 302
 """Options of all commands together."""
 MAX_ROOMS = 16
 LARGE_FOLDERS = {
@@ -23,7 +23,7 @@ LARGE_FOLDERS = {
     "data_plane/moe": 18,
     "data_plane/transport": 18,
     "nanocp/cli": 25,
-    "nanocp/simulator": 18,
+    "nanocp/simulator": 19,
 }
 MAX_METHODS = 25
 MAX_PARAMETERS = 8

@@ -156,8 +156,8 @@ RETIRED = [
 ]
 
 
-VLLMS_OWN = re.compile(r"\bvllm(\.\w+)+")
-"""Modules of vLLM, whose names are not ours to choose."""
+VLLMS_OWN = re.compile(r"\bvllm(\.\w+)+|\bnum_speculative_tokens\w*")
+"""Modules and keys of vLLM, whose names are not ours to choose."""
 
 
 def uses(word, text):

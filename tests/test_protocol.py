@@ -23,6 +23,9 @@ LAWS = [
     "one history",
     "kept KV",
     "planned terms",
+    "checked drafts",
+    "equal width",
+    "bounded positions",
 ]
 PROTOCOL = (ROOT / "docs/develop/protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", PROTOCOL, re.M | re.S))

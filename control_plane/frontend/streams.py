@@ -126,10 +126,11 @@ class ClientStreams:
             stream = self._by_request.get(token.request_id)
             if stream is None or token.attempt != stream.attempt:
                 continue
-            if (owner := stream.owners.of(token.index)) != instance:
+            if not stream.owners.may_generate(token.index, instance):
                 if self._is_remote and len(stream.unplaced) < _MAX_UNPLACED:
                     stream.unplaced.append((instance, token))
                     continue
+                owner = stream.owners.of(token.index)
                 raise PermissionError(
                     f"instance {instance} delivered token {token.index} of request "
                     f"{token.request_id}, which is at "

@@ -23,21 +23,27 @@ class TokenOwners:
         self._steps_per_window = steps_per_window
         self._num_known = 0
         """Output tokens that the request had when its row started, or started again."""
-        self._bindings: list[tuple[int, int]] = []
-        """(index of its first token, instance), ascending."""
+        self._bindings: list[tuple[int, int, int]] = []
+        """(least and most index of its first token, instance), ascending."""
 
     def placed(self, placement: Placement) -> None:
         """Take the MoE binding of the latest placement.
 
         A row changes its MoE binding between two windows. `placement.num_tokens` is its length
         after the first window at the new one, or all that it can ever have: what the old one
-        generated before are whole windows.
+        generated before are whole windows. With drafts only bounds are known: placement.begins.
         """
-        if self._bindings and self._bindings[-1][1] == placement.moe_binding:
+        if self._bindings and self._bindings[-1][2] == placement.moe_binding:
             return
-        num_new = placement.num_tokens - self._prompt_len - self._num_known
-        first = self._num_known + num_new // self._steps_per_window * self._steps_per_window
-        self._bindings.append((first, placement.moe_binding))
+        if not self._bindings:
+            least = most = self._num_known
+        elif placement.begins is not None:
+            least, most = (number + 1 - self._prompt_len for number in placement.begins)
+        else:
+            num_new = placement.num_tokens - self._prompt_len - self._num_known
+            least = self._num_known + num_new // self._steps_per_window * self._steps_per_window
+            most = least
+        self._bindings.append((least, most, placement.moe_binding))
 
     def begin_attempt(self, num_known: int) -> None:
         """The request is submitted again with this many output tokens, and not placed yet."""
@@ -45,6 +51,15 @@ class TokenOwners:
         self._bindings.clear()
 
     def of(self, index: int) -> int | None:
-        """The instance that generates the output token; None if the request is not placed."""
+        """The last instance that may generate the output token; None if it is not placed."""
         number = bisect_right(self._bindings, index, key=itemgetter(0))
-        return self._bindings[number - 1][1] if number else None
+        return self._bindings[number - 1][2] if number else None
+
+    def may_generate(self, index: int, instance: int) -> bool:
+        """Whether the instance may generate the output token."""
+        end = index + 1
+        for least, most, binding in reversed(self._bindings):
+            if binding == instance and least <= index < end:
+                return True
+            end = min(end, most)
+        return False

@@ -26,6 +26,7 @@ from control_plane.observe.metric_families import (
     families,
     histogram_family,
 )
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import WindowDone
 
 
@@ -33,10 +34,10 @@ class InstanceMetrics:
     """Written by the controller's thread, read by scrapes."""
 
     def __init__(
-        self, registry: CollectorRegistry, num_instances: int, steps_per_window: int
+        self, registry: CollectorRegistry, num_instances: int, scheduler: SchedulerConfig
     ) -> None:
-        self._num_steps = steps_per_window
-        self._sums = _Sums([_EngineSums() for _ in range(num_instances)])
+        self._num_steps, num_drafts = scheduler.steps_per_window, scheduler.num_drafts
+        self._sums = _Sums([_EngineSums([0] * num_drafts) for _ in range(num_instances)])
         self._step, self._exchange, self._masks, self._iteration = histograms = [
             _EngineHistograms(name, num_instances)
             for name in (
@@ -101,6 +102,10 @@ class _EngineHistograms(Collector):
 class _EngineSums:
     """What one instance has reported since the start."""
 
+    accepted: list[int]
+    """Drafts that were accepted, by their offset; empty if there are never drafts."""
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
     hidden_us: int = 0
     route_bytes: int = 0
     expert_bytes: int = 0
@@ -125,16 +130,23 @@ class _Sums(Collector):
         engine.hidden_us += done.hidden_us * num_steps
         engine.route_bytes += done.route_bytes
         engine.expert_bytes += done.expert_bytes
+        # A row has a step row for each draft that it may have.
+        width = 1 + len(done.drafts)
         engine.own_slots += done.bucket_rows * num_steps
-        engine.own_padding += (done.bucket_rows - done.num_rows) * num_steps
+        engine.own_padding += (done.bucket_rows - width * done.num_rows) * num_steps
         engine.received_slots += done.bucket_received * num_steps
-        engine.received_padding += (done.bucket_received - done.num_received) * num_steps
+        engine.received_padding += (done.bucket_received - width * done.num_received) * num_steps
         bucket = done.bucket_rows, done.bucket_received
         self.windows[bucket] = self.windows.get(bucket, 0) + 1
+        for offset, (num_checked, num_accepted) in enumerate(done.drafts):
+            engine.num_drafts += num_checked if offset == 0 else 0
+            engine.num_draft_tokens += num_checked
+            engine.accepted[offset] += num_accepted
 
     def collect(self) -> Iterable[Metric]:
         """One sample of each metric for each instance, and one for each bucket."""
         engines = list(enumerate(self.engines))
+        drafting = [(engine, sums) for engine, sums in engines if sums.accepted]
         return families(
             {
                 "exchange_bytes": {
@@ -152,5 +164,13 @@ class _Sums(Collector):
                 },
                 "hidden_exchange_seconds": {e: sums.hidden_us / 1e6 for e, sums in engines},
                 "graph_windows": dict(sorted(self.windows.copy().items())),
+                "spec_decode_num_drafts": {e: sums.num_drafts for e, sums in drafting},
+                "spec_decode_num_draft_tokens": {e: sums.num_draft_tokens for e, sums in drafting},
+                "spec_decode_num_accepted_tokens": {e: sum(s.accepted) for e, s in drafting},
+                "spec_decode_num_accepted_tokens_per_pos": {
+                    (engine, offset): num_accepted
+                    for engine, sums in drafting
+                    for offset, num_accepted in enumerate(sums.accepted)
+                },
             }
         )

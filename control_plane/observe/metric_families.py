@@ -191,6 +191,16 @@ READ = {
         "Mean wait for masks in a step of a window that has structured output.", SPREAD_S,
         "engine"),
     "iteration_tokens_total": _histogram("Tokens of a step.", ITERATION_TOKENS, "engine"),
+    "spec_decode_num_drafts": _counter(
+        "Rows of steps that checked a draft, each once a step, however many drafts it had.",
+        "engine"),
+    "spec_decode_num_draft_tokens": _counter(
+        "Drafts that were checked. Those behind a wrong one are not; vLLM counts them too.",
+        "engine"),
+    "spec_decode_num_accepted_tokens": _counter("Drafts that became tokens.", "engine"),
+    "spec_decode_num_accepted_tokens_per_pos": _counter(
+        "Drafts that became tokens, by their place behind the row's known token, from 0.",
+        "engine", "position"),
     # The stages of a pipeline.
     "stage_wait_seconds": _counter(
         "Time that a stage idled while a pass was in flight, by cause.", "engine", "cause"),

@@ -29,9 +29,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.scheduling = SchedulingMetrics(self.registry, cluster)
         self.offload = OffloadMetrics(self.registry)
-        self.instances = InstanceMetrics(
-            self.registry, cluster.num_instances, config.scheduler.steps_per_window
-        )
+        self.instances = InstanceMetrics(self.registry, cluster.num_instances, config.scheduler)
         num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0
         self.stages = StageMetrics(self.registry, num_stages)
         self.engines = EngineMetrics(self.registry, config.prefill.engines)

@@ -289,7 +289,7 @@ class Explainer:
     def _say_who_is_before(self, story: Story) -> None:
         """This call did not come to it: the queue was not walked so far, or not at all."""
         if story.arrival.request_id in self.deferred:
-            text = "deferred: its prompt is long, and steps would take longer than tpot_target_ms"
+            text = "deferred: its prompt is long, and tokens would take longer than tpot_target_ms"
             story.waits(self._now_us, "deferred", text)
         elif self._tried:
             text = (

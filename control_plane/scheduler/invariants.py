@@ -101,7 +101,7 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    state = scheduler._state
+    state, advances = scheduler._state, scheduler._rows.advances
     running = parked = 0
     arriving = [0] * state.cluster.num_instances
     for request in state.requests.values():
@@ -126,6 +126,10 @@ def _check_requests(scheduler: Scheduler) -> None:
             end = min(request.position_at(state.step), request.kv_len_max)
             assert request.num_pages * PAGE_SIZE >= end, (
                 f"{request} writes up to {end} without a page"
+            )
+            most = end + advances._unsettled[request.request_id] + advances.slack
+            assert request.num_pages * PAGE_SIZE >= min(most, request.kv_len_max), (
+                f"{request} may write up to {most} without a page"
             )
             # It comes to the end of its run in the next window at the earliest.
             assert min(request.tail_end, request.kv_len_max) >= end, (

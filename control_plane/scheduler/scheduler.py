@@ -76,7 +76,7 @@ class Scheduler(SchedulerBase):
         lanes = Lanes(cluster.num_instances, scheduler)
         self._lowering = lowering = Lowering(cluster.num_instances, lanes)
         policy, promise, share = self._policy, self._promise, self.fair_share
-        self._rows = RowWindows(state, lowering, policy, promise, answer, num_steps, lanes, share)
+        self._rows = RowWindows(state, lowering, policy, promise, answer, scheduler, lanes, share)
         self._quarantine = quarantine = Quarantine(cluster.num_instances)
         self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
         self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)
@@ -133,6 +133,7 @@ class Scheduler(SchedulerBase):
             plan = self._answer.take(None, (), self._state.step)
             return replace(plan, is_settled=self._change.settle())
         issues = self._admission.failure is None and rows.may_issue
+        begins = (self._state.step, rows.advances.slack) if rows.drafts.most else None
         if issues:
             for request in rows.exits():
                 self._release(request)
@@ -152,8 +153,8 @@ class Scheduler(SchedulerBase):
             # The last window of a term brings all tables up to date.
             if rows.num_running or is_last:
                 window, plans = rows.issue()
-                return self._answer.take(window, plans, self._state.step)
-        return self._answer.take(None, (), self._state.step)
+                return self._answer.take(window, plans, self._state.step, begins)
+        return self._answer.take(None, (), self._state.step, begins)
 
     # --- events
 
@@ -170,6 +171,10 @@ class Scheduler(SchedulerBase):
             return
         # Every instance reports every window, and most reports say no more than that.
         for report in reports:
+            if report.advanced:
+                self._rows.advances.told(report.window, report.advanced)
+            if report.drafts:
+                self._rows.drafts.reported(report.drafts)
             if report.written:
                 self.offload.written(report.written)
             if report.finished:
@@ -179,6 +184,8 @@ class Scheduler(SchedulerBase):
         self.offload.window_reported()
         last, rows, admission = self._quarantine.last_complete, self._rows, self._admission
         rows.reported(last)
+        if rows.drafts.most:
+            self._deferral.generated(reports)
         self._deferral.reported(last, bool(rows.in_flight), self._now_us, admission.queue)
         admission.should_walk |= len(self._deferral) > 0
 
@@ -352,6 +359,7 @@ class Scheduler(SchedulerBase):
             if self._quarantine or self._tickets or self._held:
                 break
             newest = self._state.requests[rows.parked[-1][1]]
+            rows.advances.settle(newest)
             self._preempt(newest, newest.position + 1)
             rows.unpark()
             if by_moving:

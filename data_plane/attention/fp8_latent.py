@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from data_plane.model.page_bytes import NUM_SCALES
+from data_plane.model.sizes import NUM_SCALES
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max

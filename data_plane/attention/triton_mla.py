@@ -28,7 +28,7 @@ from data_plane.attention.triton_split import (
     store_piece,
     weigh,
 )
-from data_plane.model.page_bytes import token_bytes
+from data_plane.model.sizes import token_bytes
 from nanocp.values.plan import PAGE_SIZE
 
 TILES_16_BIT = Tiles(block_heads=64, block_tokens=64, num_warps=8, num_stages=2)

@@ -1,4 +1,4 @@
-"""Pages of 64 tokens and all layers, from blocks of another size that each have one layer.
+"""Pages of 64 tokens and several layers, from blocks of another size that each have one layer.
 
 Enters: an engine's KV tensors, a request's blocks. Leaves: a page's payload. Does not know:
 tickets, vLLM, whether the tensors are torch's or NumPy's.
@@ -18,7 +18,7 @@ class PagedKv:
     def __init__(
         self, layers: Sequence[Any], page: Any, payload: Callable[[Any], Any] = lambda page: page
     ) -> None:
-        """layers: [blocks, tokens of a block, width] each. page: memory for [layers, 64, width].
+        """layers: [blocks, tokens of a block, width] each. page: zeros, [layers, 64, width].
 
         payload: makes of a page what a ring takes.
         """
@@ -27,17 +27,19 @@ class PagedKv:
         self._payload = payload
         self._block_size: int = layers[0].shape[1]
 
-    def read(self, blocks: Sequence[int], page: int, num_tokens: int) -> Any:
+    def read(self, blocks: Sequence[int], page: int, num_tokens: int, num_layers: int) -> Any:
         """Return the payload of a page of which num_tokens tokens count; the others are zero.
 
-        blocks: the request's, from position 0 on.
+        blocks: the request's, from position 0 on. num_layers: of the payload; layers that are not
+        there are zero.
         """
         first, size = page * PAGE_SIZE, self._block_size
         end = first + num_tokens
         here = list(blocks[first // size : -(-end // size)])
         skipped = first % size
-        for layer, kept in zip(self._layers, self._page, strict=True):
+        wanted = self._page[:num_layers]
+        for layer, kept in zip(self._layers, wanted, strict=False):
             rows = layer[here].reshape(-1, layer.shape[-1])
             kept[:num_tokens] = rows[skipped : skipped + num_tokens]
-        self._page[:, num_tokens:] = 0
-        return self._payload(self._page)
+        wanted[:, num_tokens:] = 0
+        return self._payload(wanted)

@@ -12,7 +12,7 @@ from typing import Any
 
 KEY = "nanocp"
 """Our key in kv_transfer_params; other connectors have others."""
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of what is sent and answered; both sides must have the same."""
 
 JSON = Mapping[str, Any]
@@ -41,6 +41,8 @@ class EngineTicket:
     """auto: shared memory within a node, else TCP. tcp: TCP always. nixl: NIXL."""
     kv_dtype: str
     """DataPlaneConfig.kv_dtype: in what form pages are written."""
+    num_layers: int
+    """Layers of a page: the model's, and with drafts the MTP layer behind them."""
     fingerprint: Mapping[str, str]
     """What the model and the pages must be; see fingerprint.py."""
     engine: str

@@ -127,18 +127,23 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         layers = [_plain(name, kv_caches[name]) for name in sorted(kv_caches, key=_layer_number)]
         num_layers = self._config.model_config.hf_config.num_hidden_layers
-        if len(layers) != num_layers:
+        speculative = self._config.speculative_config
+        has_mtp = speculative is not None and speculative.method == "mtp"
+        if len(layers) != num_layers + has_mtp:
             raise ValueError(
-                f"vLLM has {len(layers)} layers of KV and the model {num_layers}: speculative "
-                "decoding must be off in an engine that computes prompts for NanoCP"
+                f"vLLM has {len(layers)} layers of KV and the model {num_layers}: in an engine "
+                "that computes prompts for NanoCP speculative decoding must be off, or of method "
+                "mtp, which adds one layer"
             )
         _, _, width = layers[0].shape
-        page = torch.zeros(num_layers, 64, width, dtype=layers[0].dtype, device=layers[0].device)
+        # Instances that draft have an MTP layer, whether vLLM has one or not: then it is zero.
+        shape = num_layers + 1, 64, width
+        page = torch.zeros(shape, dtype=layers[0].dtype, device=layers[0].device)
         plain, fp8 = PagedKv(layers, page, _bytes_of), PagedKv(layers, page, self._fp8_bytes)
 
         def read_page(part: PagePart, number: int, num_tokens: int) -> Any:
             kv = fp8 if part.ticket.kv_dtype == "fp8" else plain
-            return kv.read(part.blocks, number, num_tokens)
+            return kv.read(part.blocks, number, num_tokens, part.ticket.num_layers)
 
         self._sender = PageSender(read_page, self._places)
         self._is_gpu = layers[0].is_cuda

@@ -11,51 +11,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Protocol
 
 from torch import Tensor, cat, inference_mode
 
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
+from data_plane.instance.drafting import draft
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
-from data_plane.instance.window_edge import Window, WindowEdge
+from data_plane.instance.step_lane import StepLane
+from data_plane.instance.window_edge import StepRow, Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import PageRing
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.kv.slots import Slots
-from data_plane.transport.regions import TensorExchange
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Resync
 from nanocp.values.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone
+from nanocp.values.sampling import TokenLogprobs
 
 logger = logging.getLogger(__name__)
-
-
-class Step(Protocol):
-    """What runs a step: CpuStep (step/cpu.py) or GpuStep (step/gpu.py)."""
-
-    @property
-    def awaited(self) -> int | None:
-        """The instance that a step awaits without the host; None if none. For any thread."""
-
-    def check(self) -> None:
-        """Raise what ended the last step, if something did."""
-
-    def meet(self, peers: Sequence[int]) -> None:
-        """Set the other instances of the term."""
-
-    def place_experts(self, seats: Sequence[int]) -> None:
-        """Set the instance of each expert, between two terms."""
-
-    def logits_of(self, rows: list[int]) -> Tensor:
-        """[rows, vocabulary] fp32: the last step's logits of these rows."""
 
 
 class Meeting(Protocol):
@@ -66,14 +51,6 @@ class Meeting(Protocol):
 
     def part(self) -> None:
         """Let go of them, when no step runs."""
-
-
-class StepLane(NamedTuple):
-    """What runs the steps of one lane: tables, regions and epochs of its own."""
-
-    engine: GraphEngine
-    step: Step
-    exchange: TensorExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +173,7 @@ class DecodeInstance(WindowEdge):
         if self._window is not None:
             for lane in self._window.lanes:
                 engine = self._lanes[lane.number].engine
-                self._stage(engine.stage(plan.window), lane)
+                self._stage(engine.stage(plan.window), lane, self._window.width)
                 engine.staged()
         return needed
 
@@ -204,7 +181,7 @@ class DecodeInstance(WindowEdge):
         with self._one_step() as window:
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
-                self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows)
+                self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows, window.width)
             if len(window.lanes) == 1:
                 self._lanes[0].engine.replay()
             elif self._startup.both_lanes is not None:
@@ -213,7 +190,9 @@ class DecodeInstance(WindowEdge):
                 window.hidden_ns += self._run_in_turns()
             for lane in window.lanes:
                 self._lanes[lane.number].step.check()
-            self._sample(window, masks)
+            self._commit_step(window, partial(self._sample, window, masks))
+            if window.plan.num_drafts:
+                draft(window, self._lanes, self._exchange, self.grammar_masks)
 
     @inference_mode()
     def _run_in_turns(self) -> int:
@@ -227,50 +206,55 @@ class DecodeInstance(WindowEdge):
             sum(bucket.num_received for bucket in buckets),
         )
 
-    def _stage(self, tables: StepTables, lane: WindowLane) -> None:
+    def _stage(self, tables: StepTables, lane: WindowLane, width: int) -> None:
         table, rows = self._table, lane.rows
-        row_of = {row.request_id: index for index, row in enumerate(rows)}
-        tables.num_rows[0] = len(rows)
+        first_of = {row.request_id: index * width for index, row in enumerate(rows)}
+        tables.num_rows[0] = len(rows) * width
         tables.own.num_pages[:] = 0
         tables.received.num_pages[:] = 0
         for index, row in enumerate(rows):
             page = row.position // PAGE_SIZE
-            tables.tail_page[index] = page
             # The page after the tail is appended to only if the window reaches it.
-            tables.tail_holder[index] = [
-                table.holder(row.request_id, number) for number in (page, page + 1)
-            ]
-            tables.own.fill(index, table.pages.get(row.request_id, ()))
+            holders = [table.holder(row.request_id, number) for number in (page, page + 1)]
+            for place in range(index * width, (index + 1) * width):
+                tables.tail_page[place] = page
+                tables.tail_holder[place] = holders
+                tables.own.fill(place, table.pages.get(row.request_id, ()))
         for peer, requests in enumerate(lane.q_route):
-            tables.num_sent[peer] = len(requests)
-            tables.send_row[peer, : len(requests)] = [row_of[request_id] for request_id in requests]
+            places = [first_of[each] + offset for each in requests for offset in range(width)]
+            tables.num_sent[peer] = len(places)
+            tables.send_row[peer, : len(places)] = places
         received = 0
         for peer, requests in enumerate(lane.res_route):
-            tables.num_received[peer] = len(requests)
+            tables.num_received[peer] = len(requests) * width
             for request_id in requests:
-                tables.received.fill(received, table.pages.get(request_id, ()))
-                received += 1
+                for _ in range(width):
+                    tables.received.fill(received, table.pages.get(request_id, ()))
+                    received += 1
 
-    def _load_row_state(self, state: RowState, rows: list[Row]) -> None:
+    def _load_row_state(self, state: RowState, rows: list[Row], width: int) -> None:
         state.live[:] = False
         for index, row in enumerate(rows):
-            state.token[index] = row.token
-            state.position[index] = row.position
-            state.live[index] = not row.finished
+            num_live = row.num_live(width - 1)
+            for offset in range(width):
+                place = index * width + offset
+                state.token[place] = row.step_token(offset)
+                state.position[place] = row.position + offset
+                state.live[place] = offset < num_live
 
-    def _sample(self, window: Window, pending: Future[Tensor] | None) -> None:
-        parts = []
-        for lane in window.lanes:
-            live = [index for index, row in enumerate(lane.rows) if not row.finished]
-            if live:
-                parts.append(self._lanes[lane.number].step.logits_of(live))
-        rows = window.live_rows()
-        if not rows:
-            return
+    def _sample(
+        self, window: Window, pending: Future[Tensor] | None, step_rows: Sequence[StepRow]
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """Sample after these step rows, as _commit_step asks. pending: masks, if begun."""
+        parts = [
+            self._lanes[number].step.logits_of([each.place for each in of_lane])
+            for number, of_lane in groupby(step_rows, attrgetter("lane"))
+        ]
+        rows = [each.row for each in step_rows]
+        if step_rows[0].place % window.width:
+            pending = begin_masks(self.grammar_masks, rows)
         logits = cat(parts) if len(parts) > 1 else parts[0]
-        sampled = sample(rows, logits, self._finished_masks(window, pending))
-        for row, (token_id, logprobs) in zip(rows, sampled, strict=True):
-            self._commit(window, row, token_id, logprobs)
+        return sample(rows, logits, self._finished_masks(window, pending))
 
     def _finished_masks(self, window: Window, pending: Future[Tensor] | None) -> Tensor | None:
         """Wait for the masks, which the library bounds; the wait is on the window's account."""

@@ -29,19 +29,51 @@ logger = logging.getLogger(__name__)
 
 _MAX_MATCHERS = 512
 """Matchers that are kept; the one that was not used for longest goes first."""
+_MAX_KEPT_MASKS = 4
+"""Masks of a row that are kept; the oldest goes first."""
 _MAX_COMPILED = 64
 """Grammars whose matcher is kept; the one that was not used for longest goes first."""
 
 
 class _Progress:
-    """A matcher and how many ids it has eaten."""
+    """A matcher, the ids that it has eaten, and the latest masks.
 
-    __slots__ = ("has_failed", "matcher", "num_eaten")
+    The mask of a draft is that of the next step's token in its place, if the drafts before are
+    right: it is made once.
+    """
+
+    __slots__ = ("eaten", "has_failed", "masks", "matcher")
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
-        self.num_eaten = 0
+        self.eaten: list[int] = []
         self.has_failed = False
+        self.masks: OrderedDict[int, np.ndarray] = OrderedDict()
+        """Number of eaten ids -> the mask after them."""
+
+    def mask_after(self, ids: Sequence[int]) -> np.ndarray | None:
+        """The mask after these ids, if it was made."""
+        mask = self.masks.get(len(ids))
+        return mask if mask is not None and self.eaten[: len(ids)] == list(ids) else None
+
+    def keep(self, mask: np.ndarray) -> None:
+        """Keep the mask after the eaten ids."""
+        self.masks[len(self.eaten)] = mask.copy()
+        if len(self.masks) > _MAX_KEPT_MASKS:
+            self.masks.popitem(last=False)
+
+    def go_back(self, ids: Sequence[int]) -> bool:
+        """Give back drafts that these ids do not begin with; whether that could be done."""
+        num_common = len(self.eaten)
+        if self.eaten == list(ids[:num_common]):
+            return True
+        pairs = enumerate(zip(self.eaten, ids, strict=False))
+        num_common = next((i for i, (a, b) in pairs if a != b), min(num_common, len(ids)))
+        num_given = len(self.eaten) - num_common
+        del self.eaten[num_common:]
+        for length in [each for each in self.masks if each > num_common]:
+            del self.masks[length]
+        return not self.matcher.is_error() and self.matcher.rollback(num_given)
 
 
 class MaskedRow(NamedTuple):
@@ -51,7 +83,7 @@ class MaskedRow(NamedTuple):
     attempt: int
     grammar: str
     output_ids: Sequence[int]
-    """Within an attempt of a request, these only grow."""
+    """Within an attempt of a request, these only grow, but for drafts at their end."""
 
 
 class GrammarMasks:
@@ -65,7 +97,7 @@ class GrammarMasks:
         only_eos = np.zeros(self._num_words * 32, np.bool_)
         only_eos[list(eos_ids)] = True
         self._only_eos = np.packbits(only_eos, bitorder="little").view(np.uint32)
-        self._kept: OrderedDict[tuple[int, int], _Progress] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, str], _Progress] = OrderedDict()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         """Matchers that have eaten nothing, by grammar."""
         self._thread = ThreadPoolExecutor(1, "grammar masks")
@@ -94,17 +126,21 @@ class GrammarMasks:
 
     def _fill(self, words: np.ndarray, row: MaskedRow) -> None:
         """Set the bits of the tokens that the row's grammar allows; none if it has failed."""
-        key = row.request_id, row.attempt
+        key = row.request_id, row.attempt, row.grammar
         num_ids = len(row.output_ids)
         known = self._kept.pop(key, None)
-        if known is None or known.num_eaten > num_ids:
+        if known is not None and (mask := known.mask_after(row.output_ids)) is not None:
+            self._kept[key] = known
+            words[:] = mask
+            return
+        if known is None or not known.go_back(row.output_ids):
             known = _Progress(self._new_matcher(row.grammar))
         self._kept[key] = known
         if len(self._kept) > _MAX_MATCHERS:
             self._kept.popitem(last=False)
-        if known.num_eaten < num_ids:
-            known.matcher.consume_tokens(list(row.output_ids[known.num_eaten :]))
-            known.num_eaten = num_ids
+        if ids := row.output_ids[len(known.eaten) :]:
+            known.matcher.consume_tokens(list(ids))
+            known.eaten += ids
         if known.matcher.is_stopped():
             words[:] = self._only_eos
         else:
@@ -119,6 +155,7 @@ class GrammarMasks:
                     num_ids,
                     known.matcher.get_error(),
                 )
+        known.keep(words)
 
     def _new_matcher(self, grammar: str) -> LLMatcher:
         """A matcher that has eaten nothing. A grammar is compiled once while it is kept.

@@ -43,7 +43,9 @@ class Row:
     page_ids: list[int] = field(default_factory=list)
     """Token ids in the page of `position`, up to it; empty if nobody asks for hashes."""
     written: WrittenPage | None = None
-    """The page that the last step filled, if it did and somebody asks."""
+    """The page that the last token filled, if it did and somebody asks."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses of the tokens after `token`. They do not travel: the first step has none."""
 
     @classmethod
     def start(cls, start: RowStart) -> Row:
@@ -88,6 +90,21 @@ class Row:
             tuple(self.page_ids),
         )
         return HandOffState(self.request_id, self.finished, self.position, row)
+
+    def num_live(self, num_drafts: int) -> int:
+        """Input tokens of the next step: the known one, and drafts that may still come."""
+        if self.finished:
+            return 0
+        return min(1 + min(len(self.drafts), num_drafts), self.num_left)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        return self.params.max_tokens - len(self.output_ids)
+
+    def step_token(self, offset: int) -> int:
+        """The input token of the next step at an offset: the known one at 0, then the drafts."""
+        return self.drafts[offset - 1] if 0 < offset <= len(self.drafts) else self.token
 
     def _turn_page(self) -> None:
         """The next token belongs to the same page, or the page before it is full."""

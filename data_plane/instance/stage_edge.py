@@ -62,7 +62,7 @@ class StageEdge(StageLayers):
         self._has_left = False
         self._table = InstanceTable(0, 1)
         self._ids: dict[int, list[int]] = {}
-        """At the first stage: request -> the tokens that are known."""
+        """Request -> the tokens that are known: at the first stage, and where KV for drafts is."""
         self._first_pass: dict[int, int] = {}
         """At the first stage: request -> the pass in which its present attempt starts."""
         self._rows: dict[int, Row] = {}
@@ -139,7 +139,7 @@ class StageEdge(StageLayers):
         self._mover.close()
 
     def take_prompt(self, request_id: int, token_ids: Sequence[int]) -> None:
-        """For the first stage, before the pass in which the request starts: its known tokens."""
+        """Before the pass in which the request starts, for a stage that needs its known tokens."""
         self._ids[request_id] = list(token_ids)
 
     def ask_logprobs(
@@ -252,9 +252,10 @@ class StageEdge(StageLayers):
                     self._ids[request_id].append(token_id)
         return True
 
-    def _inputs(self, span: Span) -> list[int]:
-        """The span's token ids. A row that has stopped runs on over any token."""
-        ids = self._ids[span.request_id][span.first : span.first + span.num_tokens]
+    def _inputs(self, span: Span, ahead: int = 0) -> list[int]:
+        """The span's token ids, or those so far ahead. A row that has stopped runs on over any."""
+        first = span.first + ahead
+        ids = self._ids[span.request_id][first : first + span.num_tokens]
         return ids + [0] * (span.num_tokens - len(ids))
 
     def _receive_rows(self, plan: PassPlan) -> Generator[str, None, Any]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,10 @@ class Window:
     mask_ns: int = 0
     """Time that the steps waited for masks of structured output; 0: no row has a grammar."""
     num_tokens: int = 0
+    drafts: list[list[int]] = field(default_factory=list)
+    """[checked, accepted] drafts, by their offset from 1."""
+    advanced: list[int] = field(default_factory=list)
+    """Requests whose drafts were accepted, each as often, also of rows that have stopped."""
     finished: list[Finished] = field(default_factory=list)
     written: list[WrittenPage] = field(default_factory=list)
 
@@ -66,9 +71,23 @@ class Window:
         """Links to this instance, of all lanes."""
         return sum(len(requests) for lane in self.lanes for requests in lane.res_route)
 
+    @property
+    def width(self) -> int:
+        """Step rows of a row: its known token and its drafts, next to each other."""
+        return 1 + self.plan.num_drafts
+
     def live_rows(self) -> list[Row]:
         """The rows that have not finished, lane by lane: each step samples a token for them."""
         return [row for lane in self.lanes for row in lane.rows if not row.finished]
+
+
+class StepRow(NamedTuple):
+    """One input token of a row in a step: the known one, or a draft."""
+
+    lane: int
+    place: int
+    """Index among the step rows of the lane."""
+    row: Row
 
 
 class WindowEdge(PageTransfers):
@@ -207,7 +226,8 @@ class WindowEdge(PageTransfers):
         for start in plan.starts:
             self._rows[start.request_id] = Row.start(start)
         rows = [self._rows[request_id] for request_id in self._table.rows]
-        self._window = Window(plan, window_lanes(self._table, rows, plan.two_lanes))
+        lanes = window_lanes(self._table, rows, plan.two_lanes)
+        self._window = Window(plan, lanes, drafts=[[0, 0] for _ in range(plan.num_drafts)])
         return None
 
     def _apply(self, plan: InstancePlan) -> str:
@@ -269,6 +289,40 @@ class WindowEdge(PageTransfers):
             self._events.append(self._window_done(window))
             self._window = None
 
+    def _commit_step(
+        self,
+        window: Window,
+        sample: Callable[[Sequence[StepRow]], Sequence[tuple[int, TokenLogprobs | None]]],
+    ) -> None:
+        """Commit a step's tokens: of each row one, and more as long as its drafts are right.
+
+        sample: the tokens after these step rows, all at one offset, lane by lane (protocol.md,
+        checked drafts).
+        """
+        width = window.width
+        going = [
+            (StepRow(lane.number, index * width, row), row.num_live(width - 1), row.drafts)
+            for lane in window.lanes
+            for index, row in enumerate(lane.rows)
+            if not row.finished
+        ]
+        for step_row, _, _ in going:
+            step_row.row.drafts = []
+        for offset in range(width):
+            rows = [each._replace(place=each.place + offset) for each, _, _ in going]
+            still = []
+            for each, (token_id, logprobs) in zip(going, sample(rows) if rows else (), strict=True):
+                step_row, num_live, drafts = each
+                row = step_row.row
+                self._commit(window, row, token_id, logprobs)
+                if offset + 1 < num_live and not row.finished:
+                    window.drafts[offset][0] += 1
+                    if drafts[offset] == token_id:
+                        window.drafts[offset][1] += 1
+                        window.advanced.append(row.request_id)
+                        still.append(each)
+            going = still
+
     def _commit(
         self, window: Window, row: Row, token_id: int, logprobs: TokenLogprobs | None
     ) -> None:
@@ -291,6 +345,8 @@ class WindowEdge(PageTransfers):
             self._instance,
             window.plan.window,
             tuple(window.finished),
+            advanced=tuple(each for each in window.advanced if not self._rows[each].finished),
+            drafts=tuple((checked, accepted) for checked, accepted in window.drafts),
             written=tuple(window.written),
             step_us=window.step_ns // window.steps_done // 1000,
             exchange_us=window.waited_ns // window.steps_done // 1000,

@@ -16,7 +16,7 @@ import torch
 from data_plane.attention.fp8_latent import quantise
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.kv.huge_pages import huge_pages
-from data_plane.model.page_bytes import token_bytes
+from data_plane.model.sizes import token_bytes
 from nanocp.values.plan import PAGE_SIZE
 
 

@@ -86,6 +86,7 @@ class EngineProbe:
             timeout_ms=self._config.limits.exchange_timeout_ms,
             page_backend=backend,
             kv_dtype=data_plane.kv_dtype,
+            num_layers=self._probe.num_layers,
             fingerprint=self._probe.fingerprint,
             engine=process,
         )

@@ -223,8 +223,10 @@ class StagedPrefillLoop(TicketLoop):
         for start in plan.table.starts:
             request = self._waiting.pop(start.request_id)
             transfer, ids = request.transfer, tuple(request.token_ids)
-            others = [BeginPrompt(transfer, ())] * (self._num_stages - 1)
-            begins = [BeginPrompt(transfer, ids), *others]
+            begins = [BeginPrompt(transfer, ())] * self._num_stages
+            begins[0] = BeginPrompt(transfer, ids)
+            if len(ids) > transfer.num_tokens:  # the last stage has the KV for drafts
+                begins[-1] = begins[0]
             if request.prompt_logprobs is not None:
                 num_top, front_end = request.prompt_logprobs, request.front_end
                 begins[-1] = BeginPrompt(transfer, ids, num_top, front_end)

@@ -60,12 +60,20 @@ class ModelConfig:
     fp8_block: tuple[int, int] | None
     """Rows and columns of an FP8 weight that share a scale; None: every weight is a plain float."""
     names: MixtureNames = PLAIN_NAMES
+    num_mtp_layers: int = 0
+    """1 if the layer behind the last one drafts tokens (the MTP layer)."""
+
+    @property
+    def num_kept_layers(self) -> int:
+        """Layers whose KV is kept."""
+        return self.num_layers + self.num_mtp_layers
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> ModelConfig:
+    def from_folder(cls, path: str | Path, has_mtp: bool = False) -> ModelConfig:
         """Read a Hugging Face folder's config.json and generation_config.json.
 
-        Raises ValueError naming the field that is missing or unsupported, and what would be right.
+        has_mtp: whether the MTP layer is loaded. Raises ValueError naming the field that is missing
+        or unsupported, and what would be right.
         """
         folder = Path(path)
         raw = Fields(read_json(folder / "config.json"))
@@ -87,6 +95,7 @@ class ModelConfig:
             rope=rope,
             fp8_block=_fp8_block(raw),
             names=family.names,
+            num_mtp_layers=_num_mtp_layers(raw) if has_mtp else 0,
         )
         _check_shape(config)
         return config
@@ -134,6 +143,16 @@ def _check_shape(config: ModelConfig) -> None:
             f"config.json: num_experts_per_tok is {config.num_experts_per_token}; "
             f"the chosen groups have {available}"
         )
+
+
+def _num_mtp_layers(raw: Fields) -> int:
+    number = raw.get("num_nextn_predict_layers", 0)
+    if not is_int(number) or number < 1:
+        raise ValueError(
+            f"config.json: num_nextn_predict_layers is {number!r}; scheduler.num_drafts needs a "
+            "model with an MTP layer, which drafts: set it to 0 for this one"
+        )
+    return 1
 
 
 def _fp8_block(raw: Fields) -> tuple[int, int] | None:

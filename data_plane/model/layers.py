@@ -8,13 +8,14 @@ hidden, C width of `wire_q`, W width of KV, H heads, D width of a query, V value
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
 from data_plane.model.rope import RopeTable
-from data_plane.model.weights import LayerWeights, LogitsWeights, MlpWeights
+from data_plane.model.weights import LayerWeights, LogitsWeights, MlpWeights, MtpWeights
 
 
 def attention_rows(
@@ -63,6 +64,19 @@ def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
     """Run a gated MLP on rows: down(silu(gate) * up), [B, X]."""
     gate, up = mlp.gate_up(x_BX).chunk(2, dim=-1)
     return mlp.down(F.silu(gate) * up)
+
+
+def mtp_rows(next_BX: Tensor, hidden_BX: Tensor, mtp: MtpWeights, config: ModelConfig) -> Tensor:
+    """Make what enters the MTP layer: [B, X].
+
+    next_BX: embeddings of the next tokens. hidden_BX: rows after the model's last norm, or the MTP
+    layer's own.
+    """
+    normed = (
+        rms_norm(next_BX, mtp.embedding_norm, config.norm_eps),
+        rms_norm(hidden_BX, mtp.hidden_norm, config.norm_eps),
+    )
+    return mtp.projection(torch.cat(normed, dim=-1))
 
 
 def logits(x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:

@@ -16,14 +16,18 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing
 from data_plane.model.rope import RopeTable
-from data_plane.model.weights import (
-    HeadWeights,
-    LayerWeights,
-    Progress,
-    WeightLoader,
+from data_plane.model.sizes import (
     embedding_shapes,
     head_shapes,
     layer_shapes,
+    mtp_shapes,
+)
+from data_plane.model.weights import (
+    HeadWeights,
+    LayerWeights,
+    MtpWeights,
+    Progress,
+    WeightLoader,
     open_tensors,
     say_nothing,
 )
@@ -53,20 +57,24 @@ class StageWeights:
         self._reader, _ = open_tensors(path, config, self._experts)
         layers = list(layers)
         shapes = self._shapes(layers)
-        if is_first:
+        has_mtp = is_last and config.num_mtp_layers > 0
+        if is_first or has_mtp:
             shapes |= embedding_shapes(config)
         if is_last:
             shapes |= head_shapes(config)
+        if has_mtp:
+            shapes |= mtp_shapes(config)
         loader = self._loader(shapes, progress)
         self.rope = RopeTable(config.rope, config.attention.rope_dim)
-        self.embedding: Tensor | None = loader.embedding() if is_first else None
-        """[vocabulary, X]; None but at the first stage."""
+        self.embedding: Tensor | None = loader.embedding() if is_first or has_mtp else None
+        """[vocabulary, X]; None but at the first stage, and where an MTP layer is."""
         self.head: HeadWeights | None = loader.head(self.embedding) if is_last else None
         """None but at the last stage."""
+        self.mtp: MtpWeights | None = loader.mtp() if has_mtp else None
         self._layers: dict[int, Future[LayerWeights]] = {}
         for layer in layers:
             self._layers[layer] = Future()
-            self._layers[layer].set_result(loader.layer(layer))
+            self._layers[layer].set_result(loader.layer(layer, self._experts_of(layer)))
         self._thread = ThreadPoolExecutor(1, "layer weights")
 
     def keep(self, layers: Collection[int]) -> list[LayerWeights]:
@@ -95,11 +103,15 @@ class StageWeights:
     def _read(self, layer: int) -> LayerWeights:
         return self._loader(self._shapes([layer]), say_nothing).layer(layer)
 
+    def _experts_of(self, layer: int) -> range:
+        """All of a decoder layer; none of an MTP layer, of which a prompt needs the KV alone."""
+        return self._experts if layer < self._config.num_layers else range(0)
+
     def _shapes(self, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:
         return {
             name: shape
             for layer in layers
-            for name, shape in layer_shapes(self._config, layer, self._experts).items()
+            for name, shape in layer_shapes(self._config, layer, self._experts_of(layer)).items()
         }
 
     def _loader(self, shapes: dict[str, tuple[int, ...]], progress: Progress) -> WeightLoader:

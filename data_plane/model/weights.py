@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.families import PLAIN_NAMES, MixtureNames
 from data_plane.model.fp8_weight import FP8, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.safetensors_reader import SafetensorsReader, scale_shape, staging_tensor
+from data_plane.model.sizes import is_packed, mlp_names, mtp_shapes, stored_shapes
 from nanocp.values.experts import home_experts
 
 
@@ -97,6 +97,18 @@ class ModelWeights:
     lm_head: LinearLayer
     """From X to the vocabulary."""
     rope: RopeTable
+    mtp: MtpWeights | None = None
+    """What the last of the layers has beside a decoder layer, if it is an MTP layer."""
+
+
+class MtpWeights(NamedTuple):
+    """What an MTP layer has beside a decoder layer."""
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: LinearLayer
+    """From 2X to X: the normed embedding of the next token, then the normed hidden row."""
+    head_norm: Tensor
 
 
 def expert_range(config: ModelConfig, instance: int, num_instances: int) -> range:
@@ -111,71 +123,6 @@ def slots_of(experts: Sequence[int], num_experts: int) -> Tensor:
     return slot_E
 
 
-def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str, str]:
-    """Name the tensors of a gated MLP: gate, up, down."""
-    gate, up, down = (f"{prefix}{name}.weight" for name in (names.gate, names.up, names.down))
-    return gate, up, down
-
-
-def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """List the tensors that an instance with these experts reads: name -> shape."""
-    shapes = embedding_shapes(config) | head_shapes(config)
-    for index in range(config.num_layers):
-        shapes |= layer_shapes(config, index, experts)
-    return shapes
-
-
-def embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """List the tensors that turn token ids into hidden rows: name -> shape."""
-    return {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-
-
-def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """List the tensors that turn hidden rows into logits: name -> shape."""
-    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (config.hidden_size,)}
-    if config.tied_embeddings:
-        return shapes | embedding_shapes(config)
-    return shapes | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
-
-
-def layer_shapes(
-    config: ModelConfig, index: int, experts: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """List the tensors of one layer with these experts: name -> shape."""
-    hidden, kind = config.hidden_size, config.attention
-    layer = f"model.layers.{index}."
-    attention, mlp = layer + "self_attn.", layer + "mlp."
-    shapes: dict[str, tuple[int, ...]] = {
-        layer + "input_layernorm.weight": (hidden,),
-        layer + "post_attention_layernorm.weight": (hidden,),
-        **kind.stored_shapes(attention, hidden),
-        attention + "o_proj.weight": (hidden, kind.num_heads * kind.value_dim),
-    }
-
-    def add_mlp(prefix: str, size: int, names: MixtureNames = PLAIN_NAMES) -> None:
-        gate, up, down = mlp_names(prefix, names)
-        shapes[gate] = shapes[up] = (size, hidden)
-        shapes[down] = (hidden, size)
-
-    if index < config.num_dense_layers:
-        add_mlp(mlp, config.dense_size)
-        return shapes
-    mlp = layer + config.names.prefix
-    shapes[mlp + "gate.weight"] = (config.num_experts, hidden)
-    if not config.softmax_gate:
-        shapes[mlp + "gate.e_score_correction_bias"] = (config.num_experts,)
-    for expert in experts:
-        add_mlp(f"{mlp}experts.{expert}.", config.expert_size, config.names)
-    if config.num_shared_experts:
-        add_mlp(mlp + "shared_experts.", config.num_shared_experts * config.expert_size)
-    return shapes
-
-
-def is_packed(name: str, shape: Sequence[int]) -> bool:
-    """Whether a stored tensor is a matrix in the dtype of the weights; a gate's is fp32."""
-    return len(shape) == 2 and not name.endswith(".gate.weight")
-
-
 def open_tensors(
     path: str | Path, config: ModelConfig, experts: Sequence[int]
 ) -> tuple[SafetensorsReader, dict[str, tuple[int, ...]]]:
@@ -185,7 +132,7 @@ def open_tensors(
     has another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
-    for what, number in (("layers", config.num_layers), ("experts", config.num_experts)):
+    for what, number in (("layers", config.num_kept_layers), ("experts", config.num_experts)):
         if number > reader.num_tensors:
             raise ValueError(
                 f"{path}: config.json says that there are {number} {what}, and the folder has "
@@ -318,9 +265,20 @@ class WeightLoader:
         embedding = self.embedding()
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self.layer(index) for index in range(config.num_layers)),
+            layers=tuple(self.layer(index) for index in range(config.num_kept_layers)),
             **self.head(embedding)._asdict(),
             rope=RopeTable(config.rope, config.attention.rope_dim),
+            mtp=self.mtp() if config.num_mtp_layers else None,
+        )
+
+    def mtp(self) -> MtpWeights:
+        """What the MTP layer has beside a decoder layer."""
+        names = iter(mtp_shapes(self._config))
+        return MtpWeights(
+            self.tensor(next(names)),
+            self.tensor(next(names)),
+            self.linear(next(names)),
+            self.tensor(next(names)),
         )
 
     def embedding(self) -> Tensor:
@@ -336,8 +294,9 @@ class WeightLoader:
             embedding = self.embedding()
         return HeadWeights(final_norm, self.packing.linear(embedding))
 
-    def layer(self, index: int) -> LayerWeights:
-        """One decoder layer."""
+    def layer(self, index: int, experts: Sequence[int] | None = None) -> LayerWeights:
+        """One decoder layer, with these experts; None: with those of the instance."""
+        experts = self._experts if experts is None else experts
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         is_dense = index < self._config.num_dense_layers
@@ -347,18 +306,18 @@ class WeightLoader:
             attention=self._config.attention.load(self, attention),
             o_proj=self.linear(attention + "o_proj.weight"),
             mlp=self._mlp(*mlp_names(mlp)) if is_dense else None,
-            moe=None if is_dense else self._moe(prefix + self._config.names.prefix),
+            moe=None if is_dense else self._moe(prefix + self._config.names.prefix, experts),
         )
 
-    def _moe(self, prefix: str) -> MoeWeights:
+    def _moe(self, prefix: str, experts: Sequence[int]) -> MoeWeights:
         bias = None
         if not self._config.softmax_gate:
             bias = self.tensor(prefix + "gate.e_score_correction_bias", torch.float32)
         return MoeWeights(
             gate=self.packing.gate_weight(self.tensor(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
-            slot_E=slots_of(self._experts, self._config.num_experts),
-            mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in self._experts]),
+            slot_E=slots_of(experts, self._config.num_experts),
+            mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in experts]),
             shared=self._mlps([mlp_names(prefix + "shared_experts.")])[0]
             if self._config.num_shared_experts
             else None,

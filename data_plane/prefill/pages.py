@@ -48,16 +48,17 @@ def prefill_pages(
     num_pages = -(-num_tokens // PAGE_SIZE)
     dtype = weights.embedding.dtype
     kv_LTW = torch.zeros(
-        config.num_layers, num_pages * PAGE_SIZE, config.attention.kv_width, dtype=dtype
+        config.num_kept_layers, num_pages * PAGE_SIZE, config.attention.kv_width, dtype=dtype
     )
     done_pages = 0
     for begin in range(0, num_tokens, chunk_tokens):
         end = min(begin + chunk_tokens, num_tokens)
-        hidden_TX = _run_chunk(
-            weights, config, token_ids[begin:end], begin, kv_LTW, prompt_logprobs is not None
-        )
+        is_wanted = prompt_logprobs is not None or weights.mtp is not None
+        hidden_TX = _run_chunk(weights, config, token_ids[begin:end], begin, kv_LTW, is_wanted)
+        next_ids = token_ids[begin + 1 : end + 1]
+        if weights.mtp is not None:
+            kv_LTW[-1, begin:end] = mtp_kv(weights, config, hidden_TX, next_ids, begin)
         if prompt_logprobs is not None:
-            next_ids = token_ids[begin + 1 : end + 1]
             logits = partial(ops.logits, weights=weights, config=config)
             with torch.inference_mode():
                 report_prompt(prompt_logprobs, next_ids, hidden_TX, logits)
@@ -83,12 +84,12 @@ def _run_chunk(
     end = begin + len(token_ids)
     position_T = torch.arange(begin, end)
     x_TX = weights.embedding[torch.tensor(token_ids)]
-    for index, layer in enumerate(weights.layers):
+    for index, layer in enumerate(weights.layers[: config.num_layers]):
         kind, own = config.attention, layer.attention
         normed_TX = rms_norm(x_TX, layer.input_norm, config.norm_eps)
         wire_q_TC, kv_TW = kind.inputs(normed_TX, position_T, own, weights.rope)
         kv_LTW[index, begin:end] = kv_TW
-        if index == len(weights.layers) - 1 and not is_output_wanted:
+        if index == config.num_layers - 1 and not is_output_wanted:
             break
         q_THE = kind.prefill_queries(wire_q_TC, position_T, own, weights.rope)
         o_THV = causal_attention(
@@ -102,6 +103,28 @@ def _run_chunk(
             rms_norm(x_TX, layer.post_attention_norm, config.norm_eps), layer, config
         )
     return x_TX
+
+
+@torch.inference_mode()
+def mtp_kv(
+    weights: ModelWeights,
+    config: ModelConfig,
+    hidden_TX: Tensor,
+    next_ids: Sequence[int],
+    begin: int,
+) -> Tensor:
+    """The MTP layer's KV of positions begin .. begin + T - 1: [T, W].
+
+    hidden_TX: rows after the last layer. next_ids: the tokens after these positions.
+    """
+    assert weights.mtp is not None
+    layer, eps = weights.layers[-1], config.norm_eps
+    next_TX = weights.embedding[torch.tensor(next_ids)].to(hidden_TX.dtype)
+    normed_TX = rms_norm(hidden_TX, weights.final_norm, eps)
+    x_TX = rms_norm(ops.mtp_rows(next_TX, normed_TX, weights.mtp, config), layer.input_norm, eps)
+    position_T = torch.arange(begin, begin + len(hidden_TX))
+    _, kv_TW = config.attention.inputs(x_TX, position_T, layer.attention, weights.rope)
+    return kv_TW
 
 
 def _mlp(x_TX: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:

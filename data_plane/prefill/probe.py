@@ -35,6 +35,8 @@ class Probe(Protocol):
     """What must be equal at both ends for pages to fit (connectors/fingerprint.py)."""
     token_ids: tuple[int, ...]
     """The prompt; its KV is wanted at every position."""
+    num_layers: int
+    """Layers of a page."""
     page_bytes: int
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
@@ -62,13 +64,13 @@ class LatentProbe:
     ) -> None:
         """expected: KV of the first layers, [layers, NUM_TOKENS, width], in its dtype.
 
-        num_layers: of the model. rank: kv_lora_rank. is_fp8: pages are written in FP8.
+        num_layers: of a page. rank: kv_lora_rank. is_fp8: pages are written in FP8.
         """
         self.fingerprint = fingerprint
         self.token_ids = token_ids
         self.page_bytes = page_bytes
         self._expected = expected
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self._rank = rank
         self._is_fp8 = is_fp8
 
@@ -87,7 +89,7 @@ class LatentProbe:
         return None
 
     def _kv(self, page: np.ndarray) -> Tensor:
-        data = torch.from_numpy(np.array(page)).view(self._num_layers, PAGE_SIZE, -1)
+        data = torch.from_numpy(np.array(page)).view(self.num_layers, PAGE_SIZE, -1)
         if self._is_fp8:
             return dequantise(data, self._rank)
         return data.view(self._expected.dtype)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,19 +25,18 @@ import torch
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool, LocalPages, StepTables
-from data_plane.instance.decode import StepLane
 from data_plane.instance.lanes import run_in_turns
 from data_plane.instance.sampler import sample_rows
+from data_plane.instance.step_lane import DraftingStep, StepLane
 from data_plane.kv.frame_pool import FramePool
 from data_plane.member.lifetime import sentence
-from data_plane.model.config import ModelConfig
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.profiling.batch import Batch, BatchRequest, num_frames
 from data_plane.profiling.late_puts import LateExchange
 from data_plane.profiling.phase_clock import PhaseClock, PhaseTimes
 from data_plane.startup.cpu_parts import cpu_parts
-from data_plane.startup.shared_parts import moe_backends, torch_dtype
+from data_plane.startup.shared_parts import model_of, moe_backends, torch_dtype
 from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import Arithmetic, cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
@@ -77,7 +76,7 @@ class MeasuringCluster:
 
         Raises RuntimeError if an instance fails.
         """
-        return self._ask((batch, num_steps))
+        return self._ask("measure", batch, num_steps)
 
     def measure_lanes(self, batch: Batch, num_steps: int, ns_per_byte: float = 0.0) -> LaneTimes:
         """The batch in one lane and in two, by turns; the times of the slowest instance.
@@ -85,14 +84,24 @@ class MeasuringCluster:
         ns_per_byte: how long the link of each instance needs for what is put. The configuration
         must have lanes. Raises RuntimeError if an instance fails.
         """
-        return LaneTimes(*map(max, zip(*self._ask((batch, num_steps, ns_per_byte)), strict=True)))
+        times = self._ask("measure_lanes", batch, num_steps, ns_per_byte)
+        return LaneTimes(*map(max, zip(*times, strict=True)))
+
+    def measure_drafts(self, batch: Batch, num_drafts: int, num_steps: int) -> tuple[float, float]:
+        """Microseconds of a step of the batch on the slowest instance: without drafts, and with.
+
+        The configuration must have drafts. Raises RuntimeError if an instance fails.
+        """
+        times = self._ask("measure_drafts", batch, num_drafts, num_steps)
+        without_us, with_us = map(max, zip(*times, strict=True))
+        return without_us, with_us
 
     def ingest_gb_per_s(self) -> float:
         """How fast the slowest instance copies pages into its frames, in 10^9 bytes a second."""
-        slowest: float = min(self._ask(None))
+        slowest: float = min(self._ask("ingest_gb_per_s"))
         return slowest
 
-    def _ask(self, question: object) -> list[Any]:
+    def _ask(self, *question: object) -> list[Any]:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(question)
@@ -165,19 +174,14 @@ def _answers(pipes: Sequence[Connection]) -> list[Any]:
 def _run_instance(
     config: Config, instance: int, cluster_id: str, checkpoint: Path, pipe: Connection
 ) -> None:
-    """Answer batches until killed."""
+    """Answer questions until killed: a method of _Instance, and its arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the command
     try:
         measured = _Instance(config, instance, cluster_id, checkpoint)
         pipe.send((True, None))
         while True:
-            question = pipe.recv()
-            if question is None:
-                pipe.send((True, measured.ingest_gb_per_s()))
-            elif len(question) == 2:
-                pipe.send((True, measured.measure(*question)))
-            else:
-                pipe.send((True, measured.measure_lanes(*question)))
+            method, *arguments = pipe.recv()
+            pipe.send((True, getattr(measured, method)(*arguments)))
     except EOFError:
         return
     except Exception as error:
@@ -192,7 +196,7 @@ class _Instance:
         # For the noise in the frames: the same experts are visited every time.
         torch.manual_seed(instance)
         cluster, bounds = config.cluster, config.cluster.bounds
-        model = ModelConfig.from_folder(checkpoint)
+        model = model_of(config, checkpoint)
         dtype = torch_dtype(config)
         kernels, attention, _ = cpu_parts(config, model, checkpoint)
         experts = expert_range(model, instance, cluster.num_instances)
@@ -214,7 +218,7 @@ class _Instance:
         self._instance = instance
         self._model = model
         self._frames = FramePool(
-            model.num_layers, cluster.num_frames, model.attention.kv_width, dtype
+            model.num_kept_layers, cluster.num_frames, model.attention.kv_width, dtype
         )
         self._num_filled = 0
         self._exchange = exchange
@@ -251,14 +255,11 @@ class _Instance:
         A phase that was disturbed in one step is right in another.
         """
         self._fill(num_frames(batch, self._instance))
-        engine, step, _ = self._lanes[0]
-        rows = self._load(engine, batch)
+        rows = self._load(self._lanes[0].engine, batch)
         steps = []
         for _ in range(_NUM_WARM_STEPS + num_steps):
             self._clock.start()
-            engine.replay()
-            nothing: list[list[int]] = [[]] * rows
-            sample_rows(step.logits_of(list(range(rows))), [_GREEDY] * rows, nothing, nothing)
+            self._run_step(rows)
             steps.append(self._clock.times(self._model))
         return PhaseTimes(*map(median, zip(*steps[_NUM_WARM_STEPS:], strict=True)))
 
@@ -293,6 +294,39 @@ class _Instance:
                     best[index] = min(best[index], (us, waited_us))
         (one_us, one_waited_us), (two_us, two_waited_us) = best
         return LaneTimes(one_us, two_us, one_waited_us, two_waited_us)
+
+    @torch.inference_mode()
+    def measure_drafts(self, batch: Batch, num_drafts: int, num_steps: int) -> tuple[float, float]:
+        """The fastest step without drafts and with them, of as many that were run by turns."""
+        width = 1 + num_drafts
+        wide = [request for request in batch for _ in range(width)]
+        self._fill(num_frames(wide, self._instance))
+        best = [float("inf")] * 2
+        for number in range(_NUM_WARM_STEPS + num_steps):
+            for index, (part, turns) in enumerate(((batch, 0), (wide, num_drafts))):
+                rows = self._load(self._lanes[0].engine, part)
+                begin_ns = time.perf_counter_ns()
+                self._run_step(rows)
+                for turn in range(turns):
+                    self._run_turn(rows, width if turn else 1)
+                if number >= _NUM_WARM_STEPS:
+                    best[index] = min(best[index], (time.perf_counter_ns() - begin_ns) / 1000)
+        return best[0], best[1]
+
+    def _run_step(self, rows: int) -> None:
+        engine, step, _ = self._lanes[0]
+        engine.replay()
+        nothing: list[list[int]] = [[]] * rows
+        sample_rows(step.logits_of(list(range(rows))), [_GREEDY] * rows, nothing, nothing)
+
+    def _run_turn(self, rows: int, stride: int) -> None:
+        """A turn of drafting; stride: one of so many step rows is live."""
+        engine, lane_step, _ = self._lanes[0]
+        step = cast(DraftingStep, lane_step)
+        engine.rows.live[:rows] = np.arange(rows) % stride == 0
+        captured: Any = engine.next_step()
+        run_in_turns([captured.draft_phases()], self._exchange)
+        step.draft_logits_of(list(range(0, rows, stride))).argmax(dim=-1)
 
     def _load(self, engine: GraphEngine, batch: Batch) -> int:
         """Stage the batch and the state of its rows; returns how many are here."""

@@ -12,10 +12,10 @@ import torch
 
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
-from data_plane.instance.decode import DecodeInstance, Startup, StepLane
+from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.interface import TermEnds
+from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
-from data_plane.model.config import ModelConfig
 from data_plane.model.weights import (
     ModelWeights,
     Progress,
@@ -27,6 +27,7 @@ from data_plane.startup.cpu_parts import cpu_parts, kernels_for
 from data_plane.startup.memory_need import check_memory
 from data_plane.startup.shared_parts import (
     bucket_table,
+    model_of,
     moe_backends,
     page_choice,
     page_ways,
@@ -43,7 +44,7 @@ from nanocp.config.whole import Config
 
 def load_shared_weights(config: Config, checkpoint: Path) -> ModelWeights:
     """Load all weights but experts: the same on every instance."""
-    dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint)
+    dtype, model = torch_dtype(config), model_of(config, checkpoint)
     kernels, _ = kernels_for(config, model, checkpoint)
     return load_weights(checkpoint, model, dtype, range(0), packing=kernels)
 
@@ -63,7 +64,7 @@ def build_cpu_instance(
     """
     dtype = torch_dtype(config)
     cluster = config.cluster
-    model = ModelConfig.from_folder(checkpoint)
+    model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     check_memory(model, config, kernels.keeps_bf16)
@@ -74,7 +75,7 @@ def build_cpu_instance(
     else:
         weights = shared
         load_experts(checkpoint, model, dtype, weights, dict(enumerate(experts)), kernels)
-    frames = FramePool(model.num_layers, cluster.num_frames, model.attention.kv_width, dtype)
+    frames = FramePool(model.num_kept_layers, cluster.num_frames, model.attention.kv_width, dtype)
     layout = region_layout(cluster, config.data_plane, model)
     if config.scheduler.has_lanes:
         layout = in_two_lanes(layout)

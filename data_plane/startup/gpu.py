@@ -19,8 +19,9 @@ import torch
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.graph.engine import GraphEngine, PairedEngine
-from data_plane.instance.decode import DecodeInstance, Startup, StepLane
+from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.interface import TermEnds
+from data_plane.instance.step_lane import StepLane
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_experts, load_weights

@@ -63,7 +63,7 @@ def gpu_parts(
     fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None
     kv_width = model.attention.kv_width
     frames = frames or FramePool(
-        model.num_layers, cluster.num_frames, kv_width, dtype, device, fp8_rank
+        model.num_kept_layers, cluster.num_frames, kv_width, dtype, device, fp8_rank
     )
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)

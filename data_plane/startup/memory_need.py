@@ -15,12 +15,13 @@ import psutil
 
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import item_bytes, page_bytes
-from data_plane.model.weights import (
+from data_plane.model.sizes import (
     embedding_shapes,
     head_shapes,
     is_packed,
+    item_bytes,
     layer_shapes,
+    page_bytes,
     stored_shapes,
 )
 from data_plane.transport.regions import step_layout
@@ -85,10 +86,12 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
 def prefill_bytes(model: ModelConfig, config: Config) -> int:
     """Bytes of the weights of an embedded prefill: one process more, with the whole model.
 
-    What it computes with comes on top: some hundred MB after long prompts.
+    Of an MTP layer it has no experts. What it computes with comes on top: some hundred MB after
+    long prompts.
     """
     each = item_bytes(config)
-    return _bytes(stored_shapes(model, range(model.num_experts)), each, each)
+    shapes = stored_shapes(replace(model, num_mtp_layers=0), range(model.num_experts))
+    return _bytes(shapes | stored_shapes(model, range(0)), each, each)
 
 
 def check_memory(model: ModelConfig, config: Config, stores_bf16: bool) -> None:

@@ -17,12 +17,12 @@ import torch
 from data_plane.connectors.fingerprint import fingerprint
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import token_bytes
+from data_plane.model.sizes import token_bytes
 from data_plane.model.weights import Progress, load_weights, say_nothing
 from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
 from data_plane.startup.memory_need import prefill_bytes
-from data_plane.startup.shared_parts import torch_dtype
+from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
@@ -56,14 +56,15 @@ def build_prefill_stage(
     Raises ValueError naming what is wrong with the checkpoint, or that the whole model does not fit
     this machine's free memory.
     """
-    model, own = ModelConfig.from_folder(checkpoint), config.of_prefill_stages
+    model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
         _refuse_too_large(config, model)
-    most = even_split(model.num_layers, config.prefill.stages)[0]
+    most = even_split(model.num_kept_layers, config.prefill.stages)[0]
     own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
     max_in_flight = prompt_passes(config.prefill.stages)
     # Layers of these stages do not move, so no KV goes between them.
-    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, ring_frames=1)
+    has_mtp = model.num_mtp_layers > 0
+    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, 1, has_mtp)
     fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
     return PrefillStage(built, fp8_rank)
 
@@ -75,14 +76,14 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     only their KV. Raises ValueError naming what is wrong with the checkpoint.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
-    model, dtype = ModelConfig.from_folder(checkpoint), torch_dtype(config)
+    model, dtype = model_of(config, checkpoint), torch_dtype(config)
     attention = model.attention
     if not isinstance(attention, MlaConfig):
         raise ValueError(
             "prefill.engines is set, and this model's KV is not latent: the connector sends latent "
             "KV (MLA) only"
         )
-    first = replace(model, num_layers=model.num_dense_layers + 1)
+    first = replace(model, num_layers=model.num_dense_layers + 1, num_mtp_layers=0)
     weights = load_weights(checkpoint, first, dtype, range(0), progress)
     token_ids = probe_token_ids(model.vocab_size)
     pages = [kv for _, kv in prefill_pages(weights, first, token_ids, NUM_TOKENS, NUM_TOKENS)]
@@ -94,10 +95,10 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
         fingerprint=fingerprint(checkpoint, config.data_plane.dtype),
         token_ids=token_ids,
         expected=torch.cat(pages, dim=1)[:, :NUM_TOKENS].clone(),
-        num_layers=model.num_layers,
+        num_layers=model.num_kept_layers,
         rank=attention.kv_lora_rank,
         is_fp8=is_fp8,
-        page_bytes=model.num_layers * PAGE_SIZE * width,
+        page_bytes=model.num_kept_layers * PAGE_SIZE * width,
     )
 
 

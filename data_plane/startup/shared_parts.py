@@ -113,6 +113,11 @@ def _redundant(config: Config) -> str:
     return f", and {number} more slots in each layer" if number else ""
 
 
+def model_of(config: Config, checkpoint: Path) -> ModelConfig:
+    """The model that the configuration asks for. Raises ValueError: see ModelConfig.from_folder."""
+    return ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
+
+
 def torch_dtype(config: Config) -> torch.dtype:
     """Return the dtype of weights, activations and, unless it is FP8, KV."""
     return torch.bfloat16 if config.data_plane.dtype == "bfloat16" else torch.float32
@@ -122,5 +127,5 @@ def grammar_masks(config: Config, checkpoint: Path) -> GrammarMasks | None:
     """Load what makes masks of structured output; None if no row may have a grammar."""
     if not config.cluster.bounds.max_grammar_bytes:
         return None
-    model = ModelConfig.from_folder(checkpoint)
+    model = model_of(config, checkpoint)
     return load_grammar_masks(checkpoint, model.vocab_size, model.eos_token_ids)

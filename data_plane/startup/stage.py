@@ -34,17 +34,18 @@ def build_stage(
     progress: Progress = say_nothing,
     max_in_flight: int | None = None,
     ring_frames: int = RING_FRAMES,
+    has_mtp: bool = False,
 ) -> ModelStage:
     """Load this stage's first layers, and allocate its frames and its ends of the links.
 
     progress: see model.weights.Progress. max_in_flight: see RingStageLinks. ring_frames: frames of
-    one layer in a ring of KV between two stages.
+    one layer in a ring of KV between two stages. has_mtp: whether the MTP layer is the last one.
     Raises ValueError naming what is wrong with the checkpoint, what does not fit it, or what this
     machine does not have.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
-    dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint)
-    pipeline = PipelineConfig.of(config, model.num_layers)
+    dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint, has_mtp)
+    pipeline = PipelineConfig.of(config, model.num_kept_layers)
     kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     is_last, layers = stage == pipeline.num_stages - 1, layers_of(pipeline.first_split, stage)
     weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
@@ -68,7 +69,7 @@ def build_stage(
     built.make_ends = ends
     built.selected = [
         *sentences,
-        f"layers: {layers.start} to {layers.stop - 1} of {model.num_layers}, room for "
+        f"layers: {layers.start} to {layers.stop - 1} of {model.num_kept_layers}, room for "
         f"{pipeline.num_places}",
     ]
     return built

@@ -18,7 +18,9 @@ import torch
 from data_plane.attention.lse_merge import lse_merge
 from data_plane.graph.pool_cpu import StepContext
 from data_plane.kv.frame_pool import FramePool, LocalStep
-from data_plane.model.weights import LayerWeights, ModelWeights
+from data_plane.model.layers import mtp_rows
+from data_plane.model.norm import rms_norm
+from data_plane.model.weights import HeadWeights, LayerWeights, ModelWeights
 from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.step.cpu_kernels import Arithmetic
 from data_plane.step.probe import Probe, no_probe
@@ -63,6 +65,11 @@ class CpuStep:
         )
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size)
         """The last step's logits, in its first num_rows rows: [max_rows, vocabulary] fp32."""
+        mtp_size = model.hidden_size if weights.mtp else 0
+        self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=frames.layers.dtype)
+        """What the MTP layer takes beside the next tokens: rows after the model's last norm."""
+        self.drafted = self.hidden
+        """The MTP layer's rows, [num_rows, X]."""
 
     def capture(self, context: StepContext) -> CapturedStep:
         """What runs the step over this context."""
@@ -99,6 +106,40 @@ class CpuStep:
 
         Whoever goes on before the put is here, waits in the step. The caller is in inference mode.
         """
+        x_BX = yield from self._layers(context, self._embed(context), range(self._model.num_layers))
+        self._probe("step")
+        if num_rows := context.bucket.num_rows:
+            self.logits[:num_rows] = self._kernels.logits(x_BX, self._weights, self._model)
+            if self._weights.mtp is not None:
+                norm = self._weights.final_norm
+                self.hidden[:num_rows] = rms_norm(x_BX, norm, self._model.norm_eps)
+
+    def draft_phases(self, context: StepContext) -> Iterator[Awaited]:
+        """The MTP layer over `hidden` and the row state's tokens, in parts; see `phases`."""
+        mtp, first = self._weights.mtp, self._model.num_layers
+        assert mtp is not None
+        x_BX = self._embed(context)
+        if num_rows := context.bucket.num_rows:
+            x_BX = mtp_rows(x_BX, self.hidden[:num_rows], mtp, self._model)
+        self.drafted = yield from self._layers(context, x_BX, range(first, first + 1))
+        self._probe("step")
+
+    def draft_logits_of(self, rows: list[int]) -> torch.Tensor:
+        """Logits of the MTP layer's rows: [rows, vocabulary] fp32."""
+        assert self._weights.mtp is not None
+        head = HeadWeights(self._weights.mtp.head_norm, self._weights.lm_head)
+        return self._kernels.logits(self.drafted[rows], head, self._model)
+
+    def go_on_drafting(self, places: list[int], rows: list[int]) -> None:
+        """The next turn of these MTP rows takes them at these places."""
+        self.hidden[places] = self.drafted[rows]
+
+    def _embed(self, context: StepContext) -> torch.Tensor:
+        token_B = torch.from_numpy(context.rows.token)
+        return self._weights.embedding[token_B].to(self._frames.layers.dtype)
+
+    def _layers(self, context: StepContext, x_BX: torch.Tensor, layers: range) -> Parts:
+        """Run layers of one kind after the other over hidden rows."""
         rows, ops, probe = context.rows, self._kernels, self._probe
         num_rows = context.bucket.num_rows
         routes = _Routes(context, self._instance)
@@ -107,8 +148,8 @@ class CpuStep:
         live_B = torch.from_numpy(rows.live)
         own_plan = self._attention.plan(own.frames, own.lengths)
         self._weights.rope.reach(int(rows.position.max(initial=0)))
-        x_BX = self._weights.embedding[torch.from_numpy(rows.token)].to(self._frames.layers.dtype)
-        for index, layer in enumerate(self._weights.layers):
+        for index in layers:
+            layer = self._weights.layers[index]
             self._exchange.attention_epoch += 1
             probe("other")
             if num_rows:
@@ -124,7 +165,7 @@ class CpuStep:
                 partial_BHO, lse_BH = self._attend(q_BHD, index, own_plan)
             if routes.sources:
                 probe("exchange")
-                yield from self._answer_received(context, routes, index, layer)
+                yield from self._answer_received(context, routes, index, index == layers.start)
             probe("other")
             normed_BX = x_BX
             if num_rows:
@@ -136,9 +177,7 @@ class CpuStep:
                 x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
             else:
                 x_BX = yield from self._mixtures.phases(x_BX, normed_BX, live_B, index)
-        probe("step")
-        if num_rows:
-            self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
+        return x_BX
 
     def _attend(self, q: torch.Tensor, index: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._attention.run(
@@ -163,15 +202,19 @@ class CpuStep:
             self._exchange.put(Channel.Q, link.peer, self._exchange.attention_epoch, link.count)
 
     def _answer_received(
-        self, context: StepContext, routes: _Routes, index: int, layer: LayerWeights
+        self, context: StepContext, routes: _Routes, index: int, is_first: bool
     ) -> Iterator[Awaited]:
-        """Phases 2 and 3: append and attend for the rows of others, return partials."""
+        """Phases 2 and 3: append and attend for the rows of others, return partials.
+
+        is_first: whether no layer of this step, or of this turn of drafting, came before.
+        """
+        layer = self._weights.layers[index]
         received, epoch = self._received, self._exchange.attention_epoch
         for source, begin, end in routes.sources:
             yield self._exchange.awaited(Channel.Q, source, epoch)
             received.copy_from(self._exchange.wait(Channel.Q, source, epoch), begin, end)
         count = context.bucket.num_received
-        if index == 0:
+        if is_first:
             # The position and live flag of a row are the same in every layer of a step.
             received.live[routes.num_received : count] = False
             self._weights.rope.reach(int(received.position[:count].max()))
@@ -253,6 +296,10 @@ class CapturedStep:
     def phases(self) -> Iterator[Awaited]:
         """The step, in parts: it yields what it awaits before each wait for a peer."""
         return self._step.phases(self._context)
+
+    def draft_phases(self) -> Iterator[Awaited]:
+        """The MTP layer, in parts; see CpuStep.draft_phases."""
+        return self._step.draft_phases(self._context)
 
 
 class _Link:

@@ -32,6 +32,7 @@ from data_plane.instance.rows import Row
 from data_plane.instance.sampler import report_prompt
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.frame_pool import FramePool
+from data_plane.model.layers import mtp_rows
 from data_plane.model.norm import rms_norm
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import LayerWeights
@@ -97,6 +98,9 @@ class ModelStage(StageEdge):
         weights, rope, model = self._weights.layer(layer), self._weights.rope, self._model
         kernels, pool_FSW = self._kernels, self._frames.layers[place]
         kind, position_T = model.attention, batch.position_T
+        is_mtp, rows_after = layer == model.num_layers, rows
+        if is_mtp:
+            rows = self._mtp_rows(spans, rows)
         q_THD: Tensor | None = None
         if self._least_plain_chunk < sys.maxsize:
             normed_TX = rms_norm(rows, weights.input_norm, model.norm_eps)
@@ -104,7 +108,10 @@ class ModelStage(StageEdge):
         else:
             wire_q_TC, kv_TW, q_THD = kernels.attention_rows(rows, position_T, weights, rope, model)
         kernels.append(self._frames.slots[place], batch.slot_T, kv_TW)
-        if layer == model.num_layers - 1 and not batch.has_output:
+        if is_mtp:
+            return rows_after  # of a prompt only its KV is wanted
+        is_last = layer == model.num_layers - 1 and not model.num_mtp_layers
+        if is_last and not batch.has_output:
             return rows  # nobody reads what comes after the last layer's KV
 
         def queries(part: slice | Tensor) -> Tensor:
@@ -131,6 +138,18 @@ class ModelStage(StageEdge):
                 o_THV[part] = causal_attention(q_THE, kv_UW, kind.softmax_scale, heads_of)
         x_TX, normed_TX = kernels.after_attention(rows, o_THV, weights, rope, model)
         return x_TX + self._mlp(normed_TX, weights)
+
+    def _mtp_rows(self, spans: Sequence[tuple[Span, Sequence[int]]], rows: Tensor) -> Tensor:
+        """What enters the MTP layer; rows: after the last layer."""
+        weights, ids = (
+            self._weights,
+            [each for span, _ in spans for each in self._inputs(span, ahead=1)],
+        )
+        assert weights.mtp is not None and weights.head is not None
+        assert weights.embedding is not None
+        next_TX = weights.embedding[torch.tensor(ids)].to(rows.dtype)
+        normed_TX = rms_norm(rows, weights.head.final_norm, self._model.norm_eps)
+        return mtp_rows(next_TX, normed_TX, weights.mtp, self._model)
 
     def _absorbed(self, q_THD: Tensor, kv_UW: Tensor, weights: LayerWeights) -> Tensor:
         """Attend as rows that decode do: to KV as it is stored, which costs nothing to read."""

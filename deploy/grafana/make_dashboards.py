@@ -184,7 +184,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "Tokens in a step",
             "short",
             (mean("iteration_tokens_total", ENGINE), "engine {{engine}}"),
-            about="Mean rows of a step on each instance: each row generates a token.",
+            about="Mean tokens of a step on each instance: one for each row, and accepted drafts.",
         ),
         quantiles(
             "Prompt lengths",

@@ -1,11 +1,11 @@
-"""Panels of a step's time: all of it, waits for others, and what lanes hide of those.
+"""Panels of a step: its time, waits for others, what lanes hide of those, and drafts.
 
 Enters: nothing. Leaves: panels of the dashboard of an engine's parts. Does not know: other panels.
 """
 
 from __future__ import annotations
 
-from panels import ENGINE, Panel, mean, panel
+from panels import ENGINE, Panel, mean, panel, rate
 
 
 def step_panels() -> list[Panel]:
@@ -44,5 +44,32 @@ def step_panels() -> list[Panel]:
                 "engine {{engine}}",
             ),
             about="This differs between instances: every step waits for the busiest one.",
+        ),
+        panel(
+            "Drafts accepted, by place",
+            "percentunit",
+            (
+                f"{rate('spec_decode_num_accepted_tokens_per_pos_total', ' by (position)')} / "
+                f"ignoring (position) group_left {rate('spec_decode_num_drafts_total')}",
+                "place {{position}}",
+            ),
+            (
+                f"{rate('spec_decode_num_accepted_tokens_total')} / "
+                f"{rate('spec_decode_num_draft_tokens_total')}",
+                "of all that were checked",
+            ),
+            about="Share of a row's steps in which the draft at that place behind its known token "
+            "was right. Only with scheduler.num_drafts.",
+        ),
+        panel(
+            "Tokens of a row in a step",
+            "short",
+            (
+                f"1 + {rate('spec_decode_num_accepted_tokens_total')} / "
+                f"{rate('spec_decode_num_drafts_total')}",
+                "of rows with drafts",
+            ),
+            about="A step takes longer with drafts: it pays if this grows more than the step "
+            "does. Only with scheduler.num_drafts.",
         ),
     ]

@@ -78,15 +78,18 @@ def plan(
     lanes: Annotated[
         bool, typer.Option("--lanes", help="Windows may run in two lanes, each with its regions.")
     ] = False,
+    drafts: Annotated[
+        bool, typer.Option("--drafts", help="The model's MTP layer drafts (scheduler.num_drafts).")
+    ] = False,
 ) -> None:
     """Say what each instance needs, how many tokens fit, and what would make the model fit."""
     from control_plane.frontend.tokenizer import load_tokenizer
     from data_plane.model.config import ModelConfig
 
     try:
-        model = ModelConfig.from_folder(checkpoint)
+        model = ModelConfig.from_folder(checkpoint, drafts)
         tokenizer = load_tokenizer(checkpoint)
-        config = _config(instances, device, dtype, kv_dtype, layout, lanes)
+        config = _config(instances, device, dtype, kv_dtype, layout, lanes, drafts)
         report = _report_stages if layout == "pipeline" else _report
         fits = report(checkpoint, model, config, device, memory_gb)
         if fits and device != _CPU and instances > _GPUS_OF_A_NODE:
@@ -110,6 +113,7 @@ def _config(
     kv_dtype: str,
     layout: str,
     has_lanes: bool,
+    has_drafts: bool,
 ) -> Config:
     from nanocp.config.whole import Config
 
@@ -120,7 +124,9 @@ def _config(
         cluster=replace(
             config.cluster, num_instances=instances, instances_per_node=instances, layout=layout
         ),
-        scheduler=replace(config.scheduler, lanes="always" if has_lanes else "off"),
+        scheduler=replace(
+            config.scheduler, lanes="always" if has_lanes else "off", num_drafts=int(has_drafts)
+        ),
         data_plane=replace(
             config.data_plane,
             device="cuda" if is_gpu else "cpu",
@@ -236,8 +242,9 @@ def _describe(model: ModelConfig) -> str:
     kind = model.attention
     experts = f"{model.num_experts} experts, {model.num_experts_per_token} a token"
     return (
-        f"{model.num_layers} layers, {experts if model.num_experts else 'all dense'}, "
-        f"{kind.num_heads} heads, KV of {kind.kv_width} elements a token and layer"
+        f"{model.num_layers} layers{' and an MTP layer' * model.num_mtp_layers}, "
+        f"{experts if model.num_experts else 'all dense'}, {kind.num_heads} heads, "
+        f"KV of {kind.kv_width} elements a token and layer"
     )
 
 
@@ -289,7 +296,8 @@ def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
 
 def _weights(folder: Path, model: ModelConfig) -> str:
     """Say whether the folder has every tensor, by its index or its only file's header."""
-    from data_plane.model.weights import open_tensors, stored_shapes
+    from data_plane.model.sizes import stored_shapes
+    from data_plane.model.weights import open_tensors
 
     if not _has_weights(folder):
         num = len(stored_shapes(model, range(model.num_experts)))

@@ -105,6 +105,9 @@ def profile(
 
     cluster.yaml, for `nanocp simulate --cluster`: this machine as a simulated cluster.
 
+    With scheduler.num_drafts in --config steps with drafts are measured too, and serve.yaml has as
+    many in each window as pay.
+
     With --layout pipeline passes are measured, and serve.yaml has what a layer and sampling cost.
     """
     from rich.console import Console
@@ -148,6 +151,8 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     )
     if measurement.overlap:
         config = with_lane_table(config, _measure_lanes(config, checkpoint))
+    if config.scheduler.num_drafts:
+        config = _measure_drafts(config, checkpoint)
     fitted = fit_cluster(config, model, degrees, points, ingest_gb_per_s)
     about, out = _about(config, checkpoint), measurement.out
     (out / "serve.yaml").write_text(serve_yaml(config, fitted, sweep, about))
@@ -295,6 +300,19 @@ def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
     with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
         return measure_lane_table(
             config, lambda batch: measured.measure_lanes(batch, _NUM_LANE_STEPS)
+        )
+
+
+def _measure_drafts(config: Config, checkpoint: Path) -> Config:
+    from data_plane.profiling.cluster import measuring
+    from nanocp.serve.service import member_environment
+    from nanocp.simulator.fit.drafts import with_draft_table
+
+    one_lane = replace(config, scheduler=replace(config.scheduler, lanes="off"))
+    with measuring(one_lane, checkpoint, member_environment(config)) as measured:
+        return with_draft_table(
+            config,
+            lambda batch, drafts: measured.measure_drafts(batch, drafts, _NUM_LANE_STEPS),
         )
 
 

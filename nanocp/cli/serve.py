@@ -109,6 +109,14 @@ def serve(
             show_default="30",
         ),
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help="Let the model's MTP layer draft tokens, as vLLM's option of this name: "
+            '{"method": "mtp", "num_speculative_tokens": 1}. (scheduler.num_drafts)',
+            metavar="JSON",
+        ),
+    ] = None,
 ) -> None:
     """Serve a checkpoint until Ctrl-C, SIGTERM or SIGHUP.
 
@@ -121,6 +129,7 @@ def serve(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from nanocp.config.file import load_config, origins
+    from nanocp.config.speculative import num_drafts_of
     from nanocp.config.yaml import config_yaml
 
     try:
@@ -128,6 +137,8 @@ def serve(
             raise ValueError("--address names a Ray cluster, which --no-ray does not use")
         if drain_timeout_s is not None:
             flags["limits.drain_timeout_ms"] = round(drain_timeout_s * 1000)
+        if speculative_config is not None:
+            flags["scheduler.num_drafts"] = num_drafts_of(speculative_config)
         loaded = load_config(config, flags)
         if print_config:
             print(config_yaml(loaded, origins(config, flags)), end="")

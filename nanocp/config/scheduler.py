@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from nanocp.config.choices import check_at_least, check_one_of, require
 from nanocp.config.cost import CostConfig, check_ttft_targets
+from nanocp.values.plan import PAGE_SIZE
 
 LANES = ("off", "measured", "always", "random")
+DRAFTING = ("measured", "always", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class SchedulerConfig:
     placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
     class has a target."""
     tpot_target_ms: int = 0
-    """While steps take longer than this, one in 110 requests may wait up to 20 s to be placed, and
+    """While tokens take longer than this, one in 110 requests may wait up to 20 s to be placed, and
     at most 8 at once: long prompts, so that the others keep their time per token. 0: nobody waits
     for that."""
     growth_promise: str = "max_tokens"
@@ -77,11 +79,38 @@ class SchedulerConfig:
     rows and links, as `nanocp profile --overlap` measured it."""
     lane_gain_percent: int = 3
     """Two lanes run only where they save at least this much."""
+    num_drafts: int = 0
+    """Drafts of a row in a step, at most: tokens that the model's MTP layer guesses, and that the
+    next step checks. 0: none. Tokens are the same."""
+    drafting: str = "always"
+    """How many drafts a window has, as far as rows leave room. measured: as many as `draft_table`
+    and the drafts that were accepted lately promise most tokens a second for. always: num_drafts.
+    Drawn for each window (random): for tests."""
+    draft_table: tuple[tuple[int, int, int, int], ...] = ()
+    """(rows, KV tokens, drafts, percent): what a step with so many drafts takes of the time of one
+    without, on an instance of so many rows and tokens."""
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
         check_one_of(LANES, lanes=self.lanes)
-        check_at_least(0, lane_gain_percent=self.lane_gain_percent)
+        check_at_least(0, lane_gain_percent=self.lane_gain_percent, num_drafts=self.num_drafts)
+        check_one_of(DRAFTING, drafting=self.drafting)
+        require(
+            all(min(rows, drafts, percent) >= 1 for rows, _, drafts, percent in self.draft_table),
+            f"draft_table is {self.draft_table}; it must be (rows, KV tokens, drafts, percent), "
+            "each number but that of tokens from 1",
+        )
+        require(
+            not self.num_drafts or self.drafting != "measured" or bool(self.draft_table),
+            "drafting is measured and draft_table is empty; nanocp profile writes it, or take "
+            "always",
+        )
+        reach = self.steps_per_window * (1 + self.num_drafts) + max(self.num_drafts - 1, 0)
+        require(
+            not self.num_drafts or reach <= PAGE_SIZE,
+            f"num_drafts is {self.num_drafts} and steps_per_window {self.steps_per_window}: a row "
+            f"may write {reach} tokens in a window; {PAGE_SIZE}, a page, are the most",
+        )
         require(
             all(
                 rows >= 1 and links >= 0 and percent >= 1

@@ -120,6 +120,11 @@ def _refusals(config: Config) -> Iterator[str]:
             f"scheduler.lanes is {scheduler.lanes} and dispatch_backend {dispatch}; on a GPU "
             "it must be exchange, the only one that both lanes can use at once"
         )
+    if scheduler.num_drafts and not on_cpu:
+        yield (
+            f"scheduler.num_drafts is {scheduler.num_drafts} and data_plane.device "
+            f"{data_plane.device}; so far instances on CPUs draft: set num_drafts to 0"
+        )
     if not on_cpu and cluster.num_instances > cluster.instances_per_node:
         yield (
             f"device is cuda, and {cluster.num_instances} instances are on more than one node of "
@@ -164,6 +169,10 @@ def _of_pipeline(config: Config) -> _Refusals:
             f"scheduler.steps_per_window {scheduler.steps_per_window}: a pass is one step",
         ),
         (scheduler.lanes != "off", f"scheduler.lanes {scheduler.lanes}: passes have no lanes"),
+        (
+            scheduler.num_drafts != 0,
+            f"scheduler.num_drafts {scheduler.num_drafts}: its last stage does not draft",
+        ),
         (
             scheduler.policy not in (SchedulerConfig().policy, "dual_balanced"),
             f"scheduler.policy {scheduler.policy}: a pipeline places no request on instances, so "

@@ -13,7 +13,7 @@ from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import page_bytes
+from data_plane.model.sizes import page_bytes
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
@@ -52,7 +52,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
 
     Raises ValueError saying what does not fit.
     """
-    model = ModelConfig.from_folder(checkpoint)
+    model = ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
     num_instances = config.cluster.num_instances
     is_pipeline = config.cluster.layout == "pipeline"
     if is_pipeline:

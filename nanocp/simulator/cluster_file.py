@@ -57,6 +57,8 @@ class Costs:
     other_ns_per_row: float
     step_us: float
     """Once a step: embedding, lm_head, sampling."""
+    attention_ps_per_query: float = 0.0
+    """Per KV token and query of a row: what it computes, if the KV is there. Drafts are queries."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.dispatch_combine_us_at_128_rows]
@@ -80,11 +82,18 @@ class Costs:
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be more")
 
-    def layer_attention_us(self, kv_tokens: float, rows: float) -> float:
+    def ps_per_token(self, num_queries: int) -> float:
+        """Picoseconds of attention over a token by so many queries of one row.
+
+        They read it once: it takes as long as that, or as what all of them compute.
+        """
+        return max(self.attention_ps_per_token, num_queries * self.attention_ps_per_query)
+
+    def layer_attention_us(self, kv_tokens: float, rows: float, num_queries: int = 1) -> float:
         """Microseconds of a layer's attention over kv_tokens by `rows` attention rows, padded."""
         return (
             self.attention_us
-            + self.attention_ps_per_token * kv_tokens / 1e6
+            + self.ps_per_token(num_queries) * kv_tokens / 1e6
             + self.attention_ns_per_row * rows / 1e3
         )
 

@@ -22,6 +22,8 @@ from nanocp.config.cost import CostConfig
 from nanocp.simulator.cluster_file import ClusterFile, Costs
 from nanocp.values.plan import PAGE_SIZE
 
+_PARTS_OF_FRAMES = (64, 16, 4, 1)
+"""A table of drafts has instances with such parts of their frames in use."""
 _NUM_CACHED = 4096
 """Combinations of rows and links whose times are remembered."""
 
@@ -55,6 +57,14 @@ class Loads:
             )
         )
 
+    def wide(self, width: int) -> Loads:
+        """With so many step rows for each row; the KV is that of the rows."""
+        rows, attention_rows, links, between = (
+            [width * value for value in each]
+            for each in (self.rows, self.attention_rows, self.links, self.links_between_nodes)
+        )
+        return Loads(self.kv_tokens, rows, attention_rows, links, between)
+
 
 class LayerTime(NamedTuple):
     """Microseconds of one MoE layer; the first three are of the slowest instance of that phase."""
@@ -76,6 +86,8 @@ class StepTime(NamedTuple):
     no compute of the other lane hides."""
     by_schedule: bool = False
     """Whether its layers run in the order of a searched schedule."""
+    num_drafts: int = 0
+    """Drafts of each row, whose MTP layers are in the step but not in the layer."""
 
 
 class CostModel:
@@ -111,10 +123,13 @@ class CostModel:
         self._projection_us_per_row = costs.gemm_us(0, form.projection_mflop)
         self._without_tokens = lru_cache(_NUM_CACHED)(self._first_phase_without_tokens)
 
-    def step(self, loads: Loads) -> StepTime:
-        """The step's time: every layer waits for the slowest instance of each phase."""
+    def step(self, loads: Loads, num_queries: int = 1) -> StepTime:
+        """The step's time: every layer waits for the slowest instance of each phase.
+
+        num_queries: of each row, which read its KV once; loads count rows for each.
+        """
         model, shares = self._model, self._num_shares
-        first = self._slowest_first_phase(loads)
+        first = self._slowest_first_phase(loads, num_queries)
         dispatch_combine = self.dispatch_combine_us(max(loads.rows) / shares)
         expert = self._expert_us(loads)
         total = (
@@ -123,6 +138,38 @@ class CostModel:
             + self.once_us
         )
         return StepTime(round(total), LayerTime(*first, dispatch_combine, expert))
+
+    def step_with_drafts(self, loads: Loads, num_drafts: int) -> StepTime:
+        """The step's time if each row has so many drafts.
+
+        The MTP layer runs over all step rows, then over one of each row for every further draft.
+        Each time the step's part beside its layers is paid again, which is too much: the head is
+        most of it.
+        """
+        if not num_drafts:
+            return self.step(loads)
+        width = 1 + num_drafts
+        whole = self.step(loads.wide(width), width)
+        turns_us = sum(whole.layer) + (num_drafts - 1) * sum(self.step(loads).layer)
+        return whole._replace(
+            step_us=whole.step_us + round(turns_us + num_drafts * self.once_us),
+            num_drafts=num_drafts,
+        )
+
+    def draft_table(
+        self, cluster: ClusterConfig, most: int
+    ) -> tuple[tuple[int, int, int, int], ...]:
+        """What `scheduler.draft_table` says of instances that are equally full, without links."""
+        table = []
+        for rows in self._row_buckets:
+            for part in _PARTS_OF_FRAMES:
+                tokens = cluster.num_frames * PAGE_SIZE // part
+                loads = Loads([tokens], [rows], [rows], [0], [0])
+                one_us = self.step(loads).step_us
+                for drafts in range(1, most + 1):
+                    us = self.step_with_drafts(loads, drafts).step_us
+                    table.append((rows, tokens, drafts, max(1, round(100 * us / one_us))))
+        return tuple(table)
 
     def step_in_two_lanes(self, loads: Loads) -> StepTime:
         """The step's time if half of each instance's rows are in each lane (overlap.md).
@@ -174,14 +221,16 @@ class CostModel:
             *self._first_phase(loads, instance), dispatch_combine, self._expert_us(loads)
         )
 
-    def _slowest_first_phase(self, loads: Loads) -> tuple[float, float, float]:
+    def _slowest_first_phase(
+        self, loads: Loads, num_queries: int = 1
+    ) -> tuple[float, float, float]:
         """The longest `_first_phase` of all instances, the first of equals.
 
         What does not depend on the tokens is looked up: rows and links change little from step to
         step.
         """
         costs, shares, without_tokens = self._costs, self._num_shares, self._without_tokens
-        ps_per_token = costs.attention_ps_per_token
+        ps_per_token = costs.ps_per_token(num_queries)
         slowest, longest_us = (0.0, 0.0, 0.0), -1.0
         for kv_tokens, *rest in zip(
             loads.kv_tokens,
@@ -228,12 +277,12 @@ class CostModel:
         mean_rows = sum(loads.rows) / (len(loads.rows) * self._num_shares)
         return self._file.layer_expert_us(self._costs, mean_rows)
 
-    def attention_us(self, kv_tokens: float, attention_rows: float) -> float:
+    def attention_us(self, kv_tokens: float, attention_rows: float, num_queries: int = 1) -> float:
         """Attention over the instance's tokens by its rows, padded to their bucket."""
         if not attention_rows:
             return 0.0
         return self._costs.layer_attention_us(
-            kv_tokens, _padded(attention_rows, self._attention_buckets)
+            kv_tokens, _padded(attention_rows, self._attention_buckets), num_queries
         )
 
     def exchange_us(self, num_links: int, num_between_nodes: int, num_received: int) -> float:
@@ -255,18 +304,21 @@ class CostModel:
         """Dispatch and combine of an instance with `rows` rows; 0 for a dense model."""
         return self._dispatch_us + self._us_per_row * rows
 
-    def in_tokens(self) -> CostConfig:
-        """What cost_aware weighs: costs in KV tokens of attention, and ingest in nanoseconds."""
-        costs = self._costs
-        link_us = self._us_per_link + self._projection_us_per_row
-        far_link_us = self._us_per_link_between + self._projection_us_per_row
-        us_per_token = max(costs.attention_ps_per_token, 1e-3) / 1e6
+    def in_tokens(self, num_drafts: int = 0) -> CostConfig:
+        """What cost_aware weighs: costs in KV tokens of attention, and ingest in nanoseconds.
+
+        num_drafts: of a row, each of which is one row more on a link and in a mixture.
+        """
+        costs, width = self._costs, 1 + num_drafts
+        link_us = width * (self._us_per_link + self._projection_us_per_row)
+        far_link_us = width * (self._us_per_link_between + self._projection_us_per_row)
+        us_per_token = max(costs.ps_per_token(width), 1e-3) / 1e6
         return CostConfig(
             exchange_tokens=round((costs.exchange_us + self._projection_us) / us_per_token),
             exchange_tokens_between_nodes=round(costs.exchange_us_between_nodes / us_per_token),
             link_tokens=round(link_us / us_per_token),
             link_tokens_between_nodes=round(far_link_us / us_per_token),
-            dispatch_tokens_per_row=round(self._us_per_row / us_per_token),
+            dispatch_tokens_per_row=round(width * self._us_per_row / us_per_token),
             ingest_ns_per_token=round(self._file.ingest_ns_per_token),
         )
 
@@ -280,16 +332,17 @@ class CostModel:
 
 
 def profile_cp_degrees(
-    model: CostModel, degrees: Sequence[int], max_len: int
+    model: CostModel, degrees: Sequence[int], max_len: int, num_drafts: int = 0
 ) -> tuple[tuple[int, int], ...]:
     """(length, degree) buckets of 4.2.2: each degree is that of least attention and exchange.
 
     What is swept is one request alone, split evenly within a node. The last bucket ends above
-    max_len.
+    max_len. num_drafts: of the request in each step.
     """
+    width = 1 + num_drafts
 
     def best(length: int) -> int:
-        return min(degrees, key=lambda degree: (_alone_us(model, length, degree), degree))
+        return min(degrees, key=lambda degree: (_alone_us(model, length, degree, width), degree))
 
     buckets: list[tuple[int, int]] = []
     degree = best(1024)
@@ -300,8 +353,9 @@ def profile_cp_degrees(
     return (*buckets, (max_len + 1, degree))
 
 
-def _alone_us(model: CostModel, length: int, degree: int) -> float:
-    return model.attention_us(length / degree, 1) + model.exchange_us(degree - 1, 0, 1)
+def _alone_us(model: CostModel, length: int, degree: int, width: int) -> float:
+    attention_us = model.attention_us(length / degree, width, width)
+    return attention_us + model.exchange_us(width * (degree - 1), 0, width)
 
 
 def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:

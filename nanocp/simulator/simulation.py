@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -27,6 +27,7 @@ from nanocp.overlap.schedule import Schedule
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel, Loads, StepTime, profile_cp_degrees
 from nanocp.simulator.decided import DecidedLoads
+from nanocp.simulator.drafted_rows import Speculation, come
 from nanocp.simulator.nano_batches import ScheduledSteps
 from nanocp.simulator.nics import Nics
 from nanocp.simulator.outcome import Outcome, Recorder, Run
@@ -57,6 +58,8 @@ class _Window:
     number: int
     ends_us: int
     step: StepTime
+    rows: dict[int, int]
+    """Request -> the instance of its row, if rows may have drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class Mechanisms:
     """The order in which layers run where that pays; None: program order."""
     host_pages: int = 0
     """Full pages of prompts that each instance keeps outside its frames."""
+    speculation: Speculation | None = None
+    """Drafts of rows; None: none."""
 
 
 def make_simulation(
@@ -102,12 +107,15 @@ def make_simulation(
     if mechanisms.lanes and not is_fluid:
         table = model.lane_table(file.cluster)
         scheduler = replace(scheduler, lanes="measured", lane_table=table)
+    if mechanisms.speculation is not None and not is_fluid:
+        file, scheduler = _with_drafts(file, scheduler, model, mechanisms.speculation)
     if mechanisms.host_pages and not is_fluid:
         scheduler = replace(scheduler, offload_host_pages=mechanisms.host_pages)
-    time_of = model.step
+    time_of: Callable[[Loads], StepTime] = model.step
     if mechanisms.schedule is not None and not is_fluid:
         time_of = ScheduledSteps(model, file, mechanisms.schedule).step
     notes = recorder or Recorder(run)
+    speculation = None if is_fluid else mechanisms.speculation
     return Simulation(
         _as_one_instance(file) if is_fluid else file,
         scheduler,
@@ -116,6 +124,26 @@ def make_simulation(
         event_log,
         explainer,
         time_of,
+        speculation,
+    )
+
+
+def _with_drafts(
+    file: ClusterFile, config: SchedulerConfig, model: CostModel, speculation: Speculation
+) -> tuple[ClusterFile, SchedulerConfig]:
+    """The cluster whose frames have one layer more, and what its scheduler weighs."""
+    num, layers = len(speculation.shares), file.model.num_layers
+    num_frames = file.cluster.num_frames * layers // (layers + 1)
+    file = replace(file, cluster=replace(file.cluster, num_frames=num_frames))
+    return file, replace(
+        config,
+        num_drafts=num,
+        drafting="measured" if speculation.is_measured else "always",
+        draft_table=model.draft_table(file.cluster, num),
+        costs=model.in_tokens(num),
+        cp_degree_buckets=profile_cp_degrees(
+            model, file.cp_degrees, file.cluster.max_model_len, num
+        ),
     )
 
 
@@ -149,8 +177,10 @@ class Simulation:
         event_log: Path | None = None,
         explainer: Explainer | None = None,
         time_of: Callable[[Loads], StepTime] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """time_of: how long a step of one lane takes; by default what the model says."""
+        self._speculation = speculation
         self._file = file
         self.model = model
         self._time_of = time_of or model.step
@@ -279,19 +309,25 @@ class Simulation:
         instance_loads = self._scheduler.loads()
         loads = self._decided.loads(instance_loads)
         time_of = self.model.step_in_two_lanes if plans[0].two_lanes else self._time_of
-        step = time_of(loads)
+        num_drafts = plans[0].num_drafts
+        step = self.model.step_with_drafts(loads, num_drafts) if num_drafts else time_of(loads)
         begins_us = self._windows[-1].ends_us if self._windows else now_us
         for request_id in joined:
             if not self._num_tokens.get(request_id):
                 self._recorder.first_token(request_id, begins_us + step.step_us)
             self._row_joins(request_id, window)
-        self._windows.append(_Window(window, begins_us + step.step_us * self._num_steps, step))
+        ends_us = begins_us + step.step_us * self._num_steps
+        rows = dict(self._decided.instance_of) if self._speculation else {}
+        self._windows.append(_Window(window, ends_us, step, rows))
         self._push(self._windows[-1].ends_us, None)
         self._recorder.window(
             begins_us, step, self._num_steps, loads, instance_loads, self._scheduler.num_waiting
         )
 
     def _row_joins(self, request_id: int, window: int) -> None:
+        if self._speculation:
+            self._num_tokens.setdefault(request_id, 0)
+            return
         self._joined_step[request_id] = window * self._num_steps
         self._num_tokens.setdefault(request_id, 0)
         self._last_window.setdefault(self._last_step(request_id) // self._num_steps, []).append(
@@ -300,6 +336,8 @@ class Simulation:
 
     def _row_leaves(self, request_id: int, window: int) -> None:
         """It stopped, or all its tokens are in windows before this one, or else it is parked."""
+        if self._speculation:
+            return
         if request_id in self._requests and self._last_step(request_id) >= window * self._num_steps:
             self._num_tokens[request_id] += window * self._num_steps - self._joined_step.pop(
                 request_id
@@ -315,6 +353,8 @@ class Simulation:
     def _end_window(self) -> list[Event]:
         """Let every instance report the oldest window; rows that got their last token stop."""
         window = self._windows.popleft()
+        if self._speculation:
+            return self._end_window_with_drafts(window, self._speculation.shares)
         finished: dict[int, list[Finished]] = {}
         for request_id in self._last_window.pop(window.number, ()):
             # A row that was parked since is listed under a later window too, or will be.
@@ -335,6 +375,38 @@ class Simulation:
             WindowDone(instance, window.number, tuple(finished[instance]))
             if instance in finished
             else WindowDone(instance, window.number)
+            for instance in range(self._file.cluster.num_instances)
+        ]
+
+    def _end_window_with_drafts(self, window: _Window, shares: Sequence[float]) -> list[Event]:
+        """Let every instance report a window with drafts: what each row got is known only now."""
+        num_steps, num_drafts = self._num_steps, window.step.num_drafts
+        finished: dict[int, list[Finished]] = defaultdict(list)
+        advanced: dict[int, list[int]] = defaultdict(list)
+        counts = [[0, 0] for _ in range(num_drafts)]
+        for request_id, instance in window.rows.items():
+            if request_id not in self._num_tokens:
+                continue  # it stopped in the window before
+            request, num_done = self._requests[request_id], self._num_tokens[request_id]
+            first_step, num_left = window.number * num_steps, request.output_len - num_done
+            came = come(shares[:num_drafts], request_id, first_step, num_steps, num_left, counts)
+            self._num_tokens[request_id] += came.num_tokens
+            if came.last_step is None:
+                advanced[instance] += [request_id] * (came.num_tokens - num_steps)
+                continue
+            unused_us = (num_steps - 1 - came.last_step) * window.step.step_us
+            self._recorder.finished(request_id, window.ends_us - unused_us)
+            finished[instance].append(Finished(request_id, request.output_len, FinishReason.STOP))
+            del self._requests[request_id], self._num_tokens[request_id]
+        reported = tuple((checked, accepted) for checked, accepted in counts)
+        return [
+            WindowDone(
+                instance,
+                window.number,
+                tuple(finished.get(instance, ())),
+                advanced=tuple(advanced.get(instance, ())),
+                drafts=() if instance else reported,
+            )
             for instance in range(self._file.cluster.num_instances)
         ]
 

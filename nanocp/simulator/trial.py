@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from math import inf
+from operator import mul
 from pathlib import Path
 from statistics import fmean
 
@@ -106,8 +107,10 @@ class Trial(Mechanisms):
             for number in range(_NUM_PILOTS):
                 tpot_us = population.tpot_us(fmean(excess_us))
                 pilot = self._beginning(tpot_us, self.workload.seed + number)._pilot()
-                balanced_us = population.step_us(pilot.kv_tokens_mean, pilot.num_rows_mean)
-                excess_us = [*excess_us[number == 0 :], 1e3 * pilot.step_ms_mean - balanced_us]
+                load = pilot.kv_tokens_mean, pilot.num_rows_mean
+                balanced_us, num_tokens = population.balanced(*load)
+                piloted_us = 1e3 * pilot.step_ms_mean / num_tokens
+                excess_us = [*excess_us[number == 0 :], piloted_us - balanced_us]
         return self._beginning(population.tpot_us(fmean(excess_us)), self.workload.seed)
 
     def _beginning(self, tpot_us: int, seed: int) -> Trial:
@@ -125,6 +128,7 @@ class _Population:
     def __init__(self, trial: Trial) -> None:
         cluster = trial.file.cluster
         self._model = CostModel(trial.file, trial.constants, cluster.num_instances, trial.wire_form)
+        self._shares = trial.speculation.shares if trial.speculation else ()
         # As many as would run at a time per token far too long: few of them would be chance.
         sample_us = _SAMPLE * trial.slo.tpot_us
         sample = trial._beginning(sample_us, trial.workload.seed)
@@ -139,10 +143,19 @@ class _Population:
         full_us = _FULL * sample_us / used if used else inf
         self._most_us = min(full_us, _SLOWEST * trial.slo.tpot_us)
 
-    def step_us(self, kv_tokens: float, rows: float) -> int:
-        """A step of that load if no instance has more than another."""
+    def balanced(self, kv_tokens: float, rows: float) -> tuple[float, float]:
+        """(microseconds a token, tokens a step) of that load if no instance has more than another.
+
+        A step has one token of a row, or all drafts where these pay.
+        """
         kv, num = round(kv_tokens), round(rows)
-        return self._model.step(Loads([kv], [num], [num], [0], [0])).step_us
+        loads = Loads([kv], [num], [num], [0], [0])
+        steps = [(self._model.step(loads).step_us, 1.0)]
+        if self._shares:
+            us = self._model.step_with_drafts(loads, len(self._shares)).step_us
+            steps.append((us, 1 + sum(accumulate(self._shares, mul))))
+        us, num_tokens = min(steps, key=lambda step: step[0] / step[1])
+        return us / num_tokens, num_tokens
 
     def tpot_us(self, excess_us: float) -> int:
         """Find the least time per token that is as long as a balanced step plus the excess.
@@ -152,7 +165,7 @@ class _Population:
         low, high = 0.0, self._most_us
         for _ in range(20):
             tpot_us = (low + high) / 2
-            balanced_us = self.step_us(
+            balanced_us, _ = self.balanced(
                 self._kv_tokens_per_us * tpot_us, self._rows_per_us * tpot_us
             )
             if balanced_us + excess_us > tpot_us:

@@ -84,7 +84,8 @@ class PrefillRequest:
 
     transfer: Transfer
     token_ids: Sequence[int]
-    """Ids of positions 0 .. num_tokens - 1; with prompt_logprobs, of position num_tokens too."""
+    """Ids of positions 0 .. num_tokens - 1; with prompt_logprobs or drafts, of position num_tokens
+    too."""
     prompt_logprobs: int | None = None
     """Most likely tokens to report at positions 1 .. num_tokens; None: no log probabilities."""
     front_end: str = ""

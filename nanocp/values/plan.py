@@ -167,7 +167,7 @@ class WindowDone:
     exchange_us: int = 0
     """Mean time of a step spent waiting for the exchange. Telemetry, like every field below."""
     num_tokens: int = 0
-    """Tokens sampled in the window."""
+    """Tokens sampled in the window, accepted drafts among them; deferral reads it too."""
     num_rows: int = 0
     """Rows of the instance."""
     num_received: int = 0
@@ -189,6 +189,10 @@ class WindowDone:
     """Pages that rows of this instance have filled in this window; none without kv_offload."""
     hidden_us: int = 0
     """Mean time of a step in which one lane computed while the other waited for the exchange."""
+    advanced: tuple[int, ...] = ()
+    """Requests of this instance that have not stopped, once for each draft that was accepted."""
+    drafts: tuple[tuple[int, int], ...] = ()
+    """(drafts that were checked, those that were accepted), by their offset from 1."""
 
 
 class TargetRun(NamedTuple):
@@ -285,6 +289,8 @@ class InstancePlan(NamedTuple):
     step."""
     two_lanes: bool = False
     """Whether the window's steps run in two lanes; equal in all plans of a window."""
+    num_drafts: int = 0
+    """Most drafts of a row in a step; equal in a window's plans (protocol.md, equal width)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +350,9 @@ class Placement(NamedTuple):
     holders: tuple[tuple[int, int], ...]
     """(first page, instance), ascending: the instance holds the pages up to the next entry, the
     last one all after."""
+    begins: tuple[int, int] | None = None
+    """With drafts: the least and the most tokens of KV that the request has when the row's first
+    window at its MoE binding begins. None: num_tokens says it."""
 
     def kv_split(self, num_tokens: int | None = None) -> tuple[tuple[int, int], ...]:
         """(instance, pages), ascending, of the KV of `num_tokens` tokens (default: its own).

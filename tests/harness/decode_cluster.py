@@ -20,13 +20,13 @@ from control_plane.coordinator.flights.transfers import fetched_pages
 from control_plane.frontend.page_hashes import page_hashes, page_state
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
+from data_plane.instance.decode import DecodeInstance
 from data_plane.instance.interface import TermStart
 from data_plane.kv.page_ring import PageRingWriter
-from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.instance import build_instance
-from data_plane.startup.shared_parts import torch_dtype
+from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.transport import futex
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
@@ -92,7 +92,7 @@ class DecodeCluster:
         self.plans: list[Plan] = []
         self.reports: list[WindowDone] = []
         self._checkpoint = checkpoint
-        self._model = ModelConfig.from_folder(checkpoint)
+        self._model = model_of(config, checkpoint)
         self._full_weights = load_weights(
             checkpoint, self._model, torch_dtype(config), range(self._model.num_experts)
         )
@@ -101,6 +101,8 @@ class DecodeCluster:
         self._shadows = [InstanceTable(index, num) for index in range(num)]
         self._full_plans: dict[tuple[int, int], InstancePlan] = {}
         self.num_resyncs = 0
+        self.instances: dict[int, DecodeInstance] = {}
+        """By index, once they run; to look at while nothing does."""
         self._next_id = 1
         self._num_windows = 0
         self.num_moves = 0
@@ -334,6 +336,7 @@ class DecodeCluster:
     def _instance_loop(self, index: int) -> None:
         segments = Segments(self.cluster_id)
         instance = build_instance(self.config, index, segments, self._checkpoint)
+        self.instances[index] = instance
         if self._experts is not None:
             instance.place_experts(self._experts)
         instance.connect()

@@ -3,7 +3,8 @@
 Arguments are the port and options, such as '{"block_size": 16, "fault": ""}'.
 Faults: `garbage` (KV of another model), `mute` (answers, and sends no page), `hang` (no answer),
 `plain` (no connector), `slow` (a step takes 50 ms), `deaf` (each prompt fails with 500), `probed`
-(mute for all but probes). api_key: as vLLM's --api-key; a request without it gets 401.
+(mute for all but probes), `mtp` (none: it has KV of the model's MTP layer too). api_key: as vLLM's
+--api-key; a request without it gets 401.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class EngineServer:
             preempted_share,
             OtherModel() if fault == "garbage" else MODEL,
             HashProbe.fingerprint,
+            has_mtp=fault == "mtp",
         )
         self._wake = threading.Event()
         self._numbers = iter(range(1 << 30))
@@ -92,8 +94,8 @@ class EngineServer:
 class OtherModel(HashModel):
     """A model of the same shape with other weights."""
 
-    def prefill(self, token_ids, num_tokens):
-        return super().prefill([token + 1 for token in token_ids], num_tokens)
+    def prefill(self, token_ids, num_tokens, has_mtp=False):
+        return super().prefill([token + 1 for token in token_ids], num_tokens, has_mtp)
 
 
 def handler_of(server):

@@ -24,6 +24,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 POISON = 0xDEAD
 NUM_BLOCKS = 256
+SAMPLED = 1
 
 
 @dataclass
@@ -53,24 +54,27 @@ class FakeVllm:
         model: HashModel | None = None,
         fingerprint: dict[str, str] | None = None,
         max_held_blocks: int = 10_000,
+        has_mtp: bool = False,
     ) -> None:
+        """has_mtp: it speculates by the model's MTP layer, whose KV it has too."""
+        self._has_mtp = has_mtp
         self.block_size = block_size
         self.model = model or HashModel()
         self._random = random.Random(seed)
         self._chunk_tokens = chunk_tokens
         self._preempted_share = preempted_share
-        shape = (self.model.num_layers, NUM_BLOCKS, block_size, 1)
+        shape = (self.model.num_layers + has_mtp, NUM_BLOCKS, block_size, 1)
         self._kv = np.full(shape, POISON, np.uint64)
         self._free = list(range(NUM_BLOCKS))
         self._freed: list[int] = []
         self._users = [0] * NUM_BLOCKS
         self._cached: dict[tuple[int, ...], int] = {}
         """The block whose last token ends this prefix of a prompt, while it is in use."""
-        page = np.zeros((self.model.num_layers, PAGE_SIZE, 1), np.uint64)
+        page = np.zeros((self.model.num_layers + 1, PAGE_SIZE, 1), np.uint64)
         paged = PagedKv(list(self._kv), page, lambda page: page.copy().view(np.uint8).reshape(-1))
 
         def read_page(part: PagePart, number: int, num_tokens: int) -> np.ndarray:
-            return paged.read(part.blocks, number, num_tokens)
+            return paged.read(part.blocks, number, num_tokens, part.ticket.num_layers)
 
         self.requests = TicketedRequests(fingerprint or {}, max_held_blocks)
         self.sender = PageSender(read_page, places)
@@ -229,7 +233,9 @@ class FakeVllm:
         """Compute the chunk; whether the prompt is complete."""
         begin = request.num_computed
         end = begin + self._chunks[request.request_id]
-        kv = np.concatenate(self.model.prefill(request.token_ids, end), axis=1)
+        # The last position's next token is one that this engine samples.
+        ids = (*request.token_ids, SAMPLED) if self._has_mtp else request.token_ids
+        kv = np.concatenate(self.model.prefill(ids, end, self._has_mtp), axis=1)
         for position in range(begin, end):
             block, offset = divmod(position, self.block_size)
             self._kv[:, request.blocks[block], offset, 0] = kv[:, position]

@@ -17,10 +17,11 @@ from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies import relevel
 from data_plane.instance.interface import TermEnds
+from data_plane.instance.rows import Row
 from harness.followed_tables import follow
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
-from harness.hash_parts import Job, Process, Story, changes_term, draw_config
+from harness.hash_parts import Job, Process, Story, changes_term, draw_config, with_drafts
 from harness.hash_play import HashPlay
 from harness.local_exchange import LocalExchange
 from harness.local_pages import LocalPageRing, local_peer_rings
@@ -29,7 +30,14 @@ from nanocp.config.whole import Config
 from nanocp.values.commands import CancelPrefill, PrefillRequest
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import PREFILL, Envelope, Member, Resync
-from nanocp.values.plan import Event, InstancePlan, Placement, Plan, TransferFailed
+from nanocp.values.plan import (
+    Event,
+    InstancePlan,
+    Placement,
+    Plan,
+    TransferFailed,
+    WindowDone,
+)
 from nanocp.values.sampling import SamplingParams
 from nanocp.values.table import InstanceTable
 
@@ -40,6 +48,9 @@ relevel.MIN_PAGES = 1
 class HashCluster(HashPlay):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
+    has_drafts = False
+    draft_percent = 60
+    """How many drafts of 100 are right."""
     check_every = 8
     """Calls of the scheduler from one check of it to the next, which costs more than all the rest.
     What is wrong in a count or a table stays wrong.
@@ -55,6 +66,9 @@ class HashCluster(HashPlay):
         """has_experts: False for a model whose layers are all dense."""
         random = Random(seed)
         config = config or draw_config(random)
+        if self.has_drafts:
+            config = with_drafts(config, of_drafts := Random(seed + 1))
+            self.draft_percent = of_drafts.choice([0, 30, 60, 90, 95])
         super().__init__(random, config, num_requests)
         num = config.cluster.num_instances
         num_dense_layers = random.choice([0, 0, 1, 2, 3])
@@ -83,6 +97,9 @@ class HashCluster(HashPlay):
         self.num_moves = self.num_moves_between_nodes = 0
         self.num_resyncs = self.num_preemptions = 0
         self.num_calls_with_parked_rows = 0
+        self.num_drafted = self.num_accepted = self.num_judged = self.num_narrow_windows = 0
+        self.widths: set[int] = set()
+        """Drafts of a row in the windows that were issued."""
         self._start_cluster()
 
     def place_experts(self, table: ExpertTable) -> None:
@@ -100,7 +117,13 @@ class HashCluster(HashPlay):
 
     def _start_process(self, index: int, ends: TermEnds) -> Process:
         instance = HashInstance(self.config, self.model, ends.exchange, ends.rings, ends.moves)
+        instance.token_after, instance.draft_percent = self._token_after, self.draft_percent
         return Process(index, instance, ends.rings[0])
+
+    def _token_after(self, row: Row) -> int:
+        """What the row samples after its drafts, if they are right; 0 after its last token."""
+        story, number = self.stories[row.request_id], len(row.output_ids) + len(row.drafts)
+        return story.expected[number] if number < len(story.expected) else 0
 
     # --- the play
 
@@ -109,6 +132,28 @@ class HashCluster(HashPlay):
         assert self._all_frames_are_free(), self._describe()
         transfers = self.coordinator.transfers
         assert not (transfers.num_prefilling or transfers.num_pages_awaited), "a ticket is open"
+        if self.judges_drafts:
+            for process in self.processes:
+                self._check_drafts(process.instance)
+
+    @property
+    def judges_drafts(self) -> bool:
+        """Whether each draft depends on all KV of the MTP layer before it.
+
+        A window without drafts writes none. A shared page may have that of another continuation.
+        """
+        config, drafts = self.config.scheduler, self.scheduler._rows.drafts
+        has_all = config.drafting == "always" and not self.num_narrow_windows
+        return bool(drafts.most) and has_all and not config.prefix_sharing
+
+    def _check_drafts(self, instance: HashInstance) -> None:
+        """The MTP layer had all KV before each draft, wherever pages went and rows were."""
+        for request_id, num_tokens, hidden in instance.drafted:
+            story = self.stories[request_id]
+            known = [*story.prompt_ids, *story.expected[:num_tokens]]
+            name = f"a draft of request {request_id} after {num_tokens} tokens"
+            assert hidden == self.model.mtp_hidden(known), f"{name} lacks KV"
+            self.num_judged += 1
 
     def _turn(self) -> None:
         random = self.random
@@ -165,6 +210,10 @@ class HashCluster(HashPlay):
     def _check_plan(self, batch: list[Event], plan: Plan) -> None:
         follow(self.shadows, plan.instances)
         self.num_calls += 1
+        for event in batch:
+            if isinstance(event, WindowDone):
+                self.num_drafted += sum(checked for checked, _ in event.drafts)
+                self.num_accepted += sum(accepted for _, accepted in event.drafts)
         if changes_term(batch) or self.num_calls % self.check_every == 0:
             check(self.scheduler, self.shadows)
         self._count(plan)
@@ -181,6 +230,10 @@ class HashCluster(HashPlay):
         if plan.window is not None:
             assert plan.window == self.num_windows
             self.num_windows += 1
+            (num_drafts,) = {each.num_drafts for each in plan.instances}
+            self.widths.add(num_drafts)
+            has_most = num_drafts == self.config.scheduler.num_drafts
+            self.num_narrow_windows += not has_most
 
     def _take_work(self, member: Member, envelope: Envelope) -> bool:
         """What a member is to do comes to it; see HashCoordinator."""
@@ -203,7 +256,8 @@ class HashCluster(HashPlay):
     def _take_prompt(self, envelope: Envelope) -> None:
         match envelope.message:
             case PrefillRequest(transfer, token_ids):
-                kv = self.model.prefill(list(token_ids), transfer.num_tokens)
+                has_mtp = self.config.scheduler.num_drafts > 0
+                kv = self.model.prefill(list(token_ids), transfer.num_tokens, has_mtp)
                 pages = list(transfer.instances())
                 pages = self.random.sample(pages, len(pages))
                 self.jobs.append(Job(transfer, kv, pages, envelope.term))

@@ -12,11 +12,14 @@ yields what it awaits, so that a test can interleave the steps of a whole cluste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
 from data_plane.graph.buckets import Bucket
-from data_plane.instance.interface import PageMover, PageSource, TermEnds
+from data_plane.instance.interface import PageMover, PageSource, TermEnds, TermStart
 from data_plane.instance.lanes import Waiting, WindowLane, in_turns, run_waiting
 from data_plane.instance.rows import Row
 from data_plane.instance.window_edge import Window, WindowEdge
@@ -37,6 +40,9 @@ from harness.hash_model import HashModel
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable, home_table
 from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.sampling import TokenLogprobs
+
+_position = attrgetter("position")
 
 
 def region_layout(config: Config) -> RegionLayout:
@@ -62,6 +68,16 @@ def region_layout(config: Config) -> RegionLayout:
     return in_two_lanes(layout) if config.scheduler.has_lanes else layout
 
 
+@dataclass(slots=True)
+class _Input:
+    """What a step row takes through the layers."""
+
+    row: Row
+    position: int
+    live: bool
+    hidden: int
+
+
 class HashInstance(WindowEdge):
     """An instance with a HashModel; instance.interface.Instance has the contract of each call."""
 
@@ -79,11 +95,20 @@ class HashInstance(WindowEdge):
         super().__init__(config, ends, dict.fromkeys(Channel, 0), new_ends)
         self.selected = ["hash model: no weights, no attention backend"]
         self._model = model
-        page_bytes = 8 * PAGE_SIZE * model.num_layers
+        num_layers = model.num_layers + (config.scheduler.num_drafts > 0)
+        self.token_after: Callable[[Row], int] = lambda row: 0
+        """What the row samples after its drafts, which no instance knows: for drafts."""
+        self.draft_percent = 60
+        """How many drafts of 100 are right."""
+        self.drafted: list[tuple[int, int, int]] = []
+        """(request, output tokens, hidden value) of each first draft."""
+        self._num_attentions, self._num_mixtures = [0, 0], [0, 0]
+        """By lane, in this term: epochs of the exchange."""
+        page_bytes = 8 * PAGE_SIZE * num_layers
         if (slots := Slots.of(config, page_bytes)) is not None:
             self.copier = PageCopier(self._instance, slots, self._read_page, self._write_page)
         self._scratch = config.cluster.num_frames
-        self._kv = np.zeros((model.num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
+        self._kv = np.zeros((num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)
         self._row_bytes = row_bytes(region_layout(config))
         self.place_experts(home_table(hash_model.NUM_EXPERTS, config.cluster.num_instances))
 
@@ -91,6 +116,11 @@ class HashInstance(WindowEdge):
         """See WindowEdge.place_experts; nothing is loaded."""
         self._experts = table
         self._expert_in = table.at(self._instance)
+
+    def join(self, ends: TermEnds, start: TermStart) -> None:
+        """See interface.Instance.join."""
+        super().join(ends, start)
+        self._num_attentions, self._num_mixtures = [0, 0], [0, 0]
 
     def run_step(self) -> None:
         """See interface.Instance.run_step."""
@@ -103,30 +133,80 @@ class HashInstance(WindowEdge):
         experts.
         """
         with self._one_step() as window:
-            step = window.plan.first_step + window.steps_done
-            hidden = [
-                [hash_model.embed(row.token, row.position) for row in lane.rows]
+            inputs = [
+                [
+                    _Input(
+                        row,
+                        row.position + offset,
+                        offset < row.num_live(window.plan.num_drafts),
+                        hash_model.embed(row.step_token(offset), row.position + offset),
+                    )
+                    for row in lane.rows
+                    for offset in range(window.width)
+                ]
                 for lane in window.lanes
             ]
-            layers = [
-                self._layers(step, lane, values)
-                for lane, values in zip(window.lanes, hidden, strict=True)
-            ]
-            yield from in_turns(layers, lambda put: self._exchange.arrived(*put))
-            for lane, values in zip(window.lanes, hidden, strict=True):
-                self._sample(window, lane.rows, values)
+            yield from self._run_layers(window, inputs, range(self._model.num_layers))
+            self._commit_step(
+                window,
+                lambda rows: [
+                    self._sample(each.row, inputs[each.lane][each.place].hidden) for each in rows
+                ],
+            )
+            if window.plan.num_drafts:
+                yield from self._draft(window, inputs)
 
-    def _layers(self, step: int, lane: WindowLane, hidden: list[int]) -> Iterator[Awaited]:
-        """One lane's layers; hidden: of its rows, in place."""
-        num_moe_layers = self._model.num_layers - self._model.num_dense_layers
-        for layer in range(self._model.num_layers):
-            epoch = step * self._model.num_layers + layer
-            yield from self._attention(layer, epoch, lane, hidden)
-            moe_layer = layer - self._model.num_dense_layers
-            if moe_layer >= 0:
-                yield from self._moe(step * num_moe_layers + moe_layer, lane, hidden)
+    def _draft(self, window: Window, inputs: list[list[_Input]]) -> Waiting[None]:
+        """Run the MTP layer where the next token is known by now, then at one position each."""
+        mtp = range(self._model.num_layers, self._model.num_layers + 1)
+        for each in chain(*inputs):
+            row, num_ahead = each.row, each.row.position - each.position
+            each.live = each.live and not row.finished and num_ahead > 0
+            if each.live:
+                next_token = row.output_ids[len(row.output_ids) - num_ahead]
+                each.hidden = hash_model.mtp_input(each.hidden, next_token, each.position)
+        for turn in range(window.plan.num_drafts):
+            yield from self._run_layers(window, inputs, mtp)
+            for of_lane in inputs:
+                for begin in range(0, len(of_lane), window.width):
+                    self._take_draft(of_lane[begin : begin + window.width], turn)
+
+    def _take_draft(self, of_row: list[_Input], turn: int) -> None:
+        """Keep a row's draft; its next turn begins where this one came to."""
+        last = max((each for each in of_row if each.live), key=_position, default=None)
+        for each in of_row:
+            each.live = False
+        if last is None:
+            return
+        row, size = last.row, self._model.vocab_size
+        if turn == 0:
+            self.drafted.append((row.request_id, len(row.output_ids), last.hidden))
+        token = hash_model.draft(last.hidden, self.token_after(row), self.draft_percent, size)
+        row.drafts.append(token)
+        position = last.position + 1
+        hidden = hash_model.mtp_input(last.hidden, token, position)
+        of_row[0] = _Input(row, position, turn + 1 < row.num_left, hidden)
+
+    def _run_layers(
+        self, window: Window, inputs: list[list[_Input]], layers: range
+    ) -> Waiting[None]:
+        lanes = [
+            self._layers(lane, of_lane, layers)
+            for lane, of_lane in zip(window.lanes, inputs, strict=True)
+        ]
+        yield from in_turns(lanes, lambda put: self._exchange.arrived(*put))
+
+    def _layers(self, lane: WindowLane, inputs: list[_Input], layers: range) -> Iterator[Awaited]:
+        """One lane's layers over its step rows."""
+        for layer in layers:
+            self._num_attentions[lane.number] += 1
+            yield from self._attention(layer, self._num_attentions[lane.number], lane, inputs)
+            if layer >= self._model.num_dense_layers:
+                self._num_mixtures[lane.number] += 1
+                yield from self._moe(self._num_mixtures[lane.number], lane, inputs)
             else:
-                hidden[:] = [hash_model.after_mlp(value, 0) for value in hidden]
+                for each in inputs:
+                    each.hidden = hash_model.after_mlp(each.hidden, 0)
 
     def _region(self, awaited: Awaited) -> dict[str, np.ndarray]:
         """The region that was awaited; the step went on because it is here."""
@@ -143,49 +223,57 @@ class HashInstance(WindowEdge):
         self._sent_bytes[channel] += num_rows * self._row_bytes[channel]
 
     def _attention(
-        self, layer: int, epoch: int, lane: WindowLane, hidden: list[int]
+        self, layer: int, epoch: int, lane: WindowLane, inputs: list[_Input]
     ) -> Iterator[Awaited]:
-        self._send_queries(epoch, lane, hidden)
-        merged = []
-        for row, query in zip(lane.rows, hidden, strict=True):
-            holds = self._holder(row) == self._instance
-            merged.append(
-                self._attend(layer, row.request_id, row.position, query, holds and not row.finished)
-            )
+        by_request: dict[int, list[_Input]] = {}
+        for each in inputs:
+            by_request.setdefault(each.row.request_id, []).append(each)
+        self._send_queries(epoch, lane, by_request)
+        merged = {
+            request_id: [self._attend_own(layer, each) for each in of_row]
+            for request_id, of_row in by_request.items()
+        }
         for peer, requests in enumerate(lane.res_route):
             if requests:
                 yield from self._answer(layer, epoch, lane, peer)
-        row_of = {row.request_id: index for index, row in enumerate(lane.rows)}
         for peer, requests in enumerate(lane.q_route):
             if requests:
                 awaited = Awaited(Channel.RES.in_lane(lane.number), peer, epoch)
                 yield awaited
-                region = self._region(awaited)
-                for request_id, value in zip(requests, region["partial"].tolist(), strict=False):
-                    merged[row_of[request_id]] += value
-        hidden[:] = [hash_model.after_attention(*pair) for pair in zip(hidden, merged, strict=True)]
+                partials = iter(self._region(awaited)["partial"].tolist())
+                for request_id in requests:
+                    merged[request_id] = [own + next(partials) for own in merged[request_id]]
+        for request_id, of_row in by_request.items():
+            for each, value in zip(of_row, merged[request_id], strict=True):
+                each.hidden = hash_model.after_attention(each.hidden, value)
 
-    def _send_queries(self, epoch: int, lane: WindowLane, hidden: list[int]) -> None:
-        rows = lane.rows
-        row_of = {row.request_id: index for index, row in enumerate(rows)}
+    def _attend_own(self, layer: int, each: _Input) -> int:
+        appends = each.live and self._holder(each) == self._instance
+        return self._attend(layer, each.row.request_id, each.position, each.hidden, appends)
+
+    def _send_queries(
+        self, epoch: int, lane: WindowLane, by_request: dict[int, list[_Input]]
+    ) -> None:
         for peer, requests in enumerate(lane.q_route):
             if not requests:
                 continue
             region = self._exchange.outgoing(Channel.Q.in_lane(lane.number), peer, epoch)
-            for slot, request_id in enumerate(requests):
-                row = rows[row_of[request_id]]
-                region["position"][slot] = row.position
-                region["live"][slot] = not row.finished
-                region["query"][slot] = hidden[row_of[request_id]]
-                region["appends"][slot] = self._holder(row) == peer
-            self._put(Channel.Q, lane, peer, epoch, len(requests))
+            sent = [each for request_id in requests for each in by_request[request_id]]
+            for slot, each in enumerate(sent):
+                region["position"][slot] = each.position
+                region["live"][slot] = each.live
+                region["query"][slot] = each.hidden
+                region["appends"][slot] = self._holder(each) == peer
+            self._put(Channel.Q, lane, peer, epoch, len(sent))
 
     def _answer(self, layer: int, epoch: int, lane: WindowLane, peer: int) -> Iterator[Awaited]:
         """Attend for the rows that a peer sent, and return the partials.
 
-        Slot s of the peer's region is the request in slot s of the Res-route.
+        The step rows of the request in slot s of the Res-route are next to each other in the peer's
+        region.
         """
-        requests = lane.res_route[peer]
+        assert self._window is not None
+        requests = [each for each in lane.res_route[peer] for _ in range(self._window.width)]
         awaited = Awaited(Channel.Q.in_lane(lane.number), peer, epoch)
         yield awaited
         region = self._region(awaited)
@@ -197,8 +285,8 @@ class HashInstance(WindowEdge):
             out[slot] = self._attend(layer, request_id, position, query, appends and live)
         self._put(Channel.RES, lane, peer, epoch, len(requests))
 
-    def _holder(self, row: Row) -> int:
-        return self._table.holder(row.request_id, row.position // PAGE_SIZE)
+    def _holder(self, each: _Input) -> int:
+        return self._table.holder(each.row.request_id, each.position // PAGE_SIZE)
 
     def _attend(self, layer: int, request_id: int, position: int, query: int, appends: bool) -> int:
         """Append the new token's KV, then attend over the frames of this instance.
@@ -217,15 +305,15 @@ class HashInstance(WindowEdge):
             total += int(kv[frames[page], : offset + 1].sum())
         return hash_model.partial(query, total)
 
-    def _moe(self, epoch: int, lane: WindowLane, hidden: list[int]) -> Iterator[Awaited]:
+    def _moe(self, epoch: int, lane: WindowLane, inputs: list[_Input]) -> Iterator[Awaited]:
         """Send the live rows to their experts and await what they return.
 
         Every instance sends to every peer, zero rows too (protocol.md, equal epochs).
         """
-        rows = lane.rows
+        hidden = [each.hidden for each in inputs]
         sent: list[list[int]] = [[] for _ in range(self._num_instances)]
-        for index, row in enumerate(rows):
-            if not row.finished:
+        for index, each in enumerate(inputs):
+            if each.live:
                 sent[self._experts.seats[hash_model.gate(hidden[index])]].append(index)
         peers = self._peers
         for peer in peers:
@@ -236,7 +324,7 @@ class HashInstance(WindowEdge):
                 region["expert_slot"][slot] = self._experts.slots[expert_id]
                 region["hidden"][slot] = hidden[index]
             self._put(Channel.DISPATCH, lane, peer, epoch, len(sent[peer]))
-        outputs = [0] * len(rows)
+        outputs = [0] * len(inputs)
         for index in sent[self._instance]:
             outputs[index] = hash_model.expert(hash_model.gate(hidden[index]), hidden[index])
         for peer in peers:
@@ -247,7 +335,8 @@ class HashInstance(WindowEdge):
             region = self._region(awaited)
             for index, output in zip(sent[peer], region["output"].tolist(), strict=False):
                 outputs[index] = output
-        hidden[:] = [hash_model.after_mlp(*pair) for pair in zip(hidden, outputs, strict=True)]
+        for each, output in zip(inputs, outputs, strict=True):
+            each.hidden = hash_model.after_mlp(each.hidden, output)
 
     def _run_experts(self, epoch: int, lane: WindowLane, peer: int) -> Iterator[Awaited]:
         awaited = Awaited(Channel.DISPATCH.in_lane(lane.number), peer, epoch)
@@ -262,14 +351,10 @@ class HashInstance(WindowEdge):
             out[slot] = hash_model.expert(expert_id, int(region["hidden"][slot]))
         self._put(Channel.COMBINE, lane, peer, epoch, int(region["count"][0]))
 
-    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
-        for row, value in zip(rows, hidden, strict=True):
-            if not row.finished:
-                token_id = hash_model.sample(
-                    value, row.params, row.output_ids, self._model.vocab_size
-                )
-                logprobs = hash_model.logprobs(value, token_id, row.params, self._model.vocab_size)
-                self._commit(window, row, token_id, logprobs)
+    def _sample(self, row: Row, hidden: int) -> tuple[int, TokenLogprobs | None]:
+        size = self._model.vocab_size
+        token_id = hash_model.sample(hidden, row.params, row.output_ids, size)
+        return token_id, hash_model.logprobs(hidden, token_id, row.params, size)
 
     def _read_page(self, frame: int) -> np.ndarray:
         return self._kv[:, frame].reshape(-1).copy().view(np.uint8)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data_plane.instance.interface import TermEnds
-from data_plane.instance.rows import Row
-from data_plane.instance.window_edge import Window
+from data_plane.instance.window_edge import StepRow, Window
 from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from data_plane.model.weights import Progress
 
 MODEL = HashModel()
+Sampler = Callable[[Sequence[StepRow]], Sequence[tuple[int, TokenLogprobs | None]]]
 WORDY = HashModel(vocab_size=300)
 """A model with as many tokens as the tests' tokenizer has."""
 
@@ -41,9 +41,9 @@ WORDY = HashModel(vocab_size=300)
 class SlowMember(HashInstance):
     """A step takes 5 ms at least, so that a request of 1,000 tokens outlasts what a test does."""
 
-    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
+    def _commit_step(self, window: Window, sample: Sampler) -> None:
         time.sleep(0.005)
-        super()._sample(window, rows, hidden)
+        super()._commit_step(window, sample)
 
 
 class MortalMember(SlowMember):
@@ -52,10 +52,10 @@ class MortalMember(SlowMember):
     POISON = 666
     """The request's seed."""
 
-    def _sample(self, window: Window, rows: list[Row], hidden: list[int]) -> None:
-        if any(row.params.seed == self.POISON for row in rows):
+    def _commit_step(self, window: Window, sample: Sampler) -> None:
+        if any(row.params.seed == self.POISON for lane in window.lanes for row in lane.rows):
             os._exit(9)
-        super()._sample(window, rows, hidden)
+        super()._commit_step(window, sample)
 
 
 class StoppingMember(SlowMember):
@@ -94,7 +94,8 @@ class HashPrefill:
     A log probability is minus the token id; tops are the ids after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_mtp: bool) -> None:
+        self._has_mtp = has_mtp
         self.stage: Any = self
         self._ids: dict[int, Sequence[int]] = {}
         self._asked: dict[int, PromptLogprobs] = {}
@@ -112,7 +113,7 @@ class HashPrefill:
                 each.pop(request_id, None)
         for span in plan.spans:
             ids, end = self._ids[span.request_id], span.first + span.num_tokens
-            self._pages[span.request_id] = MODEL.prefill(ids, end)
+            self._pages[span.request_id] = MODEL.prefill(ids, end, self._has_mtp)
             if wanted := self._asked.get(span.request_id):
                 scored, tops = ids[span.first + 1 : end + 1], range(wanted.num_top)
                 wanted.report(
@@ -137,19 +138,22 @@ class HashProbe:
 
     fingerprint = {"layout": "hash-1"}
     token_ids = tuple((7 * position + 3) % MODEL.vocab_size for position in range(65))
-    page_bytes = MODEL.num_layers * PAGE_SIZE * 8
+
+    def __init__(self, num_layers: int) -> None:
+        """num_layers: of a page; one more than the model has with drafts."""
+        self.num_layers, self.page_bytes = num_layers, num_layers * PAGE_SIZE * 8
 
     def problem(self, pages):
         """See Probe.problem."""
         expected = MODEL.prefill(self.token_ids, len(self.token_ids))
         for page, kv in enumerate(expected):
-            if pages[page].tobytes() != kv.tobytes():
+            if pages[page].tobytes()[: kv.nbytes] != kv.tobytes():
                 return f"page {page} of the probe differs"
         return None
 
 
 def build_probe(config: Config, checkpoint: Path, progress: Progress) -> HashProbe:
-    return HashProbe()
+    return HashProbe(MODEL.num_layers + (config.scheduler.num_drafts > 0))
 
 
 def build_instance(
@@ -216,7 +220,7 @@ def build_prefill(
     config: Config, stage: int, segments: Segments, checkpoint: Path, progress: Progress
 ) -> HashPrefill:
     progress(1, 1)
-    return HashPrefill()
+    return HashPrefill(config.scheduler.num_drafts > 0)
 
 
 def _build(
@@ -227,11 +231,12 @@ def _build(
     model: HashModel = MODEL,
 ) -> HashInstance:
     num = config.cluster.num_instances
-    page_bytes = model.num_layers * PAGE_SIZE * 8
+    num_layers = model.num_layers + (config.scheduler.num_drafts > 0)
+    page_bytes = num_layers * PAGE_SIZE * 8
 
     def new_ends() -> TermEnds:
         exchange = ShmExchange.create(segments, instance, num, region_layout(config), config.limits)
-        rings = prefill_rings(config.prefill, segments, instance, page_bytes, model.num_layers)
+        rings = prefill_rings(config.prefill, segments, instance, page_bytes, num_layers)
         moves = PeerRings(segments, instance, num, page_bytes, config.limits)
         return TermEnds(exchange, rings, moves)
 

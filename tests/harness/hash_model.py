@@ -74,6 +74,18 @@ def after_mlp(hidden: int, output: int) -> int:
     return mix(hidden + 3 * output + 1)
 
 
+def mtp_input(hidden: int, next_token: int, position: int) -> int:
+    """What enters the MTP layer: a position's last hidden value, and the next token."""
+    return mix(hidden ^ mix(embed(next_token, position) + 7))
+
+
+def draft(hidden: int, right: int, percent: int, vocab_size: int) -> int:
+    """The draft of an MTP layer's hidden value: right in so many of 100 cases."""
+    if mix(hidden + 11) % 100 < percent:
+        return right
+    return (right + 1 + mix(hidden + 13) % (vocab_size - 1)) % vocab_size
+
+
 def sample(hidden: int, params: SamplingParams, output_ids: Sequence[int], vocab_size: int) -> int:
     """The next token, from the hidden value, the seed and all output ids.
 
@@ -154,19 +166,38 @@ class HashModel:
             if token in params.stop_token_ids or len(output_ids) == params.max_tokens:
                 return
 
-    def prefill(self, token_ids: Sequence[int], num_tokens: int) -> list[np.ndarray]:
-        """The pages of the first num_tokens tokens, [num_layers, 64] uint64 each.
+    def prefill(
+        self, token_ids: Sequence[int], num_tokens: int, has_mtp: bool = False
+    ) -> list[np.ndarray]:
+        """The pages of the first num_tokens tokens, [layers, 64] uint64 each.
 
-        The last page has zeros after the last token.
+        The last page has zeros after the last token. has_mtp: whether the MTP layer is one of the
+        layers, the last.
         """
-        sums = (0,) * self.num_layers
-        kv = np.zeros((self.num_layers, -(-num_tokens // PAGE_SIZE) * PAGE_SIZE), np.uint64)
+        num_layers, sums, mtp_sum = self.num_layers, (0,) * self.num_layers, 0
+        num_places = -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
+        kv = np.zeros((num_layers + has_mtp, num_places), np.uint64)
         for position in range(num_tokens):
-            _, kv[:, position], sums = _forward(self, sums, token_ids[position], position)
+            hidden, entries, sums = _forward(self, sums, token_ids[position], position)
+            kv[:num_layers, position] = entries
+            if has_mtp:
+                value = mtp_input(hidden, token_ids[position + 1], position)
+                kv[num_layers, position], _ = self.run_layer(num_layers, position, value, mtp_sum)
+                mtp_sum += int(kv[num_layers, position])
         return [
             np.ascontiguousarray(kv[:, begin : begin + PAGE_SIZE])
             for begin in range(0, kv.shape[1], PAGE_SIZE)
         ]
+
+    def mtp_hidden(self, token_ids: Sequence[int]) -> int:
+        """The MTP layer's hidden value from which the token after these is drafted."""
+        sums, mtp_sum, value = (0,) * self.num_layers, 0, 0
+        for position, next_token in enumerate(token_ids[1:]):
+            hidden, _, sums = _forward(self, sums, token_ids[position], position)
+            value = mtp_input(hidden, next_token, position)
+            entry, value = self.run_layer(self.num_layers, position, value, mtp_sum)
+            mtp_sum += entry
+        return value
 
     def run_layer(self, layer: int, position: int, hidden: int, kv_sum: int) -> tuple[int, int]:
         """(KV, hidden value after the layer) of one token.

@@ -105,6 +105,7 @@ class OffloadingCluster(HashCluster):
                 assert slot < num_host
                 if isinstance(key, bytes):
                     kv = slots.read(slot).view(np.uint64).reshape(-1, PAGE_SIZE)
+                    kv = kv[: self.model.num_layers]  # that of drafts is of one continuation
                     assert np.array_equal(kv, self.kv_of[key]), (
                         f"slot {slot} of instance {index} has another page, or an old one"
                     )

@@ -214,6 +214,18 @@ def draw_config(random: Random) -> Config:
     return Config(cluster=cluster, scheduler=scheduler)
 
 
+def with_drafts(config: Config, random: Random) -> Config:
+    """This configuration with drafts, and often room for them: bounds count step rows."""
+    num_drafts, width = random.choice([1, 1, 2, 3]), random.choice([1, 2, 4])
+    bounds = config.cluster.bounds
+    names = ("max_rows", "max_links", "max_attention_rows", "max_partials")
+    wider = replace(bounds, **{name: width * getattr(bounds, name) for name in names})
+    drafting = random.choice(["always", "always", "random"])
+    scheduler = replace(config.scheduler, num_drafts=num_drafts, drafting=drafting)
+    cluster = replace(config.cluster, bounds=wider)
+    return replace(config, cluster=cluster, scheduler=scheduler)
+
+
 def offloading_config(seed: int) -> Config:
     """Few frames, and slots in memory, and in half of the clusters in a file."""
     config = draw_config(random := Random(seed))

@@ -21,6 +21,7 @@ from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.streams import ClientStreams
+from data_plane.instance.rows import Row
 from harness.hash_model import NUM_EXPERTS
 from harness.hash_parts import Expected, Process
 from harness.hash_terms import RegroupingCluster
@@ -235,6 +236,13 @@ class RecoveringCluster(RegroupingCluster):
                     assert reason is FinishReason.ABORTED, stream.ended
 
     # --- processes
+
+    judges_drafts = False
+
+    def _token_after(self, row: Row) -> int:
+        number = len(row.output_ids) + len(row.drafts)
+        expected = self.expected[row.request_id].begin(number + 1)
+        return expected[number] if number < len(expected) else 0
 
     def _take_polled(self, process: Process) -> None:
         polled = process.instance.poll()

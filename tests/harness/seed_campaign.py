@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import (
+    hash_drafts,
     hash_offload,
     hash_pipeline,
     hash_pipeline_losses,
@@ -51,6 +52,7 @@ OTHERS: dict[str, Callable[[int], HashPlay]] = {
     "levelling": hash_seeds.play_levelling,
     "sharing": hash_seeds.play_sharing,
     "crowd": hash_seeds.play_crowd,
+    "drafts": hash_drafts.play,
     "regroups": lambda seed: hash_recovery_seeds.play(seed, 0, 20),
     "offload": hash_offload.play_offloading,
     "offload-crowd": hash_offload.play_crowded,

@@ -8,6 +8,7 @@ import of_mixture
 import overlap
 from mutant import Mutant as Mutant
 from mutant import seen_by
+from of_drafts import OF_DRAFTS
 from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
 from of_resuming import OF_RESUMING
@@ -293,8 +294,8 @@ MUTANTS = [
         name="token-owner",
         why="the token sink takes tokens of a request from any instance",
         path="control_plane/frontend/streams.py",
-        text="if (owner := stream.owners.of(token.index)) != instance:",
-        fault="if (owner := stream.owners.of(token.index)) is None:",
+        text="if not stream.owners.may_generate(token.index, instance):",
+        fault="if stream.owners.of(token.index) is None:",
         tests=("tests/control_plane/frontend/test_token_owners.py",),
     ),
     Mutant(
@@ -365,7 +366,7 @@ MUTANTS = [
         name="mask-of-another",
         why="a row that is asked about earlier ids keeps its matcher, and gets a later mask",
         path="data_plane/instance/grammar.py",
-        text="if known is None or known.num_eaten > num_ids:",
+        text="if known is None or not known.go_back(row.output_ids):",
         fault="if known is None:",
         tests=("tests/data_plane/instance/test_grammar.py", "-k", "new_one_that_replays"),
     ),
@@ -397,6 +398,7 @@ MUTANTS = [
         tests=("tests/control_plane/frontend/test_callers.py", "-k", "keys_of_a_file"),
     ),
     *OF_PIPELINE,
+    *OF_DRAFTS,
     *OF_OFFLOAD,
     *OF_RESUMING,
     *OF_SCHEDULING,

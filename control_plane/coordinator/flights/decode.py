@@ -40,7 +40,7 @@ class DecodeFlights(Flights):
         self._members = members
         self._metrics = metrics
         self._windows = WindowsInFlight(config.cluster.num_instances)
-        self.transfers = Transfers(members)
+        self.transfers = Transfers(members, config.scheduler.num_drafts > 0)
 
     def __len__(self) -> int:
         return len(self._windows)

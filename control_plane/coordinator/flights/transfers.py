@@ -40,8 +40,10 @@ class _Unanswered:
 class Transfers:
     """The tickets of one cluster. Used from the controller's thread."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, has_drafts: bool = False) -> None:
+        """has_drafts: whether pages have KV of an MTP layer."""
         self._members = members
+        self._has_drafts = has_drafts
         self._unanswered: dict[int, _Unanswered] = {}
         """By ticket of the prefill, ascending."""
         self.num_pages_awaited = 0
@@ -75,8 +77,9 @@ class Transfers:
         if self._is_prefill_lost:
             return TransferFailed(transfer.ticket, _PREFILL_LOST)
         assert submission is not None, f"request {transfer.request_id} has no prompt to prefill"
-        # The log probability of a token needs the id after it.
-        num_ids = transfer.num_tokens + (submission.prompt_logprobs is not None)
+        # The log probability of a token needs the id after it, and so does its KV for drafts.
+        has_next = self._has_drafts or submission.prompt_logprobs is not None
+        num_ids = transfer.num_tokens + has_next
         request = PrefillRequest(
             transfer,
             token_ids=submission.prompt_ids[:num_ids],

@@ -1,24 +1,25 @@
-"""Deferral: while steps are too long, one long prompt in a hundred requests waits, for the others.
+"""Deferral: while tokens take too long, one long prompt in a hundred requests waits, for others.
 
 Enters: reports of windows, arrivals, tokens. Leaves: whether a waiting request waits on, and until
 when. Does not know: the queue's order, policies, costs. (docs/decisions/0049.)
 
 A burst of long prompts makes every row late. If a few of them wait until it is over, none is, but
 these. A request that is late already has nothing to lose, so it waits until steps are clearly
-shorter again, and others pass it.
+shorter again, and others pass it. With drafts a step gives a row several tokens: a token takes as
+much less time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from control_plane.scheduler.pages.tickets import Tickets
 from control_plane.scheduler.queue.waiting_queue import WaitingQueue
 from control_plane.scheduler.state.cluster_state import ClusterState
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival
+from nanocp.values.plan import Arrival, WindowDone
 
 _ONE_IN = 110
 """Requests that are admitted for each that may be deferred: an SLO of 99% lets a few more miss it.
@@ -29,11 +30,11 @@ requests in a row at most N / _ONE_IN and _MOST more are deferred."""
 _QUEUE_SHARE = 4
 """One in this many of the queue's places and tokens is for deferred requests, at most."""
 _BEGIN_PERCENT, _END_PERCENT = 102, 92
-"""Shares of the target. A request is deferred if steps with it would be longer than the first, and
-until they would be no longer than the second. A burst that is short makes nobody late."""
+"""Shares of the target. A request is deferred if a token with it would take longer than the first,
+and until it would take no longer than the second. A burst that is short makes nobody late."""
 _LEAST_PERCENT = 60
-"""Share of the target. While steps take less nobody is deferred: the part of a step that does not
-grow with tokens is a large one then."""
+"""Share of the target. While a token takes less nobody is deferred: the part of a step that does
+not grow with tokens is a large one then."""
 _MAX_WAIT_US = 20_000_000
 """Nobody is deferred for longer. A request whose deadline leaves less than this after it never is.
 """
@@ -51,6 +52,17 @@ class _Wait(NamedTuple):
     until_us: int
     num_tokens: int
     """Tokens of the prompt."""
+
+
+class _End(NamedTuple):
+    """The end of a window."""
+
+    window: int
+    at_us: int
+    """When its last report came."""
+    num_tokens: int
+    num_accepted: int
+    """Until then; see Deferral._num_tokens."""
 
 
 class TokensRead(NamedTuple):
@@ -82,8 +94,10 @@ class Deferral:
         self._most_tokens = config.max_queued_tokens // _QUEUE_SHARE
         self._target_us = 1000 * config.tpot_target_ms
         self._num_steps = config.steps_per_window
-        self._ends: deque[tuple[int, int]] = deque(maxlen=_NUM_WINDOWS + 1)
-        """(window, time of its last report in us) of windows that followed each other closely."""
+        self._ends: deque[_End] = deque(maxlen=_NUM_WINDOWS + 1)
+        """Windows that followed each other closely."""
+        self._num_tokens = self._num_accepted = 0
+        """Tokens that were generated, and accepted drafts among them; 0 without drafts."""
         self._last_window = -1
         self._credit = 0
         """Requests that were admitted, less _ONE_IN for each that was deferred; it has a cap."""
@@ -117,6 +131,12 @@ class Deferral:
         """When the time began in which others may pass the request: after its deferral, if any."""
         return self._ended_us.get(request_id, arrived_us)
 
+    def generated(self, reports: Iterable[WindowDone]) -> None:
+        """Count the tokens of windows that may have drafts, and the drafts among them."""
+        for report in reports:
+            self._num_tokens += report.num_tokens
+            self._num_accepted += sum(accepted for _, accepted in report.drafts)
+
     def reported(self, last_window: int, goes_on: bool, now_us: int, queue: WaitingQueue) -> None:
         """Every instance has reported last_window, maybe some time ago.
 
@@ -126,7 +146,7 @@ class Deferral:
         if not self._target_us or last_window == self._last_window:
             return
         self._last_window = last_window
-        self._ends.append((last_window, now_us))
+        self._ends.append(_End(last_window, now_us, self._num_tokens, self._num_accepted))
         if not goes_on:
             self._ends.clear()
         for of_waiting in (self._deferred, self._ended_us):
@@ -163,15 +183,22 @@ class Deferral:
 
     def sentence(self) -> str:
         """Why a request is deferred, for people."""
-        return f"tpot_target_ms: steps take {self.step_us / 1000:.1f} ms; long prompts wait"
+        return f"tpot_target_ms: a token takes {self.token_us / 1000:.1f} ms; long prompts wait"
 
     @property
-    def step_us(self) -> int:
-        """Mean time of a step in the latest windows; 0 if fewer than two have followed closely."""
+    def token_us(self) -> int:
+        """Mean time of a row's token in the latest windows: that of a step, over a row's tokens.
+
+        0 if fewer than two windows have followed closely.
+        """
         if len(self._ends) < 2:
             return 0
-        (first, began_us), (last, ended_us) = self._ends[0], self._ends[-1]
-        return (ended_us - began_us) // ((last - first) * self._num_steps)
+        first, last = self._ends[0], self._ends[-1]
+        step_us = (last.at_us - first.at_us) // ((last.window - first.window) * self._num_steps)
+        num_tokens = last.num_tokens - first.num_tokens
+        # Of a row in a step all tokens but one are accepted drafts.
+        num_row_steps = num_tokens - (last.num_accepted - first.num_accepted)
+        return step_us * num_row_steps // num_tokens if num_row_steps > 0 else step_us
 
     def _end(self, request_id: int, now_us: int) -> None:
         del self._deferred[request_id]
@@ -187,15 +214,15 @@ class Deferral:
         return waiting + arrival.prompt_len <= self._most_tokens
 
     def _is_over(self, arrival: Arrival, percent: int) -> bool:
-        """Whether the prompt is long, and steps with it would be longer than so much of the target.
+        """Whether the prompt is long, and a token with it would take over so much of the target.
 
         A step is taken to grow as the tokens do that attention reads, which is the most it can.
         While nothing is read, a step says nothing about the next one.
         """
-        more, step_us = arrival.prompt_len, self.step_us
-        if more < _LEAST_LONG or 100 * step_us < _LEAST_PERCENT * self._target_us:
+        more, token_us = arrival.prompt_len, self.token_us
+        if more < _LEAST_LONG or 100 * token_us < _LEAST_PERCENT * self._target_us:
             return False
         coming, now = self._tokens()
         if now <= 0 or more * _LONG < now:
             return False
-        return 100 * step_us * (coming + more) > percent * self._target_us * now
+        return 100 * token_us * (coming + more) > percent * self._target_us * now

@@ -85,7 +85,7 @@ class FairShare:
             self.counters[tenant] += OUTPUT_WEIGHT * num_steps * num_rows
 
     def generated(self, arrival: Arrival, num_tokens: int) -> None:
-        """A row of the request generates this many tokens, in a pipeline, which has no windows."""
+        """A row of the request generates this many tokens beside those of windows."""
         self.counters[arrival.tenant] += OUTPUT_WEIGHT * num_tokens
 
     def end_term(self) -> None:

@@ -46,18 +46,24 @@ class Answer:
         """The request has ended, and the front end does not know it yet."""
         self.ended.append(Ended(request_id, reason, message))
 
-    def take(self, window: int | None, instances: tuple[InstancePlan, ...], step: int) -> Plan:
+    def take(
+        self,
+        window: int | None,
+        instances: tuple[InstancePlan, ...],
+        step: int,
+        begins: tuple[int, int] | None = None,
+    ) -> Plan:
         """The plan of all that was decided since the last call.
 
         window: the one that is issued, or None. step: the first step after the windows issued so
-        far.
+        far. begins: see Request.placement.
         """
         plan = Plan(
             window,
             instances,
             tuple(self.transfers),
             tuple(self.fences),
-            tuple([request.placement(step) for request in self.placed.values()]),
+            tuple([request.placement(step, begins) for request in self.placed.values()]),
             tuple(self.ended),
             tuple(self.preempted),
             tuple(self.stows),

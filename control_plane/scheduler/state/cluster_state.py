@@ -253,7 +253,17 @@ class ClusterState:
         return {source: frames}
 
     def advance(self, request: Request, position: int) -> None:
-        """A row that takes no part in steps, but in passes of a pipeline, came to a position."""
+        """A row came to a position: by a pass of a pipeline, or further than a token a step.
+
+        position: at `since_step`, if the row is running.
+        """
+        if request.state is RUNNING:
+            self.loads.jump(request, position - request.position)
+            request.position = position
+            end = min(request.position_at(self.step), request.kv_len_max)
+            while request.tail_end < end:
+                self.enter_next_run(request)
+            return
         self.loads.count_kv(request, -1)
         request.position = position
         request.tail = request.run_of(position)

@@ -68,6 +68,10 @@ class ClusterLoads:
         self._growing_rows[holder] += sign
         self._fixed_tokens[holder] -= sign * (step - 1)
 
+    def jump(self, request: Request, num_tokens: int) -> None:
+        """Count a growing row that came so many tokens further than a token a step."""
+        self._fixed_tokens[request.runs[request.tail].instance] += num_tokens
+
     def count_kv(self, request: Request, sign: int) -> None:
         """Count the tokens of a row that does not grow; pages that move count where they are."""
         for run in request.runs[: request.tail]:

@@ -109,8 +109,10 @@ class Request:
     """The window, or pass, that has its RowStart; None before one is made."""
     last_window: int | None = None
     """Last window sent that contains it, once it is parked; the last one issued while it runs."""
+    due_window: int = 0
+    """Window at whose planning its pages are looked at next."""
     exit_window: int = 0
-    """First window that the row need not be in: max_tokens steps are planned before it."""
+    """First window that the row may not need to be in: max_tokens tokens may come before it."""
     ticket: int | None = None
     receivers: dict[int, int] = field(default_factory=dict)
     """Receivers of the ticket that have not confirmed (an ordered set)."""
@@ -233,10 +235,18 @@ class Request:
             targets.append(run)
         return tuple(targets)
 
-    def placement(self, step: int) -> Placement:
-        """Where the request is when all steps before this one have run."""
+    def placement(self, step: int, begins: tuple[int, int] | None = None) -> Placement:
+        """Where the request is when all steps before this one have run.
+
+        begins: (the latest window's first step, tokens that a row may have come further by then);
+        None without drafts.
+        """
         num_tokens = max(self.arrival.prompt_len, min(self.position_at(step), self.kv_len_max))
-        return Placement(self.request_id, self.moe_binding, num_tokens, self.holders)
+        if begins is not None:
+            first_step, slack = begins
+            least = self.position_at(max(first_step, self.since_step))
+            begins = least, least + slack
+        return Placement(self.request_id, self.moe_binding, num_tokens, self.holders, begins)
 
 
 def holders_of(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int]]:

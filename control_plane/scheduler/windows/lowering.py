@@ -205,7 +205,12 @@ class Lowering:
         self._pending[request.moe_binding].ends.append(request_id)
 
     def emit(
-        self, window: int, first_step: int, num_steps: int, two_lanes: bool = False
+        self,
+        window: int,
+        first_step: int,
+        num_steps: int,
+        two_lanes: bool = False,
+        num_drafts: int = 0,
     ) -> tuple[InstancePlan, ...]:
         """The window's plans, one for each instance of the term."""
         routes = self.routes
@@ -213,7 +218,7 @@ class Lowering:
         q_route, res_route = routes.take_route_changes()
         pending, self._pending = self._pending, defaultdict(_Pending)
         changed = pending.keys() | rows.keys() | q_route.keys() | res_route.keys()
-        unchanged: tuple[Any, ...] = (False, _NO_CHANGES, (), (), (), (), two_lanes)
+        unchanged: tuple[Any, ...] = (False, _NO_CHANGES, (), (), (), (), two_lanes, num_drafts)
         digests, plans = self.digests, []
         for instance in self.seats:
             before = after = digests[instance]
@@ -240,6 +245,7 @@ class Lowering:
                     tuple(of.hand_offs_in),
                     tuple(of.ends),
                     two_lanes,
+                    num_drafts,
                 )
             header = (instance, window, first_step, num_steps, before, after)
             plans.append(_instance_plan(header + told))

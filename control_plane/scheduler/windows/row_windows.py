@@ -20,8 +20,11 @@ from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.promise import Promise
 from control_plane.scheduler.state.request import PARKED, RUNNABLE, RUNNING, Request
+from control_plane.scheduler.windows.advances import Advances
+from control_plane.scheduler.windows.drafts import Drafts
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE, InstancePlan
 
 MAX_WINDOWS_IN_FLIGHT = 2
@@ -37,17 +40,21 @@ class RowWindows:
         policy: Policy,
         promise: Promise,
         answer: Answer,
-        num_steps: int,
+        config: SchedulerConfig,
         lanes: Lanes,
         fair_share: FairShare,
     ) -> None:
-        """num_steps: steps of a window."""
+        """Begin without a row and without a window."""
+        self.drafts = Drafts(config)
+        self._num_drafts = 0
+        """Drafts of a row in each step of the next window, at most."""
+        self.advances = Advances(state, fair_share, config)
         self._state = state
         self._lowering = lowering
         self._policy = policy
         self._promise = promise
         self._answer = answer
-        self._num_steps = num_steps
+        self._num_steps = config.steps_per_window
         self._lanes = lanes
         self._fair_share = fair_share
         self.next_window = 0
@@ -62,9 +69,10 @@ class RowWindows:
         self.stopped: set[int] = set()
         """Ids of requests whose rows are parked until their pages have moved."""
         self._due: dict[int, list[tuple[int, int]]] = {}
-        """Window -> (priority, request id) of rows that come to the end of a run of pages in it."""
+        """Window -> (priority, request id) of rows that may come to the end of a run of pages in
+        it."""
         self._exits: dict[int, list[int]] = {}
-        """Window -> ids of rows whose max_tokens steps are all in earlier windows."""
+        """Window -> ids of rows whose max_tokens tokens may all be of earlier windows."""
 
     # --- windows
 
@@ -82,8 +90,10 @@ class RowWindows:
             num_links = max(map(state.committed.num_links, range(len(state.loads.num_rows))))
             num_rows = max((state.loads.num_rows[i] for i in state.open), default=0)
             two_lanes = self._lanes.two_lanes(window, num_rows, num_links)
-        plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes)
+        num_drafts = self.drafts.within(self._num_drafts, state.committed, state.bounds)
+        plans = self._lowering.emit(window, state.step, self._num_steps, two_lanes, num_drafts)
         self.in_flight.append(window)
+        self.advances.issued(window, self._num_steps * num_drafts)
         self.next_window += 1
         state.loads.step += self._num_steps
         self._fair_share.window(self._num_steps)
@@ -93,6 +103,7 @@ class RowWindows:
         """Every instance has run every step of the windows up to this one."""
         while self.in_flight and self.in_flight[0] <= last_window:
             del self.in_flight[0]
+        self.advances.reported(last_window)
 
     def lost_in_first_window(self, lost: Set[int]) -> list[int] | None:
         """Requests of lost instances whose rows have begun with a window in flight.
@@ -113,6 +124,7 @@ class RowWindows:
     def end_term(self) -> None:
         """No row is in any window, and no window is in flight."""
         self.in_flight.clear()
+        self.advances.end_term()
         self.num_running = 0
         self._fair_share.end_term()
         self.runnable.clear()
@@ -144,14 +156,19 @@ class RowWindows:
             self.parked.remove(request.order)
         elif request.state is RUNNABLE:
             del self.runnable[request.request_id]
+        self.advances.left(request.request_id, request.last_window)
         return request.last_window
 
     def exits(self) -> Iterator[Request]:
-        """Running rows whose max_tokens steps are all planned; the caller ends each."""
+        """Running rows that surely have all tokens by now; the caller ends each."""
         for request_id in self._exits.pop(self.next_window, ()):
             request = self._state.requests.get(request_id)
             if request and request.state is RUNNING and request.exit_window == self.next_window:
-                yield request
+                self.advances.settle(request)
+                if request.position_at(self._state.step) >= request.kv_len_max:
+                    yield request
+                else:
+                    self._enter_exit(request)
 
     def start_runnable(self) -> None:
         """Every runnable row starts, or is parked if its pages cannot be committed."""
@@ -192,8 +209,15 @@ class RowWindows:
     def grow(self) -> None:
         """Commit the pages that rows write in the next window, or park those that cannot have them.
 
-        By class and by age (protocol.md, pages ahead).
+        By class and by age (protocol.md, pages ahead). Before that the window's drafts are chosen.
         """
+        is_parked, loads = len(self.parked) > len(self.stopped), self._state.loads
+        if self.drafts.most:
+            num_rows = max((loads.num_rows[i] for i in self._state.open), default=0)
+            kv_tokens = max(map(loads.kv_tokens, self._state.open), default=0)
+            window = self.next_window
+            self._num_drafts = self.drafts.of_window(window, is_parked, num_rows, kv_tokens)
+            self.advances.settle_some(window)
         for _, request_id in sorted([*self.parked, *self._due.pop(self.next_window, ())]):
             request = self._state.requests.get(request_id)
             if request is not None and request.state is PARKED:
@@ -201,7 +225,7 @@ class RowWindows:
                 continue
             if request is None or request.state is not RUNNING:
                 continue
-            if self._window_of(request, request.tail_end) != self.next_window:
+            if request.due_window != self.next_window:
                 continue  # it was parked after it was entered here
             if self._fill_window(request):
                 self._enter_runs(request)
@@ -214,12 +238,11 @@ class RowWindows:
 
         Returns False if some of them have no frame.
         """
+        self.advances.settle(request)
+        end = request.position_at(self._state.step) + self.advances.reach(1, self._num_drafts)
         while True:
             position = request.num_pages * PAGE_SIZE
-            if (
-                position >= request.kv_len_max
-                or self._window_of(request, position) > self.next_window
-            ):
+            if position >= min(end, request.kv_len_max):
                 return True
             holder = self._policy.holder(self._state, request, self.next_window)
             if holder is None:
@@ -237,21 +260,25 @@ class RowWindows:
             self._lowering.append_pages(request, runs, is_new, request.state is RUNNING)
 
     def _enter_runs(self, request: Request) -> None:
-        """Let the running row pass every run that ends in the next window.
+        """Let the running row pass every run that surely ends in the next window.
 
-        It is due again in the window in which the next run ends.
+        It is due again in the first window in which the next run may end.
         """
+        least = request.position_at(self._state.step)
         while (position := request.tail_end) < request.kv_len_max:
-            window = self._window_of(request, position)
-            if window > self.next_window:
-                self._due.setdefault(window, []).append(request.order)
+            if position - least >= self._num_steps:
+                request.due_window = self.next_window + self.advances.windows_to(position - least)
+                self._due.setdefault(request.due_window, []).append(request.order)
                 return
             self._state.enter_next_run(request)
 
-    def _window_of(self, request: Request, position: int) -> int:
-        """The window in which the row appends at the position."""
-        since_step = request.since_step if request.state is RUNNING else self._state.step
-        return (since_step + position - request.position) // self._num_steps
+    def _enter_exit(self, request: Request) -> None:
+        """Look at the row again in the first window before which it may have all its tokens."""
+        least = request.position_at(self._state.step)
+        num_left = request.kv_len_max - least - self.advances.slack
+        num_windows = -(-num_left // (self._num_steps * (1 + self.drafts.most)))
+        request.exit_window = self.next_window + max(num_windows, 1)
+        self._exits.setdefault(request.exit_window, []).append(request.request_id)
 
     # --- states of a row
 
@@ -260,9 +287,7 @@ class RowWindows:
         self._state.run(request)
         self.num_running += 1
         self._fair_share.row_starts(request.arrival)
-        num_left = request.kv_len_max - request.position
-        request.exit_window = -(-(request.since_step + num_left) // self._num_steps)
-        self._exits.setdefault(request.exit_window, []).append(request.request_id)
+        self._enter_exit(request)
         self._enter_runs(request)
         if request.is_started:
             self._lowering.resume(request)
@@ -312,6 +337,7 @@ class RowWindows:
                 continue
             num_hand_offs[old, new] = num + 1
             moved.add(request.request_id)
+            self.advances.settle(request)
             self._state.rebind(request, new)
             self._lowering.rebind(request, old, request.position_at(self._state.step))
             self._answer.placed[request.request_id] = request

@@ -98,7 +98,7 @@ class Scenario:
         int | None,
         typer.Option(
             min=0,
-            help="While steps take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: "
+            help="While tokens take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: "
             "none. Default: the cluster file's, none.",
         ),
     ] = None
@@ -110,6 +110,15 @@ class Scenario:
         ),
     ] = False
     steps_per_window: Annotated[int, typer.Option(help="Steps that one plan covers.")] = 1
+    speculate: Annotated[
+        str,
+        typer.Option(
+            metavar="D:SHARE",
+            help="Rows have up to D drafts, of which this share is right: 1:.85, or by offset "
+            "3:.85,.75,.65. With :always behind it in every window, else where they pay. Not for "
+            "fluid, nor with --lanes or --schedule.",
+        ),
+    ] = ""
     lanes: Annotated[
         bool,
         typer.Option(
@@ -133,6 +142,7 @@ class Scenario:
         Raises ValueError for an option without a meaning and an unusable cluster file.
         """
         from nanocp.simulator.cluster_file import load_cluster_file
+        from nanocp.simulator.drafted_rows import Speculation
         from nanocp.simulator.outcome import Slo
         from nanocp.simulator.trial import Trial
         from nanocp.simulator.workload import Workload
@@ -154,6 +164,8 @@ class Scenario:
         if self.tpot_target_ms is not None:
             file = replace(file, tpot_target_ms=self.tpot_target_ms)
         schedule = None
+        if self.speculate and (self.lanes or self.schedule is not None):
+            raise ValueError("--speculate is timed without --lanes and --schedule; give one")
         if self.schedule is not None:
             if self.lanes:
                 raise ValueError("--schedule and --lanes are two orders of a layer; give one")
@@ -185,6 +197,7 @@ class Scenario:
                 begins_empty=self.begin_empty,
                 lanes=self.lanes,
                 schedule=schedule,
+                speculation=Speculation.read(self.speculate) if self.speculate else None,
             )
             for policy in self.policy
         }

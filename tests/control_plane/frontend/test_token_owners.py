@@ -64,6 +64,36 @@ def test_a_preempted_request_goes_on_where_it_is_placed_again() -> None:
     assert [found.of(index) for index in (11, 12)] == [2, 7]
 
 
+def test_with_drafts_both_bindings_may_generate_the_tokens_between_the_bounds() -> None:
+    """The prompt has 10 tokens: KV of 9 is there when the first window begins, of 13 to 16 then."""
+    found = TokenOwners(10, 1)
+    found.placed(Placement(1, 3, 11, (), (9, 9)))
+    found.placed(Placement(1, 5, 15, (), (13, 16)))
+    may = [[found.may_generate(index, instance) for index in range(9)] for instance in (3, 5, 4)]
+    assert may[0] == [True] * 7 + [False] * 2
+    assert may[1] == [False] * 4 + [True] * 5
+    assert not any(may[2])
+
+
+def test_with_drafts_a_row_may_come_back_to_an_earlier_binding() -> None:
+    found = TokenOwners(10, 1)
+    for binding, least, most in ((3, 9, 9), (5, 13, 16), (3, 18, 21), (6, 22, 30)):
+        found.placed(Placement(1, binding, 0, (), (least, most)))
+    assert [found.may_generate(index, 3) for index in range(22)] == [
+        *[True] * 7, False, False, *[True] * 12, False,
+    ]  # fmt: skip
+    assert not found.may_generate(12, 5) and found.may_generate(11, 5)
+
+
+def test_with_drafts_a_new_attempt_begins_with_what_is_known() -> None:
+    found = TokenOwners(10, 4)
+    found.placed(Placement(1, 3, 11, (), (9, 9)))
+    found.begin_attempt(8)
+    assert not found.may_generate(8, 3)
+    found.placed(Placement(1, 2, 18, (), (17, 17)))
+    assert found.may_generate(8, 2) and not found.may_generate(7, 2)
+
+
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_seeds_with_hand_offs_are_played_with_windows_of_one_and_of_four_steps(
     num_steps: int,

@@ -4,6 +4,7 @@ import re
 import socket
 import time
 import urllib.request
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -240,6 +241,39 @@ def test_reports_of_a_window_become_sums_and_its_spread(metrics, page):
     assert page["nanocp:graph_rows_total", ("engine", "1"), ("kind", "received")] == 4
     assert page["nanocp:graph_padding_rows_total", ("engine", "1"), ("kind", "received")] == 0
     assert page["nanocp:graph_windows_total", ("bucket_received", "0"), ("bucket_rows", "4")] == 2
+
+
+def test_drafts_are_counted_by_vllms_names():
+    """A draft is a round of one row, its tokens are the guesses (vllm/v1/spec_decode/metrics.py).
+
+    Step rows of drafts are no padding.
+    """
+
+    def samples(metrics):
+        families = text_string_to_metric_families(metrics_page(metrics.registry).decode())
+        found = [sample for family in families for sample in family.samples]
+        return {
+            (sample.name.removeprefix("nanocp:"), *sample.labels.values()): sample.value
+            for sample in found
+            if "spec_decode" in sample.name or "padding" in sample.name
+        }
+
+    cluster, steps = ClusterConfig(num_instances=1), SchedulerConfig(steps_per_window=2)
+    assert not [name for name, *_ in samples(Metrics(Config(cluster=cluster))) if "spec" in name]
+    metrics = Metrics(Config(cluster=cluster, scheduler=replace(steps, num_drafts=2)))
+    done = WindowDone(0, 0, num_rows=3, bucket_rows=9, num_received=1, bucket_received=3)
+    # The second window has room for one draft, the third for none.
+    for drafts in (((6, 4), (4, 1)), ((5, 2),), ()):
+        metrics.instances.stepped(replace(done, drafts=drafts), False)
+    assert samples(metrics) == {
+        ("spec_decode_num_drafts_total", "0"): 6 + 5,
+        ("spec_decode_num_draft_tokens_total", "0"): 6 + 4 + 5,
+        ("spec_decode_num_accepted_tokens_total", "0"): 4 + 1 + 2,
+        ("spec_decode_num_accepted_tokens_per_pos_total", "0", "0"): 4 + 2,
+        ("spec_decode_num_accepted_tokens_per_pos_total", "0", "1"): 1,
+        ("graph_padding_rows_total", "0", "own"): 2 * (0 + 3 + 6),
+        ("graph_padding_rows_total", "0", "received"): 2 * (0 + 1 + 2),
+    }
 
 
 def test_a_port_in_use_is_named(metrics):

@@ -198,6 +198,16 @@ def short_log(tmp_path):
     return path
 
 
+def test_a_plan_without_drafts_has_the_digest_that_it_had_before_there_were_any():
+    """So older logs play again."""
+    scheduler = Scheduler(ClusterConfig(num_instances=2), SchedulerConfig())
+    assert digest(scheduler.plan_window([Arrival(1, 100, 10, needs_prefill=False)], 0)) == {
+        "window": 0,
+        "instances": "343d16fb48b66d100da59963c54f01a7",
+        "placements": "7c9baf750270799bdc8748f96d4893bb",
+    }
+
+
 @given(data=st.data())
 def test_a_log_cut_off_anywhere_plays_up_to_there(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("logs") / "cut.jsonl"

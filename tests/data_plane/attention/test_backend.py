@@ -11,7 +11,7 @@ from data_plane.attention.fp8_latent import dequantise, quantise
 from data_plane.attention.torch_paged import KvHeads, LatentKv, TorchPaged
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import MlaConfig
-from data_plane.model.page_bytes import token_bytes
+from data_plane.model.sizes import token_bytes
 from harness.kernel_cases import LENGTHS, AttentionCase
 from harness.published_packages import flash_attn_interface, flash_mla
 

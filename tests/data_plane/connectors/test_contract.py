@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from data_plane.connectors.ticket import KEY, EngineTicket
 from data_plane.transport.exchange import PeerLost
-from harness.fake_vllm import FakeVllm
+from harness.fake_vllm import SAMPLED, FakeVllm
 from harness.hash_model import HashModel
 
 MODEL = HashModel()
@@ -43,7 +43,7 @@ class Places:
                     return False
         if instance in self.lost:
             raise PeerLost(f"instance {instance} is gone")
-        kv = np.array(payload).view(np.uint64).reshape(MODEL.num_layers, -1)
+        kv = np.array(payload).view(np.uint64).reshape(ticket.num_layers, -1)
         self.pages[ticket.ticket, page].append((instance, num_tokens, kv))
         return True
 
@@ -67,6 +67,7 @@ def ticket_of(number, num_tokens, shared_pages=0, num_instances=2, **other):
         "timeout_ms": 1000,
         "page_backend": "auto",
         "kv_dtype": "auto",
+        "num_layers": MODEL.num_layers,
         "fingerprint": {},
         "engine": "",
     } | other
@@ -80,19 +81,24 @@ def run(engine, limit_s=WAIT_S):
         engine.step()
 
 
-def expected(token_ids, ticket):
-    """By page: (instance, tokens, KV [layers, 64])."""
-    pages = MODEL.prefill(token_ids, ticket.num_tokens)
+def expected(token_ids, ticket, has_mtp=False):
+    """By page: (instance, tokens, KV [layers, 64]). An MTP layer that the engine lacks is zero."""
+    pages = MODEL.prefill((*token_ids, SAMPLED), ticket.num_tokens, has_mtp)
+    none = np.zeros((1, 64), np.uint64)
     return {
-        page: (ticket.instance_of(page), min(64, ticket.num_tokens - 64 * page), kv)
+        page: (
+            ticket.instance_of(page),
+            min(64, ticket.num_tokens - 64 * page),
+            np.concatenate([kv, none])[: ticket.num_layers],
+        )
         for page, kv in enumerate(pages)
         if ticket.instance_of(page) is not None
     }
 
 
-def assert_pages(places, token_ids, ticket, is_complete=True):
+def assert_pages(places, token_ids, ticket, is_complete=True, has_mtp=False):
     """Each page that was sent is right, however often; with is_complete all of them were."""
-    wanted = expected(token_ids, ticket)
+    wanted = expected(token_ids, ticket, has_mtp)
     sent = {page for number, page in places.pages if number == ticket.ticket}
     assert sent == set(wanted) if is_complete else sent <= set(wanted)
     for page in sent:
@@ -120,14 +126,20 @@ PROMPTS = st.lists(
     seed=st.integers(0, 2**16),
     chunk=st.sampled_from([(1, 40), (1, 200), (64, 64), (300, 300)]),
     preempted_share=st.sampled_from([0.0, 0.3]),
+    has_mtp=st.booleans(),
 )
-def test_every_page_that_is_sent_is_right(block_size, prompts, seed, chunk, preempted_share):
+def test_every_page_that_is_sent_is_right(
+    block_size, prompts, seed, chunk, preempted_share, has_mtp
+):
+    """Prompts of instances with drafts and without: the engine has KV of an MTP layer or not."""
     places = Places()
-    engine = FakeVllm(block_size, places, seed, chunk, preempted_share)
+    engine = FakeVllm(block_size, places, seed, chunk, preempted_share, has_mtp=has_mtp)
     answers, tickets = {}, {}
     for number, (length, family, num_shared, _) in enumerate(prompts):
         ids = [(family * 37 + position * 5) % MODEL.vocab_size for position in range(length)]
-        tickets[number] = ids, ticket_of(number, length, min(num_shared, length // 64))
+        layers = MODEL.num_layers + (seed + number) % 2
+        shared = min(num_shared, length // 64)
+        tickets[number] = ids, ticket_of(number, length, shared, num_layers=layers)
         engine.add(
             f"r{number}",
             ids,
@@ -141,7 +153,7 @@ def test_every_page_that_is_sent_is_right(block_size, prompts, seed, chunk, pree
         engine.step()
     run(engine)
     for number, (ids, ticket) in tickets.items():
-        assert_pages(places, ids, ticket, is_complete=prompts[number][3] is None)
+        assert_pages(places, ids, ticket, prompts[number][3] is None, has_mtp)
         if prompts[number][3] is None:
             assert answers[number][KEY]["num_pages"] == -(-len(ids) // 64)
     assert engine.num_blocks_used == 0 and not engine.requests.is_holding
@@ -232,7 +244,7 @@ def test_a_ticket_that_does_not_fit_is_refused_with_both_values(changed, sentenc
     assert not places.pages and engine.num_blocks_used == 0
 
 
-@pytest.mark.parametrize("params", [{"protocol": 2}, {"protocol": 1, "cluster": 3}])
+@pytest.mark.parametrize("params", [{"protocol": 1}, {"protocol": 2, "cluster": 3}])
 def test_a_ticket_that_cannot_be_read_is_refused(params):
     engine = FakeVllm(16, Places(), 0)
     answers = []

@@ -28,7 +28,7 @@ def connector_module(monkeypatch):
     sys.modules.pop("data_plane.connectors.vllm", None)
 
 
-def config_of(folder, extra=None, dtype=torch.float32, cache_dtype="auto", **parallel):
+def config_of(folder, extra=None, dtype=torch.float32, cache_dtype="auto", method=None, **parallel):
     sizes = {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -37,6 +37,7 @@ def config_of(folder, extra=None, dtype=torch.float32, cache_dtype="auto", **par
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        speculative_config=SimpleNamespace(method=method) if method else None,
         model_config=SimpleNamespace(
             dtype=dtype,
             model=str(folder),
@@ -102,9 +103,10 @@ def engine_with(module, monkeypatch, folder, places, **options):
     """A FakeVllm whose halves are two NanocpConnectors."""
     monkeypatch.setattr(module, "PageWriters", lambda networks: places)
     engine = FakeVllm(16, places, 0, **options)
+    method = "mtp" if options.get("has_mtp") else None
     engine.sender.close()
     halves = [
-        module.NanocpConnector(config_of(folder), role, kv_cache_config=None)
+        module.NanocpConnector(config_of(folder, method=method), role, kv_cache_config=None)
         for role in (module.KVConnectorRole.SCHEDULER, module.KVConnectorRole.WORKER)
     ]
     layers = engine._kv.view(np.float32)
@@ -120,20 +122,20 @@ def engine_with(module, monkeypatch, folder, places, **options):
     return engine, halves
 
 
-def test_pages_arrive_and_blocks_come_back(connector_module, monkeypatch, tiny_checkpoint):
-    places = Places()
-    engine, halves = engine_with(
-        connector_module, monkeypatch, tiny_checkpoint, places, preempted_share=0.2
-    )
+@pytest.mark.parametrize("has_mtp", [False, True])
+def test_pages_arrive_and_blocks_come_back(connector_module, monkeypatch, tiny_checkpoint, has_mtp):
+    places, options = Places(), {"preempted_share": 0.2, "has_mtp": has_mtp}
+    engine, halves = engine_with(connector_module, monkeypatch, tiny_checkpoint, places, **options)
     fingerprint = connector_module.fingerprint(tiny_checkpoint, "float32")
     tickets = {}
     for number, length in enumerate((1, 64, 65, 200)):
         ids = [(number + 7 * position) % MODEL.vocab_size for position in range(length)]
-        tickets[number] = ids, ticket_of(number, length, fingerprint=fingerprint)
+        layers = MODEL.num_layers + number % 2
+        tickets[number] = ids, ticket_of(number, length, num_layers=layers, fingerprint=fingerprint)
         engine.add(f"r{number}", ids, tickets[number][1].to_params())
     run(engine)
     for ids, ticket in tickets.values():
-        assert_pages(places, ids, ticket)
+        assert_pages(places, ids, ticket, has_mtp=has_mtp)
     assert engine.num_blocks_used == 0
     halves[1].shutdown()
 
@@ -186,11 +188,16 @@ def test_what_it_cannot_send_is_refused_at_the_start(
         connector_module.NanocpConnector(config, connector_module.KVConnectorRole.SCHEDULER, None)
 
 
-def test_layers_that_are_too_many_are_refused(connector_module, tiny_checkpoint):
+@pytest.mark.parametrize(("method", "more"), [(None, 1), ("eagle", 1), ("mtp", 0), ("mtp", 2)])
+def test_other_layers_than_the_models_and_its_mtp_layer_are_refused(
+    connector_module, tiny_checkpoint, method, more
+):
     role = connector_module.KVConnectorRole.WORKER
-    worker = connector_module.NanocpConnector(config_of(tiny_checkpoint), role, None)
-    caches = {f"model.layers.{layer}.attn": torch.zeros(4, 1, 16, 2) for layer in range(3)}
-    with pytest.raises(ValueError, match="speculative decoding must be off"):
+    config = config_of(tiny_checkpoint, method=method)
+    worker = connector_module.NanocpConnector(config, role, None)
+    layers = range(MODEL.num_layers + more)
+    caches = {f"model.layers.{layer}.attn": torch.zeros(4, 1, 16, 2) for layer in layers}
+    with pytest.raises(ValueError, match="speculative decoding must be off, or of method mtp"):
         worker.register_kv_caches(caches)
 
 

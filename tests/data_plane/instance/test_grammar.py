@@ -83,6 +83,42 @@ def test_a_kept_matcher_masks_as_a_new_one_that_replays(
             assert torch.equal(kept, expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matcher_goes_back_behind_drafts_that_were_wrong(masks, vocab_size, tokenizer, kind):
+    """Drafts differ at once, in the middle, or go on where the output ends; all may be wrong."""
+    constraint = grammar_of(kind)
+    ids = sampled(masks, vocab_size, tokenizer, kind, 1)
+    other = sampled(masks, vocab_size, tokenizer, kind, 2)
+    for number in range(len(ids)):
+        drafted = [*ids[:number], *other[number : number + 2]]
+        mask_of(masks, 7, constraint, drafted)
+        kept = mask_of(masks, 7, constraint, ids[:number])
+        assert torch.equal(kept, mask_of(masks, 100 + number, constraint, ids[:number]))
+
+
+def test_a_draft_of_the_same_length_is_told_from_the_output(masks, tokenizer):
+    constraint = grammar_of("choice")
+    first = tokenizer.encode("yes").ids
+    other = tokenizer.encode("no").ids
+    assert first[0] != other[0]
+    mask_of(masks, 1, constraint, first[:1])
+    assert torch.equal(
+        mask_of(masks, 1, constraint, other[:1]), mask_of(masks, 2, constraint, other[:1])
+    )
+
+
+def test_a_matcher_goes_back_from_a_complete_output_and_from_one_that_failed(
+    masks, tokenizer, caplog
+):
+    constraint, ids = grammar_of("choice"), tokenizer.encode("yes").ids
+    expected = mask_of(masks, 1, constraint, ids[:1])
+    for drafted in ([*ids, EOS], [*ids, EOS, EOS], [ids[0], 300, 301]):
+        mask_of(masks, 2, constraint, drafted)
+        assert torch.equal(mask_of(masks, 2, constraint, ids[:1]), expected)
+    whole = mask_of(masks, 2, constraint, ids)
+    assert whole.nonzero().flatten().tolist() == [EOS]
+
+
 def test_masks_of_many_rows_are_those_of_each_alone(masks, tiny_checkpoint, vocab_size, tokenizer):
     """Rows of all kinds, begun and complete, at once and from the masks' own thread."""
     alone = load_grammar_masks(tiny_checkpoint, vocab_size, (EOS,))
@@ -184,7 +220,7 @@ def test_matchers_that_are_not_used_are_forgotten(masks, monkeypatch):
     first = mask_of(masks, 0, grammar, [])
     for number in range(9):
         mask_of(masks, number, grammar, [])
-    assert list(masks._kept) == [(6, 0), (7, 0), (8, 0)]
+    assert [key[:2] for key in masks._kept] == [(6, 0), (7, 0), (8, 0)]
     assert torch.equal(mask_of(masks, 0, grammar, []), first)
 
 

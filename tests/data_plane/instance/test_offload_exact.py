@@ -11,9 +11,12 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from harness.paths import ROOT
 from nanocp.config.kv_offload import KvOffloadConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
+
+TALE = ROOT / "models/tale"
 
 
 def cluster_of(checkpoint, num_frames, host_pages, file_dir="", **scheduler):
@@ -74,6 +77,14 @@ def test_models_with_kv_heads(tmp_path_factory, policy, k):
     folder = tmp_path_factory.mktemp("heads") / "tiny"
     make_checkpoint(folder, "tiny-qwen3-moe", published_spelling=True)
     talk(folder, Oracle(folder), policy=policy, steps_per_window=k)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("policy", ["fixed_degree:4", "chaos"])
+def test_pages_of_rows_with_drafts(policy):
+    """KV of the MTP layer goes and comes with all other KV."""
+    settings = {"policy": policy, "steps_per_window": 4, "num_drafts": 2}
+    talk(TALE, Oracle(TALE), **settings)
 
 
 @pytest.mark.system

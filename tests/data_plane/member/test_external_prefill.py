@@ -34,8 +34,8 @@ class Prober:
         """Nothing is needed of the instances."""
 
     def ticket(self, writer, process, ticket, num_tokens, targets):
-        where = {"term": 1, "peers": {}, "timeout_ms": 1000, "page_backend": "auto"}
-        kind = {"kv_dtype": "auto", "fingerprint": {}, "engine": process, "cluster": "c"}
+        where = {"cluster": "c", "term": 1, "peers": {}, "timeout_ms": 1000, "page_backend": "auto"}
+        kind = {"kv_dtype": "auto", "num_layers": 2, "fingerprint": {}, "engine": process}
         return EngineTicket(
             ticket=ticket, num_tokens=num_tokens, targets=targets, writer=writer, **where, **kind
         )

@@ -37,12 +37,15 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.prefill import build_prefill_stage
+from data_plane.startup.shared_parts import model_of
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, Link, until
+from harness.paths import ROOT
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.serve.served import PREFILL_FACTORY
@@ -65,7 +68,7 @@ CONFIG = Config(
     prefill=PrefillConfig(stages=2, chunk_tokens=100, ring_pages=2),
     limits=PATIENT,
 )
-NUM_LAYERS = 4
+TALE = ROOT / "models/tale"
 
 
 def join(term):
@@ -89,10 +92,11 @@ class Receiver(PageTransfers):
     """An instance as far as pages go."""
 
     def __init__(self, instance, term, model, config):
-        self.frames = FramePool(NUM_LAYERS, 20, model.attention.kv_width, torch.float32)
+        num_layers = model.num_kept_layers
+        self.frames = FramePool(num_layers, 20, model.attention.kv_width, torch.float32)
         segments = Segments(CLUSTER_ID, term=Term(term))
         page_bytes = self.frames.page_bytes
-        rings = prefill_rings(config.prefill, segments, instance, page_bytes, NUM_LAYERS)
+        rings = prefill_rings(config.prefill, segments, instance, page_bytes, num_layers)
         super().__init__(instance, 2, rings, NoMoves(), num_parts=config.prefill.stages)
 
     def _read_page(self, frame):
@@ -109,13 +113,13 @@ class Receiver(PageTransfers):
 class Threads:
     """The stages, each in a thread of this process."""
 
-    def __init__(self, checkpoint, loop):
-        member = MemberSpec("", CONFIG, CLUSTER_ID, "", "", checkpoint)
+    def __init__(self, checkpoint, loop, config):
+        member = MemberSpec("", config, CLUSTER_ID, "", "", checkpoint)
         self.pipes, self.threads, self.loops = [], [], []
         for stage in range(2):
             own, theirs = Pipe()
             spec = StageSpec(member, stage, f"{CLUSTER_ID}.links")
-            built = build_prefill_stage(CONFIG, stage, Segments(spec.links_id), checkpoint)
+            built = build_prefill_stage(config, stage, Segments(spec.links_id), checkpoint)
             streams = TokenStreams(0, CONFIG.limits)
             self.loops.append(PrefillStageLoop(built, spec, theirs, Segments(CLUSTER_ID), streams))
             self.pipes.append(own)
@@ -155,7 +159,7 @@ def staged(checkpoint, link, config):
     scheduler = make_prefill_scheduler(config)
     loop = StagedPrefillLoop(scheduler, link, num_stages, 60_000.0, lambda: None)
     if num_stages > 1:
-        loop.stages = Threads(checkpoint, loop)
+        loop.stages = Threads(checkpoint, loop, config)
     else:
         member = MemberSpec(PREFILL_FACTORY, config, CLUSTER_ID, "", "", checkpoint)
         loop.stages = StageThread(member, loop.report)
@@ -178,10 +182,10 @@ def staged(checkpoint, link, config):
     assert [type(error) for error in errors] == [ShutdownRequested], errors
 
 
-def assert_kv(checkpoint, model, receiver, ids, frame_of):
+def assert_kv(checkpoint, model, receiver, ids, frame_of, next_ids=()):
     """The receiver has these pages of the prompt, as the reference computes them."""
     weights = load_weights(checkpoint, model, torch.float32, range(model.num_experts))
-    for page, kv_LSW in prefill_pages(weights, model, ids, len(ids), 512):
+    for page, kv_LSW in prefill_pages(weights, model, [*ids, *next_ids], len(ids), 512):
         if page in frame_of:
             count = min(PAGE_SIZE, len(ids) - page * PAGE_SIZE)
             found = receiver.frames.layers[:, frame_of[page], :count]
@@ -242,6 +246,29 @@ def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(
                 receiver.leave()
         until(lambda: loop._scheduler.load.frames_free == 16 and loop._scheduler.num_running == 0)
     assert TransferFailed not in link.kinds()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_with_drafts_pages_have_kv_of_the_mtp_layer_too(num_stages):
+    """It needs the token after each position, also after the last one of a chunk and of the KV."""
+    prefill_config = replace(CONFIG.prefill, stages=num_stages)
+    config = replace(CONFIG, prefill=prefill_config, scheduler=SchedulerConfig(num_drafts=1))
+    model, random = model_of(config, TALE), Random(1)
+    assert model.num_kept_layers == 5
+    ids = [random.randrange(2, 512) for _ in range(231)]
+    link = Link(join(1))
+    with staged(TALE, link, config):
+        receivers = [Receiver(instance, 1, model, config) for instance in range(2)]
+        transfer, _ = prefill(ids[:230], TargetRun(0, 2, 0, 3), TargetRun(2, 2, 1, 5), ticket=4)
+        for receiver in receivers:
+            receiver.expect(transfer)
+        link.inbox.put(Envelope(PrefillRequest(transfer, ids)))
+        done = [(receivers[instance], TransferDone(4, instance)) for instance in range(2)]
+        until(lambda: all([receiver.has(event) for receiver, event in done]))  # noqa: C419
+        assert_kv(TALE, model, receivers[0], ids[:230], {0: 3, 1: 4}, ids[230:])
+        assert_kv(TALE, model, receivers[1], ids[:230], {2: 5, 3: 6}, ids[230:])
+        for receiver in receivers:
+            receiver.leave()
 
 
 class Recorder:

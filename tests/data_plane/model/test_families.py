@@ -8,7 +8,8 @@ import pytest
 from data_plane.model.config import ModelConfig
 from data_plane.model.families import FAMILIES
 from data_plane.model.presets import PRESETS
-from data_plane.model.weights import expert_range, stored_shapes
+from data_plane.model.sizes import stored_shapes
+from data_plane.model.weights import expert_range
 
 SHAPES = Path(__file__).parent / "shapes"
 """Configurations in the shape of published models; the makers' own files have more fields."""

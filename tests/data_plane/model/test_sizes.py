@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.page_bytes import page_bytes
+from data_plane.model.sizes import page_bytes
 from data_plane.model.weights import load_weights, stores_bf16
 from data_plane.startup import memory_need
 from data_plane.startup.memory_need import check_memory

@@ -18,7 +18,8 @@ from data_plane.model import safetensors_reader
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.safetensors_reader import SafetensorsReader
-from data_plane.model.weights import expert_range, is_packed, load_weights, stored_shapes
+from data_plane.model.sizes import is_packed, stored_shapes
+from data_plane.model.weights import expert_range, load_weights
 from harness.native_cases import native
 
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS
 from data_plane.startup.prefill import build_probe
+from data_plane.startup.shared_parts import model_of
+from harness.paths import ROOT
 from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 
 RANK, ROPE_DIM, NUM_LAYERS = 64, 32, 4
@@ -26,10 +28,10 @@ CONFIGS = {
 
 def pages_of(config, checkpoint, token_ids):
     """Pages as a stage with all layers writes them, which is what an engine must write."""
-    model = ModelConfig.from_folder(checkpoint)
+    model = model_of(config, checkpoint)
     dtype = getattr(torch, config.data_plane.dtype)
     weights = load_weights(checkpoint, model, dtype, range(model.num_experts))
-    pages = prefill_pages(weights, model, list(token_ids), NUM_TOKENS, NUM_TOKENS)
+    pages = prefill_pages(weights, model, [*token_ids, 0], NUM_TOKENS, NUM_TOKENS)
     return {page: payload_of(kv, None).reshape(-1).copy() for page, kv in pages}
 
 
@@ -69,6 +71,26 @@ def test_this_models_kv_passes_and_other_kv_does_not(tiny_checkpoint, dtype):
         assert part in probe.problem(changed(copies, dtype, change)), change
     nothing = {page: np.full_like(payload, 255) for page, payload in pages.items()}
     assert "numbers that are not finite" in probe.problem(nothing)
+
+
+def test_with_drafts_a_page_has_the_mtp_layer_too_and_it_may_be_zero():
+    """An engine without the layer sends zeros, and one that has it KV that the probe cannot know.
+
+    models/tale has the layer behind its four.
+    """
+    config = replace(Config(), scheduler=SchedulerConfig(num_drafts=1))
+    probe = build_probe(config, ROOT / "models/tale")
+    assert probe.num_layers == 5
+    for mtp_scale in (1, 0):
+        pages = pages_of(config, ROOT / "models/tale", probe.token_ids)
+        assert [payload.nbytes for payload in pages.values()] == [probe.page_bytes] * 2
+        for payload in pages.values():
+            kv = torch.from_numpy(payload).view(torch.float32).view(probe.num_layers, 64, -1)
+            assert kv[-1].any()
+            kv[-1] *= mtp_scale
+        assert probe.problem(pages) is None
+    kv[0] *= 1.5
+    assert "latent of layer 0" in probe.problem(pages)
 
 
 def test_a_checkpoint_of_another_seed_fails(tiny_checkpoint, tmp_path):

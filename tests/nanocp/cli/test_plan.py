@@ -11,16 +11,21 @@ import torch
 from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.linear import PlainPacking
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.model.page_bytes import page_bytes
 from data_plane.model.presets import PRESETS
+from data_plane.model.sizes import page_bytes
+from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.startup.memory_need import memory_need, stage_needs
+from data_plane.startup.memory_need import memory_need, prefill_bytes, stage_needs
+from data_plane.startup.shared_parts import model_of
+from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 
+TALE = ROOT / "models/tale"
 MODEL_TESTS = Path(__file__).parents[2] / "data_plane/model"
 
 
@@ -149,6 +154,29 @@ def test_the_weights_take_what_was_said(tmp_path, preset):
     assert 0.5 < kept.other_weights / need.other_weights < 0.52  # norms, biases, gates
     lanes = replace(config, scheduler=SchedulerConfig(lanes="always"))
     assert memory_need(model, lanes, stores_bf16=False).exchange == 2 * need.exchange
+
+
+def test_drafts_need_one_layer_more_of_weights_and_pages(published):
+    """Start-up's check too: `model_of` is what an instance is built and checked by."""
+    config = Config(cluster=ClusterConfig(num_instances=2))
+    drafting = replace(config, scheduler=SchedulerConfig(num_drafts=1))
+    plain, drafts = (model_of(each, TALE) for each in (config, drafting))
+    elements, experts = [], expert_range(drafts, 0, 2)
+
+    def say(_, total):
+        elements.append(total)
+
+    load_weights(TALE, drafts, torch.float32, experts, say)
+    need = memory_need(drafts, drafting, stores_bf16=False)
+    head = drafts.vocab_size * drafts.hidden_size if drafts.tied_embeddings else 0
+    assert need.experts + need.other_weights == 4 * (elements[-1] + head)
+    assert 4 * need.page == 5 * memory_need(plain, config, stores_bf16=False).page
+    StageWeights(TALE, drafts, torch.float32, PlainPacking(), range(5), True, True, say).close()
+    assert prefill_bytes(drafts, drafting) == 4 * elements[-1], "without experts of that layer"
+    said = plan(TALE, "--drafts", "--instances", 2, "--memory-gb", 2).output
+    assert "4 layers and an MTP layer, " in said and f"of {need.page / 1e6:.2f} MB" in said
+    refused = plan(published("kimi-k2"), "--drafts")
+    assert refused.exit_code == 2 and "num_nextn_predict_layers is 0" in refused.stderr
 
 
 def test_on_a_cpu_the_prefill_beside_the_instances_is_counted(tmp_path):

@@ -28,3 +28,41 @@ SUPERVISED = ServiceConfig(controller_process=True)
 def test_members_that_cannot_wait_for_another_controller_are_refused(sections, sentence):
     with pytest.raises(ValueError, match=f"controller_process is true, and .*{sentence}"):
         Config(**({"service": SUPERVISED, "scheduler": SchedulerConfig(lanes="off")} | sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {"cluster": ClusterConfig(layout="pipeline", num_instances=2)},
+            "scheduler.num_drafts 1: its last stage does not draft",
+        ),
+        (
+            {"data_plane": DataPlaneConfig(device="cuda")},
+            "scheduler.num_drafts is 1 and data_plane.device cuda; so far instances on CPUs draft",
+        ),
+    ],
+    ids=["pipeline", "cuda"],
+)
+def test_drafts_where_nothing_drafts_are_refused(sections, sentence):
+    scheduler = SchedulerConfig(num_drafts=1, lanes="off")
+    with pytest.raises(ValueError, match=sentence):
+        Config(**({"scheduler": scheduler} | sections))
+
+
+@pytest.mark.parametrize(("num_drafts", "num_steps", "reach"), [(1, 33, 66), (15, 4, 78)])
+def test_a_window_that_may_write_more_than_a_page_is_refused(num_drafts, num_steps, reach):
+    sentence = f"num_drafts is {num_drafts} .* may write {reach} tokens in a window; 64, a page"
+    with pytest.raises(ValueError, match=sentence):
+        SchedulerConfig(num_drafts=num_drafts, steps_per_window=num_steps)
+    SchedulerConfig(steps_per_window=num_steps)
+    SchedulerConfig(num_drafts=1, steps_per_window=32)
+
+
+def test_numbers_and_ways_of_drafting_that_there_are_not_are_refused():
+    with pytest.raises(ValueError, match="num_drafts"):
+        SchedulerConfig(num_drafts=-1)
+    with pytest.raises(
+        ValueError, match="drafting is 'often'; it must be measured, always or random"
+    ):
+        SchedulerConfig(drafting="often")

@@ -13,6 +13,7 @@ import pytest
 from control_plane.coordinator.members.start import StartError
 from harness.engines import EngineProcess, free_port
 from harness.hash_service import CONFIG, expected, generate, hash_service, prompt
+from harness.member_fakes import until
 from nanocp.client import ServiceError
 from nanocp.config.prefill import PrefillConfig
 from nanocp.values.members import PREFILL, Member
@@ -62,6 +63,19 @@ def test_every_token_is_right_whatever_the_blocks_and_the_way(backend, block_siz
             generate_all(service, LENGTHS)
             # Prefixes are shared here and cached there.
             generate_all(service, LENGTHS)
+
+
+@pytest.mark.parametrize("fault", ["", "mtp"], ids=["model alone", "with MTP layer"])
+def test_engines_with_the_mtp_layer_and_without_prefill_for_instances_that_draft(fault):
+    """Prompts' KV of the MTP layer is zero, or the engine's; tokens do not depend on it."""
+    with EngineProcess(fault=fault) as engine:
+        config = config_for(engine.url)
+        config = replace(config, scheduler=replace(config.scheduler, num_drafts=2))
+        with hash_service(config) as service:
+            generate_all(service, LENGTHS, max_tokens=20)
+            value, name = service.metrics.registry.get_sample_value, "nanocp:spec_decode_num_drafts"
+            engines = [{"engine": str(instance)} for instance in range(4)]
+            until(lambda: sum(value(f"{name}_total", engine) for engine in engines) > 100)
 
 
 def test_two_engines_and_one_is_killed_and_comes_back():

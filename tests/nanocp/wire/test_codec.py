@@ -70,6 +70,7 @@ PLANS = st.builds(
     hand_offs_in=HAND_OFFS,
     ends=tuples_of(REQUEST),
     two_lanes=st.booleans(),
+    num_drafts=U32,
 )
 TRANSFERS = st.builds(
     p.Transfer,
@@ -97,6 +98,8 @@ WINDOWS_DONE = st.builds(
     waits_us=tuples_of(U64),
     written=tuples_of(st.builds(p.WrittenPage, REQUEST, U32, U32, st.binary(max_size=16))),
     hidden_us=U32,
+    advanced=tuples_of(REQUEST),
+    drafts=tuples_of(st.tuples(U32, U32)),
 )
 PARAMS = st.builds(
     SamplingParams,
@@ -131,7 +134,14 @@ F32 = st.floats(width=32, allow_nan=False)
 LOGPROBS = st.builds(TokenLogprobs, F32, tuples_of(st.tuples(U32, F32)))
 TOKENS = tuples_of(
     st.builds(
-        Token, st.just("front:1"), REQUEST, U32, U32, st.none() | REASONS, st.none() | LOGPROBS
+        Token,
+        st.just("front:1"),
+        REQUEST,
+        U32,
+        U32,
+        st.none() | REASONS,
+        st.none() | LOGPROBS,
+        U32,  # else it is drawn without bounds
     )
 )
 MOVES = st.builds(
@@ -198,6 +208,7 @@ EXAMPLES = [
     messages.IssuedSecret("instance 1", "x"),
     messages.Placed(PLACEMENT, None),
     messages.Placed(PLACEMENT, 64),
+    messages.Placed(PLACEMENT._replace(begins=(129, 133)), 64),
     p.Preempted(3, 90),
     messages.Interrupted(),
     messages.RequestLostTokens(3, "too slow"),
@@ -280,7 +291,7 @@ def test_a_change_of_the_messages_has_another_version():
     kinds = [type(message) for message in EXAMPLES] + list(DRAWN)
     lines = sorted({line for kind in kinds for line in fields_of(kind)})
     digest = sha256("\n".join(lines).encode()).hexdigest()[:16]
-    assert (wire.VERSION, digest) == (2, "ed57e3b54956c75e"), "\n".join(lines)
+    assert (wire.VERSION, digest) == (3, "cd34862eabb9cb21"), "\n".join(lines)
 
 
 @given(CHANGES)

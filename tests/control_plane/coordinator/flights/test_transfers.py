@@ -41,6 +41,15 @@ def started(transfers, tickets):
         assert transfers.start(transfer, submission) is None
 
 
+@pytest.mark.parametrize(("has_drafts", "num_ids"), [(False, 190), (True, 191)])
+def test_with_drafts_a_prefill_gets_the_token_after_the_last_one_with_kv(
+    members, has_drafts, num_ids
+):
+    started(Transfers(members, has_drafts), [1])
+    (request,) = members.sent
+    assert list(request.token_ids) == list(range(num_ids))
+
+
 def test_a_new_prefill_gets_what_the_lost_one_had_not_filled(members):
     transfers = Transfers(members)
     started(transfers, [1, 2, 3])

@@ -53,16 +53,17 @@ class Steps:
             if plan.window is None or self.in_flight == 2:
                 return placed
 
-    def run(self, *steps_ms, finished=()):
-        """Let a window end after each of these times."""
+    def run(self, *steps_ms, finished=(), report=None):
+        """Let a window end after each of these times. report: more fields of its reports."""
         placed = []
         for ms in steps_ms:
             self.now_us += 1000 * ms
             ends = tuple(Finished(n, 1, FinishReason.STOP) for n in finished)
             # Reports come one by one; those of the first instance end no window.
-            placed += self.call([WindowDone(0, self.window, ends)])
+            more = report or {}
+            placed += self.call([WindowDone(0, self.window, ends, **more)])
             self.in_flight -= 1
-            placed += self.call([WindowDone(1, self.window)])
+            placed += self.call([WindowDone(1, self.window, **more)])
             self.window += 1
         return placed
 
@@ -296,13 +297,27 @@ def test_time_without_a_window_is_no_steps():
     assert steps.arrive(202) == [202]
 
 
+def test_a_token_takes_less_time_than_a_step_whose_drafts_are_right():
+    steps = Steps(replace(CONFIG, num_drafts=1))
+    assert steps.scheduler._rows.advances.slack > 0, "the windows have drafts"
+    steps.run(*[60] * 9, report={"num_tokens": 100, "drafts": ((60, 40),)})
+    assert steps.scheduler._deferral.token_us == 36_000
+    assert steps.arrive(201, length=4096) == [201], "48 ms a token with it, and 80 ms a step"
+    # Windows in which there was no room for drafts count too.
+    steps.run(*[60] * 4, report={"num_tokens": 60})
+    assert steps.scheduler._deferral.token_us == 60_000 * 120 // 160
+    steps.run(*[60] * 9, report={"num_tokens": 60, "drafts": ((60, 0),)})
+    assert steps.scheduler._deferral.token_us == 60_000
+    assert steps.arrive(202) == []
+
+
 def test_a_term_that_ends_takes_its_windows_along():
     steps = Steps()
     steps.run(*[60] * 4)
-    assert steps.scheduler._deferral.step_us == 60_000
+    assert steps.scheduler._deferral.token_us == 60_000
     steps.call([TermEnded()])
     steps.scheduler._end_term((0, 1))
-    assert steps.scheduler._deferral.step_us == 0
+    assert steps.scheduler._deferral.token_us == 0
 
 
 def test_an_aborted_request_is_deferred_no_more():

@@ -1,0 +1,111 @@
+"""How many drafts each row of a window has.
+
+Enters: windows and their loads, whether rows are parked, reports of drafts. Leaves: a number for
+all instances. Does not know: tokens, which rows advance.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TypeVar
+
+from control_plane.scheduler.state.commitments import Commitments
+from nanocp.config.cluster import BoundsConfig
+from nanocp.config.scheduler import SchedulerConfig
+
+_Value = TypeVar("_Value")
+
+_PAUSE = 16
+"""Windows without drafts after a row was parked: frames for drafts must park no row."""
+_LATEST = 64
+"""Windows with drafts whose reports tell how many are accepted."""
+_PRIOR, _PRIOR_WEIGHT = (0.8, 0.6, 0.5), 16
+"""Shares that are taken to be accepted, by offset, and for how many drafts that counts."""
+_GAIN = 1.03
+"""Drafts must promise so many times the tokens a second of a step without."""
+_TRY_EVERY = 256
+"""Where drafts do not pay, one window of so many has one, so that a change is seen."""
+
+
+class Drafts:
+    """Chooses the drafts of each window."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.most = config.num_drafts
+        self._mode, self._seed = config.drafting, config.chaos_seed
+        self._paused_until = 0
+        self._percents: dict[int, dict[int, dict[int, int]]] = {}
+        """Rows -> KV tokens -> drafts -> percent, ascending; see SchedulerConfig.draft_table."""
+        for rows, tokens, drafts, percent in sorted(config.draft_table):
+            self._percents.setdefault(rows, {}).setdefault(tokens, {})[drafts] = percent
+        self._latest: deque[dict[int, tuple[int, int]]] = deque([{}])
+        """(checked, accepted) drafts by offset: of the latest windows that had some, in order."""
+
+    def reported(self, drafts: Sequence[tuple[int, int]]) -> None:
+        """An instance reports (checked, accepted) drafts of a window, by offset from 1."""
+        for offset, counts in enumerate(drafts):
+            checked, accepted = self._latest[-1].get(offset, (0, 0))
+            self._latest[-1][offset] = checked + counts[0], accepted + counts[1]
+
+    def shares(self) -> list[float]:
+        """The share of drafts that is accepted where those before are, by offset from 1."""
+        shares = []
+        for offset in range(self.most):
+            pairs = [window.get(offset, (0, 0)) for window in self._latest]
+            checked, accepted = map(sum, zip(*pairs, strict=True))
+            prior = _PRIOR[min(offset, len(_PRIOR) - 1)]
+            shares.append((accepted + prior * _PRIOR_WEIGHT) / (checked + _PRIOR_WEIGHT))
+        return shares
+
+    def of_window(self, window: int, is_parked: bool, num_rows: int, kv_tokens: int) -> int:
+        """Drafts of a row in each step of the window, before its rows are known.
+
+        num_rows, kv_tokens: of the fullest instance.
+        """
+        if not self.most:
+            return 0
+        if is_parked:
+            self._paused_until = window + _PAUSE
+        if window < self._paused_until:
+            return 0
+        if self._mode == "random":
+            text = f"drafts {self._seed} {window}".encode()
+            return blake2b(text, digest_size=1).digest()[0] % (self.most + 1)
+        if self._mode == "always":
+            return self.most
+        if self._latest[-1]:
+            self._latest.append({})
+            if len(self._latest) > _LATEST:
+                self._latest.popleft()
+        return self._best(num_rows, kv_tokens) or int(window % _TRY_EVERY == 0)
+
+    def _best(self, num_rows: int, kv_tokens: int) -> int:
+        """The number with most tokens a second, as measured."""
+        percents = _that_holds(_that_holds(self._percents, num_rows), kv_tokens)
+        best, best_speed, num_tokens, reached = 0, _GAIN, 1.0, 1.0
+        for num_drafts, share in enumerate(self.shares(), start=1):
+            reached *= share
+            num_tokens += reached
+            speed = 100 * num_tokens / percents.get(num_drafts, 1 << 30)
+            if speed > best_speed:
+                best, best_speed = num_drafts, speed
+        return best
+
+    def within(self, num_drafts: int, committed: Commitments, bounds: BoundsConfig) -> int:
+        """Lower the number to what rows leave room for: bounds count what a step runs."""
+        if not num_drafts:
+            return 0
+        widths = (
+            bounds.max_rows // max(1, *committed.rows),
+            bounds.max_attention_rows // max(1, *committed.attention_rows),
+            bounds.max_partials // max(1, *committed.partials),
+            bounds.max_links // max(1, *map(max, committed.links)),
+        )
+        return min(num_drafts, min(widths) - 1)
+
+
+def _that_holds(by_size: dict[int, _Value], size: int) -> _Value:
+    """The value of the smallest size that is as large, else of the largest."""
+    return by_size[min((each for each in by_size if each >= size), default=max(by_size))]

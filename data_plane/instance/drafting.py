@@ -1,0 +1,108 @@
+"""The end of a step: the MTP layer drafts the tokens that the next step checks.
+
+Enters: a window whose step has committed its tokens. Leaves: drafts of its rows. Does not know: how
+a step is run, what becomes of drafts.
+
+First the MTP layer runs at every position whose next token is known by now: those of the tokens
+that the step committed. Each further draft is a turn of one position a row, behind the draft
+before. Every instance takes all turns (protocol.md, equal width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor, inference_mode
+
+from data_plane.instance.grammar import GrammarMasks, MaskedRow
+from data_plane.instance.lanes import WindowLane, run_in_turns
+from data_plane.instance.rows import Row
+from data_plane.instance.step_lane import DraftingStep, StepLane
+from data_plane.instance.window_edge import Window
+from data_plane.transport.exchange import Exchange
+
+
+@inference_mode()
+def draft(
+    window: Window, lanes: Sequence[StepLane], exchange: Exchange, masks: GrammarMasks | None
+) -> None:
+    """Let each row of the window have its drafts for the next step.
+
+    lanes: of the instance. Raises what a wait of the exchange raises.
+    """
+    used = [lanes[lane.number] for lane in window.lanes]
+    last = [
+        _at_known_tokens(lane, of.engine.rows, window.width)
+        for lane, of in zip(window.lanes, used, strict=True)
+    ]
+    for turn in range(window.plan.num_drafts):
+        steps: list[Any] = [of.engine.next_step() for of in used]
+        run_in_turns([step.draft_phases() for step in steps], exchange)
+        for lane, of, places in zip(window.lanes, used, last, strict=True):
+            _take_drafts(lane, of, places, window.width, turn, masks)
+
+
+def _at_known_tokens(lane: WindowLane, state: Any, width: int) -> dict[int, int]:
+    """Set up the first turn; returns row index -> its last step row that is live."""
+    state.live[:] = False
+    last = {}
+    for index, row in enumerate(lane.rows):
+        first = index * width
+        num_new = 0 if row.finished else row.position - int(state.position[first])
+        for offset in range(num_new):
+            state.live[first + offset] = True
+            state.token[first + offset] = row.output_ids[offset - num_new]
+            last[index] = first + offset
+    return last
+
+
+def _take_drafts(
+    lane: WindowLane,
+    of: StepLane,
+    last: dict[int, int],
+    width: int,
+    turn: int,
+    masks: GrammarMasks | None,
+) -> None:
+    """Keep the drafts of a turn, and set up the next one; last: see `_at_known_tokens`."""
+    state = of.engine.rows
+    state.live[:] = False
+    if not last:
+        return
+    rows = [lane.rows[index] for index in last]
+    step = cast(DraftingStep, of.step)
+    logits = step.draft_logits_of(list(last.values()))
+    drafted = _masked(logits, rows, masks).argmax(dim=-1).tolist()
+    for index, row, token in zip(list(last), rows, drafted, strict=True):
+        row.drafts.append(token)
+        if token in row.params.stop_token_ids:
+            del last[index]  # no grammar and no row goes on behind it
+    places = [index * width for index in last]
+    step.go_on_drafting(places, list(last.values()))
+    for index, place in zip(last, places, strict=True):
+        row = lane.rows[index]
+        state.live[place] = turn + 1 < row.num_left
+        state.token[place] = row.drafts[-1]
+        state.position[place] = row.position + turn
+    last.update(zip(last, places, strict=True))
+
+
+def _masked(logits_BV: Tensor, rows: Sequence[Row], masks: GrammarMasks | None) -> Tensor:
+    """Leave what the rows' grammars allow: other drafts are hardly ever right."""
+    wanted = [index for index, row in enumerate(rows) if row.params.constraint]
+    if masks is None or not wanted:
+        return logits_BV
+    allowed = masks.masks(
+        [
+            MaskedRow(
+                rows[i].request_id,
+                rows[i].attempt,
+                rows[i].params.constraint,
+                [*rows[i].output_ids, *rows[i].drafts],
+            )
+            for i in wanted
+        ]
+    )
+    logits_BV[wanted] = logits_BV[wanted].masked_fill(~allowed, float("-inf"))
+    return logits_BV

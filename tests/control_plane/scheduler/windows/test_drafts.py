@@ -1,0 +1,195 @@
+"""How many drafts a window has, and which pages, ends and reports follow from it."""
+
+import pytest
+
+from control_plane.scheduler.invariants import check
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.state.commitments import Commitments
+from control_plane.scheduler.windows.drafts import Drafts
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import Arrival, Finished, FinishReason, WindowDone
+
+
+def drafts(**settings):
+    return Drafts(SchedulerConfig(**settings))
+
+
+def test_a_window_has_as_many_as_the_configuration_says():
+    assert [drafts(num_drafts=number).of_window(5, False, 1, 64) for number in (0, 1, 3)] == [
+        0,
+        1,
+        3,
+    ]
+
+
+def test_once_a_row_is_parked_16_windows_have_none():
+    found = drafts(num_drafts=2)
+    given = [found.of_window(window, window in (3, 10), 1, 64) for window in range(30)]
+    assert given == [2] * 3 + [0] * (7 + 16) + [2] * 4
+
+
+def test_drawn_numbers_are_of_window_and_seed():
+    one, same, other = (
+        [drafts(num_drafts=3, drafting="random", chaos_seed=seed).of_window(window, False, 1, 64)
+         for window in range(64)]
+        for seed in (1, 1, 2)
+    )  # fmt: skip
+    assert one == same != other and set(one) == {0, 1, 2, 3}
+
+
+TABLE = ((8, 1024, 1, 110), (8, 1024, 2, 130), (8, 65536, 1, 160), (64, 65536, 1, 190))
+
+
+def measured(*, num_drafts=2, rows=4, tokens=1000, reports=()):
+    """What windows of this size have, after so many reports."""
+    found = drafts(num_drafts=num_drafts, drafting="measured", draft_table=TABLE)
+    for window, report in enumerate(reports):
+        found.of_window(window, False, rows, tokens)
+        found.reported(report)
+    return [found.of_window(window, False, rows, tokens) for window in (1001, 1002, 1024)]
+
+
+RIGHT, WRONG = ((100, 95), (95, 90)), ((100, 3),)
+
+
+@pytest.mark.parametrize(
+    ("asked", "numbers"),
+    [
+        ({}, [2, 2, 2]),
+        ({"num_drafts": 1}, [1, 1, 1]),
+        # With many tokens, and with many rows, a step with a draft takes too long for 0.8 of them.
+        ({"tokens": 2000}, [1, 1, 1]),
+        ({"rows": 9}, [0, 0, 1]),
+        ({"rows": 1000}, [0, 0, 1]),
+        ({"rows": 9, "reports": [RIGHT] * 4}, [0, 0, 1]),
+        ({"tokens": 2000, "reports": [RIGHT] * 4}, [1, 1, 1]),
+        ({"reports": [WRONG] * 4}, [0, 0, 1]),
+        ({"reports": [WRONG] * 4 + [RIGHT] * 70}, [2, 2, 2]),
+    ],
+)
+def test_a_window_has_the_drafts_that_promise_most_tokens_a_second(asked, numbers):
+    """One in 256 has one also where none pays: else a change would never be seen."""
+    assert measured(**asked) == numbers
+
+
+@pytest.mark.parametrize(
+    ("committed", "number"),
+    [
+        ({}, 3),
+        ({"rows": [2, 4]}, 3),
+        ({"rows": [5, 1]}, 2),
+        ({"rows": [9, 0]}, 0),
+        ({"attention_rows": [8, 3]}, 2),
+        ({"partials": [3, 0]}, 1),
+        ({"links": [[0, 4], [0, 0]]}, 0),
+    ],
+)
+def test_drafts_take_the_room_that_rows_leave(committed, number):
+    bounds = BoundsConfig(max_rows=16, max_links=4, max_attention_rows=24, max_partials=8)
+    commitments = Commitments(ClusterConfig(num_instances=2, bounds=bounds))
+    for name, value in committed.items():
+        setattr(commitments, name, value)
+    assert drafts(num_drafts=3).within(3, commitments, bounds) == number
+    assert drafts(num_drafts=3).within(0, commitments, bounds) == 0
+
+
+class Story:
+    """One instance, whose reports a test writes."""
+
+    def __init__(self, *arrivals, num_drafts, num_steps=1, num_frames=20):
+        cluster = ClusterConfig(num_instances=1, num_frames=num_frames)
+        config = SchedulerConfig(
+            num_drafts=num_drafts, steps_per_window=num_steps, growth_promise="tokens:0",
+            prefix_sharing=False,
+        )  # fmt: skip
+        self.scheduler = Scheduler(cluster, config)
+        self.num_reported = 0
+        self.first = self.plan(arrivals)
+
+    def plan(self, events=()):
+        plan = self.scheduler.plan_window(events, 0)
+        check(self.scheduler)
+        return plan
+
+    def report(self, *advanced, finished=()):
+        done = WindowDone(0, self.num_reported, finished, advanced=advanced)
+        self.num_reported += 1
+        return self.plan([done])
+
+    def num_pages(self, request_id=1):
+        return self.scheduler._state.requests[request_id].num_pages
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "num_drafts", "num_steps", "num_pages"),
+    [
+        (64, 0, 1, 1),
+        (63, 1, 1, 1),
+        (64, 1, 1, 2),
+        # A step writes up to position 61 + 2, and the second turn one more.
+        (61, 2, 1, 1),
+        (62, 2, 1, 2),
+        (60, 3, 1, 2),
+        (59, 3, 1, 1),
+        (57, 1, 4, 1),
+        (58, 1, 4, 2),
+    ],
+)
+def test_a_row_has_the_pages_that_drafts_and_later_turns_may_write(
+    prompt_len, num_drafts, num_steps, num_pages
+):
+    arrival = Arrival(1, prompt_len, 100, needs_prefill=False)
+    story = Story(arrival, num_drafts=num_drafts, num_steps=num_steps)
+    assert story.first.instances[0].num_drafts == num_drafts
+    assert story.num_pages() == num_pages
+
+
+def test_pages_ahead_count_the_drafts_of_windows_in_flight():
+    """After one window the row is at 58 at least and at 59 at most, and the next may write two."""
+    story = Story(Arrival(1, 61, 100, needs_prefill=False), num_drafts=1)
+    assert story.num_pages() == 1
+    story.plan()
+    assert story.num_pages() == 1
+    story.report()
+    assert story.num_pages() == 2
+
+
+def test_a_row_leaves_by_count_only_when_it_surely_has_all_tokens():
+    story = Story(Arrival(1, 10, 6, needs_prefill=False), num_drafts=2)
+    plans = [story.first, story.plan()]
+    plans.append(story.report(1, 1))
+    assert story.scheduler.num_running == 1, "three tokens are reported, three more may have come"
+    plans.append(story.report(1))
+    assert not any(plan.instances[0].ends for plan in plans if plan.instances)
+    plans.append(story.report())
+    assert [plan.instances[0].ends for plan in plans if plan.instances][-1] == (1,) or (
+        story.scheduler.num_running == 0
+    )
+
+
+def test_a_row_that_ends_by_drafts_is_reported_and_gives_its_frames_back():
+    story = Story(Arrival(1, 60, 8, needs_prefill=False), num_drafts=3)
+    story.plan()
+    story.report(1, 1, 1)
+    finished = Finished(1, 8, FinishReason.LENGTH)
+    story.report(finished=(finished,))
+    assert story.scheduler.num_running == 0
+    while story.scheduler._rows.in_flight:
+        story.report()
+    (load,) = story.scheduler.loads()
+    assert load.frames_free == 20
+
+
+def test_a_placement_says_when_the_row_begins_at_least_and_at_most():
+    story = Story(Arrival(1, 10, 50, needs_prefill=False), num_drafts=2)
+    (placement,) = story.first.placements
+    assert placement.begins == (9, 9)
+    (placement,) = story.plan([Arrival(2, 10, 50, needs_prefill=False)]).placements
+    assert placement.begins == (9, 11), "the window in flight may bring two drafts"
+
+
+def test_without_drafts_no_placement_has_bounds():
+    story = Story(Arrival(1, 10, 50, needs_prefill=False), num_drafts=0)
+    assert story.first.placements[0].begins is None
+    assert story.plan().instances[0].num_drafts == 0
