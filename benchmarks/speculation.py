@@ -1,7 +1,7 @@
 """What drafts of the MTP layer win and cost, by the simulator's cost model.
 
 Enters: clusters that ship, rates, the share of drafts that is right. Leaves: a table, which claims
-hold, and a list of {cluster, rate, drafts, tpot_ms_p50, rows}. Does not know: tokens: which drafts
+hold, and a list of {cluster, rate, drafts, tpot_ms_p50, running}. Does not know: tokens: which drafts
 are right is drawn.
 """
 
@@ -50,9 +50,9 @@ def main(run: BenchRun) -> None:
         if run.is_quick:
             trial = replace(trial, measure_us=60_000_000)
         outcome = trial.filled().play()
-        found = {"tpot_ms_p50": outcome.tpot_ms_p50, "rows": outcome.num_rows_mean}
+        found = {"tpot_ms_p50": outcome.tpot_ms_p50, "running": outcome.num_rows_mean}
         run.keep({"cluster": cluster, "rate": rate, "drafts": way, **found})
-    formats = {"cluster": "", "rate": ".0f", "drafts": "", "tpot_ms_p50": ".1f", "rows": ".0f"}
+    formats = {"cluster": "", "rate": ".0f", "drafts": "", "tpot_ms_p50": ".1f", "running": ".0f"}
     run.table("Time per token", run.results, **formats)
     run.judge([*_claims(run), _long_request(run)])
 
