@@ -1,8 +1,8 @@
 """What drafts of the MTP layer win and cost, by the simulator's cost model.
 
 Enters: clusters that ship, rates, the share of drafts that is right. Leaves: a table, which claims
-hold, and a list of {cluster, rate, drafts, tpot_ms_p50, running}. Does not know: tokens: which drafts
-are right is drawn.
+hold, and a list of {cluster, rate, drafts, tpot_ms_p50, running}. Does not know: tokens. Which
+drafts are right is drawn.
 """
 
 from __future__ import annotations
