@@ -243,15 +243,19 @@ class DecodeInstance(WindowEdge):
                 state.live[place] = offset < num_live
 
     def _sample(
-        self, window: Window, pending: Future[Tensor] | None, step_rows: Sequence[StepRow]
+        self,
+        window: Window,
+        pending: Future[Tensor] | None,
+        step_rows: Sequence[StepRow],
+        offset: int,
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """Sample after these step rows, as _commit_step asks. pending: masks, if begun."""
+        """Sample behind the input tokens at an offset. pending: masks of offset 0, if begun."""
         parts = [
-            self._lanes[number].step.logits_of([each.place for each in of_lane])
+            self._lanes[number].step.logits_of([each.place + offset for each in of_lane])
             for number, of_lane in groupby(step_rows, attrgetter("lane"))
         ]
         rows = [each.row for each in step_rows]
-        if step_rows[0].place % window.width:
+        if offset:
             pending = begin_masks(self.grammar_masks, rows)
         logits = cat(parts) if len(parts) > 1 else parts[0]
         return sample(rows, logits, self._finished_masks(window, pending))

@@ -82,12 +82,16 @@ class Window:
 
 
 class StepRow(NamedTuple):
-    """One input token of a row in a step: the known one, or a draft."""
+    """A row in a step, where its known token is; its drafts are behind it."""
 
     lane: int
     place: int
     """Index among the step rows of the lane."""
     row: Row
+
+
+Sampler = Callable[[Sequence[StepRow], int], Sequence[tuple[int, TokenLogprobs | None]]]
+"""Samples the tokens after the input tokens of these rows at an offset: 0 is the known one."""
 
 
 class WindowEdge(PageTransfers):
@@ -292,12 +296,11 @@ class WindowEdge(PageTransfers):
     def _commit_step(
         self,
         window: Window,
-        sample: Callable[[Sequence[StepRow]], Sequence[tuple[int, TokenLogprobs | None]]],
+        sample: Sampler,
     ) -> None:
         """Commit a step's tokens: of each row one, and more as long as its drafts are right.
 
-        sample: the tokens after these step rows, all at one offset, lane by lane (protocol.md,
-        checked drafts).
+        sample gets rows lane by lane, and at least one (protocol.md, checked drafts).
         """
         width = window.width
         going = [
@@ -309,9 +312,11 @@ class WindowEdge(PageTransfers):
         for step_row, _, _ in going:
             step_row.row.drafts = []
         for offset in range(width):
-            rows = [each._replace(place=each.place + offset) for each, _, _ in going]
+            if not going:
+                return
+            sampled = sample([step_row for step_row, _, _ in going], offset)
             still = []
-            for each, (token_id, logprobs) in zip(going, sample(rows) if rows else (), strict=True):
+            for each, (token_id, logprobs) in zip(going, sampled, strict=True):
                 step_row, num_live, drafts = each
                 row = step_row.row
                 self._commit(window, row, token_id, logprobs)

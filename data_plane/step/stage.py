@@ -141,10 +141,8 @@ class ModelStage(StageEdge):
 
     def _mtp_rows(self, spans: Sequence[tuple[Span, Sequence[int]]], rows: Tensor) -> Tensor:
         """What enters the MTP layer; rows: after the last layer."""
-        weights, ids = (
-            self._weights,
-            [each for span, _ in spans for each in self._inputs(span, ahead=1)],
-        )
+        weights = self._weights
+        ids = [each for span, _ in spans for each in self._inputs(span, ahead=1)]
         assert weights.mtp is not None and weights.head is not None
         assert weights.embedding is not None
         next_TX = weights.embedding[torch.tensor(ids)].to(rows.dtype)

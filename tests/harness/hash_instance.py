@@ -149,8 +149,9 @@ class HashInstance(WindowEdge):
             yield from self._run_layers(window, inputs, range(self._model.num_layers))
             self._commit_step(
                 window,
-                lambda rows: [
-                    self._sample(each.row, inputs[each.lane][each.place].hidden) for each in rows
+                lambda rows, offset: [
+                    self._sample(each.row, inputs[each.lane][each.place + offset].hidden)
+                    for each in rows
                 ],
             )
             if window.plan.num_drafts:

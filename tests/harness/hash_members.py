@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data_plane.instance.interface import TermEnds
-from data_plane.instance.window_edge import StepRow, Window
+from data_plane.instance.window_edge import Sampler, Window
 from data_plane.kv.page_ring import prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from data_plane.model.weights import Progress
 
 MODEL = HashModel()
-Sampler = Callable[[Sequence[StepRow]], Sequence[tuple[int, TokenLogprobs | None]]]
 WORDY = HashModel(vocab_size=300)
 """A model with as many tokens as the tests' tokenizer has."""
 

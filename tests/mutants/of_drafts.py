@@ -252,7 +252,7 @@ OF_DRAFTS = [
         name="draft-first-mask",
         why="the token after a draft obeys the mask of the step's first token",
         path="data_plane/instance/decode.py",
-        text="if step_rows[0].place % window.width:",
+        text="if offset:",
         fault="if False:",
         tests=(_EXACT, "-k", "obey_the_grammar"),
     ),
