@@ -18,11 +18,11 @@ import jsonschema
 import yaml
 
 from harness.paths import TESTS
+from harness.waits import WAIT_S
 from nanocp.client import Client, InvalidArgument, ServiceError
 
 CASES = TESTS / "cases"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-WAIT_S = 120.0
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar",
                 "json_object": "json_object", "structural_tag": "structural_tag"}  # fmt: skip
 _OVER_GRPC = {"prompt", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed",

@@ -18,6 +18,7 @@ from control_plane.frontend.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.observe.observer import EndedRequest
 from control_plane.ports.members_port import MemberSecrets
+from harness.waits import WAIT_S
 from nanocp.client import Client
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.service import ServiceConfig
@@ -27,10 +28,6 @@ from nanocp.values.plan import FinishReason, Placement
 from nanocp.values.sampling import PromptPart, Token, TokenBatch, TokenLogprobs
 from nanocp.wire.member_metadata import member_metadata
 from nanocp.wire.members import TOKEN_SINK, TOKENS
-
-WAIT_S = 120.0
-"""Longest wait of a test: shorter than a client may read nothing, and than a drain waits."""
-
 
 MEMBER_SECRETS = MemberSecrets()
 METADATA = {

@@ -10,6 +10,7 @@ from queue import Queue
 
 import grpc
 
+from harness.waits import WAIT_S
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Envelope
 from nanocp.wire.members import TOKEN_SINK, TOKENS
@@ -18,7 +19,6 @@ CLUSTER_ID = f"test-{uuid.uuid4().hex}"
 LIMITS = LimitsConfig(
     tick_ms=20, plan_timeout_ms=300, exchange_timeout_ms=1000, retry_ms=200, start_timeout_ms=500
 )
-WAIT_S = 120.0
 
 
 class Inbox(Queue):

@@ -10,7 +10,8 @@ from openai import OpenAI
 
 from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
-from harness.frontend_fakes import TOKENIZER, WAIT_S, Service
+from harness.frontend_fakes import TOKENIZER, Service
+from harness.waits import WAIT_S
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import Token, TokenLogprobs
 

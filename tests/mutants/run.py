@@ -29,6 +29,8 @@ from catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
+WAIT_S = 20
+"""How long a test waits for what the fault keeps from coming."""
 NUM_AT_ONCE = 2
 OUTPUT = "output"
 FORK_FAILED = 70
@@ -176,7 +178,11 @@ def judge(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
 
     What all of them import from elsewhere is imported once, here.
     """
-    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+        "NANOCP_TEST_WAIT_S": f"{WAIT_S}",
+    }
     for plugin in entry_points(group="pytest11"):
         plugin.load()
     import_module("torch")

@@ -76,7 +76,8 @@ def watched(program, tmp_path_factory):
     (folder / "api_key").write_text("a-key\n")
     operators = str(folder / "api_key")
     keys = replace(CONFIG.service, api_keys=("a-key",), operator_keys_file=operators)
-    with hash_service(replace(CONFIG, service=keys)) as service:
+    drafts = replace(CONFIG.scheduler, num_drafts=1)
+    with hash_service(replace(CONFIG, service=keys, scheduler=drafts)) as service:
         config["scrape_configs"][0]["authorization"]["credentials_file"] = f"{folder}/api_key"
         config["global"] = {
             "scrape_interval": "1s",

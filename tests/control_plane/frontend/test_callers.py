@@ -20,7 +20,8 @@ from control_plane.frontend.api_keys import ApiKeys
 from control_plane.frontend.http.middleware import PUBLIC_PATHS
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.observe.status_server import DATA_PATHS
-from harness.frontend_fakes import WAIT_S, Service, make_config, running
+from harness.frontend_fakes import Service, make_config, running
+from harness.waits import WAIT_S
 from nanocp.cli.main import app
 from nanocp.client import Client, NotFound, Unauthenticated
 from nanocp.config.service import ServiceConfig

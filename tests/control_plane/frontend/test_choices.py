@@ -16,12 +16,12 @@ from control_plane.frontend.streams import ClientStreams
 from harness.frontend_fakes import (
     LIMITS,
     TOKENIZER,
-    WAIT_S,
     FakeController,
     Recorder,
     Service,
     running,
 )
+from harness.waits import WAIT_S
 from nanocp.client import (
     Aborted,
     AsyncClient,

@@ -25,13 +25,13 @@ from harness.frontend_fakes import (
     LIMITS,
     MEMBER_SECRETS,
     TOKENIZER,
-    WAIT_S,
     FakeController,
     FakeMember,
     Recorder,
     make_config,
 )
 from harness.service_recovery import until
+from harness.waits import WAIT_S
 from nanocp.client import Client
 from nanocp.values.members import Member
 from nanocp.values.plan import (

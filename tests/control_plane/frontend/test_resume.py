@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from control_plane.frontend.controller_interface import Submission
-from harness.frontend_fakes import TOKENIZER, WAIT_S, Service, running
+from harness.frontend_fakes import TOKENIZER, Service, running
 from harness.openai_service import MODEL
+from harness.waits import WAIT_S
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import RowInput
 from nanocp.wire.rows import decode_row_input

@@ -15,12 +15,11 @@ from control_plane.coordinator.members.terms import Standing
 from control_plane.frontend.controller_interface import Submission
 from control_plane.shell.members_shell import MembersShell, wait_for
 from harness.member_cluster import FIRST, LIMITS, SECOND, Cluster
+from harness.waits import WAIT_S
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.commands import Join, Leave, RefusePages
 from nanocp.values.members import Failure, Hello, Left, Peer, Ready
 from nanocp.values.plan import Arrival, InstanceLost, TargetRun, TermEnded, Transfer, WindowDone
-
-WAIT_S = 120.0
 
 
 def in_a_loop(test):

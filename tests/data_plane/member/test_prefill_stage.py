@@ -28,7 +28,8 @@ from data_plane.transport.stage_links import LocalStageLinks
 from harness.hash_model import HashModel
 from harness.hash_stage import HashStage
 from harness.local_pages import local_peer_rings
-from harness.member_fakes import CLUSTER_ID, LIMITS, WAIT_S, Link, Sink, serve, until
+from harness.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, until
+from harness.waits import WAIT_S
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.prefill import PrefillConfig

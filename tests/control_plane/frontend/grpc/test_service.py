@@ -16,12 +16,12 @@ from control_plane.frontend.front_end import CONTROL, INFERENCE, FrontEnd
 from harness.frontend_fakes import (
     LIMITS,
     MEMBER_SECRETS,
-    WAIT_S,
     Service,
     make_config,
     running,
 )
 from harness.unobserved import Unobserved
+from harness.waits import WAIT_S
 from nanocp.client import (
     Client,
     Unavailable,

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from control_plane.frontend.http.served_model import open_model
-from harness.frontend_fakes import LIMITS, TOKENIZER, WAIT_S, Service, running
+from harness.frontend_fakes import LIMITS, TOKENIZER, Service, running
 from harness.openai_service import (
     HELLO,
     LENGTH,
@@ -26,6 +26,7 @@ from harness.openai_service import (
     deliver,
     deliver_logprobs,
 )
+from harness.waits import WAIT_S
 from nanocp.values.plan import Placement
 from nanocp.wire.rows import decode_row_input
 

@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from control_plane.frontend.http import server
-from harness.frontend_fakes import LIMITS, TOKENIZER, WAIT_S, Service, make_config, running
+from harness.frontend_fakes import LIMITS, TOKENIZER, Service, make_config, running
 from harness.openai_service import (
     HELLO,
     MODEL,
@@ -24,6 +24,7 @@ from harness.openai_service import (
     connection,
     send,
 )
+from harness.waits import WAIT_S
 from nanocp.values.plan import Ended, FinishReason
 from nanocp.values.sampling import Token, TokenLogprobs
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from harness.frontend_fakes import WAIT_S, Service
+from harness.frontend_fakes import Service
 from harness.openai_service import connection, deliver
+from harness.waits import WAIT_S
 
 BODY = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAA\r\n"
