@@ -8,13 +8,32 @@ Algorithm 2.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from data_plane.graph.pool_gpu import GpuContext, GpuPool
 
 Run = Callable[[GpuContext], None]
+
+
+class StepWithDrafts:
+    """What runs a step over one context, and the drafting behind it."""
+
+    __slots__ = ("_draft", "_step")
+
+    def __init__(self, step: Callable[[], None], draft: Callable[[], None]) -> None:
+        self._step, self._draft = step, draft
+
+    def __call__(self) -> None:
+        """Run the step."""
+        self._step()
+
+    def draft_phases(self) -> Iterator[None]:
+        """Run the MTP layer. It has no parts: the host takes no part in it."""
+        self._draft()
+        return iter(())
 
 
 class CudaGraphs:
@@ -26,9 +45,14 @@ class CudaGraphs:
     its own, without the other streams.
     """
 
-    def __init__(self, pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run]) -> None:
-        """pool, run: those of lane 0. beside: those of the other lanes."""
-        self._lanes = ((pool, run), *beside)
+    def __init__(
+        self, pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
+    ) -> None:
+        """pool, run: those of lane 0. beside: those of the other lanes. draft: runs the MTP layer.
+
+        Only a step of one lane drafts.
+        """
+        self._lanes, self._draft = ((pool, run), *beside), draft
         self._device = pool.device
         self._stream, *self._side_streams = (
             torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
@@ -46,7 +70,12 @@ class CudaGraphs:
         that the step needs. What it awaits must come: every peer must run it too, if there is one.
         """
         self.warm(lambda: self._run(contexts))
-        return self.capture(*contexts)
+        step = self.capture(*contexts)
+        if self._draft is None:
+            return step
+        draft = partial(self._draft, *contexts)
+        self.warm(draft)
+        return StepWithDrafts(step, self._captured(draft, 1))
 
     def warm(self, step: Callable[[], None]) -> None:
         """Run a step on the stream of the captures and wait for it."""
@@ -57,12 +86,15 @@ class CudaGraphs:
 
     def capture(self, *contexts: GpuContext) -> Callable[[], None]:
         """Capture a step that has run before; returns what replays it. contexts: see __call__."""
+        return self._captured(lambda: self._run(contexts), len(contexts))
+
+    def _captured(self, run: Callable[[], None], num_lanes: int) -> Callable[[], None]:
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
         # Instances that share this process and its card may allocate in other threads meanwhile.
         with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
-            self._run(contexts)
+            run()
         self.num_bytes += free_bytes - torch.cuda.mem_get_info(self._device)[0]
         self.num_graphs += 1
 
@@ -70,7 +102,7 @@ class CudaGraphs:
             outside = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(outside)
             with torch.cuda.stream(self._stream):
-                for pool, _ in self._lanes[: len(contexts)]:
+                for pool, _ in self._lanes[:num_lanes]:
                     pool.start()
                 graph.replay()
             outside.wait_stream(self._stream)
@@ -97,7 +129,7 @@ class CudaGraphs:
 
 
 def eager(
-    pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run]
+    pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
 ) -> Callable[..., Callable[[], None]]:
     """An engine.Capture that captures nothing: each step is launched kernel by kernel.
 
@@ -111,6 +143,11 @@ def eager(
                 pool.start()
                 run(context)
 
-        return step
+        def drafting() -> None:
+            assert draft is not None
+            pool.start()
+            draft(*contexts)
+
+        return StepWithDrafts(step, drafting) if draft is not None else step
 
     return capture

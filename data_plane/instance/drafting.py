@@ -39,6 +39,8 @@ def draft(
     for turn in range(window.plan.num_drafts):
         steps: list[Any] = [of.engine.next_step() for of in used]
         run_in_turns([step.draft_phases() for step in steps], exchange)
+        for of in used:
+            of.step.check()
         for lane, of, places in zip(window.lanes, used, last, strict=True):
             _take_drafts(lane, of, places, window.width, turn, masks)
 

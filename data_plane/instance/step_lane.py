@@ -35,7 +35,7 @@ class Step(Protocol):
 
 
 class DraftingStep(Step, Protocol):
-    """A step of a model whose MTP layer drafts: CpuStep."""
+    """A step of a model whose MTP layer drafts."""
 
     def draft_logits_of(self, rows: list[int]) -> Tensor:
         """[rows, vocabulary] fp32: the MTP layer's logits of these step rows."""

@@ -101,7 +101,8 @@ class ModelWeights:
     """What the last of the layers has beside a decoder layer, if it is an MTP layer."""
 
 
-class MtpWeights(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MtpWeights:
     """What an MTP layer has beside a decoder layer."""
 
     embedding_norm: Tensor

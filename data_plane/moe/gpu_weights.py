@@ -74,6 +74,7 @@ def place_weights(
         weights.final_norm.to(device),
         _linear(weights.lm_head, device, weights.embedding.dtype),
         weights.rope,
+        weights.mtp and _placed(weights.mtp, device, weights.embedding.dtype),
     )
     return GpuWeights(placed, tuple(experts))
 

@@ -33,6 +33,7 @@ from data_plane.moe.gpu_weights import GpuWeights, place_weights
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,
+    model_of,
     moe_backends,
     page_choice,
     page_ways,
@@ -73,7 +74,7 @@ def build_gpu_instance(
         raise ValueError(f"device is cuda: {obstacle}")
     device = device_of(cluster, instance)
     torch.cuda.set_device(device)
-    model = ModelConfig.from_folder(checkpoint)
+    model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kv_dtype = torch.uint8 if data_plane.kv_dtype == "fp8" else dtype
     attention, attention_choice = attention_backend(
@@ -86,7 +87,8 @@ def build_gpu_instance(
     weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
     slots = _num_slots(cluster, model, moe.has_deep_ep)
-    placed = place_weights(weights, device, moe.gemm, cluster.max_model_len, is_fused, slots)
+    max_len = cluster.max_model_len + config.scheduler.num_drafts  # drafts behind a last token
+    placed = place_weights(weights, device, moe.gemm, max_len, is_fused, slots)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )
@@ -106,7 +108,9 @@ def build_gpu_instance(
     exchange = new_exchange()
     rings, moves = page_ways(config, instance, segments, parts.frames)
     first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
-    capture: Any = (eager if data_plane.eager else CudaGraphs)(*first, *beside)
+    capture: Any = (eager if data_plane.eager else CudaGraphs)(
+        *first, *beside, draft=parts.step.draft if model.num_mtp_layers else None
+    )
     weights_choice = weights_choice if model.fp8_block is not None else ""
     if moe.has_deep_ep:
         meeting: _Meeting = _DeepEpMeeting(config, instance, segments, parts, model, placed)

@@ -10,7 +10,7 @@ query, O width of a partial, V value width, X hidden size, N instances.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
-from data_plane.model.weights import LayerWeights
+from data_plane.model.weights import HeadWeights, LayerWeights
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.mixture import MixtureOfExperts
 from data_plane.transport.cuda_ipc import GpuExchange
@@ -78,11 +78,21 @@ class GpuStep:
             "lse": torch.zeros(bounds.max_partials, num_heads, device=device),
         }
         self.logits = torch.zeros(bounds.max_rows, model.vocab_size, device=device)
-        """The last step's logits, in its first num_rows rows: [max_rows, vocabulary] fp32."""
+        """Logits of the last step, or of the drafting behind it, in its first num_rows rows:
+        [max_rows, vocabulary] fp32."""
+        mtp_size = model.hidden_size if self._weights.mtp else 0
+        self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=dtype, device=device)
+        """What the MTP layer takes beside the next tokens: rows after the model's last norm."""
+        self._drafted = torch.zeros_like(self.hidden)
 
     def run(self, context: GpuContext) -> None:
         """Run one step eagerly, or into a capture."""
         for _ in self.phases(context):
+            pass
+
+    def draft(self, context: GpuContext) -> None:
+        """Run the MTP layer eagerly, or into a capture."""
+        for _ in self.draft_phases(context):
             pass
 
     @torch.inference_mode()
@@ -92,15 +102,41 @@ class GpuStep:
         Instances that take turns in one thread change turns there.
         """
         self._pool.run_adopt()
-        num_rows = context.bucket.num_rows
         x_BX = self._weights.embedding[context.token]
+        x_BX = yield from self._layers(context, x_BX, range(self._model.num_layers))
+        if num_rows := context.bucket.num_rows:
+            self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
+            if self._weights.mtp is not None:
+                norm = self._weights.final_norm
+                self.hidden[:num_rows] = rms_norm(x_BX, norm, self._model.norm_eps)
+
+    @torch.inference_mode()
+    def draft_phases(self, context: GpuContext) -> Iterator[None]:
+        """The MTP layer over `hidden` and the pool's tokens, in parts; see `phases`."""
+        mtp, first = self._weights.mtp, self._model.num_layers
+        assert mtp is not None
+        num_rows, x_BX = context.bucket.num_rows, self._weights.embedding[context.token]
+        if num_rows:
+            x_BX = ops.mtp_rows(x_BX, self.hidden[:num_rows], mtp, self._model)
+        x_BX = yield from self._layers(context, x_BX, range(first, first + 1))
+        if num_rows:
+            self._drafted[:num_rows] = x_BX
+            head = HeadWeights(mtp.head_norm, self._weights.lm_head)
+            self.logits[:num_rows] = ops.logits(x_BX, head, self._model)
+
+    def _layers(
+        self, context: GpuContext, x_BX: Tensor, layers: range
+    ) -> Generator[None, None, Tensor]:
+        """Run layers of one kind after the other over hidden rows."""
+        num_rows = context.bucket.num_rows
         own, slot_NB = None, torch.empty(0)
         if num_rows:
             slots, lengths = self._locate(context.own, context.position, context.live)
             own = _Local(slots, self._attention.plan(context.own.frame, lengths))
             slot_NB = self._pool.run_route(context)
         received: _Local | None = None
-        for index, layer in enumerate(self._weights.layers):
+        for index in layers:
+            layer = self._weights.layers[index]
             out_BHV, lse_BH = torch.empty(0), torch.empty(0)
             if own is not None:
                 out_BHV, lse_BH = self._start_attention(context, index, layer, x_BX, own)
@@ -122,12 +158,22 @@ class GpuStep:
             else:
                 assert self.mixture is not None, "the model has experts"
                 x_BX = yield from self.mixture.phases(x_BX, normed_BX, context.live, index)
-        if num_rows:
-            self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
+        return x_BX
 
     def logits_of(self, rows: list[int]) -> Tensor:
         """The last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
-        return self.logits[torch.tensor(rows, dtype=torch.int64, device=self.logits.device)]
+        return self.logits[self._index(rows)]
+
+    def draft_logits_of(self, rows: list[int]) -> Tensor:
+        """Logits of the MTP layer's rows: [rows, vocabulary] fp32, on the GPU."""
+        return self.logits_of(rows)
+
+    def go_on_drafting(self, places: list[int], rows: list[int]) -> None:
+        """The next turn of these MTP rows takes them at these places."""
+        self.hidden[self._index(places)] = self._drafted[self._index(rows)]
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.logits.device)
 
     def meet(self, peers: Sequence[int]) -> None:
         """Begin another term; who is in it, captured steps read in the exchange's table."""
@@ -196,8 +242,8 @@ class GpuStep:
             self._received[name][:count] for name in ("position", "live", "q", "kv")
         )
         if local is None:
-            # In the first layer: a row's position and live flag are the same in every layer of a
-            # step. A wait that fails later leaves the slots, which are of the position in flight.
+            # The first layer: a row's position and live flag are the same in every layer behind
+            # it. A wait that fails later leaves the slots, which are of the position in flight.
             slots, lengths = self._locate(context.received, position_A, live_A)
             local = _Local(slots, self._attention.plan(context.received.frame, lengths))
         self._frames.append(index, local.slots, kv_AW)

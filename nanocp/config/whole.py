@@ -120,10 +120,11 @@ def _refusals(config: Config) -> Iterator[str]:
             f"scheduler.lanes is {scheduler.lanes} and dispatch_backend {dispatch}; on a GPU "
             "it must be exchange, the only one that both lanes can use at once"
         )
-    if scheduler.num_drafts and not on_cpu:
+    if scheduler.num_drafts and scheduler.has_lanes and not on_cpu:
         yield (
-            f"scheduler.num_drafts is {scheduler.num_drafts} and data_plane.device "
-            f"{data_plane.device}; so far instances on CPUs draft: set num_drafts to 0"
+            f"scheduler.num_drafts is {scheduler.num_drafts} and scheduler.lanes "
+            f"{scheduler.lanes}; on a GPU one of them must be off: drafts win with few rows, lanes "
+            "with many"
         )
     if not on_cpu and cluster.num_instances > cluster.instances_per_node:
         yield (

@@ -136,6 +136,17 @@ class DecodeCluster:
         for _ in self._inboxes:
             self._take_outbox()
 
+    def checked_drafts(self) -> list[tuple[int, int]]:
+        """(checked, accepted) by offset of all reports so far."""
+        reports = [report.drafts for report in self.reports if report.drafts]
+        return [
+            tuple(
+                sum(each[offset][which] for each in reports if len(each) > offset)
+                for which in (0, 1)
+            )
+            for offset in range(self.config.scheduler.num_drafts)
+        ]
+
     def run(self, prompts: list[Prompt]) -> list[Prompt]:
         """Play the story to its end; every frame must be free then."""
         by_id: dict[int, Prompt] = {}

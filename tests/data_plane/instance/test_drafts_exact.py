@@ -72,21 +72,9 @@ def played(prompts, policy, num_instances, cluster=None, data_plane=None, lost_s
     return prompts, running
 
 
-def checked_drafts(cluster):
-    """[(checked, accepted)] by offset of all reports."""
-    num = cluster.config.scheduler.num_drafts
-    reports = [report.drafts for report in cluster.reports if report.drafts]
-    return [
-        tuple(
-            sum(each[offset][which] for each in reports if len(each) > offset) for which in (0, 1)
-        )
-        for offset in range(num)
-    ]
-
-
 def share(cluster):
     """Compute the share of the checked drafts that was accepted."""
-    by_offset = checked_drafts(cluster)
+    by_offset = cluster.checked_drafts()
     return sum(right for _, right in by_offset) / sum(checked for checked, _ in by_offset)
 
 
@@ -193,8 +181,8 @@ def test_tokens_and_logprobs_are_those_without_drafts(plain, expected, name):
         **scheduler,
     )  # fmt: skip
     assert_same(found, expected)
-    assert all(right for _, right in checked_drafts(cluster)), checked_drafts(cluster)
-    assert share(cluster) > 0.3, checked_drafts(cluster)  # seen: .40 to .50
+    assert all(right for _, right in cluster.checked_drafts()), cluster.checked_drafts()
+    assert share(cluster) > 0.3, cluster.checked_drafts()  # seen: .40 to .50
     if "chaos" in name:
         rebound = sum(len({each.moe_binding for each in p.placements}) > 1 for p in found)
         assert rebound >= 5 and cluster.num_moves >= 3, "the story must contain what it is about"
@@ -256,8 +244,8 @@ def test_drafts_obey_the_grammar(plain, expected, caplog):
     held = [p for p in story(plain) if p.params.constraint]
     prompts, cluster = played(held, "fixed_degree:1", 1, num_drafts=2)
     assert [p.output for p in prompts] == [p.output for p in expected if p.params.constraint]
-    (first, right), (second, also_right) = checked_drafts(cluster)
-    assert right / first >= 0.4 and also_right / second >= 0.4, checked_drafts(cluster)
+    (first, right), (second, also_right) = cluster.checked_drafts()
+    assert right / first >= 0.4 and also_right / second >= 0.4, cluster.checked_drafts()
     assert "breaks off" not in caplog.text
 
 
@@ -311,7 +299,7 @@ def test_families_are_exact_with_drafts(with_mtp_layer):
     config = Config(cluster=replace(CLUSTER, num_instances=3), scheduler=scheduler)
     with DecodeCluster(config, checkpoint) as cluster:
         prompts = cluster.run(make_prompts((5, 64, 130), seed=3, arrival_gap=2))
-    assert sum(right for _, right in checked_drafts(cluster)) > 20
+    assert sum(right for _, right in cluster.checked_drafts()) > 20
     assert_exact(oracle, prompts)
 
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from data_plane.attention.triton_mla import TritonMla
+from data_plane.graph.buckets import BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.instance.decode import DecodeInstance
+from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.reference.oracle import Oracle
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
@@ -27,6 +30,7 @@ from harness.decode_cluster import DecodeCluster, Prompt
 from harness.fake_cudart import FakeCudart
 from harness.gpu_cluster import run_in_turn
 from harness.interpreter import shared_by_threads
+from harness.mtp_layers import add_mtp_layer
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -68,6 +72,11 @@ def stand_in_for_a_gpu(monkeypatch, folder):
     return library
 
 
+def launched(cuda, run):
+    """A method of a step that launches what `run` runs."""
+    return lambda step, context: cuda.launch(partial(run, step, context))
+
+
 @without_gpu
 @pytest.mark.parametrize(
     ("dispatch", "lanes", "is_eager"),
@@ -97,10 +106,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
     if not is_eager:
         cuda.install(monkeypatch)
         monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)  # nothing is to be loaded
-        run = GpuStep.run
-        monkeypatch.setattr(
-            GpuStep, "run", lambda step, context: cuda.launch(partial(run, step, context))
-        )
+        monkeypatch.setattr(GpuStep, "run", launched(cuda, GpuStep.run))
     path, oracle = mini
     bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
     config = Config(
@@ -139,6 +145,82 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
     expected = oracle.logits(drawn.ids, drawn.output).double().log_softmax(dim=-1)
     for logprob_V, token_id, found in zip(expected, drawn.output, drawn.logprobs, strict=True):
         assert found.logprob == pytest.approx(float(logprob_V[token_id]), abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def drafting(mini_shape, tmp_path_factory):
+    """(a mini checkpoint with an MTP layer, its oracle)."""
+    path = tmp_path_factory.mktemp("checkpoints") / "drafting"
+    make_checkpoint(path, "tiny", overrides=mini_shape)
+    add_mtp_layer(path)
+    return path, Oracle(path)
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("dispatch", "is_eager"),
+    [("exchange", False), pytest.param("fused", True, marks=pytest.mark.system)],
+)
+def test_drafts_come_from_a_graph_of_their_own(drafting, monkeypatch, tmp_path, dispatch, is_eager):
+    """The last token is at the last position that the model may have; drafts go beyond it."""
+    stand_in_for_a_gpu(monkeypatch, tmp_path)
+    cuda = Cuda()
+    if not is_eager:
+        cuda.install(monkeypatch)
+        monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)
+        for name in ("run", "draft"):
+            monkeypatch.setattr(GpuStep, name, launched(cuda, getattr(GpuStep, name)))
+    path, oracle = drafting
+    bounds = BoundsConfig(max_rows=6, max_links=3, max_attention_rows=6, max_partials=3)
+    config = Config(
+        cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=72, bounds=bounds),
+        scheduler=SchedulerConfig(steps_per_window=2, num_drafts=2, drafting="always"),
+        data_plane=DataPlaneConfig(
+            device="cuda", eager=is_eager, row_buckets=(6,), dispatch_backend=dispatch
+        ),
+    )
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+
+    def prompts():
+        greedy = Prompt(list(range(30, 94)), params)
+        return [greedy, Prompt(list(range(200, 264)), replace(params, temperature=1.0, seed=3))]
+
+    with DecodeCluster(config, path) as cluster:
+        greedy, sampled = cluster.run(prompts())
+    checked, accepted = (sum(each) for each in zip(*cluster.checked_drafts(), strict=True))
+    assert 0 < accepted < checked
+    if not is_eager:
+        assert len(cuda.graphs) == 2 * len(BucketTable(6, 6, (6,)).all()), "two for each bucket"
+    assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 8
+    scheduler = SchedulerConfig(steps_per_window=2)
+    with DecodeCluster(replace(config, scheduler=scheduler), path) as cluster:
+        without = cluster.run(prompts())
+    assert [each.output for each in without] == [greedy.output, sampled.output]
+
+
+@without_gpu
+def test_two_instances_draft_together(drafting, two_instances):
+    (path, oracle), (config, _) = drafting, two_instances
+    config = replace(
+        config,
+        cluster=replace(
+            config.cluster,
+            bounds=BoundsConfig(max_rows=4, max_links=4, max_attention_rows=4, max_partials=4),
+        ),
+        scheduler=replace(
+            config.scheduler, num_drafts=1, drafting="always", policy="fixed_degree:2"
+        ),
+        data_plane=replace(config.data_plane, row_buckets=(4,)),
+    )
+    prompts = [greedy_prompt(2, 5), greedy_prompt(90, 5)]
+    with DecodeCluster(config, path) as cluster:
+        cluster.run(prompts)
+    places = [place for each in prompts for place in each.placements]
+    assert any(len({holder for _, holder in place.holders}) == 2 for place in places)
+    checked, accepted = (sum(each) for each in zip(*cluster.checked_drafts(), strict=True))
+    assert 0 < accepted <= checked
+    for prompt in prompts:
+        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 5
 
 
 @pytest.fixture

@@ -38,8 +38,11 @@ def test_members_that_cannot_wait_for_another_controller_are_refused(sections, s
             "scheduler.num_drafts 1: its last stage does not draft",
         ),
         (
-            {"data_plane": DataPlaneConfig(device="cuda")},
-            "scheduler.num_drafts is 1 and data_plane.device cuda; so far instances on CPUs draft",
+            {
+                "scheduler": SchedulerConfig(num_drafts=1, drafting="always", lanes="always"),
+                "data_plane": DataPlaneConfig(device="cuda", dispatch_backend="exchange"),
+            },
+            "num_drafts is 1 and scheduler.lanes always; on a GPU one of them must be off",
         ),
     ],
     ids=["pipeline", "cuda"],
