@@ -29,7 +29,9 @@ class FlashAttentionHeads(Attention):
         self._package = package or import_module("flash_attn_interface")
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
 
-    def plan(self, frame_AP: Tensor, length_A: Tensor) -> tuple[Tensor, Tensor]:
+    def plan(
+        self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Plan a step, as paged.Attention.plan says; entries after a row's pages become 0.
 
         The kernel loads several pages at once, and nothing promises that it looks up only those

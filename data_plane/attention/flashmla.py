@@ -36,7 +36,7 @@ class FlashMla(Attention):
         """rank: kv_lora_rank. package: flash_mla; a test passes a stand-in."""
         self._package, self._rank = package or import_module("flash_mla"), rank
 
-    def plan(self, frame_AP: Tensor, length_A: Tensor) -> FlashMlaPlan:
+    def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> FlashMlaPlan:
         """Plan a step, as paged.Attention.plan says: its page table and an empty schedule."""
         schedule, _ = self._package.get_mla_metadata()
         return FlashMlaPlan(frame_AP, length_A, schedule)

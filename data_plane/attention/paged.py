@@ -17,12 +17,13 @@ from torch import Tensor
 class Attention(Protocol):
     """Paged attention over the frames of one instance: plan once a step, run in every layer."""
 
-    def plan(self, frame_AP: Tensor, length_A: Tensor) -> Any:
+    def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> Any:
         """Prepare what `run` needs of a step's page table; it holds until frames or lengths change.
 
         frame_AP: [A, P] int32, the frames of each row in the order of its pages, all full but the
         last; entries after them are not read. length_A: [A] int32, the row's tokens on this
-        instance. Both are on the device of the frames.
+        instance. Both are on the device of the frames. num_queries: so many rows, next to each
+        other, have the same frames; a backend may read them once for all (A is a multiple of it).
         """
 
     def run(

@@ -174,7 +174,7 @@ class TorchPaged(Attention):
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
 
-    def plan(self, frame_AP: Tensor, length_A: Tensor) -> AttentionPlan:
+    def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> AttentionPlan:
         """Plan a step, as paged.Attention.plan says: its rows cut into pieces."""
         frame, lengths = frame_AP.numpy(), length_A.tolist()
         return AttentionPlan(

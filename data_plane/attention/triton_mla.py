@@ -26,6 +26,7 @@ from data_plane.attention.triton_split import (
     plan_parts,
     row_pages,
     store_piece,
+    tile_lengths,
     weigh,
 )
 from data_plane.model.sizes import token_bytes
@@ -50,15 +51,16 @@ def _late_heads(lo, hi, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    q_ptr, kv_ptr, frame_ptr, length_ptr, begin_ptr, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr,
-    scale_log2, max_pages, num_heads, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    q_ptr, kv_ptr, frame_ptr, length_ptr, query_length_ptr, begin_ptr, slot_ptr, slot_lse_ptr,
+    out_ptr, lse_ptr, scale_log2, page_stride, num_heads, RANK: tl.constexpr, ROPE: tl.constexpr,
+    PAGE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (head tile, part): attend to the part's pages with one tile of heads.
 
-    Head tiles of a part run side by side, so the second reads its KV from the L2 cache. Operands of
-    products have the dtype of the queries and KV; sums are fp32. The frame after a row's last token
-    is read too (it holds finite numbers: FramePool), and weighs nothing.
+    num_heads: of all QUERIES of a row, the first one's before the second's. Head tiles of a part
+    run side by side, so the second reads its KV from the L2 cache. Operands of products have the
+    dtype of the queries and KV; sums are fp32. The frame after a row's last token is read too (it
+    holds finite numbers: FramePool), and weighs nothing.
     """
     WIDTH: tl.constexpr = RANK + ROPE
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
@@ -73,6 +75,8 @@ def decode_kernel(
         pages = (length + PAGE - 1) // PAGE
         lo, hi = row_pages(row, pages, begin_row, begin_page, end_row, end_page)
         if hi > lo:
+            query = head // (num_heads // QUERIES)
+            reach = tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES)
             q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * WIDTH
             q = load_queries(q_base, column, is_head)
             q_rope = load_queries(q_base, rope_column, is_head)
@@ -80,13 +84,13 @@ def decode_kernel(
             total = tl.zeros([BLOCK_H], tl.float32)
             acc = tl.zeros([BLOCK_H, RANK], tl.float32)
             for block in range(lo * BLOCKS, tl.minimum(hi * BLOCKS, tl.cdiv(length, BLOCK_T))):
-                frame = tl.load(frame_ptr + row * max_pages + block // BLOCKS).to(tl.int64)
+                frame = tl.load(frame_ptr + row * page_stride + block // BLOCKS).to(tl.int64)
                 base = kv_ptr + frame * (PAGE * WIDTH) + (block % BLOCKS) * (BLOCK_T * WIDTH)
                 kv = tl.load(base + (token[:, None] * WIDTH + column[None, :]))
                 k_rope = tl.load(base + (token[:, None] * WIDTH + rope_column[None, :]))
                 score = tl.dot(q, tl.trans(kv), input_precision="ieee")
                 score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee")
-                is_token = block * BLOCK_T + token < length
+                is_token = block * BLOCK_T + token[None, :] < reach
                 weight, rescale, maximum, total = weigh(score, is_token, scale_log2, maximum, total)
                 weight = weight.to(kv.dtype)
                 acc = tl.dot(weight, kv, acc * rescale[:, None], input_precision="ieee")
@@ -112,10 +116,10 @@ def _add_group(acc, rescale, weight, scale, values):
 
 @triton.jit
 def decode_fp8_kernel(
-    q_ptr, value_ptr, scale_ptr, k_rope_ptr, frame_ptr, length_ptr, begin_ptr, slot_ptr,
-    slot_lse_ptr, out_ptr, lse_ptr, scale_log2, max_pages, num_heads, RANK: tl.constexpr,
-    ROPE: tl.constexpr, TOKEN_BYTES: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    q_ptr, value_ptr, scale_ptr, k_rope_ptr, frame_ptr, length_ptr, query_length_ptr, begin_ptr,
+    slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, scale_log2, page_stride, num_heads,
+    RANK: tl.constexpr, ROPE: tl.constexpr, TOKEN_BYTES: tl.constexpr, PAGE: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Do decode_kernel's work over FP8 frames (fp8_latent.py: four groups of values, each scaled).
 
@@ -137,6 +141,8 @@ def decode_fp8_kernel(
         pages = (length + PAGE - 1) // PAGE
         lo, hi = row_pages(row, pages, begin_row, begin_page, end_row, end_page)
         if hi > lo:
+            query = head // (num_heads // QUERIES)
+            reach = tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES)
             q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * (RANK + ROPE)
             q0 = load_queries(q_base, column, is_head)
             q1 = load_queries(q_base + GROUP, column, is_head)
@@ -150,7 +156,7 @@ def decode_fp8_kernel(
             acc2 = tl.zeros([BLOCK_H, GROUP], tl.float32)
             acc3 = tl.zeros([BLOCK_H, GROUP], tl.float32)
             for block in range(lo * BLOCKS, tl.minimum(hi * BLOCKS, tl.cdiv(length, BLOCK_T))):
-                frame = tl.load(frame_ptr + row * max_pages + block // BLOCKS).to(tl.int64)
+                frame = tl.load(frame_ptr + row * page_stride + block // BLOCKS).to(tl.int64)
                 first = frame * PAGE + (block % BLOCKS) * BLOCK_T
                 values = value_ptr + first * TOKEN_BYTES
                 values += token[:, None] * TOKEN_BYTES + column[None, :]
@@ -166,7 +172,7 @@ def decode_fp8_kernel(
                 score += _group_score(q1, v1, s1)
                 score += _group_score(q2, v2, s2)
                 score += _group_score(q3, v3, s3)
-                is_token = block * BLOCK_T + token < length
+                is_token = block * BLOCK_T + token[None, :] < reach
                 weight, rescale, maximum, total = weigh(score, is_token, scale_log2, maximum, total)
                 acc0 = _add_group(acc0, rescale, weight, s0, v0)
                 acc1 = _add_group(acc1, rescale, weight, s1, v1)
@@ -205,14 +211,15 @@ class TritonMla(Attention):
             )
         self._num_parts = max(num_parts, 1)
 
-    def plan(self, frame_AP: Tensor, length_A: Tensor) -> TritonPlan:
+    def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> TritonPlan:
         """Plan a step on the device, as paged.Attention.plan says; the host reads nothing."""
-        return plan_parts(frame_AP, length_A, self._num_parts)
+        return plan_parts(frame_AP, length_A, num_queries, self._num_parts)
 
     def run(
         self, q_AHD: Tensor, pool_FSD: Tensor, plan: TritonPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        num_rows, heads, rank = len(q_AHD), self._num_heads, self._rank
+        heads, rank = plan.num_queries * self._num_heads, self._rank
+        num_rows = len(q_AHD) // plan.num_queries
         out = q_AHD.new_empty((num_rows, heads, rank))
         lse = q_AHD.new_empty((num_rows, heads), dtype=torch.float32)
         slots = q_AHD.new_empty((2 * self._num_parts, heads, rank), dtype=torch.float32)
@@ -226,11 +233,11 @@ class TritonMla(Attention):
         )
         widths = {"TOKEN_BYTES": token_bytes(rank, self._rope_dim)} if is_fp8 else {}
         kernel[(triton.cdiv(heads, tiles.block_heads), self._num_parts)](
-            q_AHD.contiguous(), *kv, plan.frame_AP, plan.length_A, plan.begin_N2, slots, slot_lse,
-            out, lse, scale * LOG2_E, plan.frame_AP.stride(0), heads,
-            RANK=rank, ROPE=self._rope_dim, PAGE=PAGE_SIZE, BLOCK_H=tiles.block_heads,
-            BLOCK_T=tiles.block_tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-            **widths,
+            q_AHD.contiguous(), *kv, plan.frame_RP, plan.length_R, plan.length_A, plan.begin_N2,
+            slots, slot_lse, out, lse, scale * LOG2_E, plan.frame_RP.stride(0), heads,
+            RANK=rank, ROPE=self._rope_dim, PAGE=PAGE_SIZE, QUERIES=plan.num_queries,
+            BLOCK_H=tiles.block_heads, BLOCK_T=tiles.block_tokens, num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages, **widths,
         )  # fmt: skip
-        merge_splits(slots, slot_lse, plan.row_parts_A2, out, lse)
-        return out, lse
+        merge_splits(slots, slot_lse, plan.row_parts_R2, out, lse)
+        return out.view(len(q_AHD), -1, rank), lse.view(len(q_AHD), -1)

@@ -9,7 +9,10 @@ lies in one part is written as it is. The pieces of any other row go to slots, a
 adds them up: the first piece to slot 2p + 1 of its part p, the others to slot 2p of theirs. So a
 part never needs more than two slots.
 
-Legend: A attention rows, P pages, N parts.
+A row may have several queries: those of its next token and of drafts behind it. Then they count as
+more heads of one row, and each reads as many tokens as its own length says.
+
+Legend: A queries (attention rows), R rows, each of as many queries, P pages, N parts.
 """
 
 from __future__ import annotations
@@ -42,21 +45,26 @@ class Tiles:
 class TritonPlan:
     """The page table of one step, and how its work is cut, on the device; used by every layer."""
 
-    frame_AP: Tensor
+    num_queries: int
+    """Queries of a row."""
+    frame_RP: Tensor
     length_A: Tensor
+    length_R: Tensor
+    """[R] int32: the length of the row's query that reads most."""
     begin_N2: Tensor
     """[N + 1, 2] int32: (row, page) where each part begins."""
-    row_parts_A2: Tensor
-    """[A, 2] int32: (first part, parts) of each row."""
+    row_parts_R2: Tensor
+    """[R, 2] int32: (first part, parts) of each row."""
 
 
-def plan_parts(frame_AP: Tensor, length_A: Tensor, num_parts: int) -> TritonPlan:
+def plan_parts(frame_AP: Tensor, length_A: Tensor, num_queries: int, num_parts: int) -> TritonPlan:
     """Cut a step into parts on the device, as paged.Attention.plan says."""
-    num_rows = len(length_A)
+    length_R = length_A if num_queries == 1 else length_A.view(-1, num_queries).amax(dim=1)
+    num_rows = len(length_R)
     begin = length_A.new_empty((num_parts + 1, 2))
     row_parts = length_A.new_empty((num_rows, 2))
     plan_kernel[(num_parts + 1,)](
-        length_A,
+        length_R,
         begin,
         row_parts,
         num_rows,
@@ -65,7 +73,7 @@ def plan_parts(frame_AP: Tensor, length_A: Tensor, num_parts: int) -> TritonPlan
         PAGE=PAGE_SIZE,
         BLOCK_A=triton.next_power_of_2(max(num_rows, 1)),
     )
-    return TritonPlan(frame_AP, length_A, begin, row_parts)
+    return TritonPlan(num_queries, frame_AP[::num_queries], length_A, length_R, begin, row_parts)
 
 
 @triton.jit
@@ -113,7 +121,11 @@ def store_piece(
     acc, maximum, total, row, lo, hi, pages, part, head, is_head, column, num_heads,
     slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Write columns of a piece: to the output if it is the whole row, else to the piece's slot."""
+    """Write columns of a piece: to the output if it is the whole row, else to the piece's slot.
+
+    A query that reads nothing of the piece leaves (0, -inf).
+    """
+    total = tl.where(total == 0.0, 1.0, total)
     out = acc * (1.0 / total)[:, None]
     lse = (maximum + tl.log2(total)) * 0.6931471805599453
     if (lo == 0) & (hi == pages):
@@ -147,12 +159,30 @@ def row_pages(row, pages, begin_row, begin_page, end_row, end_page):
 
 
 @triton.jit
+def tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES: tl.constexpr):
+    """How many tokens a tile's heads read: one number, or [BLOCK_H, 1] if a row has more queries.
+
+    query [BLOCK_H]: the query of each head.
+    """
+    if QUERIES == 1:
+        lengths = length
+    else:
+        lengths = tl.load(query_length_ptr + row * QUERIES + query, mask=is_head, other=0)[:, None]
+    return lengths
+
+
+@triton.jit
 def weigh(score, is_token, scale_log2, maximum, total):
-    """Turn a block's scores into (weights, factor for the sums so far, new maximum, new total)."""
-    score = tl.where(is_token[None, :], score * scale_log2, float("-inf"))
+    """Turn a block's scores into (weights, factor for the sums so far, new maximum, new total).
+
+    is_token: which tokens a head reads, [1 or BLOCK_H, BLOCK_T].
+    """
+    score = tl.where(is_token, score * scale_log2, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(score, 1))
-    rescale = tl.exp2(maximum - new_maximum)
-    weight = tl.exp2(score - new_maximum[:, None])
+    # A query may read nothing of the first blocks: -inf - -inf would be NaN.
+    safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - safe)
+    weight = tl.exp2(score - safe[:, None])
     return weight, rescale, new_maximum, total * rescale + tl.sum(weight, 1)
 
 

@@ -7,7 +7,9 @@ graphs. (The paper's section 5.2, Algorithm 2.)
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,26 +23,36 @@ class Bucket:
     """Rows of this instance, with padding."""
     num_received: int
     """Received attention rows, with padding."""
+    width: int = 1
+    """Step rows of a row, which read the same pages: one, and one for each of its drafts."""
 
 
 class BucketTable:
     """The buckets of one instance."""
 
     def __init__(
-        self, max_rows: int, max_attention_rows: int, row_buckets: tuple[int, ...] = ()
+        self,
+        max_rows: int,
+        max_attention_rows: int,
+        row_buckets: tuple[int, ...] = (),
+        widths: Sequence[int] = (1,),
     ) -> None:
-        """Make the buckets for up to `max_rows` rows and `max_attention_rows` received rows.
+        """Make the buckets for up to `max_rows` step rows and `max_attention_rows` received ones.
 
-        row_buckets: the numbers of rows, ascending to max_rows; empty: powers of two. Raises
-        ValueError if it does not end at max_rows. A bucket of no rows is always added, so that an
+        row_buckets: the numbers of rows, ascending to max_rows; empty: powers of two. widths: for
+        which there are buckets; a window of another one runs in those of width 1. Raises ValueError
+        if row_buckets does not end at max_rows. A bucket of no rows is always added, so that an
         instance without rows takes part in a step without computing padding.
         """
-        self.rows = (0, *(row_buckets or powers_of_two(max_rows)))
-        if self.rows[-1] != max_rows:
+        rows = (0, *(row_buckets or powers_of_two(max_rows)))
+        if rows[-1] != max_rows:
             raise ValueError(
-                f"row_buckets ends at {self.rows[-1]}; it must end at max_rows ({max_rows})"
+                f"row_buckets ends at {rows[-1]}; it must end at max_rows ({max_rows})"
             )
-        self.received = (0, *powers_of_two(max_attention_rows))
+        received = (0, *powers_of_two(max_attention_rows))
+        self._sizes = {
+            width: (_whole_rows(rows, width), _whole_rows(received, width)) for width in widths
+        }
 
     def all(self) -> list[Bucket]:
         """Every bucket, largest first.
@@ -48,23 +60,31 @@ class BucketTable:
         The first capture sizes the memory pool that the others share.
         """
         return sorted(
-            (Bucket(rows, received) for rows in self.rows for received in self.received),
+            (
+                Bucket(rows, received, width)
+                for width, sizes in self._sizes.items()
+                for rows, received in product(*sizes)
+            ),
             reverse=True,
         )
 
-    def lookup(self, num_rows: int, num_received: int) -> Bucket:
+    def lookup(self, num_rows: int, num_received: int, width: int = 1) -> Bucket:
         """The smallest bucket that holds the shape.
 
         The scheduler never plans beyond the bounds, so a larger shape fails an assertion.
         """
-        assert num_rows <= self.rows[-1] and num_received <= self.received[-1], (
-            num_rows,
-            num_received,
-        )
+        width = width if width in self._sizes else 1
+        rows, received = self._sizes[width]
+        assert num_rows <= rows[-1] and num_received <= received[-1], (num_rows, num_received)
         return Bucket(
-            self.rows[bisect_left(self.rows, num_rows)],
-            self.received[bisect_left(self.received, num_received)],
+            rows[bisect_left(rows, num_rows)],
+            received[bisect_left(received, num_received)],
+            width,
         )
+
+
+def _whole_rows(sizes: Sequence[int], width: int) -> list[int]:
+    return sorted({size // width * width for size in sizes})
 
 
 def powers_of_two(high: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class CudaGraphs:
     ) -> None:
         """pool, run: those of lane 0. beside: those of the other lanes. draft: runs the MTP layer.
 
-        Only a step of one lane drafts.
+        Only steps of one lane draft, in buckets of windows with drafts.
         """
         self._lanes, self._draft = ((pool, run), *beside), draft
         self._device = pool.device
@@ -71,7 +71,7 @@ class CudaGraphs:
         """
         self.warm(lambda: self._run(contexts))
         step = self.capture(*contexts)
-        if self._draft is None:
+        if self._draft is None or contexts[0].bucket.width == 1:
             return step
         draft = partial(self._draft, *contexts)
         self.warm(draft)

@@ -47,7 +47,7 @@ class GraphEngine:
         self._buckets = buckets
         self._capture = capture
         self._steps: dict[Bucket, Callable[[], None]] = {}
-        self._window = 0
+        self._window, self._width = 0, 1
         self._is_staged = False
         self._step: Callable[[], None] | None = None
         self.bucket = Bucket(0, 0)
@@ -69,12 +69,13 @@ class GraphEngine:
             progress(done, len(buckets))
         return len(buckets)
 
-    def stage(self, window: int) -> StepTables:
+    def stage(self, window: int, width: int = 1) -> StepTables:
         """The staging tables of this window, to be filled before its first `replay`.
 
+        width: step rows of each of its rows, next to each other, which have the same pages.
         There are two copies, by parity: the window before may still run from the other one.
         """
-        self._window = window
+        self._window, self._width = window, width
         self._is_staged = True
         return self._pool.staging[window & 1]
 
@@ -103,7 +104,7 @@ class GraphEngine:
             staged = self._pool.staging[self._window & 1]
             self._pool.adopt(self._window & 1)
             self.bucket = self._buckets.lookup(
-                int(staged.num_rows[0]), int(staged.num_received.sum())
+                int(staged.num_rows[0]), int(staged.num_received.sum()), self._width
             )
             self._is_staged = False
 

@@ -173,7 +173,8 @@ class DecodeInstance(WindowEdge):
         if self._window is not None:
             for lane in self._window.lanes:
                 engine = self._lanes[lane.number].engine
-                self._stage(engine.stage(plan.window), lane, self._window.width)
+                width = self._window.width
+                self._stage(engine.stage(plan.window, width), lane, width)
                 engine.staged()
         return needed
 

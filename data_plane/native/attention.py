@@ -28,7 +28,9 @@ class NativeAttention:
         self._call, self._out_width = call, out_width
         self._num_groups, self._value_at = num_groups, value_at
 
-    def plan(self, frame_AP: Tensor, length_A: Tensor) -> tuple[Tensor, Tensor]:
+    def plan(
+        self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """The page tables and lengths of a step, contiguous; see attention.paged.Attention."""
         return frame_AP.contiguous(), length_A.contiguous()
 

@@ -30,8 +30,11 @@ def bucket_table(config: Config) -> BucketTable:
 
     Raises ValueError if row_buckets does not end at max_rows.
     """
-    bounds = config.cluster.bounds
-    return BucketTable(bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets)
+    bounds, data_plane = config.cluster.bounds, config.data_plane
+    widest = 1 + config.scheduler.num_drafts if data_plane.device == "cuda" else 1
+    return BucketTable(
+        bounds.max_rows, bounds.max_attention_rows, data_plane.row_buckets, range(1, widest + 1)
+    )
 
 
 def page_ways(

@@ -132,7 +132,7 @@ class GpuStep:
         own, slot_NB = None, torch.empty(0)
         if num_rows:
             slots, lengths = self._locate(context.own, context.position, context.live)
-            own = _Local(slots, self._attention.plan(context.own.frame, lengths))
+            own = _Local(slots, self._plan(context.own, lengths, context))
             slot_NB = self._pool.run_route(context)
         received: _Local | None = None
         for index in layers:
@@ -200,6 +200,9 @@ class GpuStep:
     def _locate(self, pages: GpuPages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         return self._pool.run_locate(pages, position, live, self._exchange.error)
 
+    def _plan(self, pages: GpuPages, lengths: Tensor, context: GpuContext) -> Any:
+        return self._attention.plan(pages.frame, lengths, context.bucket.width)
+
     def _attend(self, q_AHD: Tensor, index: int, plan: Any) -> tuple[Tensor, Tensor]:
         return self._attention.run(
             q_AHD, self._frames.layers[index], plan, self._model.attention.softmax_scale
@@ -245,7 +248,7 @@ class GpuStep:
             # The first layer: a row's position and live flag are the same in every layer behind
             # it. A wait that fails later leaves the slots, which are of the position in flight.
             slots, lengths = self._locate(context.received, position_A, live_A)
-            local = _Local(slots, self._attention.plan(context.received.frame, lengths))
+            local = _Local(slots, self._plan(context.received, lengths, context))
         self._frames.append(index, local.slots, kv_AW)
         if self._is_latent:
             q_AHD = ops.attention_queries(q_AC, position_A, layer, rope, model)

@@ -39,8 +39,9 @@ class AttentionCase:
         seed=0,
         scale=0.3,
         layout=None,
+        num_queries=1,
     ):
-        """layout: KvHeads in place of latent KV of these widths."""
+        """layout: KvHeads in place of latent KV of these widths. num_queries: of a row."""
         layout = layout or LatentKv(rank)
         q_width = kv_width = rank + rope
         if isinstance(layout, KvHeads):
@@ -52,13 +53,20 @@ class AttentionCase:
         pool = torch.randn(num_frames, 64, kv_width, generator=generator).to(dtype)
         self.q = (2 * torch.randn(len(lengths), heads, q_width, generator=generator)).to(dtype)
         order = torch.randperm(num_frames, generator=generator).tolist()
-        self.frames = [[order.pop() for _ in range(count)] for count in pages]
+        self.num_queries = num_queries
+        self.frames = []
+        for query in range(len(lengths)):
+            if query % num_queries == 0:
+                most = max(pages[query : query + num_queries])
+                self.frames += [[order.pop() for _ in range(most)]] * num_queries
         # Entries after a row's pages are no frame at all.
         table = torch.full((len(lengths), width), 2_147_480_000, dtype=torch.int32)
         for row, row_frames in enumerate(self.frames):
             table[row, : len(row_frames)] = torch.tensor(row_frames, dtype=torch.int32)
-            if row_frames and lengths[row] % 64:
-                pool[row_frames[-1], lengths[row] % 64 :] = 1e4
+            first = row // num_queries * num_queries
+            most = max(lengths[first : first + num_queries])
+            if row_frames and most % 64:
+                pool[row_frames[-1], most % 64 :] = 1e4
         self.pool = quantise(pool, rank) if is_fp8 else pool
         exact_pool = dequantise(self.pool, rank) if is_fp8 else pool
         self.expected = reference_attention(
@@ -72,7 +80,7 @@ class AttentionCase:
     def run(self, backend):
         """Run a backend on the case; memory that it does not write holds NaN."""
         with poisoned():
-            plan = backend.plan(self.frame_AP, self.length_A)
+            plan = backend.plan(self.frame_AP, self.length_A, self.num_queries)
             return backend.run(self.q, self.pool, plan, self.scale)
 
     def check(self, partial, lse, atol, lse_atol):

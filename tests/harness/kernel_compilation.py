@@ -69,33 +69,36 @@ def attention_kernels():
     from data_plane.attention import triton_mla as mla
     from data_plane.attention.triton_split import plan_kernel
 
-    tables = {"frame_ptr": "*i32", "length_ptr": "*i32", "begin_ptr": "*i32", "slot_ptr": "*fp32"}
-    scalars = {"scale_log2": "fp32", **numbers("max_pages", "num_heads")}
+    names = ("frame_ptr", "length_ptr", "query_length_ptr", "begin_ptr")
+    tables = {**dict.fromkeys(names, "*i32"), "slot_ptr": "*fp32"}
+    scalars = {"scale_log2": "fp32", **numbers("page_stride", "num_heads")}
 
-    def decode(kernel, tiles, dtype, frames, widths):
+    def decode(kernel, tiles, dtype, frames, widths, num_queries=1):
         outputs = {"slot_lse_ptr": "*fp32", "out_ptr": f"*{dtype}", "lse_ptr": "*fp32"}
         arguments = {"q_ptr": f"*{dtype}", **frames, **tables, **outputs, **scalars}
         constants = {
             **widths,
             "PAGE": 64,
+            "QUERIES": num_queries,
             "BLOCK_H": tiles.block_heads,
             "BLOCK_T": tiles.block_tokens,
         }
         return compile_kernel(kernel, arguments, constants, tiles.num_warps, tiles.num_stages)
 
-    def plain(dtype, tiles):
+    def plain(dtype, tiles, num_queries=1):
         frames, widths = {"kv_ptr": f"*{dtype}"}, {"RANK": 512, "ROPE": 64}
-        return decode(mla.decode_kernel, tiles, dtype, frames, widths)
+        return decode(mla.decode_kernel, tiles, dtype, frames, widths, num_queries)
 
     def fp8():
         frames = {"value_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "k_rope_ptr": "*bf16"}
         widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656}
         return decode(mla.decode_fp8_kernel, mla.TILES_FP8, "bf16", frames, widths)
 
-    def heads(dtype, tiles):
+    def heads(dtype, tiles, num_queries=1):
         # Qwen3-235B-A22B: 64 query heads over 4 K/V heads of 128.
         widths = {"GROUPS": 4, "GROUP": 16, "HEAD_DIM": 128}
-        return decode(gqa.decode_heads_kernel, tiles, dtype, {"kv_ptr": f"*{dtype}"}, widths)
+        frames = {"kv_ptr": f"*{dtype}"}
+        return decode(gqa.decode_heads_kernel, tiles, dtype, frames, widths, num_queries)
 
     def plan():
         pointers = dict.fromkeys(("length_ptr", "begin_ptr", "row_parts_ptr"), "*i32")
@@ -104,10 +107,12 @@ def attention_kernels():
 
     return {
         "decode bf16": lambda: plain("bf16", mla.TILES_16_BIT),
+        "decode bf16, two queries": lambda: plain("bf16", mla.TILES_16_BIT, 2),
         "decode fp16": lambda: plain("fp16", mla.TILES_16_BIT),
         "decode fp32": lambda: plain("fp32", mla.TILES_FP32),
         "decode fp8": fp8,
         "decode K/V heads bf16": lambda: heads("bf16", gqa.TILES_16_BIT),
+        "decode K/V heads bf16, two queries": lambda: heads("bf16", gqa.TILES_16_BIT, 2),
         "decode K/V heads fp32": lambda: heads("fp32", gqa.TILES_FP32),
         "plan": plan,
     }

@@ -30,10 +30,12 @@ LIMITS = {
     "grouped gemm fp8": Limit(255),
     "grouped gemm fp32": Limit(255, stack_bytes=256),
     "decode bf16": Limit(255, stack_bytes=288, spills_in_loop=24),
+    "decode bf16, two queries": Limit(255, stack_bytes=288, spills_in_loop=24),
     "decode fp16": Limit(255, stack_bytes=288, spills_in_loop=24),
     "decode fp32": Limit(255),
     "decode fp8": Limit(255, stack_bytes=640, spills_in_loop=120),
     "decode K/V heads bf16": Limit(168),
+    "decode K/V heads bf16, two queries": Limit(168),
     "decode K/V heads fp32": Limit(128),
     **dict.fromkeys(("put q", "put res", "put dispatch", "take q", "take res"), Limit(64)),
     **dict.fromkeys(("wait", "wait counted"), Limit(32)),
@@ -52,7 +54,7 @@ UNACQUIRED = ["wait, relaxed sys", "wait, acquire gpu"]
 CONTROLS = [*UNANNOUNCED, *UNACQUIRED, "put, right", "wait, acquire sys"]
 
 
-LONG = ["decode fp16", "decode fp32", "decode fp8", "grouped gemm fp32"]
+LONG = ["decode bf16, two queries", "decode fp16", "decode fp32", "decode fp8", "grouped gemm fp32"]
 """They take as long to compile as all others together, and belong to `make test-system`."""
 NAMES = [pytest.param(name, marks=pytest.mark.system) if name in LONG else name for name in LIMITS]
 

@@ -51,6 +51,22 @@ def test_16_bits_agree_with_the_reference(dtype, is_fp8):
     case.check(*case.run(backend(3)), *TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("num_queries", [2, 3])
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+@pytest.mark.parametrize("kind", ["latent", "fp8", "heads"])
+def test_queries_of_a_row_read_its_pages_once(kind, num_parts, num_queries):
+    """Each of its own length, over a page's end too; a query may read nothing of a row."""
+    lengths = [63, 3, 640, 1, 128, 0] if num_queries == 2 else [64, 65, 0]
+    lengths += [*(500 + each for each in range(num_queries)), *[0] * num_queries]
+    layout = KvHeads(2, 32) if kind == "heads" else None
+    case = AttentionCase(
+        lengths, 6, RANK, ROPE, torch.float32, is_fp8=kind == "fp8", layout=layout,
+        num_queries=num_queries,
+    )  # fmt: skip
+    kernel = TritonHeads(2, 32, 6, num_parts) if layout else backend(num_parts, heads=6)
+    case.check(*case.run(kernel), *TOLERANCE[torch.float32])
+
+
 def test_fp8_frames_are_read_as_exactly_as_they_are_written():
     case = AttentionCase([3, 200, 0, 70], HEADS, RANK, ROPE, torch.float32, is_fp8=True)
     case.check(*case.run(backend(3)), *TOLERANCE[torch.float32])
@@ -86,7 +102,7 @@ def test_the_parts_cover_every_page_once_and_none_does_much_more_than_another(le
         assert [low for _, low, _ in pieces] == [0, *(high for _, _, high in pieces)][: len(pieces)]
         assert (pieces[-1][2] if pieces else 0) == pages[row]
         parts = [part for part, _, _ in pieces]
-        first, count = plan.row_parts_A2[row].tolist()
+        first, count = plan.row_parts_R2[row].tolist()
         assert count == len(parts) and parts == list(range(first, first + count))[: len(parts)]
     total = sum(count + 5 for count in pages if count)
     assert max(work, default=0) <= -(-total // num_parts) + 5
