@@ -44,14 +44,15 @@ class BucketTable:
         if row_buckets does not end at max_rows. A bucket of no rows is always added, so that an
         instance without rows takes part in a step without computing padding.
         """
-        rows = (0, *(row_buckets or powers_of_two(max_rows)))
-        if rows[-1] != max_rows:
+        self.rows = (0, *(row_buckets or powers_of_two(max_rows)))
+        """Step rows of the buckets of width 1."""
+        if self.rows[-1] != max_rows:
             raise ValueError(
-                f"row_buckets ends at {rows[-1]}; it must end at max_rows ({max_rows})"
+                f"row_buckets ends at {self.rows[-1]}; it must end at max_rows ({max_rows})"
             )
         received = (0, *powers_of_two(max_attention_rows))
         self._sizes = {
-            width: (_whole_rows(rows, width), _whole_rows(received, width)) for width in widths
+            width: (_whole_rows(self.rows, width), _whole_rows(received, width)) for width in widths
         }
 
     def all(self) -> list[Bucket]:

@@ -21,19 +21,23 @@ Run = Callable[[GpuContext], None]
 class StepWithDrafts:
     """What runs a step over one context, and the drafting behind it."""
 
-    __slots__ = ("_draft", "_step")
+    __slots__ = ("_step", "_turn")
 
-    def __init__(self, step: Callable[[], None], draft: Callable[[], None]) -> None:
-        self._step, self._draft = step, draft
+    def __init__(self, step: Callable[[], None], turn: Callable[[bool], None]) -> None:
+        self._step, self._turn = step, turn
 
     def __call__(self) -> None:
         """Run the step."""
         self._step()
 
     def draft_phases(self) -> Iterator[None]:
-        """Run the MTP layer. It has no parts: the host takes no part in it."""
-        self._draft()
+        """Run a turn that the host has set up. It has no parts: the host takes no part in it."""
+        self._turn(True)
         return iter(())
+
+    def draft_on_device(self) -> None:
+        """Run a turn that the device sets up from the step before; see step/triton_turns.py."""
+        self._turn(False)
 
 
 class CudaGraphs:
@@ -73,9 +77,9 @@ class CudaGraphs:
         step = self.capture(*contexts)
         if self._draft is None or contexts[0].bucket.width == 1:
             return step
-        draft = partial(self._draft, *contexts)
-        self.warm(draft)
-        return StepWithDrafts(step, self._captured(draft, 1))
+        turn = partial(self._draft, *contexts)
+        self.warm(turn)
+        return StepWithDrafts(step, self._captured(turn, partial(_start_turn, self._lanes[0][0])))
 
     def warm(self, step: Callable[[], None]) -> None:
         """Run a step on the stream of the captures and wait for it."""
@@ -86,9 +90,14 @@ class CudaGraphs:
 
     def capture(self, *contexts: GpuContext) -> Callable[[], None]:
         """Capture a step that has run before; returns what replays it. contexts: see __call__."""
-        return self._captured(lambda: self._run(contexts), len(contexts))
 
-    def _captured(self, run: Callable[[], None], num_lanes: int) -> Callable[[], None]:
+        def start() -> None:
+            for pool, _ in self._lanes[: len(contexts)]:
+                pool.start()
+
+        return self._captured(lambda: self._run(contexts), start)
+
+    def _captured(self, run: Callable[[], None], start: Callable[..., None]) -> Callable[..., None]:
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -98,12 +107,11 @@ class CudaGraphs:
         self.num_bytes += free_bytes - torch.cuda.mem_get_info(self._device)[0]
         self.num_graphs += 1
 
-        def replay() -> None:
+        def replay(*arguments: bool) -> None:
             outside = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(outside)
             with torch.cuda.stream(self._stream):
-                for pool, _ in self._lanes[:num_lanes]:
-                    pool.start()
+                start(*arguments)
                 graph.replay()
             outside.wait_stream(self._stream)
 
@@ -128,6 +136,11 @@ class CudaGraphs:
         return f"graphs: {self.num_graphs} captured, {self.num_bytes / 2**30:.2f} GiB"
 
 
+def _start_turn(pool: GpuPool, by_host: bool) -> None:
+    if by_host:
+        pool.start(is_turn=True)
+
+
 def eager(
     pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
 ) -> Callable[..., Callable[[], None]]:
@@ -143,11 +156,11 @@ def eager(
                 pool.start()
                 run(context)
 
-        def drafting() -> None:
+        def turn(by_host: bool) -> None:
             assert draft is not None
-            pool.start()
+            _start_turn(pool, by_host)
             draft(*contexts)
 
-        return StepWithDrafts(step, drafting) if draft is not None else step
+        return StepWithDrafts(step, turn) if draft is not None else step
 
     return capture

@@ -71,6 +71,8 @@ class GpuContext:
     """[B] int64: position of that token."""
     live: Tensor
     """[B] bool: False for rows that stopped and for padding."""
+    by_host: Tensor
+    """[1] int64: not 0 if these three are for a turn of drafting, and the host set them up."""
 
 
 class _Start(NamedTuple):
@@ -78,21 +80,23 @@ class _Start(NamedTuple):
 
     parity: Tensor
     """[1] int64: the staged tables to adopt first; negative: none."""
+    by_host: Tensor
     token: Tensor
     position: Tensor
     live: Tensor
 
     @staticmethod
     def num_bytes(rows: int) -> int:
-        return 8 + 17 * rows
+        return 16 + 17 * rows
 
     @classmethod
     def views(cls, start: Tensor, rows: int) -> _Start:
-        token = start[8:][: 8 * rows]
-        position = start[8 + 8 * rows :][: 8 * rows]
-        live = start[8 + 16 * rows :]
+        token = start[16:][: 8 * rows]
+        position = start[16 + 8 * rows :][: 8 * rows]
+        live = start[16 + 16 * rows :]
         return cls(
             parity=start[:8].view(torch.int64),
+            by_host=start[8:16].view(torch.int64),
             token=token.view(torch.int64),
             position=position.view(torch.int64),
             live=live.view(torch.bool),
@@ -170,7 +174,7 @@ class GpuPool:
         )
         self._device_start = torch.zeros_like(self._start, device=device)
         start = _Start.views(self._start, words.rows)
-        self._parity = start.parity
+        self._parity, self._by_host = start.parity, start.by_host
         self.rows = RowState(
             token=start.token.numpy(), position=start.position.numpy(), live=start.live.numpy()
         )
@@ -199,6 +203,7 @@ class GpuPool:
             token=start.token[:num_rows],
             position=start.position[:num_rows],
             live=start.live[:num_rows],
+            by_host=start.by_host,
         )
 
     def upload(self, parity: int) -> None:
@@ -224,8 +229,12 @@ class GpuPool:
             self._uploaded.wait(torch.cuda.current_stream(self.device))
         self._to_adopt = parity
 
-    def start(self) -> None:
-        """Copy to the device what the next step starts from; the step before must have ended."""
+    def start(self, is_turn: bool = False) -> None:
+        """Copy to the device what the next step starts from; the step before must have ended.
+
+        is_turn: it is a turn of drafting.
+        """
+        self._by_host[0] = is_turn
         self._parity[0] = self._to_adopt
         self._to_adopt = _NOTHING_STAGED
         self._device_start.copy_(self._start, non_blocking=True)

@@ -21,7 +21,7 @@ from torch import Tensor, cat, inference_mode
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.graph.pool_cpu import RowState, StepTables
-from data_plane.instance.drafting import draft
+from data_plane.instance.drafting import can_draft_alone, draft, draft_alone, take_drafts
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
@@ -69,6 +69,8 @@ class Startup:
     """Lets the weights hold these experts (slot -> expert) alone; returns how many it read."""
     new_ends: Callable[[], TermEnds] | None
     """Makes what is shared with others in another term; None: there is one term only."""
+    drafts_alone: bool = False
+    """Whether the step is a DeviceDraftingStep."""
     both_lanes: PairedEngine | None = None
     """What captured the steps of both lanes; None if they take turns in the instance's thread."""
     graphs_report: Callable[[], list[str]] = list
@@ -180,6 +182,8 @@ class DecodeInstance(WindowEdge):
 
     def run_step(self) -> None:
         with self._one_step() as window:
+            is_drafting = window.plan.num_drafts > 0
+            drafts_alone = is_drafting and self._startup.drafts_alone and can_draft_alone(window)
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
                 self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows, window.width)
@@ -189,10 +193,15 @@ class DecodeInstance(WindowEdge):
                 self._startup.both_lanes.replay()
             else:
                 window.hidden_ns += self._run_in_turns()
+            if drafts_alone:
+                of_step, *of_turns = draft_alone(window, self._lanes[0])
+                self._commit_step(window, partial(_highest, of_step))
+                take_drafts(window, self._lanes[0], of_turns)
+                return
             for lane in window.lanes:
                 self._lanes[lane.number].step.check()
             self._commit_step(window, partial(self._sample, window, masks))
-            if window.plan.num_drafts:
+            if is_drafting:
                 draft(window, self._lanes, self._exchange, self.grammar_masks)
 
     @inference_mode()
@@ -295,3 +304,10 @@ class DecodeInstance(WindowEdge):
     def _close_tensors(self) -> None:
         for lane in self._lanes:
             lane.exchange.close()
+
+
+def _highest(
+    ids: Sequence[int], step_rows: Sequence[StepRow], offset: int
+) -> list[tuple[int, TokenLogprobs | None]]:
+    """Sample by the tokens of the highest logits: of each step row."""
+    return [(ids[each.place + offset], None) for each in step_rows]

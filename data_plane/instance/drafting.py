@@ -18,7 +18,8 @@ from torch import Tensor, inference_mode
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.rows import Row
-from data_plane.instance.step_lane import DraftingStep, StepLane
+from data_plane.instance.sampler import takes_highest
+from data_plane.instance.step_lane import DeviceDraftingStep, DraftingStep, StepLane
 from data_plane.instance.window_edge import Window
 from data_plane.transport.exchange import Exchange
 
@@ -43,6 +44,44 @@ def draft(
             of.step.check()
         for lane, of, places in zip(window.lanes, used, last, strict=True):
             _take_drafts(lane, of, places, window.width, turn, masks)
+
+
+def can_draft_alone(window: Window) -> bool:
+    """Whether a device can tell the window's next tokens without the host: the highest logits."""
+    rows = window.live_rows()
+    return bool(rows) and all(takes_highest(row.params, row.output_ids) for row in rows)
+
+
+def draft_alone(window: Window, lane: StepLane) -> list[list[int]]:
+    """Launch all turns of drafting before the host knows the step's tokens, and wait for them.
+
+    Returns the token of the highest logit of each step row: of the step, then of each turn. Raises
+    what ended the step or a turn, if something did.
+    """
+    captured: Any = lane.engine.next_step()
+    for _ in range(window.plan.num_drafts):
+        captured.draft_on_device()
+    lane.step.check()
+    step = cast(DeviceDraftingStep, lane.step)
+    return step.highest_ids(window.plan.num_drafts, window.num_rows * window.width)
+
+
+def take_drafts(window: Window, lane: StepLane, turns: Sequence[Sequence[int]]) -> None:
+    """Let each row have what the turns drafted; the step's tokens are committed.
+
+    turns: for each, a token of each step row.
+    """
+    for index, row in enumerate(window.lanes[0].rows):
+        if row.finished:
+            continue
+        first = index * window.width
+        # The first turn ran at each token of the step, a later one where the row begins.
+        place = first + row.position - int(lane.engine.rows.position[first]) - 1
+        for drafted in turns:
+            row.drafts.append(drafted[place])
+            place = first
+            if row.drafts[-1] in row.params.stop_token_ids:
+                break  # no row goes on behind it
 
 
 def _at_known_tokens(lane: WindowLane, state: Any, width: int) -> dict[int, int]:

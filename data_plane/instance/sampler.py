@@ -164,6 +164,15 @@ def _is_in_flat_nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     return is_in_V
 
 
+def takes_highest(params: SamplingParams, output: Sequence[int]) -> bool:
+    """Whether a row's next token, and any after it, is that of the highest logit, and no more.
+
+    output: the tokens that the row has generated.
+    """
+    is_free = not params.constraint and params.logprobs is None
+    return is_free and params.temperature == 0 and not _has_controls(params, output)
+
+
 def _has_controls(params: SamplingParams, output: Sequence[int]) -> bool:
     return bool(
         params.bad_words

@@ -44,6 +44,13 @@ class DraftingStep(Step, Protocol):
         """The next turn takes the MTP layer's rows at these places."""
 
 
+class DeviceDraftingStep(DraftingStep, Protocol):
+    """A step that can draft before the host knows its tokens: GpuStep."""
+
+    def highest_ids(self, num_turns: int, num_rows: int) -> list[list[int]]:
+        """The highest logit's token of each step row: of the step, then of each turn behind it."""
+
+
 class StepLane(NamedTuple):
     """What runs the steps of one lane: tables, regions and epochs of its own."""
 

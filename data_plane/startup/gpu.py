@@ -131,6 +131,7 @@ def build_gpu_instance(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
         new_ends=None if moe.has_deep_ep else new_ends,
+        drafts_alone=model.num_mtp_layers > 0,
         both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
         graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
         meeting=meeting,

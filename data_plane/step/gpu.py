@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from data_plane.attention.paged import Attention
@@ -26,9 +27,11 @@ from data_plane.model.norm import rms_norm
 from data_plane.model.weights import HeadWeights, LayerWeights
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.mixture import MixtureOfExperts
+from data_plane.step.triton_turns import next_turn_kernel
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
 from nanocp.config.cluster import BoundsConfig
+from nanocp.values.plan import PAGE_SIZE
 
 
 class GpuStep:
@@ -84,6 +87,12 @@ class GpuStep:
         self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=dtype, device=device)
         """What the MTP layer takes beside the next tokens: rows after the model's last norm."""
         self._drafted = torch.zeros_like(self.hidden)
+        self._ids = torch.zeros(
+            PAGE_SIZE, bounds.max_rows if mtp_size else 0, dtype=torch.int64, device=device
+        )
+        """The highest logits of the last step, then of each turn: a row has less than a page."""
+        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._last, self._after = self._ids.new_zeros(2, bounds.max_rows)
 
     def run(self, context: GpuContext) -> None:
         """Run one step eagerly, or into a capture."""
@@ -109,13 +118,18 @@ class GpuStep:
             if self._weights.mtp is not None:
                 norm = self._weights.final_norm
                 self.hidden[:num_rows] = rms_norm(x_BX, norm, self._model.norm_eps)
+                self._ids[0, :num_rows] = self.logits[:num_rows].argmax(dim=-1)
+                self._turn.zero_()
 
     @torch.inference_mode()
     def draft_phases(self, context: GpuContext) -> Iterator[None]:
         """The MTP layer over `hidden` and the pool's tokens, in parts; see `phases`."""
         mtp, first = self._weights.mtp, self._model.num_layers
         assert mtp is not None
-        num_rows, x_BX = context.bucket.num_rows, self._weights.embedding[context.token]
+        num_rows = context.bucket.num_rows
+        if num_rows:
+            self._set_up_turn(context)
+        x_BX = self._weights.embedding[context.token]
         if num_rows:
             x_BX = ops.mtp_rows(x_BX, self.hidden[:num_rows], mtp, self._model)
         x_BX = yield from self._layers(context, x_BX, range(first, first + 1))
@@ -123,6 +137,30 @@ class GpuStep:
             self._drafted[:num_rows] = x_BX
             head = HeadWeights(mtp.head_norm, self._weights.lm_head)
             self.logits[:num_rows] = ops.logits(x_BX, head, self._model)
+            self._turn.add_(1)
+            drafted = self.logits[:num_rows].argmax(dim=-1)
+            self._ids[:, :num_rows].index_copy_(0, self._turn, drafted[None])
+
+    def _set_up_turn(self, context: GpuContext) -> None:
+        """Launch the kernel that sets up a turn of drafting if the host has not."""
+        width, hidden_size = context.bucket.width, self._model.hidden_size
+        next_turn_kernel[(context.bucket.num_rows // width,)](
+            context.by_host,
+            self._turn,
+            self._ids,
+            context.token,
+            context.position,
+            context.live.view(torch.uint8),
+            self._last,
+            self._after,
+            self.hidden,
+            self._drafted,
+            self._ids.stride(0),
+            hidden_size,
+            WIDTH=width,
+            BLOCK_W=triton.next_power_of_2(width),
+            BLOCK_X=min(triton.next_power_of_2(hidden_size), 1024),
+        )
 
     def _layers(
         self, context: GpuContext, x_BX: Tensor, layers: range
@@ -167,6 +205,14 @@ class GpuStep:
     def draft_logits_of(self, rows: list[int]) -> Tensor:
         """Logits of the MTP layer's rows: [rows, vocabulary] fp32, on the GPU."""
         return self.logits_of(rows)
+
+    def highest_ids(self, num_turns: int, num_rows: int) -> list[list[int]]:
+        """The token of the highest logit of each step row: of the step, then of each turn.
+
+        Right as long as the host set up no turn.
+        """
+        ids: list[list[int]] = self._ids[: 1 + num_turns, :num_rows].tolist()
+        return ids
 
     def go_on_drafting(self, places: list[int], rows: list[int]) -> None:
         """The next turn of these MTP rows takes them at these places."""

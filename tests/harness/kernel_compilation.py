@@ -175,6 +175,7 @@ def exchange_kernels():
 def table_kernels():
     """What a step does with its tables: 256 rows, 64 links, a million tokens."""
     from data_plane.graph import triton_tables as tables
+    from data_plane.step import triton_turns as turns
 
     def adopt():
         arguments = {"parity_ptr": "*i64", "staged_ptr": "*i32", "live_ptr": "*i32"}
@@ -195,7 +196,15 @@ def table_kernels():
         arguments |= numbers("num_rows", "num_links")
         return compile_kernel(tables.route_kernel, arguments, {"BLOCK_B": 256, "BLOCK_L": 64})
 
-    return {"adopt": adopt, "locate": locate, "route": route}
+    def next_turn():
+        arguments = dict.fromkeys(("by_host_ptr", "turn_ptr", "ids_ptr", "token_ptr"), "*i64")
+        arguments |= {"position_ptr": "*i64", "live_ptr": "*u8", "last_ptr": "*i64"}
+        arguments |= {"after_ptr": "*i64", "hidden_ptr": "*bf16", "drafted_ptr": "*bf16"}
+        arguments |= numbers("ids_stride", "hidden_size")
+        constants = {"WIDTH": 2, "BLOCK_W": 2, "BLOCK_X": 1024}
+        return compile_kernel(turns.next_turn_kernel, arguments, constants)
+
+    return {"adopt": adopt, "locate": locate, "route": route, "next turn": next_turn}
 
 
 def row_kernels():

@@ -13,6 +13,7 @@ import torch
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.graph.buckets import BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
+from data_plane.instance import decode
 from data_plane.instance.decode import DecodeInstance
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.moe.fused import FusedMixtures
@@ -70,6 +71,16 @@ def stand_in_for_a_gpu(monkeypatch, folder):
     )
     monkeypatch.setattr(shared_parts, "expert_backend", lambda *site: (TritonGemm(), "triton"))
     return library
+
+
+def counting(call, calls):
+    """A function that notes each call."""
+
+    def noting(*arguments):
+        calls.append(arguments)
+        return call(*arguments)
+
+    return noting
 
 
 def launched(cuda, run):
@@ -162,42 +173,50 @@ def drafting(mini_shape, tmp_path_factory):
     [("exchange", False), pytest.param("fused", True, marks=pytest.mark.system)],
 )
 def test_drafts_come_from_a_graph_of_their_own(drafting, monkeypatch, tmp_path, dispatch, is_eager):
-    """The last token is at the last position that the model may have; drafts go beyond it."""
+    """Those of greedy rows without the host; with a sampled row beside them, by it.
+
+    The last token is at the last position that the model may have; drafts go beyond it.
+    """
+    path, oracle = drafting
+    bounds = BoundsConfig(max_rows=6, max_links=3, max_attention_rows=6, max_partials=3)
+    on_cpu = Config(
+        cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=72, bounds=bounds),
+        scheduler=SchedulerConfig(steps_per_window=2, num_drafts=2, drafting="always"),
+    )
+    data_plane = DataPlaneConfig(
+        device="cuda", eager=is_eager, row_buckets=(6,), dispatch_backend=dispatch
+    )
+    config = replace(on_cpu, data_plane=data_plane)
+    params = SamplingParams(max_tokens=32, temperature=0.0)
+    sampled = replace(params, temperature=1.0, seed=3, max_tokens=6)
+
+    def prompts():
+        return [Prompt(list(range(30, 70)), params), Prompt(list(range(200, 264)), sampled)]
+
+    def play(config):
+        with DecodeCluster(config, path) as cluster:
+            return cluster.run(prompts()), cluster.checked_drafts()
+
+    expected, drafts = play(on_cpu)
     stand_in_for_a_gpu(monkeypatch, tmp_path)
-    cuda = Cuda()
+    cuda, num_alone = Cuda(), []
+    monkeypatch.setattr(decode, "draft_alone", counting(decode.draft_alone, num_alone))
     if not is_eager:
         cuda.install(monkeypatch)
         monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)
         for name in ("run", "draft"):
             monkeypatch.setattr(GpuStep, name, launched(cuda, getattr(GpuStep, name)))
-    path, oracle = drafting
-    bounds = BoundsConfig(max_rows=6, max_links=3, max_attention_rows=6, max_partials=3)
-    config = Config(
-        cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=72, bounds=bounds),
-        scheduler=SchedulerConfig(steps_per_window=2, num_drafts=2, drafting="always"),
-        data_plane=DataPlaneConfig(
-            device="cuda", eager=is_eager, row_buckets=(6,), dispatch_backend=dispatch
-        ),
-    )
-    params = SamplingParams(max_tokens=8, temperature=0.0)
-
-    def prompts():
-        greedy = Prompt(list(range(30, 94)), params)
-        return [greedy, Prompt(list(range(200, 264)), replace(params, temperature=1.0, seed=3))]
-
-    with DecodeCluster(config, path) as cluster:
-        greedy, sampled = cluster.run(prompts())
-    checked, accepted = (sum(each) for each in zip(*cluster.checked_drafts(), strict=True))
+    (greedy, other), found = play(config)
+    assert found == drafts, "the MTP layer gets the same rows as on a CPU"
+    checked, accepted = (sum(each) for each in zip(*found, strict=True))
     assert 0 < accepted < checked
     if not is_eager:
         buckets = BucketTable(6, 6, (6,), range(1, 4)).all()
         num_drafting = sum(bucket.width > 1 for bucket in buckets)
         assert len(cuda.graphs) == len(buckets) + num_drafting
-    assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 8
-    scheduler = SchedulerConfig(steps_per_window=2)
-    with DecodeCluster(replace(config, scheduler=scheduler), path) as cluster:
-        without = cluster.run(prompts())
-    assert [each.output for each in without] == [greedy.output, sampled.output]
+    assert 0 < len(num_alone) < checked, "only while no row samples"
+    assert [greedy.output, other.output] == [each.output for each in expected]
+    assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 32
 
 
 @without_gpu

@@ -30,7 +30,7 @@ LIMITS = {
     "grouped gemm fp8": Limit(255),
     "grouped gemm fp32": Limit(255, stack_bytes=256),
     "decode bf16": Limit(255, stack_bytes=288, spills_in_loop=24),
-    "decode bf16, two queries": Limit(255, stack_bytes=288, spills_in_loop=24),
+    "decode bf16, two queries": Limit(255, stack_bytes=288, spills_in_loop=25),
     "decode fp16": Limit(255, stack_bytes=288, spills_in_loop=24),
     "decode fp32": Limit(255),
     "decode fp8": Limit(255, stack_bytes=640, spills_in_loop=120),
@@ -39,7 +39,9 @@ LIMITS = {
     "decode K/V heads fp32": Limit(128),
     **dict.fromkeys(("put q", "put res", "put dispatch", "take q", "take res"), Limit(64)),
     **dict.fromkeys(("wait", "wait counted"), Limit(32)),
-    **dict.fromkeys(("adopt", "locate", "route", "group", "ungroup", "sum"), Limit(64)),
+    **dict.fromkeys(
+        ("adopt", "locate", "route", "next turn", "group", "ungroup", "sum"), Limit(64)
+    ),
     **dict.fromkeys(("target", "slot", "plan"), Limit(128)),
     **dict.fromkeys(("merge splits", "merge partials", "merge routed"), Limit(64)),
 }
