@@ -25,8 +25,9 @@ from data_plane.instance.drafting import can_draft_alone, draft, draft_alone, ta
 from data_plane.instance.grammar import GrammarMasks
 from data_plane.instance.interface import TermEnds, TermStart
 from data_plane.instance.lanes import WindowLane, run_in_turns
-from data_plane.instance.row_sampling import begin_masks, sample
+from data_plane.instance.row_sampling import begin_masks, sample, sample_drafts
 from data_plane.instance.rows import Row
+from data_plane.instance.sampler import DRAWS
 from data_plane.instance.step_lane import StepLane
 from data_plane.instance.window_edge import StepRow, Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
@@ -105,6 +106,7 @@ class DecodeInstance(WindowEdge):
         self.grammar_masks: GrammarMasks | None = None
         """Masks of structured output; set at start-up, None if no row may have a grammar."""
         self._num_graphs: int | None = None
+        self._draw = DRAWS[config.data_plane.sampling]
 
     @property
     def awaited(self) -> int | None:
@@ -202,7 +204,7 @@ class DecodeInstance(WindowEdge):
                 self._lanes[lane.number].step.check()
             self._commit_step(window, partial(self._sample, window, masks))
             if is_drafting:
-                draft(window, self._lanes, self._exchange, self.grammar_masks)
+                draft(window, self._lanes, self._exchange, self._guess)
 
     @inference_mode()
     def _run_in_turns(self) -> int:
@@ -268,7 +270,10 @@ class DecodeInstance(WindowEdge):
         if offset:
             pending = begin_masks(self.grammar_masks, rows)
         logits = cat(parts) if len(parts) > 1 else parts[0]
-        return sample(rows, logits, self._finished_masks(window, pending))
+        return sample(rows, logits, self._finished_masks(window, pending), self._draw)
+
+    def _guess(self, rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
+        return sample_drafts(rows, logits_BV, self.grammar_masks, self._draw)
 
     def _finished_masks(self, window: Window, pending: Future[Tensor] | None) -> Tensor | None:
         """Wait for the masks, which the library bounds; the wait is on the window's account."""

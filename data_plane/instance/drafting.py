@@ -10,12 +10,11 @@ before. Every instance takes all turns (protocol.md, equal width).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, inference_mode
 
-from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.lanes import WindowLane, run_in_turns
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import takes_highest
@@ -23,14 +22,15 @@ from data_plane.instance.step_lane import DeviceDraftingStep, DraftingStep, Step
 from data_plane.instance.window_edge import Window
 from data_plane.transport.exchange import Exchange
 
+Guess = Callable[[Sequence[Row], Tensor], Sequence[int]]
+
 
 @inference_mode()
-def draft(
-    window: Window, lanes: Sequence[StepLane], exchange: Exchange, masks: GrammarMasks | None
-) -> None:
+def draft(window: Window, lanes: Sequence[StepLane], exchange: Exchange, guess: Guess) -> None:
     """Let each row of the window have its drafts for the next step.
 
-    lanes: of the instance. Raises what a wait of the exchange raises.
+    lanes: of the instance. guess: makes drafts of rows from their logits. Raises what a wait of the
+    exchange raises.
     """
     used = [lanes[lane.number] for lane in window.lanes]
     last = [
@@ -43,7 +43,7 @@ def draft(
         for of in used:
             of.step.check()
         for lane, of, places in zip(window.lanes, used, last, strict=True):
-            _take_drafts(lane, of, places, window.width, turn, masks)
+            _take_drafts(lane, of, places, window.width, turn, guess)
 
 
 def can_draft_alone(window: Window) -> bool:
@@ -104,7 +104,7 @@ def _take_drafts(
     last: dict[int, int],
     width: int,
     turn: int,
-    masks: GrammarMasks | None,
+    guess: Guess,
 ) -> None:
     """Keep the drafts of a turn, and set up the next one; last: see `_at_known_tokens`."""
     state = of.engine.rows
@@ -114,7 +114,7 @@ def _take_drafts(
     rows = [lane.rows[index] for index in last]
     step = cast(DraftingStep, of.step)
     logits = step.draft_logits_of(list(last.values()))
-    drafted = _masked(logits, rows, masks).argmax(dim=-1).tolist()
+    drafted = guess(rows, logits)
     for index, row, token in zip(list(last), rows, drafted, strict=True):
         row.drafts.append(token)
         if token in row.params.stop_token_ids:
@@ -127,23 +127,3 @@ def _take_drafts(
         state.token[place] = row.drafts[-1]
         state.position[place] = row.position + turn
     last.update(zip(last, places, strict=True))
-
-
-def _masked(logits_BV: Tensor, rows: Sequence[Row], masks: GrammarMasks | None) -> Tensor:
-    """Leave what the rows' grammars allow: other drafts are hardly ever right."""
-    wanted = [index for index, row in enumerate(rows) if row.params.constraint]
-    if masks is None or not wanted:
-        return logits_BV
-    allowed = masks.masks(
-        [
-            MaskedRow(
-                rows[i].request_id,
-                rows[i].attempt,
-                rows[i].params.constraint,
-                [*rows[i].output_ids, *rows[i].drafts],
-            )
-            for i in wanted
-        ]
-    )
-    logits_BV[wanted] = logits_BV[wanted].masked_fill(~allowed, float("-inf"))
-    return logits_BV

@@ -36,42 +36,60 @@ _MAX_COMPILED = 64
 
 
 class _Progress:
-    """A matcher, the ids that it has eaten, and the latest masks.
+    """A matcher, how many ids it has eaten, and the latest masks.
 
     The mask of a draft is that of the next step's token in its place, if the drafts before are
     right: it is made once.
     """
 
-    __slots__ = ("eaten", "has_failed", "masks", "matcher")
+    __slots__ = ("drafts", "has_failed", "masks", "matcher", "num_sure")
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
-        self.eaten: list[int] = []
+        self.num_sure = 0
+        """Output ids that it has eaten."""
+        self.drafts: list[int] = []
+        """Ids that it has eaten behind them, which were drafts then."""
         self.has_failed = False
         self.masks: OrderedDict[int, np.ndarray] = OrderedDict()
         """Number of eaten ids -> the mask after them."""
 
-    def mask_after(self, ids: Sequence[int]) -> np.ndarray | None:
-        """The mask after these ids, if it was made."""
-        mask = self.masks.get(len(ids))
-        return mask if mask is not None and self.eaten[: len(ids)] == list(ids) else None
+    @property
+    def num_eaten(self) -> int:
+        """Ids that the matcher has eaten."""
+        return self.num_sure + len(self.drafts)
+
+    def mask_after(self, row: MaskedRow) -> np.ndarray | None:
+        """The mask after the row's ids, if it was made."""
+        mask = self.masks.get(row.num_ids)
+        ids = row.ids_from(self.num_sure)
+        return mask if mask is not None and self.drafts[: len(ids)] == ids else None
+
+    def eat(self, row: MaskedRow) -> None:
+        """Let the matcher eat the row's ids behind those that it has eaten."""
+        if ids := row.ids_from(self.num_eaten):
+            self.matcher.consume_tokens(ids)
+        self.num_sure, self.drafts = len(row.output_ids), list(row.drafts)
 
     def keep(self, mask: np.ndarray) -> None:
         """Keep the mask after the eaten ids."""
-        self.masks[len(self.eaten)] = mask.copy()
+        self.masks[self.num_eaten] = mask.copy()
         if len(self.masks) > _MAX_KEPT_MASKS:
             self.masks.popitem(last=False)
 
-    def go_back(self, ids: Sequence[int]) -> bool:
-        """Give back drafts that these ids do not begin with; whether that could be done."""
-        num_common = len(self.eaten)
-        if self.eaten == list(ids[:num_common]):
+    def go_back(self, row: MaskedRow) -> bool:
+        """Give back drafts that the row has not taken; whether that could be done."""
+        if row.num_ids < self.num_sure:
+            return False  # not the row that it was: its outputs only grow
+        pairs = enumerate(zip(self.drafts, row.ids_from(self.num_sure), strict=False))
+        num_same = next((i for i, (a, b) in pairs if a != b), None)
+        if num_same is None:
+            num_same = min(len(self.drafts), row.num_ids - self.num_sure)
+        num_given = len(self.drafts) - num_same
+        if not num_given:
             return True
-        pairs = enumerate(zip(self.eaten, ids, strict=False))
-        num_common = next((i for i, (a, b) in pairs if a != b), min(num_common, len(ids)))
-        num_given = len(self.eaten) - num_common
-        del self.eaten[num_common:]
-        for length in [each for each in self.masks if each > num_common]:
+        del self.drafts[num_same:]
+        for length in [each for each in self.masks if each > self.num_eaten]:
             del self.masks[length]
         return not self.matcher.is_error() and self.matcher.rollback(num_given)
 
@@ -83,7 +101,19 @@ class MaskedRow(NamedTuple):
     attempt: int
     grammar: str
     output_ids: Sequence[int]
-    """Within an attempt of a request, these only grow, but for drafts at their end."""
+    """Within an attempt of a request, these only grow."""
+    drafts: Sequence[int] = ()
+    """Ids behind them that may change."""
+
+    @property
+    def num_ids(self) -> int:
+        """Output ids and drafts."""
+        return len(self.output_ids) + len(self.drafts)
+
+    def ids_from(self, begin: int) -> list[int]:
+        """The ids from a place on; what lies before it is not read."""
+        num_outputs = len(self.output_ids)
+        return [*self.output_ids[begin:], *self.drafts[max(begin - num_outputs, 0) :]]
 
 
 class GrammarMasks:
@@ -127,20 +157,17 @@ class GrammarMasks:
     def _fill(self, words: np.ndarray, row: MaskedRow) -> None:
         """Set the bits of the tokens that the row's grammar allows; none if it has failed."""
         key = row.request_id, row.attempt, row.grammar
-        num_ids = len(row.output_ids)
         known = self._kept.pop(key, None)
-        if known is not None and (mask := known.mask_after(row.output_ids)) is not None:
+        if known is not None and (mask := known.mask_after(row)) is not None:
             self._kept[key] = known
             words[:] = mask
             return
-        if known is None or not known.go_back(row.output_ids):
+        if known is None or not known.go_back(row):
             known = _Progress(self._new_matcher(row.grammar))
         self._kept[key] = known
         if len(self._kept) > _MAX_MATCHERS:
             self._kept.popitem(last=False)
-        if ids := row.output_ids[len(known.eaten) :]:
-            known.matcher.consume_tokens(list(ids))
-            known.eaten += ids
+        known.eat(row)
         if known.matcher.is_stopped():
             words[:] = self._only_eos
         else:
@@ -152,7 +179,7 @@ class GrammarMasks:
                 logger.warning(
                     "the grammar of request %d breaks off its output after %d tokens: %s",
                     row.request_id,
-                    num_ids,
+                    row.num_ids,
                     known.matcher.get_error(),
                 )
         known.keep(words)

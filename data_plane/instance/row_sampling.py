@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from torch import Tensor
 
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.rows import Row
-from data_plane.instance.sampler import RowMasks, sample_rows, token_logprobs
+from data_plane.instance.sampler import Draw, RowMasks, race, sample_rows, token_logprobs
 from nanocp.values.sampling import TokenLogprobs
 
 
@@ -24,20 +25,20 @@ def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tenso
     """
     if masks is None:
         return None
-    wanted = [
-        MaskedRow(row.request_id, row.attempt, row.params.constraint, row.output_ids)
-        for row in rows
-        if row.params.constraint
-    ]
+    wanted = [_masked_row(row) for row in rows if row.params.constraint]
     return masks.begin(wanted) if wanted else None
 
 
 def sample(
-    rows: Sequence[Row], logits_BV: Tensor, allowed_MV: Tensor | None
+    rows: Sequence[Row],
+    logits_BV: Tensor,
+    allowed_MV: Tensor | None,
+    draw: Draw | None = None,
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """The next token of each row, and its log probabilities if the row wants them.
 
     logits_BV: [rows, vocabulary] fp32. allowed_MV: what `begin_masks` started; None if nothing.
+    draw: see `sample_rows`.
     """
     masks = None
     if allowed_MV is not None:
@@ -53,6 +54,7 @@ def sample(
         [row.output_ids for row in rows],
         [row.prompt_ids for row in rows],
         masks,
+        draw,
     )
     sampled: list[tuple[int, TokenLogprobs | None]] = []
     for row, token_id, logits_V in zip(rows, token_ids, logits_BV, strict=True):
@@ -62,3 +64,32 @@ def sample(
             (logprobs,) = token_logprobs(logits_V[None].cpu(), [token_id], num_top)
         sampled.append((token_id, logprobs))
     return sampled
+
+
+def sample_drafts(
+    rows: Sequence[Row], logits_BV: Tensor, masks: GrammarMasks | None, draw: Draw
+) -> list[int]:
+    """The next draft of each row: what the sampler would make of these logits.
+
+    Rows that draw by a race draw drafts with the same clocks. Others take the most likely token:
+    drawn drafts are hardly better there.
+    """
+    constrained = [i for i, row in enumerate(rows) if masks is not None and row.params.constraint]
+    allowed = None
+    if masks is not None and constrained:
+        of_rows = [rows[index] for index in constrained]
+        allowed_MV = masks.masks([_masked_row(row, row.drafts) for row in of_rows])
+        allowed_MV[~allowed_MV.any(dim=1)] = True  # a grammar that breaks off here has no draft
+        allowed = RowMasks(constrained, allowed_MV)
+    return sample_rows(
+        logits_BV,
+        [row.params if draw is race else replace(row.params, temperature=0.0) for row in rows],
+        [[*row.output_ids, *row.drafts] for row in rows],
+        [row.prompt_ids for row in rows],
+        allowed,
+        draw,
+    )
+
+
+def _masked_row(row: Row, drafts: Sequence[int] = ()) -> MaskedRow:
+    return MaskedRow(row.request_id, row.attempt, row.params.constraint, row.output_ids, drafts)

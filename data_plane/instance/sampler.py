@@ -25,6 +25,9 @@ _NUCLEUS_GUESS = 512
 """Top-p looks at this many most likely tokens before it looks at all."""
 _NUM_CLASSES = 1024
 """Classes of probability that top-p counts a flat distribution by."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+Draw = Callable[[Tensor, int, int], int]
+"""From a distribution, [vocabulary] fp64, a seed and the token's index to a token."""
 
 
 class RowMasks(NamedTuple):
@@ -42,13 +45,14 @@ def sample_rows(
     outputs: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
     masks: RowMasks | None = None,
+    draw: Draw | None = None,
 ) -> list[int]:
     """The next token of each row.
 
     logits_BV: [rows, vocabulary] fp32, not changed. outputs: the tokens that each row has
     generated. prompts: `penalized_prompt_ids` of each row. masks: what the grammars of some rows
-    allow; None if no row has one. A row of temperature 0 takes the highest logit, the lowest token
-    id of equal ones.
+    allow; None if no row has one. draw: how a row of a temperature draws; None: `inverse`. A row of
+    temperature 0 takes the highest logit, the lowest token id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     allowed, masked = {}, {}
@@ -69,9 +73,8 @@ def sample_rows(
         if has_controls:
             logits_V = controlled_logits(logits_V, row_params, output, prompt, allowed.get(row))
         if row_params.temperature > 0:
-            token_ids[row] = _draw(
-                token_probabilities(logits_V, row_params), row_params.seed, len(output)
-            )
+            probability_V = token_probabilities(logits_V, row_params)
+            token_ids[row] = (draw or inverse)(probability_V, row_params.seed, len(output))
         else:
             token_ids[row] = int(logits_V.argmax())
     return token_ids
@@ -251,14 +254,38 @@ def uniform(seed: int, index: int) -> float:
 
     A counter needs no state that could be lost in a hand-off (protocol.md, hand-offs).
     """
-    digest = blake2b(
-        seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8
-    ).digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+    return (_bits(seed, index) >> 11) / (1 << 53)
 
 
-def _draw(probability_V: Tensor, seed: int, index: int) -> int:
-    """Inverse of the distribution function, in the order of token ids."""
+def _bits(seed: int, index: int) -> int:
+    """64 random bits of (seed, index)."""
+    words = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
+    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little")
+
+
+def inverse(probability_V: Tensor, seed: int, index: int) -> int:
+    """Draw by the inverse of the distribution function, in the order of token ids."""
     edges = probability_V.cumsum(dim=0)
     target = uniform(seed, index) * edges[-1]
     return int(torch.searchsorted(edges, target, right=True).clamp(max=len(edges) - 1))
+
+
+def race(probability_V: Tensor, seed: int, index: int) -> int:
+    """Draw the token whose exponential clock rings first; clocks tick as the tokens are likely.
+
+    The clocks depend on (seed, index, token) only. So two distributions that are alike mostly draw
+    the same token: (1 - tv) / (1 + tv) of the time at least, where tv is how much they differ
+    (arXiv 2408.07978).
+    """
+    ids = probability_V.nonzero().squeeze(1)
+    # splitmix64 of the token's number, begun at bits of (seed, index).
+    bits = ids.numpy().astype(np.uint64) * _GOLDEN + np.uint64(_bits(seed, index))
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    uniforms = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)).astype(np.float64)
+    ringing = -np.log((uniforms + 0.5) / (1 << 53)) / probability_V[ids].numpy()
+    return int(ids[int(ringing.argmin())])
+
+
+DRAWS: dict[str, Draw] = {"inverse": inverse, "race": race}
+"""By `data_plane.sampling`."""

@@ -32,6 +32,8 @@ EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 
 PAGE_BACKENDS = ("auto", "nixl")
 
+SAMPLINGS = ("inverse", "race")
+
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneConfig:
@@ -76,6 +78,11 @@ class DataPlaneConfig:
     page_backend: str = "auto"
     """What carries pages of prefill and page moves. auto: the exchange's backend. nixl: NIXL (RDMA
     where available, TCP, or memory to memory within a node)."""
+    sampling: str = "inverse"
+    """How a row of a temperature draws its token from a seed. inverse: by the distribution
+    function, in the order of token ids. race: the token whose exponential clock rings first. With
+    race as many more drafts are right (docs/use/speculation.md); a seed gives other tokens with it,
+    and both draw from the same distribution."""
     threads_per_instance: int = 1
     """Threads of an instance. Native kernels share their tasks out among them and refuse more than
     there are cores; with torch they are intra-op threads. More than one per core is slower
@@ -99,6 +106,7 @@ class DataPlaneConfig:
         check_one_of(MOE_SCHEDULES, moe_schedule=self.moe_schedule)
         check_one_of(EXCHANGE_BACKENDS, exchange_backend=self.exchange_backend)
         check_one_of(PAGE_BACKENDS, page_backend=self.page_backend)
+        check_one_of(SAMPLINGS, sampling=self.sampling)
         require(
             self.kv_dtype != "fp8" or self.device == "cuda",
             "kv_dtype is fp8, which needs a GPU: device must be cuda",

@@ -175,6 +175,10 @@ def _of_pipeline(config: Config) -> _Refusals:
             f"scheduler.num_drafts {scheduler.num_drafts}: its last stage does not draft",
         ),
         (
+            data_plane.sampling != "inverse",
+            f"data_plane.sampling {data_plane.sampling}: its last stage draws by inverse",
+        ),
+        (
             scheduler.policy not in (SchedulerConfig().policy, "dual_balanced"),
             f"scheduler.policy {scheduler.policy}: a pipeline places no request on instances, so "
             "take the default, and see pipeline.layer_policy",

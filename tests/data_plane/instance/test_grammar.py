@@ -36,9 +36,9 @@ def masks(tiny_checkpoint, vocab_size):
     return load_grammar_masks(tiny_checkpoint, vocab_size, (EOS,))
 
 
-def mask_of(masks, request_id, grammar, output):
+def mask_of(masks, request_id, grammar, output, drafts=()):
     """[vocabulary] bool: the mask of one row."""
-    return masks.masks([MaskedRow(request_id, 0, grammar, output)])[0]
+    return masks.masks([MaskedRow(request_id, 0, grammar, output, drafts)])[0]
 
 
 def sampled(masks, vocab_size, tokenizer, kind, request_id):
@@ -90,8 +90,7 @@ def test_a_matcher_goes_back_behind_drafts_that_were_wrong(masks, vocab_size, to
     ids = sampled(masks, vocab_size, tokenizer, kind, 1)
     other = sampled(masks, vocab_size, tokenizer, kind, 2)
     for number in range(len(ids)):
-        drafted = [*ids[:number], *other[number : number + 2]]
-        mask_of(masks, 7, constraint, drafted)
+        mask_of(masks, 7, constraint, ids[:number], other[number : number + 2])
         kept = mask_of(masks, 7, constraint, ids[:number])
         assert torch.equal(kept, mask_of(masks, 100 + number, constraint, ids[:number]))
 
@@ -101,7 +100,7 @@ def test_a_draft_of_the_same_length_is_told_from_the_output(masks, tokenizer):
     first = tokenizer.encode("yes").ids
     other = tokenizer.encode("no").ids
     assert first[0] != other[0]
-    mask_of(masks, 1, constraint, first[:1])
+    mask_of(masks, 1, constraint, [], first[:1])
     assert torch.equal(
         mask_of(masks, 1, constraint, other[:1]), mask_of(masks, 2, constraint, other[:1])
     )
@@ -112,8 +111,8 @@ def test_a_matcher_goes_back_from_a_complete_output_and_from_one_that_failed(
 ):
     constraint, ids = grammar_of("choice"), tokenizer.encode("yes").ids
     expected = mask_of(masks, 1, constraint, ids[:1])
-    for drafted in ([*ids, EOS], [*ids, EOS, EOS], [ids[0], 300, 301]):
-        mask_of(masks, 2, constraint, drafted)
+    for drafts in ([*ids[1:], EOS], [*ids[1:], EOS, EOS], [300, 301]):
+        mask_of(masks, 2, constraint, ids[:1], drafts)
         assert torch.equal(mask_of(masks, 2, constraint, ids[:1]), expected)
     whole = mask_of(masks, 2, constraint, ids)
     assert whole.nonzero().flatten().tolist() == [EOS]
