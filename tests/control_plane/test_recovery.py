@@ -82,11 +82,17 @@ def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
 
 
 def test_an_instance_is_lost_while_another_is_replaced():
-    with hash_service(DEFAULT, SLOW) as service, generating(service, 200):
-        os.kill(pid_of(service, Member("instance", 3)), signal.SIGKILL)
-        until(lambda: not terms_of(service).is_serving)
-        os.kill(pid_of(service, Member("instance", 0)), signal.SIGKILL)
-        until_serving(service, 2)
+    """Rows draft meanwhile: drafts are lost with a row, and tokens are those without."""
+    config = replace(DEFAULT, scheduler=replace(DEFAULT.scheduler, num_drafts=2))
+    with hash_service(config, SLOW) as service:
+        with generating(service, 200):
+            os.kill(pid_of(service, Member("instance", 3)), signal.SIGKILL)
+            until(lambda: not terms_of(service).is_serving)
+            os.kill(pid_of(service, Member("instance", 0)), signal.SIGKILL)
+            until_serving(service, 2)
+        drafts = "nanocp:spec_decode_num_drafts_total"
+        sample = service.metrics.registry.get_sample_value
+        assert sum(sample(drafts, {"engine": engine}) for engine in "0123") > 200
 
 
 @pytest.mark.system

@@ -103,7 +103,9 @@ def test_the_controller_is_lost_and_every_stream_goes_on(number):
 
 
 def test_controllers_are_killed_one_after_the_other():
-    with supervised() as (supervisor, targets), ThreadPoolExecutor(8) as pool:
+    """Rows draft meanwhile: what was accepted is lost with the controller that was told."""
+    drafts = replace(DEFAULT.scheduler, num_drafts=2)
+    with supervised(scheduler=drafts) as (supervisor, targets), ThreadPoolExecutor(8) as pool:
         for _ in range(3):
             running = answers(pool, targets)
             os.kill(supervisor.process.pid, signal.SIGKILL)
