@@ -156,7 +156,7 @@ RETIRED = [
 ]
 
 
-VLLMS_OWN = re.compile(r"\bvllm(\.\w+)+|\bnum_speculative_tokens\w*")
+VLLMS_OWN = re.compile(r"\bvllm(\.\w+)+|\bnum_speculative_tokens\w*|\bnum_spec_tokens\b")
 """Modules and keys of vLLM, whose names are not ours to choose."""
 
 

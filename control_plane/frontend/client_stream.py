@@ -40,6 +40,32 @@ class Choice:
     """How often the client has resumed it."""
 
 
+class DraftCounts:
+    """The drafts of one choice."""
+
+    def __init__(self) -> None:
+        """Nothing is counted yet."""
+        self.num_drafts = 0
+        """Drafts that were checked, and those behind a wrong one in the same step."""
+        self.num_steps_by_accepted: list[int] = []
+        """Steps with drafts, by how many of them were right."""
+        self._num_accepted: int | None = None
+
+    def add(self, num_drafts: int) -> None:
+        """Count the next token in order; see Token.num_drafts."""
+        steps = self.num_steps_by_accepted
+        if num_drafts >= 0:
+            self._num_accepted = 0 if num_drafts else None
+            if num_drafts:
+                self.num_drafts += num_drafts
+                steps.extend([0] * (num_drafts + 1 - len(steps)))
+                steps[0] += 1
+        elif self._num_accepted is not None and self._num_accepted + 1 < len(steps):
+            steps[self._num_accepted] -= 1
+            self._num_accepted += 1
+            steps[self._num_accepted] += 1
+
+
 class ClientStream:
     """One request of the cluster: a choice of a client's request, until the client has all of it.
 
@@ -90,6 +116,7 @@ class ClientStream:
         preempted."""
         self.output_ids = list(choice.output_ids)
         """The output so far, in order and without gaps."""
+        self.drafts = DraftCounts()
         self.placement: Placement | None = None
         """The latest placement; None until the first."""
         self.finish_reason: FinishReason | None = None
@@ -193,6 +220,7 @@ class ClientStream:
             following := self._early.pop(len(self.output_ids), None)
         ):
             self.output_ids.append(following.token_id)
+            self.drafts.add(following.num_drafts)
             if following.logprobs is not None:
                 self._untaken_logprobs.append(following.logprobs)
             self.finish_reason = following.finish_reason

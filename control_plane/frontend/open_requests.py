@@ -17,7 +17,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest, Resume
-from control_plane.frontend.client_stream import Choice, ClientStream
+from control_plane.frontend.client_stream import Choice, ClientStream, DraftCounts
 from control_plane.frontend.long_texts import in_thread
 from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.tokenizer import OutputText, Tokenizer
@@ -60,6 +60,7 @@ class ChoiceFinish:
     moe_binding: int
     kv_split: tuple[tuple[int, int], ...]
     """(instance, pages), ascending by instance."""
+    drafts: DraftCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,5 +323,11 @@ def _finish(
     ):
         stop_reason = stream.output_ids[-1]
     return ChoiceFinish(
-        reason, stop_reason, len(stream.output_ids), len(kv_split), placement.moe_binding, kv_split
+        reason,
+        stop_reason,
+        len(stream.output_ids),
+        len(kv_split),
+        placement.moe_binding,
+        kv_split,
+        stream.drafts,
     )

@@ -56,7 +56,7 @@ class BucketTable:
         }
 
     def all(self) -> list[Bucket]:
-        """Every bucket, largest first.
+        """Every bucket, widest and largest first.
 
         The first capture sizes the memory pool that the others share.
         """
@@ -66,6 +66,7 @@ class BucketTable:
                 for width, sizes in self._sizes.items()
                 for rows, received in product(*sizes)
             ),
+            key=lambda bucket: (bucket.width, bucket),
             reverse=True,
         )
 

@@ -79,7 +79,12 @@ class CudaGraphs:
             return step
         turn = partial(self._draft, *contexts)
         self.warm(turn)
-        return StepWithDrafts(step, self._captured(turn, partial(_start_turn, self._lanes[0][0])))
+
+        def start(by_host: bool) -> None:
+            if by_host:
+                self._lanes[0][0].start(by_host=True)
+
+        return StepWithDrafts(step, self._captured(turn, start))
 
     def warm(self, step: Callable[[], None]) -> None:
         """Run a step on the stream of the captures and wait for it."""
@@ -136,11 +141,6 @@ class CudaGraphs:
         return f"graphs: {self.num_graphs} captured, {self.num_bytes / 2**30:.2f} GiB"
 
 
-def _start_turn(pool: GpuPool, by_host: bool) -> None:
-    if by_host:
-        pool.start(is_turn=True)
-
-
 def eager(
     pool: GpuPool, run: Run, *beside: tuple[GpuPool, Run], draft: Run | None = None
 ) -> Callable[..., Callable[[], None]]:
@@ -158,7 +158,8 @@ def eager(
 
         def turn(by_host: bool) -> None:
             assert draft is not None
-            _start_turn(pool, by_host)
+            if by_host:
+                pool.start(by_host=True)
             draft(*contexts)
 
         return StepWithDrafts(step, turn) if draft is not None else step

@@ -59,7 +59,7 @@ class GraphEngine:
         return self._pool.rows
 
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Capture every bucket, largest first; returns the number of graphs.
+        """Capture every bucket, largest first; returns the number of buckets.
 
         `progress(done, total)` is called after each.
         """

@@ -229,12 +229,12 @@ class GpuPool:
             self._uploaded.wait(torch.cuda.current_stream(self.device))
         self._to_adopt = parity
 
-    def start(self, is_turn: bool = False) -> None:
+    def start(self, by_host: bool = False) -> None:
         """Copy to the device what the next step starts from; the step before must have ended.
 
-        is_turn: it is a turn of drafting.
+        by_host: see GpuContext.
         """
-        self._by_host[0] = is_turn
+        self._by_host[0] = by_host
         self._parity[0] = self._to_adopt
         self._to_adopt = _NOTHING_STAGED
         self._device_start.copy_(self._start, non_blocking=True)

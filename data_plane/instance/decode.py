@@ -185,7 +185,7 @@ class DecodeInstance(WindowEdge):
     def run_step(self) -> None:
         with self._one_step() as window:
             is_drafting = window.plan.num_drafts > 0
-            drafts_alone = is_drafting and self._startup.drafts_alone and can_draft_alone(window)
+            is_alone = is_drafting and self._startup.drafts_alone and can_draft_alone(window)
             masks = begin_masks(self.grammar_masks, window.live_rows())
             for lane in window.lanes:
                 self._load_row_state(self._lanes[lane.number].engine.rows, lane.rows, window.width)
@@ -195,7 +195,7 @@ class DecodeInstance(WindowEdge):
                 self._startup.both_lanes.replay()
             else:
                 window.hidden_ns += self._run_in_turns()
-            if drafts_alone:
+            if is_alone:
                 of_step, *of_turns = draft_alone(window, self._lanes[0])
                 self._commit_step(window, partial(_highest, of_step))
                 take_drafts(window, self._lanes[0], of_turns)
@@ -272,7 +272,7 @@ class DecodeInstance(WindowEdge):
         logits = cat(parts) if len(parts) > 1 else parts[0]
         return sample(rows, logits, self._finished_masks(window, pending), self._draw)
 
-    def _guess(self, rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
+    def _guess(self, rows: Sequence[Row], logits_BV: Tensor) -> list[int | None]:
         return sample_drafts(rows, logits_BV, self.grammar_masks, self._draw)
 
     def _finished_masks(self, window: Window, pending: Future[Tensor] | None) -> Tensor | None:

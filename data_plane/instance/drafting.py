@@ -1,7 +1,7 @@
 """The end of a step: the MTP layer drafts the tokens that the next step checks.
 
-Enters: a window whose step has committed its tokens. Leaves: drafts of its rows. Does not know: how
-a step is run, what becomes of drafts.
+Enters: a window's step. Leaves: drafts of its rows. Does not know: how a step is run, what becomes
+of drafts.
 
 First the MTP layer runs at every position whose next token is known by now: those of the tokens
 that the step committed. Each further draft is a turn of one position a row, behind the draft
@@ -22,7 +22,8 @@ from data_plane.instance.step_lane import DeviceDraftingStep, DraftingStep, Step
 from data_plane.instance.window_edge import Window
 from data_plane.transport.exchange import Exchange
 
-Guess = Callable[[Sequence[Row], Tensor], Sequence[int]]
+Guess = Callable[[Sequence[Row], Tensor], Sequence[int | None]]
+"""Makes the next draft of each row from its logits; None: the row has no more."""
 
 
 @inference_mode()
@@ -116,8 +117,9 @@ def _take_drafts(
     logits = step.draft_logits_of(list(last.values()))
     drafted = guess(rows, logits)
     for index, row, token in zip(list(last), rows, drafted, strict=True):
-        row.drafts.append(token)
-        if token in row.params.stop_token_ids:
+        if token is not None:
+            row.drafts.append(token)
+        if token is None or token in row.params.stop_token_ids:
             del last[index]  # no grammar and no row goes on behind it
     places = [index * width for index in last]
     step.go_on_drafting(places, list(last.values()))

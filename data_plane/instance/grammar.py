@@ -174,7 +174,7 @@ class GrammarMasks:
             known.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if known.matcher.is_error():
             words[:] = 0
-            if not known.has_failed:
+            if not known.has_failed and not row.drafts:
                 known.has_failed = True
                 logger.warning(
                     "the grammar of request %d breaks off its output after %d tokens: %s",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.rows import Row
-from data_plane.instance.sampler import Draw, RowMasks, race, sample_rows, token_logprobs
-from nanocp.values.sampling import TokenLogprobs
+from data_plane.instance.sampler import Draw, RowMasks, inverse, race, sample_rows, token_logprobs
+from nanocp.values.sampling import SamplingParams, TokenLogprobs
 
 
 def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tensor] | None:
@@ -33,7 +33,7 @@ def sample(
     rows: Sequence[Row],
     logits_BV: Tensor,
     allowed_MV: Tensor | None,
-    draw: Draw | None = None,
+    draw: Draw = inverse,
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """The next token of each row, and its log probabilities if the row wants them.
 
@@ -68,27 +68,34 @@ def sample(
 
 def sample_drafts(
     rows: Sequence[Row], logits_BV: Tensor, masks: GrammarMasks | None, draw: Draw
-) -> list[int]:
+) -> list[int | None]:
     """The next draft of each row: what the sampler would make of these logits.
 
     Rows that draw by a race draw drafts with the same clocks. Others take the most likely token:
-    drawn drafts are hardly better there.
+    drawn drafts are hardly better there. None for a row whose grammar breaks off at its drafts.
     """
-    constrained = [i for i, row in enumerate(rows) if masks is not None and row.params.constraint]
-    allowed = None
+    constrained = [index for index, row in enumerate(rows) if row.params.constraint]
+    allowed, broken = None, set[int]()
     if masks is not None and constrained:
-        of_rows = [rows[index] for index in constrained]
-        allowed_MV = masks.masks([_masked_row(row, row.drafts) for row in of_rows])
-        allowed_MV[~allowed_MV.any(dim=1)] = True  # a grammar that breaks off here has no draft
+        allowed_MV = masks.masks([_masked_row(rows[i], rows[i].drafts) for i in constrained])
+        has_any = allowed_MV.any(dim=1)
+        broken = {constrained[place] for place in (~has_any).nonzero().flatten().tolist()}
+        allowed_MV[~has_any] = True
         allowed = RowMasks(constrained, allowed_MV)
-    return sample_rows(
+    token_ids = sample_rows(
         logits_BV,
-        [row.params if draw is race else replace(row.params, temperature=0.0) for row in rows],
-        [[*row.output_ids, *row.drafts] for row in rows],
+        [row.params if draw is race else _greedy(row.params) for row in rows],
+        # An output may be long: it is copied only where drafts follow it.
+        [[*row.output_ids, *row.drafts] if row.drafts else row.output_ids for row in rows],
         [row.prompt_ids for row in rows],
         allowed,
         draw,
     )
+    return [None if index in broken else token_id for index, token_id in enumerate(token_ids)]
+
+
+def _greedy(params: SamplingParams) -> SamplingParams:
+    return replace(params, temperature=0.0) if params.temperature else params
 
 
 def _masked_row(row: Row, drafts: Sequence[int] = ()) -> MaskedRow:

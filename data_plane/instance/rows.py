@@ -115,10 +115,12 @@ class Row:
             self.written = WrittenPage(self.request_id, self.attempt, page - 1, self.page_hash)
         self.page_ids.append(self.token)
 
-    def commit(self, token_id: int, logprobs: TokenLogprobs | None = None) -> Token:
+    def commit(
+        self, token_id: int, logprobs: TokenLogprobs | None = None, num_drafts: int = 0
+    ) -> Token:
         """Commit one sampled token at the end of a step; the row stops if it was the last.
 
-        See protocol.md, step commit.
+        See protocol.md, step commit. num_drafts: see Token.
         """
         self.output_ids.append(token_id)
         reason = None
@@ -144,4 +146,5 @@ class Row:
             reason,
             logprobs,
             self.attempt,
+            num_drafts,
         )

@@ -30,6 +30,27 @@ Draw = Callable[[Tensor, int, int], int]
 """From a distribution, [vocabulary] fp64, a seed and the token's index to a token."""
 
 
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on (seed, index) only.
+
+    A counter needs no state that could be lost in a hand-off (protocol.md, hand-offs).
+    """
+    return (_bits(seed, index) >> 11) / (1 << 53)
+
+
+def _bits(seed: int, index: int) -> int:
+    """64 random bits of (seed, index)."""
+    words = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
+    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little")
+
+
+def inverse(probability_V: Tensor, seed: int, index: int) -> int:
+    """Draw by the inverse of the distribution function, in the order of token ids."""
+    edges = probability_V.cumsum(dim=0)
+    target = uniform(seed, index) * edges[-1]
+    return int(torch.searchsorted(edges, target, right=True).clamp(max=len(edges) - 1))
+
+
 class RowMasks(NamedTuple):
     """What grammars allow."""
 
@@ -45,13 +66,13 @@ def sample_rows(
     outputs: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
     masks: RowMasks | None = None,
-    draw: Draw | None = None,
+    draw: Draw = inverse,
 ) -> list[int]:
     """The next token of each row.
 
     logits_BV: [rows, vocabulary] fp32, not changed. outputs: the tokens that each row has
     generated. prompts: `penalized_prompt_ids` of each row. masks: what the grammars of some rows
-    allow; None if no row has one. draw: how a row of a temperature draws; None: `inverse`. A row of
+    allow; None if no row has one. draw: how a row of a temperature draws. A row of
     temperature 0 takes the highest logit, the lowest token id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
@@ -74,7 +95,7 @@ def sample_rows(
             logits_V = controlled_logits(logits_V, row_params, output, prompt, allowed.get(row))
         if row_params.temperature > 0:
             probability_V = token_probabilities(logits_V, row_params)
-            token_ids[row] = (draw or inverse)(probability_V, row_params.seed, len(output))
+            token_ids[row] = draw(probability_V, row_params.seed, len(output))
         else:
             token_ids[row] = int(logits_V.argmax())
     return token_ids
@@ -249,27 +270,6 @@ def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(token_ids, np.int64))
 
 
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on (seed, index) only.
-
-    A counter needs no state that could be lost in a hand-off (protocol.md, hand-offs).
-    """
-    return (_bits(seed, index) >> 11) / (1 << 53)
-
-
-def _bits(seed: int, index: int) -> int:
-    """64 random bits of (seed, index)."""
-    words = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
-    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little")
-
-
-def inverse(probability_V: Tensor, seed: int, index: int) -> int:
-    """Draw by the inverse of the distribution function, in the order of token ids."""
-    edges = probability_V.cumsum(dim=0)
-    target = uniform(seed, index) * edges[-1]
-    return int(torch.searchsorted(edges, target, right=True).clamp(max=len(edges) - 1))
-
-
 def race(probability_V: Tensor, seed: int, index: int) -> int:
     """Draw the token whose exponential clock rings first; clocks tick as the tokens are likely.
 
@@ -283,8 +283,9 @@ def race(probability_V: Tensor, seed: int, index: int) -> int:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     uniforms = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)).astype(np.float64)
-    ringing = -np.log((uniforms + 0.5) / (1 << 53)) / probability_V[ids].numpy()
-    return int(ids[int(ringing.argmin())])
+    # In logarithms: a probability near 0 would make the quotient infinite.
+    clocks = np.log(-np.log(np.minimum(uniforms + 0.5, (1 << 53) - 1) / (1 << 53)))
+    return int(ids[int((clocks - np.log(probability_V[ids].numpy())).argmin())])
 
 
 DRAWS: dict[str, Draw] = {"inverse": inverse, "race": race}

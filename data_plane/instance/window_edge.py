@@ -319,7 +319,7 @@ class WindowEdge(PageTransfers):
             for each, (token_id, logprobs) in zip(going, sampled, strict=True):
                 step_row, num_live, drafts = each
                 row = step_row.row
-                self._commit(window, row, token_id, logprobs)
+                self._commit(window, row, token_id, logprobs, -1 if offset else num_live - 1)
                 if offset + 1 < num_live and not row.finished:
                     window.drafts[offset][0] += 1
                     if drafts[offset] == token_id:
@@ -329,10 +329,15 @@ class WindowEdge(PageTransfers):
             going = still
 
     def _commit(
-        self, window: Window, row: Row, token_id: int, logprobs: TokenLogprobs | None
+        self,
+        window: Window,
+        row: Row,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        num_drafts: int,
     ) -> None:
         """Commit the token that a step sampled for a row (protocol.md, step commit)."""
-        token = row.commit(token_id, logprobs)
+        token = row.commit(token_id, logprobs, num_drafts)
         self._tokens.append(token)
         window.num_tokens += 1
         if row.written is not None:

@@ -103,11 +103,7 @@ class SafetensorsReader:
         read = self._read_fp8_into if entry.dtype == _FP8 else self._read_float_into
         read(name, entry, target)
         # What is not a number stays none in a sum, and an infinity no finite number.
-        if not target.sum().isfinite():
-            raise ValueError(
-                f"{path}: the tensor {name} has values that are no finite numbers; download or "
-                "write the checkpoint again"
-            )
+        _check_finite(path, name, bool(target.sum().isfinite()))
 
     def _read_float_into(self, name: str, entry: _Entry, target: Tensor) -> None:
         path = self._path_of(name)
@@ -141,6 +137,8 @@ class SafetensorsReader:
         _check_shape(path, name, entry, values)
         _check_bytes(path, name, entry, values.numel())
         _read_bytes(path, entry.begin, values)
+        # e4m3 has no infinity, and two bytes that are no number: 0x7f and 0xff.
+        _check_finite(path, name, not bool((values.view(torch.uint8) & 0x7F == 0x7F).any()))
         self.read_into(name + _SCALE, scale)
 
     def _read_fp8_into(self, name: str, entry: _Entry, target: Tensor) -> None:
@@ -231,6 +229,14 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             f"{path} is {kind}: it has {file_bytes} bytes, but its header describes {needed_bytes}"
         )
     return entries
+
+
+def _check_finite(path: Path, name: str, is_finite: bool) -> None:
+    if not is_finite:
+        raise ValueError(
+            f"{path}: the tensor {name} has values that are no finite numbers; download or write "
+            "the checkpoint again"
+        )
 
 
 def _check_shape(path: Path, name: str, entry: _Entry, target: Tensor) -> None:

@@ -87,7 +87,8 @@ def build_gpu_instance(
     weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
     slots = _num_slots(cluster, model, moe.has_deep_ep)
-    max_len = cluster.max_model_len + config.scheduler.num_drafts  # drafts behind a last token
+    # Behind a last token; where no step row is live, a turn may go on from an older window's.
+    max_len = cluster.max_model_len + 2 * config.scheduler.num_drafts
     placed = place_weights(weights, device, moe.gemm, max_len, is_fused, slots)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
@@ -131,7 +132,7 @@ def build_gpu_instance(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
         new_ends=None if moe.has_deep_ep else new_ends,
-        drafts_alone=model.num_mtp_layers > 0,
+        drafts_alone=True,
         both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
         graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
         meeting=meeting,

@@ -2,7 +2,8 @@
 
 Enters: a step's input tokens, the tokens that its logits give, drafts. Leaves: tokens, positions
 and live flags of the next turn. Does not know: the model, parameters of requests. The slow
-reference is instance/drafting.py; this is for rows that take the highest logit.
+reference is instance/drafting.py; this is for rows that take the highest logit. It knows no end of
+a row: one that stops in the step drafts on behind its last position, for nobody.
 
 Legend: B step rows, WIDTH of each row, T turns, X hidden size.
 """

@@ -142,6 +142,11 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         )
     if measurement.overlap and config.data_plane.device != "cpu":
         raise ValueError("--overlap measures CPUs only; data_plane.device must be cpu")
+    if config.scheduler.num_drafts and config.data_plane.device != "cpu":
+        raise ValueError(
+            f"scheduler.num_drafts is {config.scheduler.num_drafts}, and drafts are measured on "
+            "CPUs only; data_plane.device must be cpu"
+        )
     degrees = _degrees(measurement.degree, num_instances)
     model = ModelConfig.from_folder(checkpoint)
     max_len = measurement.longest(model.max_len)

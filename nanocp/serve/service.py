@@ -150,6 +150,16 @@ class Service:
         self._nodes = NodeProcesses(launcher, lambda node: self._spec(node, term=1))
         self._front_ends = self._make_front_ends(observer, view)
         self._controller_address = ""
+        self._status = StatusServer(
+            self.metrics.registry,
+            view.snapshot_json,
+            OperatorKeys(config.service),
+            view.requests_json,
+            {
+                SEATS_PATH: partial(answer_seats, self, config.cluster.num_instances),
+                LAYOUT_PATH: partial(answer_layout, self),
+            },
+        )
         self._controller = Controller(
             config,
             MemberProcesses(launcher, self._spec, self.cluster_id),
@@ -167,16 +177,6 @@ class Service:
         self._controller.members.takes_over = controller_number > 1
         # A term of this controller is later than any of an earlier one.
         self._controller.members.terms.number = (controller_number - 1) * _TERMS_OF_A_CONTROLLER
-        self._status = StatusServer(
-            self.metrics.registry,
-            view.snapshot_json,
-            OperatorKeys(config.service),
-            view.requests_json,
-            {
-                SEATS_PATH: partial(answer_seats, self, config.cluster.num_instances),
-                LAYOUT_PATH: partial(answer_layout, self),
-            },
-        )
         self.addresses: tuple[str, ...] = ()
         """host:port for gRPC clients, of each front end."""
         self.http_addresses: tuple[str, ...] = ()

@@ -187,6 +187,8 @@ class Token(NamedTuple):
     """Set if the request asks for them."""
     attempt: int = 0
     """The attempt that generated it (protocol.md, one history)."""
+    num_drafts: int = 0
+    """Drafts that its step checked behind it; -1: it was a draft of the step itself."""
 
 
 class PromptPart(NamedTuple):

@@ -89,14 +89,14 @@ def attention_kernels():
         frames, widths = {"kv_ptr": f"*{dtype}"}, {"RANK": 512, "ROPE": 64}
         return decode(mla.decode_kernel, tiles, dtype, frames, widths, num_queries)
 
-    def fp8():
+    def fp8(num_queries=1):
         frames = {"value_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "k_rope_ptr": "*bf16"}
         widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656}
-        return decode(mla.decode_fp8_kernel, mla.TILES_FP8, "bf16", frames, widths)
+        return decode(mla.decode_fp8_kernel, mla.TILES_FP8, "bf16", frames, widths, num_queries)
 
-    def heads(dtype, tiles, num_queries=1):
-        # Qwen3-235B-A22B: 64 query heads over 4 K/V heads of 128.
-        widths = {"GROUPS": 4, "GROUP": 16, "HEAD_DIM": 128}
+    def heads(dtype, tiles, num_queries=1, group=16):
+        # Qwen3-235B-A22B: 64 query heads over 4 K/V heads of 128; GLM-4.5: 96 over 8.
+        widths = {"GROUPS": 64 // group, "GROUP": group, "HEAD_DIM": 128}
         frames = {"kv_ptr": f"*{dtype}"}
         return decode(gqa.decode_heads_kernel, tiles, dtype, frames, widths, num_queries)
 
@@ -111,8 +111,10 @@ def attention_kernels():
         "decode fp16": lambda: plain("fp16", mla.TILES_16_BIT),
         "decode fp32": lambda: plain("fp32", mla.TILES_FP32),
         "decode fp8": fp8,
+        "decode fp8, two queries": lambda: fp8(2),
         "decode K/V heads bf16": lambda: heads("bf16", gqa.TILES_16_BIT),
         "decode K/V heads bf16, two queries": lambda: heads("bf16", gqa.TILES_16_BIT, 2),
+        "decode K/V heads bf16, four queries": lambda: heads("bf16", gqa.TILES_16_BIT, 4, 12),
         "decode K/V heads fp32": lambda: heads("fp32", gqa.TILES_FP32),
         "plan": plan,
     }

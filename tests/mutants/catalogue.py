@@ -366,7 +366,7 @@ MUTANTS = [
         name="mask-of-another",
         why="a row that is asked about earlier ids keeps its matcher, and gets a later mask",
         path="data_plane/instance/grammar.py",
-        text="if known is None or not known.go_back(row.output_ids):",
+        text="if known is None or not known.go_back(row):",
         fault="if known is None:",
         tests=("tests/data_plane/instance/test_grammar.py", "-k", "new_one_that_replays"),
     ),

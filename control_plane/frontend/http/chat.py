@@ -150,6 +150,7 @@ class ChatWriter(Writer):
             object="chat.completion",
             choices=self._kept(),
             usage=self._usage.total,
+            **self._usage.metrics,
             **self._of_prompt,
         )
 

@@ -87,7 +87,7 @@ class CompletionWriter(Writer):
     def body(self) -> BaseModel:
         for index, texts in self._texts.items():
             self._choices[index].text = "".join(texts)
-        return self._chunk(self._kept(), usage=self._usage.total)
+        return self._chunk(self._kept(), usage=self._usage.total, **self._usage.metrics)
 
     def _chunk(self, choices: list[Any], **more: Any) -> Completion:
         return Completion(**self._head, object="text_completion", choices=choices, **more)

@@ -82,6 +82,28 @@ class Usage(BaseModel):
     """Absent if the model has no reasoning."""
 
 
+class SpeculativeDecoding(BaseModel):
+    """What became of the drafts of a call, all its choices together. The names are vLLM's."""
+
+    mean_acceptance_length: float
+    """Tokens of a step with drafts."""
+    draft_acceptance_rate: float
+    """Drafts that were right, of all."""
+    acceptance_histogram: list[int]
+    """Steps with drafts, by how many of them were right."""
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    """Most drafts of a step."""
+
+
+class CallMetrics(BaseModel):
+    """What else is measured of a call."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
 class KvShare(BaseModel):
     """What one instance holds of a choice's KV."""
 
@@ -153,6 +175,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: CallMetrics | None = None
 
 
 class TopLogprob(BaseModel):
@@ -231,6 +254,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: CallMetrics | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -244,4 +268,5 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: CallMetrics | None = None
     prompt_token_ids: list[int] | None = None

@@ -58,7 +58,8 @@ class Writer(ABC):
 
     def last_chunks(self) -> list[BaseModel]:
         """Chunks after the last delta."""
-        return [self._chunk([], usage=usage) for usage in self._usage.in_last_chunk()]
+        metrics = self._usage.metrics
+        return [self._chunk([], usage=usage, **metrics) for usage in self._usage.in_last_chunk()]
 
     @abstractmethod
     def add(self, delta: Delta) -> None:

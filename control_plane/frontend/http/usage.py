@@ -6,15 +6,18 @@ know: what chunks are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from control_plane.frontend.client_stream import DraftCounts
 from control_plane.frontend.http.answer_parser import THINK
 from control_plane.frontend.http.deltas import Delta
 from control_plane.frontend.http.protocol import StreamOptions
 from control_plane.frontend.http.response_bodies import (
+    CallMetrics,
     CompletionTokensDetails,
     PromptTokensDetails,
+    SpeculativeDecoding,
     Usage,
 )
 
@@ -31,6 +34,7 @@ class UsageCount:
         """(tokens, those of them that were cached) of each prompt."""
         self._choices: dict[int, int] = {}
         """Tokens of each choice so far."""
+        self._drafts: dict[int, DraftCounts] = {}
 
     def begin_reasoning(self, index: int, is_inside: bool) -> None:
         """Count the choice's tokens of reasoning from now on.
@@ -46,7 +50,28 @@ class UsageCount:
         self._choices[delta.index] = self._choices.get(delta.index, 0) + len(delta.token_ids)
         if reasoning := self._reasoning.get(delta.index):
             reasoning.add(delta.token_ids)
+        if delta.finish and delta.finish.drafts.num_drafts:
+            self._drafts[delta.index] = delta.finish.drafts
         return is_first
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The field `metrics`; empty if no step had drafts."""
+        if not self._drafts:
+            return {}
+        steps = _summed(each.num_steps_by_accepted for each in self._drafts.values())
+        num_drafts = sum(each.num_drafts for each in self._drafts.values())
+        num_accepted = sum(index * count for index, count in enumerate(steps))
+        found = SpeculativeDecoding(
+            mean_acceptance_length=1 + num_accepted / sum(steps),
+            draft_acceptance_rate=num_accepted / num_drafts,
+            acceptance_histogram=steps,
+            num_spec_steps=sum(steps),
+            num_accepted_draft_tokens=num_accepted,
+            num_draft_tokens=num_drafts,
+            num_spec_tokens=len(steps) - 1,
+        )
+        return {"metrics": CallMetrics(speculative_decoding=found)}
 
     @property
     def total(self) -> Usage:
@@ -101,6 +126,16 @@ class ReasoningCount:
                 self._is_inside = not self._is_inside
                 self._held = b""
             self._held = self._held[-len(THINK[1]) :]
+
+
+def _summed(histograms: Iterable[Sequence[int]]) -> list[int]:
+    """Add up counts by number, of several choices."""
+    total: list[int] = []
+    for each in histograms:
+        total.extend([0] * (len(each) - len(total)))
+        for index, count in enumerate(each):
+            total[index] += count
+    return total
 
 
 def _usage(

@@ -30,7 +30,7 @@ Split = tuple[int, ...]
 _LESS = 4e-9
 """A bound is lower by more than this part of it; what is less is rounding."""
 
-LAYER_POLICY_NAMES = ("even", "static:N,N", "delta", "level", "chaos_layers")
+LAYER_POLICY_NAMES = ("even", "static:N,N", "delta", "level")
 
 
 class LayerPolicy(Protocol):

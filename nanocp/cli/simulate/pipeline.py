@@ -62,7 +62,7 @@ class PipelineOptions:
         typer.Option(
             help="instances; or pipeline, where each stage has some layers "
             "(docs/develop/pipeline.md). Its policies are even, static:13,13,13,9, delta, level, "
-            "chaos_layers, spread_sampling (also :passes, :vocabulary) and fluid, the bound."
+            "spread_sampling (also :passes, :vocabulary) and fluid, the bound."
         ),
     ] = "instances"
     passes: Annotated[

@@ -369,6 +369,15 @@ def test_a_race_draws_the_same_from_distributions_that_are_alike(seed, scale):
     assert share >= least - 4 * math.sqrt(max(least * (1 - least), 0.01) / count)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [1e-4, 0.003, 0.01])
+def test_a_race_near_temperature_0_takes_the_highest_logit(temperature):
+    """Others have a probability near 0, whose clocks hardly tick."""
+    logits = torch.tensor([0.0, -7.42, -7.44, -3.0])
+    probability = token_probabilities(logits, SamplingParams(temperature=temperature))
+    assert {race(probability, 5, index) for index in range(50)} == {0}
+
+
 def test_clocks_of_a_race_know_the_token_and_nothing_of_the_others():
     (logits,) = make_logits(seed=3, vocabulary=40)
     whole = logits.double().softmax(dim=0)

@@ -220,28 +220,38 @@ def test_drafts_come_from_a_graph_of_their_own(drafting, monkeypatch, tmp_path, 
 
 
 @without_gpu
-def test_two_instances_draft_together(drafting, two_instances):
+def test_two_instances_draft_together(drafting, two_instances, monkeypatch):
+    """One drafts alone while the other samples on its host, and both while none does."""
     (path, oracle), (config, _) = drafting, two_instances
+    alone, by_host = [], []
+    monkeypatch.setattr(decode, "draft_alone", counting(decode.draft_alone, alone))
+    monkeypatch.setattr(decode, "draft", counting(decode.draft, by_host))
     config = replace(
         config,
         cluster=replace(
             config.cluster,
-            bounds=BoundsConfig(max_rows=4, max_links=4, max_attention_rows=4, max_partials=4),
+            bounds=BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partials=8),
+            num_frames=8,
         ),
         scheduler=replace(
             config.scheduler, num_drafts=1, drafting="always", policy="fixed_degree:2"
         ),
         data_plane=replace(config.data_plane, row_buckets=(4,)),
     )
-    prompts = [greedy_prompt(2, 5), greedy_prompt(90, 5)]
+    prompts = [greedy_prompt(2, 9), greedy_prompt(90, 5), greedy_prompt(40, 5)]
+    prompts[2].params = replace(prompts[2].params, temperature=1.0, seed=1)
     with DecodeCluster(config, path) as cluster:
         cluster.run(prompts)
     places = [place for each in prompts for place in each.placements]
     assert any(len({holder for _, holder in place.holders}) == 2 for place in places)
     checked, accepted = (sum(each) for each in zip(*cluster.checked_drafts(), strict=True))
     assert 0 < accepted <= checked
-    for prompt in prompts:
-        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 5
+    assert alone and by_host
+    windows = [{arguments[0].plan.window for arguments in calls} for calls in (alone, by_host)]
+    assert windows[0] & windows[1], "in the same window"
+    for prompt in prompts[:2]:
+        assert oracle.judge(prompt.ids, prompt.output).exact
+    assert [len(prompt.output) for prompt in prompts] == [9, 5, 5]
 
 
 @pytest.fixture

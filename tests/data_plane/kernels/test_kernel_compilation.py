@@ -34,7 +34,9 @@ LIMITS = {
     "decode fp16": Limit(255, stack_bytes=288, spills_in_loop=24),
     "decode fp32": Limit(255),
     "decode fp8": Limit(255, stack_bytes=640, spills_in_loop=120),
+    "decode fp8, two queries": Limit(255, stack_bytes=640, spills_in_loop=120),
     "decode K/V heads bf16": Limit(168),
+    "decode K/V heads bf16, four queries": Limit(168),
     "decode K/V heads bf16, two queries": Limit(168),
     "decode K/V heads fp32": Limit(128),
     **dict.fromkeys(("put q", "put res", "put dispatch", "take q", "take res"), Limit(64)),
@@ -56,7 +58,10 @@ UNACQUIRED = ["wait, relaxed sys", "wait, acquire gpu"]
 CONTROLS = [*UNANNOUNCED, *UNACQUIRED, "put, right", "wait, acquire sys"]
 
 
-LONG = ["decode bf16, two queries", "decode fp16", "decode fp32", "decode fp8", "grouped gemm fp32"]
+LONG = [
+    *("decode bf16, two queries", "decode fp8, two queries", "decode fp16", "decode fp32"),
+    *("decode fp8", "grouped gemm fp32"),
+]
 """They take as long to compile as all others together, and belong to `make test-system`."""
 NAMES = [pytest.param(name, marks=pytest.mark.system) if name in LONG else name for name in LIMITS]
 

@@ -206,6 +206,16 @@ def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint,
     assert weights.layers[2].moe.shared.down.weight.values.dtype == FP8
 
 
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_an_expert_that_is_no_number_in_fp8_is_refused_by_name(damaged, byte):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    damage(damaged, lambda tensors: tensors[name].view(torch.uint8)[5].fill_(byte))
+    with pytest.raises(ValueError, match=f"tensor {name} has values that are no finite numbers"):
+        load_weights(
+            damaged, ModelConfig.from_folder(damaged), torch.float32, range(2, 4), packing=KEPT
+        )
+
+
 def test_a_layer_with_an_expert_that_is_no_fp8_is_dequantised_as_a_whole(damaged):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     damage(damaged, lambda tensors: tensors.update({name: tensors[name].to(torch.bfloat16)}))

@@ -243,6 +243,15 @@ def test_a_mistake_is_one_sentence(options, environment, sentence):
         assert sentence in serve.the_sentence()
 
 
+def test_a_start_that_keys_refuse_leaves_no_event_log(tmp_path):
+    keys, log = tmp_path / "keys", tmp_path / "log"
+    keys.write_text("")
+    with Serve(*TWO, "--operator-keys-file", str(keys), "--event-log", str(log)) as serve:
+        assert serve.wait(150) == 2
+        assert str(keys) in serve.the_sentence()
+    assert not log.exists()
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

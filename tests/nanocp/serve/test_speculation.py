@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import openai
 from tokenizers import Tokenizer
 
 from data_plane.reference.oracle import Oracle
@@ -41,8 +42,17 @@ def test_tokens_are_exact_at_degree_two_and_about_half_of_the_drafts_are_right()
         assert num_drafts == metric(service, "spec_decode_num_draft_tokens_total")
         per_pos = "spec_decode_num_accepted_tokens_per_pos_total"
         assert num_accepted == metric(service, per_pos, position="0")
+        answers = [answer_with_metrics(service, prompts[0], is_chat) for is_chat in (False, True)]
+        streamed = answer_with_metrics(service, prompts[0], False, stream=True)
     finally:
         service.stop()
+    for num_tokens, drafts in (*answers, streamed):
+        none, one = drafts["acceptance_histogram"]
+        assert (drafts["num_spec_steps"], drafts["num_accepted_draft_tokens"]) == (none + one, one)
+        assert drafts["num_draft_tokens"] == none + one and drafts["num_spec_tokens"] == 1
+        assert drafts["mean_acceptance_length"] == 1 + drafts["draft_acceptance_rate"]
+        # A step without drafts: each choice's first; the last where nothing is left to draft.
+        assert num_tokens - 4 <= none + 2 * one + 2 <= num_tokens + 1
     oracle = Oracle(TALE)
     for ids, output in zip(prompts, outputs, strict=True):
         assert len(output) == NUM_TOKENS and oracle.judge(ids, output).exact
@@ -57,6 +67,21 @@ def greedy(address, ids):
         params = {"temperature": 0, "repetition_penalty": 1.0}  # the checkpoint has another default
         chunks = client.generate(ids, max_tokens=NUM_TOKENS, timeout_s=600, **params)
         return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+def answer_with_metrics(service, ids, is_chat, stream=False):
+    """(tokens, drafts' metrics) of two choices over HTTP."""
+    client = openai.OpenAI(base_url=f"http://{service.http_address}/v1", api_key="EMPTY")
+    params = {"max_tokens": 20, "n": 2, "seed": 1, "model": str(TALE), "stream": stream}
+    if stream:
+        params["stream_options"] = {"include_usage": True}
+    if is_chat:
+        message = {"role": "user", "content": "Once upon a time"}
+        answer = client.chat.completions.create(messages=[message], **params)
+    else:
+        answer = client.completions.create(prompt=ids, **params)
+    last = list(answer)[-1] if stream else answer
+    return last.usage.completion_tokens, last.model_extra["metrics"]["speculative_decoding"]
 
 
 def metric(service, name, **labels):
