@@ -236,8 +236,8 @@ OF_DRAFTS = [
         name="draft-mask-offset",
         why="a later draft obeys the mask of the first one",
         path="data_plane/instance/row_sampling.py",
-        text="_masked_row(row, row.drafts)",
-        fault="_masked_row(row)",
+        text="_masked_row(rows[i], rows[i].drafts)",
+        fault="_masked_row(rows[i])",
         tests=(_EXACT, "-k", "obey_the_grammar"),
     ),
     Mutant(
