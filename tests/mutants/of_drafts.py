@@ -260,8 +260,8 @@ OF_DRAFTS = [
         name="draft-behind-end",
         why="a draft that ends the output has another behind it, which no grammar takes",
         path="data_plane/instance/drafting.py",
-        text="if token in row.params.stop_token_ids:",
-        fault="if False:",
+        text="if token is None or token in row.params.stop_token_ids:",
+        fault="if token is None:",
         tests=(_EXACT, "-k", "obey_the_grammar"),
     ),
     Mutant(

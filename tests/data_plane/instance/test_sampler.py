@@ -33,7 +33,7 @@ from nanocp.values.sampling import SamplingParams
 VOCABULARY = 50
 
 
-def sample_rows(logits, params, indices, draw=None):
+def sample_rows(logits, params, indices, draw=inverse):
     """Sample rows that have generated `indices` tokens each; which tokens does not matter."""
     return sampler.sample_rows(
         logits, params, [[0] * index for index in indices], [[]] * len(params), draw=draw
