@@ -11,6 +11,7 @@ from email.parser import Parser
 from importlib import metadata
 
 import pytest
+from filelock import FileLock
 
 from harness.paths import ROOT
 from nanocp.cli.extras import EXTRAS
@@ -41,9 +42,21 @@ sys.meta_path.insert(0, Blocker())
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel of the files that git has, or would have once they are added."""
-    tree = tmp_path_factory.mktemp("tree")
+def wheel(tmp_path_factory, worker_id):
+    """The wheel of the files that git has, or would have once they are added.
+
+    It is made once, also where several workers share the tests of this file.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    out = (folder if worker_id == "master" else folder.parent) / "wheel"
+    with FileLock(f"{out}.lock"):
+        if not out.is_dir():
+            _make_wheel(tmp_path_factory.mktemp("tree"), out)
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def _make_wheel(tree, out):
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -55,15 +68,13 @@ def wheel(tmp_path_factory):
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-    out = tmp_path_factory.mktemp("wheel")
+    out.mkdir()
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", out)
     subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", *options, tree],
         check=True,
         cwd=out,
     )
-    (path,) = out.glob("*.whl")
-    return zipfile.ZipFile(path)
 
 
 def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel):

@@ -48,7 +48,7 @@ from nanocp.values.plan import (
 from nanocp.values.sampling import TokenBatch
 from nanocp.wire.codec import Codec
 
-VERSION = 3
+VERSION = 4
 """It grows with every change of a message but a new field of a dataclass that has a default.
 
 A process of another version finds no such service, so that a rolling upgrade to it is refused."""

@@ -29,7 +29,9 @@ class VllmServer:
         module="nanocp.connectors.vllm",
         dtype="float32",
         api_key="",
+        more=(),
     ):
+        """more: options of its command line."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
@@ -41,6 +43,7 @@ class VllmServer:
             *("--kv-transfer-config.kv_connector_module_path", module),
             *("--kv-transfer-config.kv_role", "kv_producer"),
             *(("--api-key", api_key) if api_key else ()),
+            *more,
         ]
         self._log = log
         self.process: subprocess.Popen | None = None

@@ -29,6 +29,7 @@ from data_plane.startup.prefill import build_probe
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.hash_service import CONFIG, process_launcher
+from harness.mtp_layers import add_mtp_layer
 from harness.paths import ROOT
 from harness.published_vllm import METHODS, VERSION
 from harness.serve_process import NANOCP
@@ -92,6 +93,7 @@ class ServedBy:
         num_instances=2,
         dtype="float32",
         api_key="",
+        num_drafts=0,
     ):
         config = replace(
             CONFIG,
@@ -101,7 +103,7 @@ class ServedBy:
                 max_model_len=1200,
                 bounds=BoundsConfig(max_rows=16),
             ),
-            scheduler=SchedulerConfig(policy=policy),
+            scheduler=SchedulerConfig(policy=policy, num_drafts=num_drafts),
             data_plane=replace(CONFIG.data_plane, dtype=dtype),
             prefill=PrefillConfig(engines=tuple(e.url for e in engines), api_key=api_key),
         )
@@ -336,3 +338,26 @@ def test_the_connector_makes_fp8_pages_of_bf16(bf16_engine, bf16_checkpoint):
     finally:
         prober.close()
         segments.close()
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_instances_draft_whether_the_engine_speculates_or_not(
+    vllm_python, tmp_path, tmp_path_factory, speculates
+):
+    """Without its MTP layer vLLM sends the other layers, and only drafts may suffer."""
+    checkpoint = tmp_path_factory.mktemp("mtp")
+    make_checkpoint(checkpoint, "tiny", overrides=WIDTHS)
+    add_mtp_layer(checkpoint)
+    method = '{"method": "mtp", "num_speculative_tokens": 1}'
+    more = ("--speculative-config", method) if speculates else ()
+    with VllmServer(vllm_python, checkpoint, tmp_path / "vllm.log", more=more) as engine:
+        engine.wait()
+        with ServedBy(checkpoint, engine, num_drafts=1) as served:
+            generated = served.generate_all()
+            value = served.service.metrics.registry.get_sample_value
+            checked, right = (
+                sum(value(f"nanocp:spec_decode_num_{name}_total", {"engine": e}) for e in "01")
+                for name in ("draft_tokens", "accepted_tokens")
+            )
+    assert_exact(Oracle(checkpoint), generated)
+    assert right > 0.1 * checked > 10
