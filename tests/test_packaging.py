@@ -173,14 +173,22 @@ TO_NOBODY = [
 
 
 @pytest.fixture(scope="module")
-def base_install(tmp_path_factory, tiny_checkpoint):
-    """Say how a command line ends, (status, output, errors), where only the base is installed."""
-    folder = tmp_path_factory.mktemp("base") / "new"
+def base_install(tmp_path_factory, tiny_checkpoint, worker_id):
+    """Say how a command line ends, (status, output, errors), where only the base is installed.
+
+    All are run once, also where several workers share the tests of this file.
+    """
+    base = tmp_path_factory.getbasetemp()
+    answer = (base if worker_id == "master" else base.parent) / "base_install.json"
     lines = [*BASE_IMPORTS.values(), *TO_NOBODY, *NEEDY.values()]
-    filled = [[word.format(checkpoint=tiny_checkpoint, folder=folder) for word in w] for w in lines]
-    result = run_with(BASE, EACH_IN_A_FORK.format(lines=filled))
-    assert result.returncode == 0, result.stderr
-    ends = dict(zip(map(tuple, lines), json.loads(result.stdout), strict=True))
+    with FileLock(f"{answer}.lock"):
+        if not answer.exists():
+            values = {"checkpoint": tiny_checkpoint, "folder": base / "new"}
+            filled = [[word.format(**values) for word in words] for words in lines]
+            result = run_with(BASE, EACH_IN_A_FORK.format(lines=filled))
+            assert result.returncode == 0, result.stderr
+            answer.write_text(result.stdout)
+    ends = dict(zip(map(tuple, lines), json.loads(answer.read_text()), strict=True))
     return lambda words: ends[tuple(words)]
 
 
