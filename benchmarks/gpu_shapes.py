@@ -75,7 +75,7 @@ TINY = StepShapes(
         dense_size=32, num_dense_layers=1,
         num_experts_per_token=2, expert_size=16,
     ),
-    BoundsConfig(max_rows=2, max_links=2, max_attention_rows=2, max_partials=2), (2,),
+    BoundsConfig(max_rows=4, max_links=2, max_attention_rows=4, max_partials=2), (4,),
     exchange=(2, 1), batches=((1, 70), (2, 70)), max_pages=2, linked_rows=1, dtype="float32",
     rounds=1,
 )  # fmt: skip

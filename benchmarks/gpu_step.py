@@ -3,9 +3,9 @@
     PYTHONPATH=.:tests python3 benchmarks/gpu_step.py --json PATH [--limit-s 400] [--tiny]
 
 Put, take, wait and merge against the card's copy ceiling; a captured step against an eager one (61
-layers, 8 experts here, weights shared by all layers of a kind); graphs and bytes at the paper's
-bounds; the latent and the absorbed wire form between two instances on the card. Needs torch and
-Triton, no network, no Ray.
+layers, 8 experts here, weights shared by all layers of a kind); rows with a draft over rows
+without; graphs and bytes at the paper's bounds; the latent and the absorbed wire form between two
+instances on the card. Needs torch and Triton, no network, no Ray.
 """
 
 from __future__ import annotations
@@ -123,12 +123,17 @@ class Card:
 
 
 def fill(
-    parts: GpuParts, num_rows: int, context: int, targets: dict[int, int], sources: dict[int, int]
+    parts: GpuParts,
+    num_rows: int,
+    context: int,
+    targets: dict[int, int],
+    sources: dict[int, int],
+    width: int = 1,
 ) -> None:
-    """Fill the tables of one window: num_rows own rows of one context.
+    """Fill the tables of one window: num_rows own step rows of one context.
 
     The first of them go to peers (targets); others come from peers (sources), with their KV in
-    frames of this instance.
+    frames of this instance. width: so many step rows next to each other have the same pages.
     """
     tables, state = parts.pool.staging[0], parts.pool.rows
     pages, next_frame = -(-context // PAGE_SIZE), 0
@@ -144,8 +149,9 @@ def fill(
     for local, count in ((tables.own, num_rows), (tables.received, sum(sources.values()))):
         for row in range(count):
             local.num_pages[row], local.page[row, :pages] = pages, range(pages)
-            local.frame[row, :pages] = [(next_frame + page) % num_frames for page in range(pages)]
-            next_frame += pages
+            begin = next_frame + row // width * pages
+            local.frame[row, :pages] = [(begin + page) % num_frames for page in range(pages)]
+        next_frame += count // width * pages
     parts.pool.upload(0)
     parts.pool.adopt(0)
 
@@ -221,6 +227,29 @@ def measure_step(card: Card, ceilings: Result) -> Iterator[Result]:
         del parts, bucket, launch, capture
 
 
+def measure_widths(card: Card, ceilings: Result) -> Iterator[Result]:
+    """A step of rows with a draft each, which read their pages once or twice, over one without."""
+    shapes = card.shapes
+    for num_rows, context in shapes.batches:
+        pages = -(-context // PAGE_SIZE)
+        (parts,) = card.parts(shapes.model, 1, num_rows * pages, context + PAGE_SIZE)
+        found = {}
+        for name, count, width in (("one", 1, 1), ("two", 2, 2), ("two_apart", 2, 1)):
+            fill(parts, count * num_rows, context, {}, {}, count)
+            bucket = parts.pool.context(Bucket(count * num_rows, 0, width))
+            _, found[name] = card.host_us(card.graphs(parts)(bucket))
+        parts.step.check()
+        yield {
+            "kind": "widths",
+            "rows": num_rows,
+            "context": context,
+            "us": round(found["one"], 1),
+            "two_queries": round(found["two"] / found["one"], 3),
+            "two_queries_apart": round(found["two_apart"] / found["one"], 3),
+        }
+        del parts, bucket
+
+
 def measure_graphs(card: Card, ceilings: Result) -> Iterator[Result]:
     """Every bucket at the paper's bounds captured."""
     shapes, bounds = card.shapes, card.shapes.bounds
@@ -291,7 +320,7 @@ def measure_wire(card: Card, ceilings: Result) -> Iterator[Result]:
         del both, contexts
 
 
-MEASURES = (measure_exchange, measure_step, measure_graphs, measure_wire)
+MEASURES = (measure_exchange, measure_step, measure_widths, measure_graphs, measure_wire)
 
 
 def claims(results: Sequence[Result]) -> Iterator[Claim]:

@@ -57,7 +57,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("gpu_step", {"ceilings", "exchange", "step", "graphs", "wire"}),
+        ("gpu_step", {"ceilings", "exchange", "step", "widths", "graphs", "wire"}),
         ("gpu_attention", {"ceilings", "merge", "experts", "attention"}),
     ],
 )
