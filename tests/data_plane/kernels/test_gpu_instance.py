@@ -187,8 +187,8 @@ def test_drafts_come_from_a_graph_of_their_own(drafting, monkeypatch, tmp_path, 
         device="cuda", eager=is_eager, row_buckets=(6,), dispatch_backend=dispatch
     )
     config = replace(on_cpu, data_plane=data_plane)
-    params = SamplingParams(max_tokens=32, temperature=0.0)
-    sampled = replace(params, temperature=1.0, seed=3, max_tokens=6)
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    sampled = replace(params, temperature=1.0, seed=3, max_tokens=5)
 
     def prompts():
         return [Prompt(list(range(30, 70)), params), Prompt(list(range(200, 264)), sampled)]
@@ -216,7 +216,7 @@ def test_drafts_come_from_a_graph_of_their_own(drafting, monkeypatch, tmp_path, 
         assert len(cuda.graphs) == len(buckets) + num_drafting
     assert 0 < len(num_alone) < checked, "only while no row samples"
     assert [greedy.output, other.output] == [each.output for each in expected]
-    assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 32
+    assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 20
 
 
 @without_gpu
@@ -238,7 +238,7 @@ def test_two_instances_draft_together(drafting, two_instances, monkeypatch):
         ),
         data_plane=replace(config.data_plane, row_buckets=(4,)),
     )
-    prompts = [greedy_prompt(2, 9), greedy_prompt(90, 5), greedy_prompt(40, 5)]
+    prompts = [greedy_prompt(2, 7), greedy_prompt(90, 4), greedy_prompt(40, 4)]
     prompts[2].params = replace(prompts[2].params, temperature=1.0, seed=1)
     with DecodeCluster(config, path) as cluster:
         cluster.run(prompts)
@@ -251,7 +251,7 @@ def test_two_instances_draft_together(drafting, two_instances, monkeypatch):
     assert windows[0] & windows[1], "in the same window"
     for prompt in prompts[:2]:
         assert oracle.judge(prompt.ids, prompt.output).exact
-    assert [len(prompt.output) for prompt in prompts] == [9, 5, 5]
+    assert [len(prompt.output) for prompt in prompts] == [7, 4, 4]
 
 
 @pytest.fixture

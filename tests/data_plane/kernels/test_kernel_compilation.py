@@ -60,7 +60,8 @@ CONTROLS = [*UNANNOUNCED, *UNACQUIRED, "put, right", "wait, acquire sys"]
 
 LONG = [
     *("decode bf16, two queries", "decode fp8, two queries", "decode fp16", "decode fp32"),
-    *("decode fp8", "decode K/V heads bf16, four queries", "grouped gemm fp32"),
+    *("decode fp8", "decode K/V heads bf16, two queries", "grouped gemm fp32"),
+    "decode K/V heads bf16, four queries",
 ]
 """They take as long to compile as all others together, and belong to `make test-system`."""
 NAMES = [pytest.param(name, marks=pytest.mark.system) if name in LONG else name for name in LIMITS]
