@@ -6,6 +6,7 @@ all instances. Does not know: tokens, which rows advance.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -83,12 +84,19 @@ class Drafts:
 
     def _best(self, num_rows: int, kv_tokens: int) -> int:
         """The number with most tokens a second, as measured."""
-        percents = _that_holds(_that_holds(self._percents, num_rows), kv_tokens)
+        of_rows = _that_holds(self._percents, num_rows)
         best, best_speed, num_tokens, reached = 0, _GAIN, 1.0, 1.0
         for num_drafts, share in enumerate(self.shares(), start=1):
             reached *= share
             num_tokens += reached
-            speed = 100 * num_tokens / percents.get(num_drafts, 1 << 30)
+            by_tokens = {
+                tokens: percents[num_drafts]
+                for tokens, percents in of_rows.items()
+                if num_drafts in percents
+            }
+            if not by_tokens or kv_tokens > max(by_tokens) < max(of_rows):
+                continue  # it was not measured with so many
+            speed = 100 * num_tokens / _between(by_tokens, kv_tokens)
             if speed > best_speed:
                 best, best_speed = num_drafts, speed
         return best
@@ -104,6 +112,17 @@ class Drafts:
             bounds.max_links // max(1, *map(max, committed.links)),
         )
         return min(num_drafts, min(widths) - 1)
+
+
+def _between(by_size: dict[int, int], size: int) -> float:
+    """The value at a size, on the line between those of the sizes around it, ascending."""
+    sizes = [*by_size]
+    index = bisect_left(sizes, size)
+    if index in (0, len(sizes)):
+        return by_size[sizes[max(index - 1, 0)]]
+    low, high = sizes[index - 1 : index + 1]
+    part = (size - low) / (high - low)
+    return by_size[low] + part * (by_size[high] - by_size[low])
 
 
 def _that_holds(by_size: dict[int, _Value], size: int) -> _Value:
