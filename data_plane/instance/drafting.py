@@ -81,8 +81,6 @@ def take_drafts(window: Window, lane: StepLane, turns: Sequence[Sequence[int]]) 
         for drafted in turns:
             row.drafts.append(drafted[place])
             place = first
-            if row.drafts[-1] in row.params.stop_token_ids:
-                break  # no row goes on behind it
 
 
 def _at_known_tokens(lane: WindowLane, state: Any, width: int) -> dict[int, int]:
@@ -117,10 +115,10 @@ def _take_drafts(
     logits = step.draft_logits_of(list(last.values()))
     drafted = guess(rows, logits)
     for index, row, token in zip(list(last), rows, drafted, strict=True):
-        if token is not None:
+        if token is None:
+            del last[index]
+        else:
             row.drafts.append(token)
-        if token is None or token in row.params.stop_token_ids:
-            del last[index]  # no grammar and no row goes on behind it
     places = [index * width for index in last]
     step.go_on_drafting(places, list(last.values()))
     for index, place in zip(last, places, strict=True):

@@ -257,14 +257,6 @@ OF_DRAFTS = [
         tests=(_EXACT, "-k", "obey_the_grammar"),
     ),
     Mutant(
-        name="draft-behind-end",
-        why="a draft that ends the output has another behind it, which no grammar takes",
-        path="data_plane/instance/drafting.py",
-        text="if token is None or token in row.params.stop_token_ids:",
-        fault="if token is None:",
-        tests=(_EXACT, "-k", "obey_the_grammar"),
-    ),
-    Mutant(
         name="draft-eaten",
         why="a matcher keeps wrong drafts (checked drafts)",
         path="data_plane/instance/grammar.py",

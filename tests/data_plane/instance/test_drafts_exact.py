@@ -287,7 +287,7 @@ def test_with_a_race_nearly_as_many_drafts_are_right_as_by_rejection(
 def test_drafts_obey_the_grammar(plain, expected, caplog):
     """Each kind of structured output; without masks in drafting one in 25 is right.
 
-    A draft that ends its output has none behind it, or its grammar would be said to break off.
+    A draft behind one that ends its output is for nobody: that its grammar breaks off is not said.
     """
     held = [p for p in story(plain) if p.params.constraint]
     prompts, cluster = played(held, "fixed_degree:1", 1, num_drafts=2)
