@@ -15,7 +15,7 @@ from torch import Tensor
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import Draw, RowMasks, inverse, race, sample_rows, token_logprobs
-from nanocp.values.sampling import SamplingParams, TokenLogprobs
+from nanocp.values.sampling import TokenLogprobs
 
 
 def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tensor] | None:
@@ -84,7 +84,12 @@ def sample_drafts(
         allowed = RowMasks(constrained, allowed_MV)
     token_ids = sample_rows(
         logits_BV,
-        [row.params if draw is race else _greedy(row.params) for row in rows],
+        [
+            replace(row.params, temperature=0.0)
+            if row.params.temperature and draw is not race
+            else row.params
+            for row in rows
+        ],
         # An output may be long: it is copied only where drafts follow it.
         [[*row.output_ids, *row.drafts] if row.drafts else row.output_ids for row in rows],
         [row.prompt_ids for row in rows],
@@ -92,10 +97,6 @@ def sample_drafts(
         draw,
     )
     return [None if index in broken else token_id for index, token_id in enumerate(token_ids)]
-
-
-def _greedy(params: SamplingParams) -> SamplingParams:
-    return replace(params, temperature=0.0) if params.temperature else params
 
 
 def _masked_row(row: Row, drafts: Sequence[int] = ()) -> MaskedRow:

@@ -332,8 +332,8 @@ OF_DRAFTS = [
         name="draft-other-clocks",
         why="a draft is not drawn with the clocks of the token that it guesses",
         path="data_plane/instance/row_sampling.py",
-        text="row.params if draw is race else",
-        fault="row.params if False else",
+        text="row.params.temperature and draw is not race",
+        fault="row.params.temperature",
         tests=(_EXACT, "-k", "race and 1"),
     ),
     Mutant(

@@ -6,7 +6,8 @@ know: what chunks are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 
 from control_plane.frontend.client_stream import DraftCounts
@@ -59,7 +60,8 @@ class UsageCount:
         """The field `metrics`; empty if no step had drafts."""
         if not self._drafts:
             return {}
-        steps = _summed(each.num_steps_by_accepted for each in self._drafts.values())
+        counts = [each.num_steps_by_accepted for each in self._drafts.values()]
+        steps = [sum(of_choices) for of_choices in zip_longest(*counts, fillvalue=0)]
         num_drafts = sum(each.num_drafts for each in self._drafts.values())
         num_accepted = sum(index * count for index, count in enumerate(steps))
         found = SpeculativeDecoding(
@@ -126,16 +128,6 @@ class ReasoningCount:
                 self._is_inside = not self._is_inside
                 self._held = b""
             self._held = self._held[-len(THINK[1]) :]
-
-
-def _summed(histograms: Iterable[Sequence[int]]) -> list[int]:
-    """Add up counts by number, of several choices."""
-    total: list[int] = []
-    for each in histograms:
-        total.extend([0] * (len(each) - len(total)))
-        for index, count in enumerate(each):
-            total[index] += count
-    return total
 
 
 def _usage(

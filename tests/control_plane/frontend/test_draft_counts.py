@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.frontend.client_stream import DraftCounts
-from control_plane.frontend.http.usage import _summed
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30))
@@ -26,7 +25,3 @@ def test_drafts_of_a_step_whose_first_token_another_attempt_had_are_no_step():
     for number in (2, -1, 0, -1, 1):
         counts.add(number)
     assert (counts.num_drafts, counts.num_steps_by_accepted) == (3, [1, 1, 0])
-
-
-def test_choices_add_up():
-    assert _summed([[3, 1], [0, 2, 5], []]) == [3, 3, 5]
