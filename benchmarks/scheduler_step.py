@@ -38,7 +38,7 @@ CLAIMS_MS = {
 }
 """Claim: with that many rows an instance, the mean of a call is at most this."""
 DRAFTS, DRAFT_ROWS = "1:.85:always", 32
-"""With so many rows an instance, calls are measured with drafts; see nanocp simulate --speculate."""
+"""With so many rows an instance calls are measured with drafts; see simulate --speculate."""
 MAX_DRAFTS_MS = 0.4
 """Claim: then the mean of a call of dual_balanced is at most this."""
 MAX_SHARE_OF_STEP = 0.01
