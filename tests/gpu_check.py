@@ -62,6 +62,10 @@ def all_checks():
     else:
         with tempfile.TemporaryDirectory() as directory:
             yield from reference_checks(Path(directory))
+            if find_spec("msgspec") is not None:  # rows are encoded as in a service
+                from harness.gpu_drafts import draft_checks
+
+                yield from draft_checks(Path(directory))
             yield (
                 "tokens, one of two is killed and a third comes",
                 lambda: one_is_killed(Path(directory)),

@@ -30,6 +30,7 @@ from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.fake_cudart import FakeCudart
 from harness.gpu_cluster import run_in_turn
+from harness.gpu_drafts import MAX_ROWS, NUM_DRAFTS, assert_drafts_as, played
 from harness.interpreter import shared_by_threads
 from harness.mtp_layers import add_mtp_layer
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
@@ -173,31 +174,9 @@ def drafting(mini_shape, tmp_path_factory):
     [("exchange", False), pytest.param("fused", True, marks=pytest.mark.system)],
 )
 def test_drafts_come_from_a_graph_of_their_own(drafting, monkeypatch, tmp_path, dispatch, is_eager):
-    """Those of greedy rows without the host; with a sampled row beside them, by it.
-
-    The last token is at the last position that the model may have; drafts go beyond it.
-    """
+    """Those of greedy rows without the host; with a sampled row beside them, by it."""
     path, oracle = drafting
-    bounds = BoundsConfig(max_rows=6, max_links=3, max_attention_rows=6, max_partials=3)
-    on_cpu = Config(
-        cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=72, bounds=bounds),
-        scheduler=SchedulerConfig(steps_per_window=2, num_drafts=2, drafting="always"),
-    )
-    data_plane = DataPlaneConfig(
-        device="cuda", eager=is_eager, row_buckets=(6,), dispatch_backend=dispatch
-    )
-    config = replace(on_cpu, data_plane=data_plane)
-    params = SamplingParams(max_tokens=20, temperature=0.0)
-    sampled = replace(params, temperature=1.0, seed=3, max_tokens=5)
-
-    def prompts():
-        return [Prompt(list(range(30, 70)), params), Prompt(list(range(200, 264)), sampled)]
-
-    def play(config):
-        with DecodeCluster(config, path) as cluster:
-            return cluster.run(prompts()), cluster.checked_drafts()
-
-    expected, drafts = play(on_cpu)
+    on_cpu = played(path)
     stand_in_for_a_gpu(monkeypatch, tmp_path)
     cuda, num_alone = Cuda(), []
     monkeypatch.setattr(decode, "draft_alone", counting(decode.draft_alone, num_alone))
@@ -206,17 +185,12 @@ def test_drafts_come_from_a_graph_of_their_own(drafting, monkeypatch, tmp_path, 
         monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)
         for name in ("run", "draft"):
             monkeypatch.setattr(GpuStep, name, launched(cuda, getattr(GpuStep, name)))
-    (greedy, other), found = play(config)
-    assert found == drafts, "the MTP layer gets the same rows as on a CPU"
-    checked, accepted = (sum(each) for each in zip(*found, strict=True))
-    assert 0 < accepted < checked
+    num_checked = assert_drafts_as(on_cpu, path, oracle, eager=is_eager, dispatch_backend=dispatch)
+    assert 0 < len(num_alone) < num_checked, "only while no row samples"
     if not is_eager:
-        buckets = BucketTable(6, 6, (6,), range(1, 4)).all()
+        buckets = BucketTable(MAX_ROWS, MAX_ROWS, (MAX_ROWS,), range(1, 2 + NUM_DRAFTS)).all()
         num_drafting = sum(bucket.width > 1 for bucket in buckets)
         assert len(cuda.graphs) == len(buckets) + num_drafting
-    assert 0 < len(num_alone) < checked, "only while no row samples"
-    assert [greedy.output, other.output] == [each.output for each in expected]
-    assert oracle.judge(greedy.ids, greedy.output).exact and len(greedy.output) == 20
 
 
 @without_gpu
