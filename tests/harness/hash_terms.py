@@ -103,7 +103,8 @@ class RegroupingPlay(HashPlay):
         if self.num_posted == 1:
             return super()._take_work(member, message)
         if self.num_posted == 2:
-            self.losses_left -= 1
+            # Others may have been lost since the seat was drawn.
+            self.losses_left = max(self.losses_left - 1, 0)
             self.num_losses += 1
             self.num_unread += 1
         return False
