@@ -187,7 +187,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(plain, expected, name):
     assert share(cluster) > 0.3, cluster.checked_drafts()  # seen: .40 to .50
     if "chaos" in name:
         rebound = sum(len({each.moe_binding for each in p.placements}) > 1 for p in found)
-        assert rebound >= 5 and cluster.num_moves >= 3, "the story must contain what it is about"
+        assert rebound >= 3 and cluster.num_moves, "the story must contain what it is about"
     if "lanes" in name:
         assert any(plan.two_lanes for each in cluster.plans for plan in each.instances)
     if lost_share:
