@@ -8,11 +8,12 @@ import sys
 import tomllib
 import zipfile
 from email.parser import Parser
+from functools import partial
 from importlib import metadata
 
 import pytest
-from filelock import FileLock
 
+from harness.made_once import made_once
 from harness.paths import ROOT
 from nanocp.cli.extras import EXTRAS
 from nanocp.cli.main import app
@@ -47,12 +48,8 @@ def wheel(tmp_path_factory, worker_id):
 
     It is made once, also where several workers share the tests of this file.
     """
-    folder = tmp_path_factory.getbasetemp()
-    out = (folder if worker_id == "master" else folder.parent) / "wheel"
-    with FileLock(f"{out}.lock"):
-        if not out.is_dir():
-            _make_wheel(tmp_path_factory.mktemp("tree"), out)
-    (path,) = out.glob("*.whl")
+    make = partial(_make_wheel, tmp_path_factory.mktemp("tree"))
+    (path,) = made_once(tmp_path_factory, worker_id, "wheel", make).glob("*.whl")
     return zipfile.ZipFile(path)
 
 
@@ -178,16 +175,16 @@ def base_install(tmp_path_factory, tiny_checkpoint, worker_id):
 
     All are run once, also where several workers share the tests of this file.
     """
-    base = tmp_path_factory.getbasetemp()
-    answer = (base if worker_id == "master" else base.parent) / "base_install.json"
     lines = [*BASE_IMPORTS.values(), *TO_NOBODY, *NEEDY.values()]
-    with FileLock(f"{answer}.lock"):
-        if not answer.exists():
-            values = {"checkpoint": tiny_checkpoint, "folder": base / "new"}
-            filled = [[word.format(**values) for word in words] for words in lines]
-            result = run_with(BASE, EACH_IN_A_FORK.format(lines=filled))
-            assert result.returncode == 0, result.stderr
-            answer.write_text(result.stdout)
+
+    def run_all(answer):
+        values = {"checkpoint": tiny_checkpoint, "folder": answer.with_name("new")}
+        filled = [[word.format(**values) for word in words] for words in lines]
+        result = run_with(BASE, EACH_IN_A_FORK.format(lines=filled))
+        assert result.returncode == 0, result.stderr
+        answer.write_text(result.stdout)
+
+    answer = made_once(tmp_path_factory, worker_id, "base_install.json", run_all)
     ends = dict(zip(map(tuple, lines), json.loads(answer.read_text()), strict=True))
     return lambda words: ends[tuple(words)]
 

@@ -21,10 +21,12 @@ Run = Callable[[GpuContext], None]
 class StepWithDrafts:
     """What runs a step over one context, and the drafting behind it."""
 
-    __slots__ = ("_step", "_turn")
+    __slots__ = ("_pool", "_step", "draft_on_device")
 
-    def __init__(self, step: Callable[[], None], turn: Callable[[bool], None]) -> None:
-        self._step, self._turn = step, turn
+    def __init__(self, pool: GpuPool, step: Callable[[], None], turn: Callable[[], None]) -> None:
+        self._pool, self._step = pool, step
+        self.draft_on_device = turn
+        """Runs a turn that the device sets up from the step before; see step/triton_turns.py."""
 
     def __call__(self) -> None:
         """Run the step."""
@@ -32,12 +34,9 @@ class StepWithDrafts:
 
     def draft_phases(self) -> Iterator[None]:
         """Run a turn that the host has set up. It has no parts: the host takes no part in it."""
-        self._turn(True)
+        self._pool.start(by_host=True)
+        self.draft_on_device()
         return iter(())
-
-    def draft_on_device(self) -> None:
-        """Run a turn that the device sets up from the step before; see step/triton_turns.py."""
-        self._turn(False)
 
 
 class CudaGraphs:
@@ -79,12 +78,7 @@ class CudaGraphs:
             return step
         turn = partial(self._draft, *contexts)
         self.warm(turn)
-
-        def start(by_host: bool) -> None:
-            if by_host:
-                self._lanes[0][0].start(by_host=True)
-
-        return StepWithDrafts(step, self._captured(turn, start))
+        return StepWithDrafts(self._lanes[0][0], step, self._captured(turn, ()))
 
     def warm(self, step: Callable[[], None]) -> None:
         """Run a step on the stream of the captures and wait for it."""
@@ -95,14 +89,11 @@ class CudaGraphs:
 
     def capture(self, *contexts: GpuContext) -> Callable[[], None]:
         """Capture a step that has run before; returns what replays it. contexts: see __call__."""
+        pools = [pool for pool, _ in self._lanes[: len(contexts)]]
+        return self._captured(lambda: self._run(contexts), pools)
 
-        def start() -> None:
-            for pool, _ in self._lanes[: len(contexts)]:
-                pool.start()
-
-        return self._captured(lambda: self._run(contexts), start)
-
-    def _captured(self, run: Callable[[], None], start: Callable[..., None]) -> Callable[..., None]:
+    def _captured(self, run: Callable[[], None], pools: Sequence[GpuPool]) -> Callable[[], None]:
+        """What replays the launches of `run`; pools: those whose start goes before."""
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -112,11 +103,12 @@ class CudaGraphs:
         self.num_bytes += free_bytes - torch.cuda.mem_get_info(self._device)[0]
         self.num_graphs += 1
 
-        def replay(*arguments: bool) -> None:
+        def replay() -> None:
             outside = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(outside)
             with torch.cuda.stream(self._stream):
-                start(*arguments)
+                for pool in pools:
+                    pool.start()
                 graph.replay()
             outside.wait_stream(self._stream)
 
@@ -156,12 +148,8 @@ def eager(
                 pool.start()
                 run(context)
 
-        def turn(by_host: bool) -> None:
-            assert draft is not None
-            if by_host:
-                pool.start(by_host=True)
-            draft(*contexts)
-
-        return StepWithDrafts(step, turn) if draft is not None else step
+        if draft is None:
+            return step
+        return StepWithDrafts(pool, step, partial(draft, *contexts))
 
     return capture

@@ -30,10 +30,7 @@ def begin_masks(masks: GrammarMasks | None, rows: Sequence[Row]) -> Future[Tenso
 
 
 def sample(
-    rows: Sequence[Row],
-    logits_BV: Tensor,
-    allowed_MV: Tensor | None,
-    draw: Draw = inverse,
+    rows: Sequence[Row], logits_BV: Tensor, allowed_MV: Tensor | None, draw: Draw = inverse
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """The next token of each row, and its log probabilities if the row wants them.
 

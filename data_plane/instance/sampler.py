@@ -51,6 +51,28 @@ def inverse(probability_V: Tensor, seed: int, index: int) -> int:
     return int(torch.searchsorted(edges, target, right=True).clamp(max=len(edges) - 1))
 
 
+def race(probability_V: Tensor, seed: int, index: int) -> int:
+    """Draw the token whose exponential clock rings first; clocks tick as the tokens are likely.
+
+    The clocks depend on (seed, index, token) only. So two distributions that are alike mostly draw
+    the same token: (1 - tv) / (1 + tv) of the time at least, where tv is how much they differ
+    (arXiv 2408.07978).
+    """
+    ids = probability_V.nonzero().squeeze(1)
+    # splitmix64 of the token's number, begun at bits of (seed, index).
+    bits = ids.numpy().astype(np.uint64) * _GOLDEN + np.uint64(_bits(seed, index))
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    uniforms = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)).astype(np.float64)
+    # In logarithms: a probability near 0 would make the quotient infinite.
+    clocks = np.log(-np.log(np.minimum(uniforms + 0.5, (1 << 53) - 1) / (1 << 53)))
+    return int(ids[int((clocks - np.log(probability_V[ids].numpy())).argmin())])
+
+
+DRAWS: dict[str, Draw] = {"inverse": inverse, "race": race}
+"""By `data_plane.sampling`."""
+
+
 class RowMasks(NamedTuple):
     """What grammars allow."""
 
@@ -72,8 +94,8 @@ def sample_rows(
 
     logits_BV: [rows, vocabulary] fp32, not changed. outputs: the tokens that each row has
     generated. prompts: `penalized_prompt_ids` of each row. masks: what the grammars of some rows
-    allow; None if no row has one. draw: how a row of a temperature draws. A row of
-    temperature 0 takes the highest logit, the lowest token id of equal ones.
+    allow; None if no row has one. draw: how a row of a temperature draws. A row of temperature 0
+    takes the highest logit, the lowest token id of equal ones.
     """
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
     allowed, masked = {}, {}
@@ -268,25 +290,3 @@ def _completes(word: Sequence[int], output: Sequence[int]) -> bool:
 def _ids(token_ids: Sequence[int] | np.ndarray) -> Tensor:
     """An index tensor of the ids. An array is not copied."""
     return torch.from_numpy(np.asarray(token_ids, np.int64))
-
-
-def race(probability_V: Tensor, seed: int, index: int) -> int:
-    """Draw the token whose exponential clock rings first; clocks tick as the tokens are likely.
-
-    The clocks depend on (seed, index, token) only. So two distributions that are alike mostly draw
-    the same token: (1 - tv) / (1 + tv) of the time at least, where tv is how much they differ
-    (arXiv 2408.07978).
-    """
-    ids = probability_V.nonzero().squeeze(1)
-    # splitmix64 of the token's number, begun at bits of (seed, index).
-    bits = ids.numpy().astype(np.uint64) * _GOLDEN + np.uint64(_bits(seed, index))
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    uniforms = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)).astype(np.float64)
-    # In logarithms: a probability near 0 would make the quotient infinite.
-    clocks = np.log(-np.log(np.minimum(uniforms + 0.5, (1 << 53) - 1) / (1 << 53)))
-    return int(ids[int((clocks - np.log(probability_V[ids].numpy())).argmin())])
-
-
-DRAWS: dict[str, Draw] = {"inverse": inverse, "race": race}
-"""By `data_plane.sampling`."""

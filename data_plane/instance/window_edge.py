@@ -293,11 +293,7 @@ class WindowEdge(PageTransfers):
             self._events.append(self._window_done(window))
             self._window = None
 
-    def _commit_step(
-        self,
-        window: Window,
-        sample: Sampler,
-    ) -> None:
+    def _commit_step(self, window: Window, sample: Sampler) -> None:
         """Commit a step's tokens: of each row one, and more as long as its drafts are right.
 
         sample gets rows lane by lane, and at least one (protocol.md, checked drafts).

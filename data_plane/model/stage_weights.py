@@ -16,12 +16,7 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing
 from data_plane.model.rope import RopeTable
-from data_plane.model.sizes import (
-    embedding_shapes,
-    head_shapes,
-    layer_shapes,
-    mtp_shapes,
-)
+from data_plane.model.sizes import embedding_shapes, head_shapes, layer_shapes, mtp_shapes
 from data_plane.model.weights import (
     HeadWeights,
     LayerWeights,

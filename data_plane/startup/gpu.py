@@ -108,10 +108,7 @@ def build_gpu_instance(
 
     exchange = new_exchange()
     rings, moves = page_ways(config, instance, segments, parts.frames)
-    first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
-    capture: Any = (eager if data_plane.eager else CudaGraphs)(
-        *first, *beside, draft=parts.step.draft if model.num_mtp_layers else None
-    )
+    capture = _capture(config, lanes)
     weights_choice = weights_choice if model.fp8_block is not None else ""
     if moe.has_deep_ep:
         meeting: _Meeting = _DeepEpMeeting(config, instance, segments, parts, model, placed)
@@ -133,7 +130,7 @@ def build_gpu_instance(
         ),
         new_ends=None if moe.has_deep_ep else new_ends,
         drafts_alone=True,
-        both_lanes=_both_lanes(config, lanes, engines, capture) if beside else None,
+        both_lanes=_both_lanes(config, lanes, engines, capture) if lanes[1:] else None,
         graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
         meeting=meeting,
     )
@@ -142,6 +139,13 @@ def build_gpu_instance(
         meeting.be_alone()
         built.prepare()
     return built
+
+
+def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
+    """What captures the steps of the lanes, and the drafting behind those of one lane."""
+    first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
+    draft = lanes[0].step.draft if config.scheduler.num_drafts else None
+    return (eager if config.data_plane.eager else CudaGraphs)(*first, *beside, draft=draft)
 
 
 def _num_slots(cluster: ClusterConfig, model: ModelConfig, has_deep_ep: bool) -> int:

@@ -115,7 +115,7 @@ class GpuStep:
         x_BX = yield from self._layers(context, x_BX, range(self._model.num_layers))
         if num_rows := context.bucket.num_rows:
             self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
-            if self._weights.mtp is not None:
+            if self._weights.mtp is not None and context.bucket.width > 1:
                 norm = self._weights.final_norm
                 self.hidden[:num_rows] = rms_norm(x_BX, norm, self._model.norm_eps)
                 self._ids[0, :num_rows] = self.logits[:num_rows].argmax(dim=-1)

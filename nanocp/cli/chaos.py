@@ -45,9 +45,12 @@ def chaos(
     from nanocp.cli.console import counted, output, print_claims, terminal
 
     said, console = terminal(), output()
-    settings: dict[str, object] = {"cluster.num_frames": 128, "cluster.max_model_len": 2048}
-    settings["cluster.spares"] = spares
-    settings["data_plane.sampling"] = "inverse"  # as the judge draws
+    settings = {
+        "cluster.num_frames": 128,
+        "cluster.max_model_len": 2048,
+        "cluster.spares": spares,
+        "data_plane.sampling": "inverse",  # as the judge draws
+    }
     run = ChaosRun(
         checkpoint,
         instances=instances,

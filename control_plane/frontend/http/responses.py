@@ -58,8 +58,10 @@ class Writer(ABC):
 
     def last_chunks(self) -> list[BaseModel]:
         """Chunks after the last delta."""
-        metrics = self._usage.metrics
-        return [self._chunk([], usage=usage, **metrics) for usage in self._usage.in_last_chunk()]
+        return [
+            self._chunk([], usage=usage, **self._usage.metrics)
+            for usage in self._usage.in_last_chunk()
+        ]
 
     @abstractmethod
     def add(self, delta: Delta) -> None:

@@ -10,13 +10,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TypeVar
 
 from control_plane.scheduler.state.commitments import Commitments
 from nanocp.config.cluster import BoundsConfig
 from nanocp.config.scheduler import SchedulerConfig
-
-_Value = TypeVar("_Value")
 
 _PAUSE = 16
 """Windows without drafts after a row was parked: frames for drafts must park no row."""
@@ -38,9 +35,9 @@ class Drafts:
         self._mode, self._seed = config.drafting, config.chaos_seed
         self._paused_until = 0
         self._percents: dict[int, dict[int, dict[int, int]]] = {}
-        """Rows -> KV tokens -> drafts -> percent, ascending; see SchedulerConfig.draft_table."""
+        """Rows -> drafts -> KV tokens, ascending -> percent; see SchedulerConfig.draft_table."""
         for rows, tokens, drafts, percent in sorted(config.draft_table):
-            self._percents.setdefault(rows, {}).setdefault(tokens, {})[drafts] = percent
+            self._percents.setdefault(rows, {}).setdefault(drafts, {})[tokens] = percent
         self._latest: deque[dict[int, tuple[int, int]]] = deque([{}])
         """(checked, accepted) drafts by offset: of the latest windows that had some, in order."""
 
@@ -84,17 +81,15 @@ class Drafts:
 
     def _best(self, num_rows: int, kv_tokens: int) -> int:
         """The number with most tokens a second, as measured."""
-        of_rows = _that_holds(self._percents, num_rows)
+        larger = (rows for rows in self._percents if rows >= num_rows)
+        of_rows = self._percents[min(larger, default=max(self._percents))]
+        most_tokens = max(map(max, of_rows.values()))
         best, best_speed, num_tokens, reached = 0, _GAIN, 1.0, 1.0
         for num_drafts, share in enumerate(self.shares(), start=1):
             reached *= share
             num_tokens += reached
-            by_tokens = {
-                tokens: percents[num_drafts]
-                for tokens, percents in of_rows.items()
-                if num_drafts in percents
-            }
-            if not by_tokens or kv_tokens > max(by_tokens) < max(of_rows):
+            by_tokens = of_rows.get(num_drafts)
+            if by_tokens is None or kv_tokens > max(by_tokens) < most_tokens:
                 continue  # it was not measured with so many
             speed = 100 * num_tokens / _between(by_tokens, kv_tokens)
             if speed > best_speed:
@@ -123,8 +118,3 @@ def _between(by_size: dict[int, int], size: int) -> float:
     low, high = sizes[index - 1 : index + 1]
     part = (size - low) / (high - low)
     return by_size[low] + part * (by_size[high] - by_size[low])
-
-
-def _that_holds(by_size: dict[int, _Value], size: int) -> _Value:
-    """The value of the smallest size that is as large, else of the largest."""
-    return by_size[min((each for each in by_size if each >= size), default=max(by_size))]

@@ -7,10 +7,10 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from filelock import FileLock
 
 from harness.compiled_kernel import SHARED_LIMIT, unordered_releases
 from harness.kernel_compilation import controls, kernels
+from harness.made_once import made_once
 from harness.paths import TESTS
 
 
@@ -74,16 +74,17 @@ def compiled(tmp_path_factory, worker_id):
     Returns a function: a kernel's name -> its resources. The long kernels are compiled when the
     first of them is asked for.
     """
-    folder = tmp_path_factory.getbasetemp()
-    shared = folder if worker_id == "master" else folder.parent
+    cache = tmp_path_factory.getbasetemp() / "triton"
 
     def compiled_kernel(name):
         is_long = name in LONG
-        answer = shared / f"compiled_kernels_{is_long}.json"
-        with FileLock(f"{answer}.lock"):
-            if not answer.exists():
-                names = LONG if is_long else [one for one in LIMITS if one not in LONG] + CONTROLS
-                answer.write_text(compile_kernels(names, folder / "triton"))
+        names = LONG if is_long else [one for one in LIMITS if one not in LONG] + CONTROLS
+        answer = made_once(
+            tmp_path_factory,
+            worker_id,
+            f"compiled_kernels_{is_long}.json",
+            lambda path: path.write_text(compile_kernels(names, cache)),
+        )
         return json.loads(answer.read_text())[name]
 
     return compiled_kernel
