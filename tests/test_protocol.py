@@ -26,6 +26,9 @@ LAWS = [
     "checked drafts",
     "equal width",
     "bounded positions",
+    "late fold",
+    "one state",
+    "state of the position",
 ]
 PROTOCOL = (ROOT / "docs/develop/protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", PROTOCOL, re.M | re.S))

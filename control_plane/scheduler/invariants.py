@@ -54,9 +54,7 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
     owners: Counter[tuple[int, int]] = Counter()
     contents: dict[tuple[int, int], set[bytes]] = {}
     for request in state.requests.values():
-        for page, instance, frame in _pages(
-            (*request.runs, *(request.move.targets if request.move else ()))
-        ):
+        for page, instance, frame in _pages(request.held_runs):
             owners[instance, frame] += 1
             if page < len(request.page_hashes):
                 contents.setdefault((instance, frame), set()).add(request.page_hashes[page])
@@ -87,9 +85,17 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
         "a free frame is owned, or free twice"
     )
     groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
-    sizes = [Counter(instance for instance, _ in frames) for frames in groups]
+    most = state.cluster.num_frames
+    sizes = [Counter((i, frame < most) for i, frame in frames) for frames in groups]
     for instance, ledger in enumerate(state.frames):
-        num_frames = [size[instance] for size in sizes]
+        num_states = [size[instance, False] for size in sizes]
+        assert sum(num_states) == ledger.num_carries * state.cluster.carry_pages, (
+            f"instance {instance} lost frames of states: {num_states}"
+        )
+        assert num_states[0] == ledger.num_carried * state.cluster.carry_pages, (
+            f"instance {instance} counts {ledger.num_carried} states; it has {num_states[0]} pages"
+        )
+        num_frames = [size[instance, True] for size in sizes]
         num_free = ledger.num_free + (ledger.num_withheld or 0)
         kept_frames = [ledger.num_committed, ledger.num_quarantined, num_free]
         assert kept_frames == num_frames, (
@@ -115,6 +121,10 @@ def _check_requests(scheduler: Scheduler) -> None:
         for instance, tokens in request.receivers.items():
             arriving[instance] += tokens
         is_moving = request.move is not None and request not in scheduler._moves.arrived
+        is_carried = request.carry_source is not None
+        assert is_carried == (request.request_id in scheduler._rows.carried), request
+        assert request.carry is None or request.carry.instance == request.moe_binding, request
+        is_moving |= is_carried and request.ticket is not None
         assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), (
             request
         )
@@ -275,7 +285,8 @@ def _check_tables(scheduler: Scheduler, tables: Sequence[InstanceTable]) -> None
     for request in state.requests.values():
         if not request.is_started:
             continue
-        for page, instance, frame in _pages(request.runs):
+        carry = request.carry_source or request.carry
+        for page, instance, frame in _pages([*request.runs, *([carry] if carry else [])]):
             pages[instance].setdefault(request.request_id, {})[page] = frame
         if request.state is State.RUNNING:
             _check_holders(

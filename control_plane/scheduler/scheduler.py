@@ -7,7 +7,7 @@ what it holds in `_release` only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
@@ -28,6 +28,7 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.request import TRANSFERRING, Request
 from control_plane.scheduler.terms.held_requests import HeldRequests
 from control_plane.scheduler.terms.seat_change import SeatChange
+from control_plane.scheduler.windows.carry_moves import CarryMoves
 from control_plane.scheduler.windows.lanes import Lanes
 from control_plane.scheduler.windows.lowering import Lowering
 from control_plane.scheduler.windows.page_moves import PageMoves
@@ -81,6 +82,7 @@ class Scheduler(SchedulerBase):
         self.prefix_sharing = sharing = PrefixSharing(state, scheduler.prefix_sharing)
         self.offload = Offload(scheduler, state, sharing, tickets, quarantine, answer)
         self._moves = PageMoves(self._state, self._lowering, scheduler.max_moving_pages)
+        self._carries = CarryMoves(state, lowering, self._rows, quarantine, tickets)
         self._held = HeldRequests(self._state, self.prefix_sharing, scheduler.held_timeout_us)
         self._change = SeatChange(
             self._state, self._lowering, self._rows, self._moves, self._quarantine
@@ -128,7 +130,8 @@ class Scheduler(SchedulerBase):
         if self._is_between_terms or self._change.has_settled:
             return self._answer.take(None, (), self._state.step)
         is_ending = self._change.is_drained and not self._held
-        is_last = is_ending and not (self._tickets or self._moves.num_pages or rows.runnable)
+        moving = self._tickets or self._moves.num_pages or self._carries
+        is_last = is_ending and not (moving or rows.runnable)
         if is_last and not self._lowering.has_pending:
             plan = self._answer.take(None, (), self._state.step)
             return replace(plan, is_settled=self._change.settle())
@@ -139,11 +142,16 @@ class Scheduler(SchedulerBase):
                 self._release(request)
             self._finish_moves()
             self._change.stop_rows()
+            # A row with a state stands still when it is re-bound, before it grows for the window.
+            if self._cluster.carry_pages:
+                rows.rebind(self._change.rebindings(), may_carry=not is_ending)
             rows.grow()
-            rows.rebind(self._change.rebindings())
+            if not self._cluster.carry_pages:
+                rows.rebind(self._change.rebindings())
         if not is_ending:
             self._place_waiting()
         if issues:
+            self._carries.start()
             rows.start_runnable()
             self._break_deadlock()
             if not is_ending:
@@ -162,7 +170,11 @@ class Scheduler(SchedulerBase):
         again = self._held.begin_attempt(request, arrival)
         if again is None:
             return False
-        self._rows.come_back(again)
+        if again.state is TRANSFERRING:
+            assert again.carry is not None
+            self._tickets.issue(again, again.position, (again.carry,))
+        else:
+            self._rows.come_back(again)
         self._answer.placed[again.request_id] = again
         return True
 
@@ -219,7 +231,9 @@ class Scheduler(SchedulerBase):
         elif self._tickets.confirmed(request, event.instance):
             self.offload.over(event.ticket)
             self._admission.should_walk |= self._config.max_unfilled_tokens > 0
-            if request.move is None:
+            if request.carry_source is not None:
+                self._carries.arrived.append(request)
+            elif request.move is None:
                 self.prefix_sharing.written(request)
                 self._rows.add(request)
             else:
@@ -235,7 +249,7 @@ class Scheduler(SchedulerBase):
     def _regrouped(self, event: Regrouped) -> None:
         seats = event.seats or tuple(range(self._cluster.num_instances))
         if not event.keeps_rows:
-            self._end_term(seats)
+            self._end_term(seats, {request: span for request, *span in event.restarts})
             self._held.wait(self._now_us)
         for instance in self._change.serve(seats, self._lost_seats):
             self.offload.lose(instance)
@@ -243,7 +257,7 @@ class Scheduler(SchedulerBase):
         self._is_between_terms = False
         self._admission.should_walk = True
 
-    def _end_term(self, seats: Sequence[int]) -> None:
+    def _end_term(self, seats: Sequence[int], restarts: Mapping[int, Sequence[int]]) -> None:
         """Nothing of the last term goes on: requests are held or forgotten."""
         absent = set(range(self._cluster.num_instances)).difference(seats)
         for held in self._quarantine.end_term(self._rows.next_window - 1):
@@ -251,7 +265,8 @@ class Scheduler(SchedulerBase):
         self._admission.first_windows.lost(self._rows.lost_in_first_window(self._lost_seats))
         for request in list(self._state.requests.values()):
             self._moves.cancel(request)
-            if not self._held.end_term(request, self._lost_seats, absent):
+            self._carries.drop(request)
+            if not self._held.end_term(request, self._lost_seats, absent, restarts):
                 self._free(self._state.remove(request))
         self._tickets.end_term()
         self.offload.end_term()
@@ -291,6 +306,7 @@ class Scheduler(SchedulerBase):
         self._tickets.fence(request)
         self.offload.released(request)
         self._moves.drop(request)
+        self._carries.drop(request)
         self._held.drop(request)
         frames = self._state.remove(request)
         ticket, receivers = stowed or (request.ticket, request.receivers)
@@ -336,7 +352,9 @@ class Scheduler(SchedulerBase):
         state.place(request, layout)
         self.prefix_sharing.placed(request, arrival)
         self._answer.placed[request.request_id] = request
-        if arrival.needs_prefill and arrival.prompt_len > 1 + request.num_shared * PAGE_SIZE:
+        # Pages may be shared; a state is of this request alone.
+        num_there = request.num_shared * PAGE_SIZE if request.carry is None else 0
+        if arrival.needs_prefill and arrival.prompt_len > 1 + num_there:
             request.state = TRANSFERRING
             num_tokens = arrival.prompt_len - 1
             self._tickets.issue(request, num_tokens, request.targets(num_tokens))
@@ -375,8 +393,10 @@ class Scheduler(SchedulerBase):
             self._tickets.issue(request, num_tokens, move.targets, move.source)
 
     def _finish_moves(self) -> None:
-        for request, frames in self._moves.finish():
+        arrived = list(self._moves.finish())
+        for request, _ in arrived:
+            self._answer.placed[request.request_id] = request
+        for request, frames in (*arrived, *self._carries.finish()):
             # The windows sent so far read the old frames (protocol.md, quarantine).
             last = self._rows.next_window - 1
             self._free(self._quarantine.hold(frames, last, request.ever_bound, None, ()))
-            self._answer.placed[request.request_id] = request

@@ -95,6 +95,8 @@ class StepTables:
     """[B] int32: the page that the row's first append of the window goes to."""
     tail_holder: np.ndarray
     """[B, 2] int32: the holders of tail_page and of the page after it."""
+    carry_frame: np.ndarray
+    """[B] int64: where the row's state of linear attention layers lies; 0 without such layers."""
     own: LocalPages
     """Pages of this instance's rows, B of them."""
     received: LocalPages
@@ -112,6 +114,7 @@ class StepTables:
             num_received=np.zeros(peers, np.int32),
             tail_page=np.zeros(bounds.max_rows, np.int32),
             tail_holder=np.zeros((bounds.max_rows, 2), np.int32),
+            carry_frame=np.zeros(bounds.max_rows, np.int64),
             own=LocalPages.empty(bounds.max_rows, max_pages),
             received=LocalPages.empty(bounds.max_attention_rows, max_pages),
         )
@@ -186,6 +189,7 @@ class ContextPool:
             num_received=live.num_received,
             tail_page=live.tail_page[: bucket.num_rows],
             tail_holder=live.tail_holder[: bucket.num_rows],
+            carry_frame=live.carry_frame[: bucket.num_rows],
             own=live.own.prefix(bucket.num_rows),
             received=live.received.prefix(bucket.num_received),
         )

@@ -150,6 +150,7 @@ class _Words:
             # The device finds the holder of a page in the page tables instead.
             tail_page=empty.tail_page,
             tail_holder=empty.tail_holder,
+            carry_frame=empty.carry_frame,
             own=self.pages(host, 0, self.rows).on_host(),
             received=self.pages(host, self.rows, self.received).on_host(),
         )

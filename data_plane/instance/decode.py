@@ -38,7 +38,7 @@ from data_plane.kv.slots import Slots
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Resync
-from nanocp.values.plan import PAGE_SIZE, InstancePlan, Transfer, TransferDone
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, InstancePlan, Transfer, TransferDone
 from nanocp.values.sampling import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class DecodeInstance(WindowEdge):
         if (slots := Slots.of(config, frames.page_bytes)) is not None:
             self.copier = PageCopier(self._instance, slots, frames.page_view, self._write_page)
             self.copier.start()
-        self._startup = startup
+        self._startup, self._carry = startup, frames.carry
         self._lanes = startup.lanes
         for lane in others:
             lane.exchange.sent_bytes = first.exchange.sent_bytes  # one count for both
@@ -228,10 +228,14 @@ class DecodeInstance(WindowEdge):
             page = row.position // PAGE_SIZE
             # The page after the tail is appended to only if the window reaches it.
             holders = [table.holder(row.request_id, number) for number in (page, page + 1)]
+            runs = table.pages.get(row.request_id, ())
+            if self._carry is not None:
+                runs = [run for run in runs if run.first_page < CARRY_PAGE]
+                tables.carry_frame[index] = self._carry_frame(row.request_id)
             for place in range(index * width, (index + 1) * width):
                 tables.tail_page[place] = page
                 tables.tail_holder[place] = holders
-                tables.own.fill(place, table.pages.get(row.request_id, ()))
+                tables.own.fill(place, runs)
         for peer, requests in enumerate(lane.q_route):
             places = [first_of[each] + offset for each in requests for offset in range(width)]
             tables.num_sent[peer] = len(places)
@@ -292,14 +296,22 @@ class DecodeInstance(WindowEdge):
             return super().expect(transfer)
         self._newest_ticket = transfer.ticket
         for page, frame in transfer.frames_at(self._instance).items():
-            num_tokens = min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE)
+            if (carried := self._carried(frame)) is not None:
+                carried[:] = 0
+                continue
+            num_tokens = transfer.tokens_in(page)
             self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
         self._events.append(TransferDone(transfer.ticket, self._instance))
 
     def _read_page(self, frame: int) -> Any:
+        if (carried := self._carried(frame)) is not None:
+            return carried
         return self._frames.read_payload(frame)
 
     def _write_page(self, frame: int, num_tokens: int, payload: Any, layers: slice) -> None:
+        if (carried := self._carried(frame)) is not None:
+            carried[:] = payload
+            return
         self._frames.write_payload(frame, num_tokens, payload, layers)
 
     def close(self) -> None:

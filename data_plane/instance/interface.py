@@ -183,5 +183,12 @@ class Instance(Protocol):
         are left out whose frames may have been given to another since.
         """
 
+    def restarts(self) -> list[tuple[int, int, int]]:
+        """(request, least, most) of rows of the term that was left whose states are here.
+
+        At these positions a row may go on with its state. There is none without linear attention
+        layers.
+        """
+
     def close(self) -> None:
         """Release everything, shared memory included. Idempotent."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,7 +29,14 @@ from data_plane.transport.mailbox import fill_mailbox, mailbox_messages
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import Resync
-from nanocp.values.plan import Finished, InstancePlan, Transfer, WindowDone, WrittenPage
+from nanocp.values.plan import (
+    CARRY_PAGE,
+    Finished,
+    InstancePlan,
+    Transfer,
+    WindowDone,
+    WrittenPage,
+)
 from nanocp.values.sampling import Token, TokenLogprobs
 from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageRun
@@ -81,6 +88,19 @@ class Window:
         return [row for lane in self.lanes for row in lane.rows if not row.finished]
 
 
+class States(Protocol):
+    """States of rows in linear attention layers; kv.carry_pool.CarryPool is one."""
+
+    def clear(self, frame: int) -> None:
+        """The frame gets the state of no token."""
+
+    def num_folded(self, frame: int) -> int:
+        """Tokens that a state has, in the layer with most."""
+
+    def page(self, frame: int, number: int) -> np.ndarray:
+        """A page of a frame's own bytes; no copy."""
+
+
 class StepRow(NamedTuple):
     """A row in a step, where its known token is; its drafts are behind it."""
 
@@ -129,6 +149,8 @@ class WindowEdge(PageTransfers):
         self._newest_window = -1
         self._is_in_step = True
         """Whether the latest plan fitted the table."""
+        self._carry: States | None = None
+        """States of rows; None: the model has no linear attention layers."""
         self._sent_bytes = sent_bytes
         self._reported_route_bytes = self._reported_expert_bytes = 0
 
@@ -195,6 +217,17 @@ class WindowEdge(PageTransfers):
             for run in runs
         ]
 
+    def restarts(self) -> list[tuple[int, int, int]]:
+        if self._carry is None:
+            return []
+        # A step that was abandoned may have folded a token more in some layers than in others.
+        kept = [run.request_id for run in self.kept_pages() if run.first_page == CARRY_PAGE]
+        return [
+            (request_id, self._carry.num_folded(self._carry_frame(request_id)), row.position)
+            for request_id in kept
+            if (row := self._rows.get(request_id)) is not None
+        ]
+
     def join(self, ends: TermEnds, start: TermStart) -> None:
         self._exchange, self.rings, self._moves = ends
         self._has_ends = True
@@ -207,6 +240,21 @@ class WindowEdge(PageTransfers):
         self._peers = [seat for seat in start.seats if seat != self._instance]
         if start.experts is not None:
             self.place_experts(start.experts)
+
+    def _carry_frame(self, request_id: int) -> int:
+        """The frame of the state of a row that is here."""
+        run = self._table.pages[request_id][-1]
+        assert run.first_page == CARRY_PAGE, f"request {request_id} has no state here"
+        cluster = self._config.cluster
+        return (run.frame - cluster.num_frames) // cluster.carry_pages
+
+    def _carried(self, frame: int) -> np.ndarray | None:
+        """The page of a state in a frame that a ticket names; None: it is one of KV."""
+        cluster = self._config.cluster
+        number = frame - cluster.num_frames
+        if self._carry is None or number < 0:
+            return None
+        return self._carry.page(*divmod(number, cluster.carry_pages))
 
     @abstractmethod
     def place_experts(self, table: ExpertTable) -> None:
@@ -229,6 +277,8 @@ class WindowEdge(PageTransfers):
         yield from self._await_hand_offs(plan)
         for start in plan.starts:
             self._rows[start.request_id] = Row.start(start)
+            if self._carry is not None and start.position == 0:
+                self._carry.clear(self._carry_frame(start.request_id))  # none has come
         rows = [self._rows[request_id] for request_id in self._table.rows]
         lanes = window_lanes(self._table, rows, plan.two_lanes)
         self._window = Window(plan, lanes, drafts=[[0, 0] for _ in range(plan.num_drafts)])

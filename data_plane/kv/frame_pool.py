@@ -15,6 +15,7 @@ import torch
 
 from data_plane.attention.fp8_latent import quantise
 from data_plane.graph.pool_cpu import LocalPages
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.huge_pages import huge_pages
 from data_plane.model.sizes import token_bytes
 from nanocp.values.plan import PAGE_SIZE
@@ -56,6 +57,8 @@ class FramePool:
             ) from error
         self.slots = self.layers.view(num_layers, -1, width).unbind()
         """For each layer [slots, D]; a slot is frame * 64 + offset in the frame."""
+        self.carry: CarryPool | None = None
+        """States of rows, beside the frames; None: the model has no linear attention layers."""
         self.scratch_slot = num_frames * PAGE_SIZE
 
     def append(self, layer: int, slot_B: torch.Tensor, kv_BD: torch.Tensor) -> None:

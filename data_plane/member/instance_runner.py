@@ -39,7 +39,7 @@ from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.commands import ExpectPages, Join, RefusePages, SendPages
 from nanocp.values.experts import ExpertTable
-from nanocp.values.members import Beat, Hello, Loading, Peer, Ready
+from nanocp.values.members import Beat, Hello, Left, Loading, Peer, Ready
 from nanocp.values.plan import Fetch, InstancePlan, Stow, TargetRun
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,9 @@ class DecodeLoop(TermLoop):
         self._instance.leave()
         self._plans.clear()
         self._full_plan = None
+
+    def _left(self) -> Left:
+        return Left(tuple(self._instance.restarts()))
 
     def join(self) -> None:
         """Wait, a bounded time, for the rings' watchers; closing the instance ends them.

@@ -175,7 +175,7 @@ class PrefillStageLoop:
                 if not self._writers[target_of.pop(page)].write(
                     ticket=ticket,
                     page=page,
-                    num_tokens=min(PAGE_SIZE, transfer.num_tokens - page * PAGE_SIZE),
+                    num_tokens=transfer.tokens_in(page),
                     payload=self._built.payload(ticket, page),
                     timeout_ms=self._limits.exchange_timeout_ms,
                     is_cancelled=lambda: self._is_cancelled(ticket),

@@ -58,6 +58,10 @@ class TermLoop(ABC):
     def _leave(self) -> None:
         """Forget the term, which is over."""
 
+    def _left(self) -> Left:
+        """What is said once the term is forgotten."""
+        return Left()
+
     @abstractmethod
     def _renew(self) -> None:
         """Give up ends that were made for a term which will not be."""
@@ -87,7 +91,7 @@ class TermLoop(ABC):
             except (PeerLost, ExchangeTimeout) as error:
                 self._suspect(error)
             self._leave()
-            self._send(Left())
+            self._send(self._left())
 
     def forget_term(self) -> None:
         """Abandon the term, and all that belongs to it: its controller is lost."""

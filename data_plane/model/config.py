@@ -6,13 +6,14 @@ ValueError that says what was found and what would be right. Does not know: tens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_plane.model.attention_kinds.delta import DeltaConfig
 from data_plane.model.attention_kinds.kind import AttentionKind
 from data_plane.model.config_fields import Fields, is_int, read_json
-from data_plane.model.families import PLAIN_NAMES, MixtureNames, family_of
+from data_plane.model.families import PLAIN_NAMES, TensorNames, family_of
 from data_plane.model.rope_config import RopeConfig, read_rope
 
 _MOST_EXPERTS = 1_000_000
@@ -51,6 +52,8 @@ class ModelConfig:
     """Whether the chosen experts' weights are divided by their sum."""
     routed_scale: float
     """Factor of the chosen experts' weights."""
+    shared_size: int
+    """Intermediate size of the shared experts together."""
     norm_eps: float
     tied_embeddings: bool
     max_len: int
@@ -59,14 +62,40 @@ class ModelConfig:
     rope: RopeConfig
     fp8_block: tuple[int, int] | None
     """Rows and columns of an FP8 weight that share a scale; None: every weight is a plain float."""
-    names: MixtureNames = PLAIN_NAMES
+    names: TensorNames = PLAIN_NAMES
     num_mtp_layers: int = 0
     """1 if the layer behind the last one drafts tokens (the MTP layer)."""
+    has_shared_gate: bool = False
+    """Whether the shared expert's output is scaled by a gate of its own."""
+    has_offset_norms: bool = False
+    """Whether norms multiply by 1 + their weights."""
+    delta: DeltaConfig | None = None
+    """What linear attention layers compute; None: every layer is a full attention layer."""
+    linear_layers: tuple[int, ...] = ()
+    """Indices of the linear attention layers, ascending: their rows have states, and no KV."""
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Layers that a checkpoint has, the MTP layer too if it is loaded."""
+        return self.num_layers + self.num_mtp_layers
 
     @property
     def num_kept_layers(self) -> int:
         """Layers whose KV is kept."""
-        return self.num_layers + self.num_mtp_layers
+        return self.num_stored_layers - len(self.linear_layers)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """For each layer, how many before it are of its kind, linear attention or full."""
+        return tuple(
+            self.places_before(index)[index in self.linear_layers]
+            for index in range(self.num_stored_layers)
+        )
+
+    def places_before(self, index: int) -> tuple[int, int]:
+        """How many layers before this one attend fully, and how many linearly."""
+        num_linear = sum(layer < index for layer in self.linear_layers)
+        return index - num_linear, num_linear
 
     @classmethod
     def from_folder(cls, path: str | Path, has_mtp: bool = False) -> ModelConfig:
@@ -78,7 +107,14 @@ class ModelConfig:
         folder = Path(path)
         raw = Fields(read_json(folder / "config.json"))
         family = family_of(raw)
-        rope = read_rope(raw, family.has_pairs)
+        rope = replace(read_rope(raw, family.has_pairs), is_off=not family.has_rope)
+        mixture = family.mixture(raw)
+        linear = family.linear(raw) if family.linear is not None else None
+        if linear is not None and has_mtp:
+            raise ValueError(
+                "scheduler.num_drafts is set, and the model has linear attention layers, whose "
+                "states take one token a step so far: set it to 0"
+            )
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
         config = cls(
@@ -86,16 +122,19 @@ class ModelConfig:
             hidden_size=raw.positive("hidden_size"),
             num_layers=raw.positive("num_hidden_layers"),
             attention=family.attention(raw, rope),
-            dense_size=raw.positive("intermediate_size"),
-            **family.mixture(raw),
+            dense_size=raw.positive("intermediate_size") if mixture["num_dense_layers"] else 0,
+            **mixture,
             norm_eps=raw.number("rms_norm_eps", 1e-6),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            max_len=raw.positive("max_position_embeddings"),
+            max_len=raw.positive("max_position_embeddings", "model_max_length"),
             eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
             rope=rope,
             fp8_block=_fp8_block(raw),
             names=family.names,
             num_mtp_layers=_num_mtp_layers(raw) if has_mtp else 0,
+            has_offset_norms=family.has_offset_norms,
+            delta=None if linear is None else linear.delta,
+            linear_layers=() if linear is None else linear.indices,
         )
         _check_shape(config)
         return config

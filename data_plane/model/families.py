@@ -10,6 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from data_plane.model.attention_kinds.delta_families import (
+    LinearLayers,
+    kimi_linear,
+    ling,
+    qwen3_5,
+    qwen3_next,
+)
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.kind import AttentionKind
 from data_plane.model.attention_kinds.mla import MlaConfig
@@ -18,16 +25,25 @@ from data_plane.model.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureNames:
-    """How a checkpoint names a layer's mixture of experts and the matrices of an expert."""
+class TensorNames:
+    """How a checkpoint names its tensors."""
 
-    prefix: str = "mlp."
+    mixture: str = "mlp."
+    """What the names of a layer's mixture of experts begin with."""
     gate: str = "gate_proj"
+    """This one, and the next two: matrices of an expert."""
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts."
+    gate_bias: str = "gate.e_score_correction_bias"
+    """The gate's, by which it chooses experts."""
+    dense: str = "mlp."
+    attention: str = "self_attn."
+    output: str = "o_proj"
+    embedding: str = "model.embed_tokens"
 
 
-PLAIN_NAMES = MixtureNames()
+PLAIN_NAMES = TensorNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +57,16 @@ class Family:
     """Field -> the values it may have; an absent field means the first of them."""
     has_pairs: bool = False
     """Whether rotated pairs stand side by side where config.json does not say so."""
-    names: MixtureNames = PLAIN_NAMES
+    names: TensorNames = PLAIN_NAMES
+    linear: Callable[[Fields], LinearLayers] | None = None
+    """Reads the linear attention layers; None: every layer is a full attention layer."""
+    has_rope: bool = True
+    has_offset_norms: bool = False
+    """Whether norms multiply by 1 + their weights."""
 
 
 def _kv_heads(
-    has_bias: bool | None = False, has_norms: bool | None = False
+    has_bias: bool | None = False, has_norms: bool | None = False, has_gate: bool = False
 ) -> Callable[[Fields, RopeConfig], AttentionKind]:
     """Make the reader of K/V heads; None stands for a field of config.json that says so."""
 
@@ -54,6 +75,7 @@ def _kv_heads(
             raw,
             has_bias=bool(raw.get("attention_bias", False)) if has_bias is None else has_bias,
             has_norms=bool(raw.get("use_qk_norm", False)) if has_norms is None else has_norms,
+            has_gate=has_gate,
         )
 
     return read
@@ -74,6 +96,7 @@ def _mixture(
         "num_experts_per_token": per_token,
         "expert_size": expert_size,
         "num_shared_experts": 0,
+        "shared_size": 0,
         "softmax_gate": True,
         "num_groups": 1,
         "num_groups_per_token": 1,
@@ -109,8 +132,10 @@ def _grouped(raw: Fields, softmax_gate: bool, has_groups: bool) -> dict[str, Any
         per_token=raw.positive("num_experts_per_tok"),
         expert_size=raw.positive("moe_intermediate_size"),
     )
+    num_shared = raw.count("n_shared_experts", 0)
     return fields | {
-        "num_shared_experts": raw.count("n_shared_experts", 0),
+        "num_shared_experts": num_shared,
+        "shared_size": num_shared * fields["expert_size"],
         "softmax_gate": softmax_gate,
         "num_groups": (raw.count("n_group", 1) or 1) if has_groups else 1,
         "num_groups_per_token": (raw.count("topk_group", 1) or 1) if has_groups else 1,
@@ -126,6 +151,41 @@ def _deepseek_v3(raw: Fields) -> dict[str, Any]:
 def _deepseek_v2(raw: Fields) -> dict[str, Any]:
     has_groups = raw.get("topk_method", "greedy") != "greedy"
     return _grouped(raw, softmax_gate=True, has_groups=has_groups)
+
+
+def _qwen3_next(raw: Fields) -> dict[str, Any]:
+    return _qwen3_moe(raw) | {
+        "num_shared_experts": 1,
+        "shared_size": raw.positive("shared_expert_intermediate_size"),
+        "has_shared_gate": True,
+        "weights_normalised": bool(raw.get("norm_topk_prob", True)),
+    }
+
+
+def _kimi(raw: Fields) -> dict[str, Any]:
+    """Read what Kimi-Linear and Ling call by other names than DeepSeek-V3."""
+    kinds = raw.get("mlp_layer_types")
+    num_dense = raw.count("first_k_dense_replace", 0) if kinds is None else kinds.count("dense")
+    if kinds is not None and "dense" in kinds[num_dense:]:
+        raise ValueError(
+            f"config.json: mlp_layer_types is {kinds}; its dense layers must be the first ones"
+        )
+    fields = _mixture(
+        num_dense_layers=num_dense,
+        num_experts=raw.positive("num_experts", "num_local_experts"),
+        per_token=raw.positive("num_experts_per_token", "num_experts_per_tok"),
+        expert_size=raw.positive("moe_intermediate_size"),
+    )
+    num_shared = raw.count("num_shared_experts", 0)
+    return fields | {
+        "num_shared_experts": num_shared,
+        "shared_size": num_shared * fields["expert_size"],
+        "softmax_gate": False,
+        "num_groups": raw.positive("num_expert_group", "n_group"),
+        "num_groups_per_token": raw.positive("topk_group"),
+        "weights_normalised": bool(raw.get("moe_renormalize", raw.get("norm_topk_prob", True))),
+        "routed_scale": raw.number("routed_scaling_factor", 1.0),
+    }
 
 
 _NO_BIAS = {"attention_bias": (False,)}
@@ -170,7 +230,51 @@ FAMILIES: dict[str, Family] = {
         _kv_heads(),
         _mixtral,
         {"sliding_window": (None,), **_NO_BIAS},
-        names=MixtureNames("block_sparse_moe.", gate="w1", up="w3", down="w2"),
+        names=TensorNames("block_sparse_moe.", gate="w1", up="w3", down="w2"),
+    ),
+    "Qwen3NextForCausalLM": Family(
+        _kv_heads(has_norms=True, has_gate=True),
+        _qwen3_next,
+        {"mlp_only_layers": ([],), "decoder_sparse_step": (1,), **_NO_BIAS},
+        names=TensorNames(shared="shared_expert."),
+        linear=qwen3_next,
+        has_offset_norms=True,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        _kv_heads(has_norms=True, has_gate=True),
+        _qwen3_next,
+        {"mlp_only_layers": ([],), **_NO_BIAS},
+        names=TensorNames(shared="shared_expert."),
+        linear=qwen3_5,
+        has_offset_norms=True,
+    ),
+    "KimiLinearForCausalLM": Family(
+        MlaConfig.read,
+        _kimi,
+        {
+            "moe_router_activation_func": ("sigmoid",),
+            "mla_use_nope": (True,),
+            "moe_layer_freq": (1,),
+            **_NO_BIAS,
+        },
+        names=TensorNames(
+            "block_sparse_moe.", gate="w1", up="w3", down="w2", dense="block_sparse_moe."
+        ),
+        linear=kimi_linear,
+        has_rope=False,
+    ),
+    "BailingHybridForCausalLM": Family(
+        MlaConfig.read_gated,
+        _kimi,
+        {"score_function": ("sigmoid",), **_NO_BIAS},
+        has_pairs=True,
+        names=TensorNames(
+            gate_bias="gate.expert_bias",
+            attention="attention.",
+            output="dense",
+            embedding="model.word_embeddings",
+        ),
+        linear=ling,
     ),
     "LlamaForCausalLM": Family(_kv_heads(), _no_mixture, {"mlp_bias": (False,), **_NO_BIAS}),
     "Qwen2ForCausalLM": Family(_kv_heads(has_bias=True), _no_mixture, _NO_WINDOW),
@@ -204,7 +308,7 @@ def family_of(raw: Fields) -> Family:
                 f"config.json: {field} is {value!r}; {name} is supported with {supported} only"
             )
     layer_types = raw.get("layer_types", [])
-    if any(kind != "full_attention" for kind in layer_types):
+    if FAMILIES[name].linear is None and any(kind != "full_attention" for kind in layer_types):
         raise ValueError(
             f"config.json: layer_types has {', '.join(sorted(set(layer_types)))}; every layer must "
             "be full_attention"

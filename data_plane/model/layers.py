@@ -8,6 +8,8 @@ hidden, C width of `wire_q`, W width of KV, H heads, D width of a query, V value
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,13 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
 from data_plane.model.rope import RopeTable
-from data_plane.model.weights import LayerWeights, LogitsWeights, MlpWeights, MtpWeights
+from data_plane.model.weights import (
+    LayerWeights,
+    LogitsWeights,
+    MlpWeights,
+    MoeWeights,
+    MtpWeights,
+)
 
 
 def attention_rows(
@@ -42,6 +50,15 @@ def finish_attention(partial_BHO: Tensor, layer: LayerWeights, config: ModelConf
     return config.attention.finish(partial_BHO, layer.attention)
 
 
+def gated_heads(x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:
+    """Scale the heads' values by the gates that the layer's input x_BX makes, if it has some."""
+    gate = layer.attention.gate
+    if gate is None:
+        return o_BHV
+    gate_BG: Tensor = gate(rms_norm(x_BX, layer.input_norm, config.norm_eps)).sigmoid()
+    return o_BHV * gate_BG.view(len(o_BHV), config.attention.num_heads, -1)
+
+
 def output_projection(o_BHV: Tensor, layer: LayerWeights) -> Tensor:
     """Project the heads' outputs to hidden rows, [B, X]."""
     return layer.o_proj(o_BHV.flatten(1))
@@ -64,6 +81,18 @@ def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
     """Run a gated MLP on rows: down(silu(gate) * up), [B, X]."""
     gate, up = mlp.gate_up(x_BX).chunk(2, dim=-1)
     return mlp.down(F.silu(gate) * up)
+
+
+def shared_experts(
+    x_BX: Tensor, moe: MoeWeights, mlp: Callable[[Tensor, MlpWeights], Tensor] = gated_mlp
+) -> Tensor | None:
+    """Run the shared experts on rows, [B, X]; None if the model has none. mlp: runs an MLP."""
+    if moe.shared is None:
+        return None
+    out_BX = mlp(x_BX, moe.shared)
+    if moe.shared_gate is None:
+        return out_BX
+    return F.linear(x_BX, moe.shared_gate).sigmoid() * out_BX
 
 
 def mtp_rows(next_BX: Tensor, hidden_BX: Tensor, mtp: MtpWeights, config: ModelConfig) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ _PUBLISHED_FIELDS = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
 }
+_OFFSET_NORMS = ("qwen3_next", "qwen3_5_moe_text")
+"""Models whose norms multiply by 1 + their weights."""
+_SLOW_DECAY: tuple[dict[str, tuple[float, float]], ...] = (
+    {"A_log": (1.0, -3.0), "_bias": (1.0, -2.0)},
+    {"A_log": (0.3, 0.0), "_bias": (1.0, -5.0)},  # with a bound, which a sigmoid multiplies
+)
+"""(spread, centre) of what decides how fast a state decays."""
 _BLOCK = 128
 _QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -52,7 +60,7 @@ def make_checkpoint(
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be {' or '.join(PRESETS)}")
-    fields = PRESETS[preset] | (overrides or {})
+    fields = deepcopy(PRESETS[preset] | (overrides or {}))  # `transformers` writes into them
     if fields["vocab_size"] < _MIN_VOCABULARY:
         raise ValueError(
             f"vocab_size is {fields['vocab_size']}; it must be at least {_MIN_VOCABULARY}, "
@@ -73,7 +81,15 @@ def make_checkpoint(
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.05)
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.data.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+            is_offset = config.model_type in _OFFSET_NORMS and "linear_attn" not in name
+            centre = 0 if is_offset else 1
+            parameter.data.copy_(centre + 0.1 * torch.randn(parameter.shape, generator=generator))
+        elif name.endswith(("A_log", "dt_bias")):
+            # States that decay fast would hide errors of old tokens.
+            spread, centre = _SLOW_DECAY[config.model_type == "bailing_hybrid"][name[-5:]]
+            parameter.data.copy_(
+                centre + spread * torch.randn(parameter.shape, generator=generator)
+            )
         elif name.endswith("bias"):
             parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
     is_fp8 = dtype == torch.float8_e4m3fn
@@ -134,13 +150,38 @@ def _rewrite_config(path: Path, published_spelling: bool, more_fields: dict[str,
     if published_spelling:
         if config["model_type"] == "qwen3_moe":
             config["num_experts"] = config.pop("num_local_experts")
-        rope = config.pop("rope_parameters")
-        if "partial_rotary_factor" in rope:
-            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-        config["rope_theta"] = rope.pop("rope_theta")
-        kind = rope.pop("rope_type")
-        config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+        _publish_linear_layers(config)
+        rope = config.pop("rope_parameters", None)
+        if rope is not None:
+            if "partial_rotary_factor" in rope:
+                config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+            config["rope_theta"] = rope.pop("rope_theta")
+            kind = rope.pop("rope_type")
+            config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _publish_linear_layers(config: dict[str, Any]) -> None:
+    """Say which layers attend linearly, and how, as the published config.json does."""
+    kind = config["model_type"]
+    if kind == "kimi_linear":
+        layers = config.pop("layer_types")
+        config["linear_attn_config"] = {
+            "full_attn_layers": [n + 1 for n, of in enumerate(layers) if of == "full_attention"],
+            "kda_layers": [n + 1 for n, of in enumerate(layers) if of == "linear_attention"],
+            "head_dim": config.pop("linear_head_dim"),
+            "num_heads": config.pop("linear_num_heads"),
+            "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+        }
+        config["first_k_dense_replace"] = config.pop("mlp_layer_types").count("dense")
+        config["mla_use_nope"] = True
+    elif kind == "bailing_hybrid":
+        config["head_dim"] = config.pop("linear_head_dim")
+        for field in ("layer_types", "mlp_layer_types", "linear_num_heads"):
+            del config[field]
+    elif kind == "qwen3_next":
+        del config["layer_types"]
+        config["full_attention_interval"] = 4
 
 
 def write_tokenizer(path: Path, vocab_size: int, texts: Sequence[str]) -> None:

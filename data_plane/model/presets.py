@@ -208,3 +208,79 @@ PRESETS |= {
         "intermediate_size": 2816,
     },
 }
+_GATED_DELTA_NET = _KV_HEADS | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 48,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+_KIMI_DELTA = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 96,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.06,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+# Linear attention layers beside full ones. Widths of states differ from each other and from those
+# of full attention; the last layer is of either kind.
+PRESETS |= {
+    "tiny-qwen3-next": _GATED_DELTA_NET
+    | {"model_type": "qwen3_next", "num_hidden_layers": 6, "norm_topk_prob": True},
+    "tiny-qwen3.5": _GATED_DELTA_NET
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "shared_expert_intermediate_size": 128,
+        "linear_num_key_heads": 3,
+    },
+    "tiny-kimi-linear": _KIMI_DELTA
+    | {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "layer_types": [
+            *["linear_attention"] * 3,
+            "full_attention",
+            "linear_attention",
+            "full_attention",
+        ],
+    },
+    "tiny-ling": _KIMI_DELTA
+    | {
+        "model_type": "bailing_hybrid",
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 48,
+        "layer_group_size": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}

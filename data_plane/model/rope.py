@@ -65,6 +65,8 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     wavelength: Tensor = config.theta**exponent
     plain: Tensor = 1.0 / wavelength
+    if config.is_off:
+        return torch.zeros_like(plain)
     if config.llama3 is not None:
         return _llama3(plain, config.llama3)
     if config.yarn is None:

@@ -22,6 +22,8 @@ class RopeConfig:
     yarn: YarnConfig | None = None
     llama3: Llama3Config | None = None
     """At most one of the two is there; neither: plain rope."""
+    is_off: bool = False
+    """Whether nothing is rotated: the model's other layers know the order of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,22 @@ frames.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from data_plane.model.attention_kinds.delta import DeltaConfig
+from data_plane.model.attention_kinds.kind import AttentionKind
 from data_plane.model.config import ModelConfig
-from data_plane.model.families import PLAIN_NAMES, MixtureNames
+from data_plane.model.families import PLAIN_NAMES, TensorNames
 from nanocp.config.whole import Config
 from nanocp.values.plan import PAGE_SIZE
 
 NUM_SCALES = 4
 """Scales of one token's latent KV in FP8."""
+CARRY_DEPTH = 1
+"""Newest tokens of a row that are not folded into its state."""
+_CARRY_ALIGNMENT = 64
 
 
 def token_bytes(rank: int, rope_dim: int) -> int:
@@ -36,7 +43,53 @@ def page_bytes(model: ModelConfig, config: Config) -> int:
     return num_tokens * kind.kv_width * item_bytes(config)
 
 
-def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str, str]:
+class CarryField(NamedTuple):
+    """One tensor of a row's state in one linear attention layer."""
+
+    name: str
+    offset: int
+    """Bytes before it in the layer's part of the state."""
+    shape: tuple[int, ...]
+    item_bytes: int
+
+
+def carry_layout(
+    delta: DeltaConfig, item_bytes: int, depth: int
+) -> tuple[tuple[CarryField, ...], int]:
+    """List what a row's state has in each linear attention layer, and its bytes in all.
+
+    item_bytes: of a number of the rows. depth: newest tokens that are not folded into the state.
+    There is a place more for records: programs of other heads may still read one while the newest
+    is written.
+    """
+    places, heads = depth + 1, delta.num_heads
+    fields, offset = [], 0
+    for name, shape, size in (
+        ("state", (heads, delta.key_dim, delta.value_dim), 4),
+        ("decay", (places, heads, delta.decay_width), 4),
+        ("key", (places, delta.num_key_heads, delta.key_dim), 4),
+        ("u", (places, heads, delta.value_dim), 4),
+        ("channels", (delta.conv_size - 1 + places, delta.num_channels), item_bytes),
+        ("folded", (1,), 4),
+    ):
+        fields.append(CarryField(name, offset, shape, size))
+        offset += -(-math.prod(shape) * size // _CARRY_ALIGNMENT) * _CARRY_ALIGNMENT
+    return tuple(fields), offset
+
+
+def carry_bytes(model: ModelConfig, item_bytes: int, depth: int = CARRY_DEPTH) -> int:
+    """Bytes of a row's state in all linear attention layers; 0: the model has none."""
+    if model.delta is None:
+        return 0
+    return carry_layout(model.delta, item_bytes, depth)[1] * len(model.linear_layers)
+
+
+def carry_pages(model: ModelConfig, config: Config) -> int:
+    """Pages that a row's state takes; 0: the model has no linear attention layers."""
+    return -(-carry_bytes(model, item_bytes(config)) // page_bytes(model, config))
+
+
+def mlp_names(prefix: str, names: TensorNames = PLAIN_NAMES) -> tuple[str, str, str]:
     """Name the tensors of a gated MLP: gate, up, down."""
     gate, up, down = (f"{prefix}{name}.weight" for name in (names.gate, names.up, names.down))
     return gate, up, down
@@ -45,7 +98,7 @@ def mlp_names(prefix: str, names: MixtureNames = PLAIN_NAMES) -> tuple[str, str,
 def stored_shapes(config: ModelConfig, experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """List the tensors that an instance with these experts reads: name -> shape."""
     shapes = embedding_shapes(config) | head_shapes(config)
-    for index in range(config.num_kept_layers):
+    for index in range(config.num_stored_layers):
         shapes |= layer_shapes(config, index, experts)
     return shapes | (mtp_shapes(config) if config.num_mtp_layers else {})
 
@@ -63,7 +116,7 @@ def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """List the tensors that turn token ids into hidden rows: name -> shape."""
-    return {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    return {f"{config.names.embedding}.weight": (config.vocab_size, config.hidden_size)}
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -78,33 +131,46 @@ def layer_shapes(
     config: ModelConfig, index: int, experts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     """List the tensors of one layer with these experts: name -> shape."""
-    hidden, kind = config.hidden_size, config.attention
-    layer = f"model.layers.{index}."
-    attention, mlp = layer + "self_attn.", layer + "mlp."
+    hidden, names, layer = config.hidden_size, config.names, f"model.layers.{index}."
     shapes: dict[str, tuple[int, ...]] = {
         layer + "input_layernorm.weight": (hidden,),
         layer + "post_attention_layernorm.weight": (hidden,),
-        **kind.stored_shapes(attention, hidden),
-        attention + "o_proj.weight": (hidden, kind.num_heads * kind.value_dim),
     }
+    kind: AttentionKind | DeltaConfig = config.attention
+    if config.delta is not None and index in config.linear_layers:
+        kind = config.delta
+        shapes |= config.delta.stored_shapes(layer)
+    else:
+        shapes |= config.attention.stored_shapes(layer + names.attention, hidden)
+    shapes[output_name(config, index)] = (hidden, kind.num_heads * kind.value_dim)
 
-    def add_mlp(prefix: str, size: int, names: MixtureNames = PLAIN_NAMES) -> None:
+    def add_mlp(prefix: str, size: int, names: TensorNames = PLAIN_NAMES) -> None:
         gate, up, down = mlp_names(prefix, names)
         shapes[gate] = shapes[up] = (size, hidden)
         shapes[down] = (hidden, size)
 
     if index < config.num_dense_layers:
-        add_mlp(mlp, config.dense_size)
+        add_mlp(layer + names.dense, config.dense_size)
         return shapes
-    mlp = layer + config.names.prefix
-    shapes[mlp + "gate.weight"] = (config.num_experts, hidden)
+    mixture = layer + names.mixture
+    shapes[mixture + "gate.weight"] = (config.num_experts, hidden)
     if not config.softmax_gate:
-        shapes[mlp + "gate.e_score_correction_bias"] = (config.num_experts,)
+        shapes[mixture + names.gate_bias] = (config.num_experts,)
     for expert in experts:
-        add_mlp(f"{mlp}experts.{expert}.", config.expert_size, config.names)
+        add_mlp(f"{mixture}experts.{expert}.", config.expert_size, names)
     if config.num_shared_experts:
-        add_mlp(mlp + "shared_experts.", config.num_shared_experts * config.expert_size)
+        add_mlp(mixture + names.shared, config.shared_size)
+    if config.has_shared_gate:
+        shapes[mixture + "shared_expert_gate.weight"] = (1, hidden)
     return shapes
+
+
+def output_name(config: ModelConfig, index: int) -> str:
+    """Name the output projection of a layer's attention."""
+    layer = f"model.layers.{index}."
+    if config.delta is not None and index in config.linear_layers:
+        return f"{layer}{config.delta.names.prefix}{config.delta.names.output}.weight"
+    return f"{layer}{config.names.attention}{config.names.output}.weight"
 
 
 def is_packed(name: str, shape: Sequence[int]) -> bool:

@@ -22,7 +22,13 @@ from data_plane.model.fp8_weight import FP8, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, Packing, TorchPacking
 from data_plane.model.rope import RopeTable
 from data_plane.model.safetensors_reader import SafetensorsReader, scale_shape, staging_tensor
-from data_plane.model.sizes import is_packed, mlp_names, mtp_shapes, stored_shapes
+from data_plane.model.sizes import (
+    is_packed,
+    mlp_names,
+    mtp_shapes,
+    output_name,
+    stored_shapes,
+)
 from nanocp.values.experts import home_experts
 
 
@@ -50,6 +56,8 @@ class MoeWeights:
     """MLPs of the experts that are here, by slot."""
     shared: MlpWeights | None
     """MLP of the shared experts; None if the model has none."""
+    shared_gate: Tensor | None = None
+    """[1, X], the gate of the shared experts' output; None if they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class LayerWeights:
     input_norm: Tensor
     post_attention_norm: Tensor
     attention: Any
-    """Weights of the model's kind of attention (attention_kinds)."""
+    """Weights of the layer's kind of attention (attention_kinds)."""
     o_proj: LinearLayer
     """From H * V to X."""
     mlp: MlpWeights | None
@@ -133,7 +141,7 @@ def open_tensors(
     has another shape.
     """
     reader = SafetensorsReader(Path(path), config.fp8_block)
-    for what, number in (("layers", config.num_kept_layers), ("experts", config.num_experts)):
+    for what, number in (("layers", config.num_stored_layers), ("experts", config.num_experts)):
         if number > reader.num_tensors:
             raise ValueError(
                 f"{path}: config.json says that there are {number} {what}, and the folder has "
@@ -266,7 +274,7 @@ class WeightLoader:
         embedding = self.embedding()
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self.layer(index) for index in range(config.num_kept_layers)),
+            layers=tuple(self.layer(index) for index in range(config.num_stored_layers)),
             **self.head(embedding)._asdict(),
             rope=RopeTable(config.rope, config.attention.rope_dim),
             mtp=self.mtp() if config.num_mtp_layers else None,
@@ -284,7 +292,7 @@ class WeightLoader:
 
     def embedding(self) -> Tensor:
         """[vocabulary, X]."""
-        return self.tensor("model.embed_tokens.weight", self._matrix_dtype)
+        return self.tensor(f"{self._config.names.embedding}.weight", self._matrix_dtype)
 
     def head(self, embedding: Tensor | None) -> HeadWeights:
         """What makes logits. embedding: if it has been read."""
@@ -298,35 +306,41 @@ class WeightLoader:
     def layer(self, index: int, experts: Sequence[int] | None = None) -> LayerWeights:
         """One decoder layer, with these experts; None: with those of the instance."""
         experts = self._experts if experts is None else experts
-        prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        is_dense = index < self._config.num_dense_layers
+        config, prefix = self._config, f"model.layers.{index}."
+        is_dense, names = index < config.num_dense_layers, config.names
+        if config.delta is not None and index in config.linear_layers:
+            attention: Any = config.delta.load(self, prefix)
+        else:
+            attention = config.attention.load(self, prefix + names.attention)
         return LayerWeights(
             input_norm=self.tensor(prefix + "input_layernorm.weight"),
             post_attention_norm=self.tensor(prefix + "post_attention_layernorm.weight"),
-            attention=self._config.attention.load(self, attention),
-            o_proj=self.linear(attention + "o_proj.weight"),
-            mlp=self._mlp(*mlp_names(mlp)) if is_dense else None,
-            moe=None if is_dense else self._moe(prefix + self._config.names.prefix, experts),
+            attention=attention,
+            o_proj=self.linear(output_name(config, index)),
+            mlp=self._mlp(*mlp_names(prefix + names.dense)) if is_dense else None,
+            moe=None if is_dense else self._moe(prefix + names.mixture, experts),
         )
 
     def _moe(self, prefix: str, experts: Sequence[int]) -> MoeWeights:
         bias = None
         if not self._config.softmax_gate:
-            bias = self.tensor(prefix + "gate.e_score_correction_bias", torch.float32)
+            bias = self.tensor(prefix + self._config.names.gate_bias, torch.float32)
         return MoeWeights(
             gate=self.packing.gate_weight(self.tensor(prefix + "gate.weight", torch.float32)),
             gate_bias=bias,
             slot_E=slots_of(experts, self._config.num_experts),
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in experts]),
-            shared=self._mlps([mlp_names(prefix + "shared_experts.")])[0]
+            shared=self._mlps([mlp_names(prefix + self._config.names.shared)])[0]
             if self._config.num_shared_experts
+            else None,
+            shared_gate=self.tensor(prefix + "shared_expert_gate.weight")
+            if self._config.has_shared_gate
             else None,
         )
 
     def expert(self, layer: int, expert: int) -> MlpWeights:
         """One expert of a layer."""
-        prefix = f"model.layers.{layer}.{self._config.names.prefix}experts.{expert}."
+        prefix = f"model.layers.{layer}.{self._config.names.mixture}experts.{expert}."
         (mlp,) = self._expert_mlps([prefix])
         return mlp
 
@@ -381,6 +395,15 @@ class WeightLoader:
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor that is kept as it is, in the dtype of the rows unless one is given."""
+        if (
+            self._config.has_offset_norms
+            and name.endswith("norm.weight")
+            and "attn.norm" not in name
+        ):
+            # A weight near 0 would lose its last bits if 1 + it were rounded to bf16.
+            tensor = torch.empty(self._shapes[name], dtype=torch.float32)
+            self._read_into(name, tensor)
+            return tensor + 1
         tensor = torch.empty(self._shapes[name], dtype=dtype or self._dtype)
         self._read_into(name, tensor)
         return tensor

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.layers import shared_experts
 from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
 from data_plane.moe.rows import Region, RowMoves
 from data_plane.transport.exchange import Awaited, Channel
@@ -112,7 +113,7 @@ class ExpertExchange:
         dispatched = self.dispatch(normed_BX, expert_BK, weight_BK, live_B, epoch)
         self._probe("other")
         # While the rows travel.
-        shared_BX = kernels.gated_mlp(normed_BX, moe.shared) if moe.shared else None
+        shared_BX = shared_experts(normed_BX, moe, kernels.gated_mlp)
         self._probe("dispatch_combine")
         yield from self.arrivals(dispatched)
         own_sum = self.run_experts(dispatched, moe)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.paged import Attention
+from data_plane.model.attention_kinds.delta import DeltaWeights
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import LATENT_NORM_EPS, MlaConfig
 from data_plane.model.config import ModelConfig
@@ -211,17 +212,19 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
     def _layer(self, layer: LayerWeights, rope: RopeTable, config: ModelConfig) -> Any:
         known = self._layers.get(id(layer))
         if known is None:
+            own = layer.attention
+            kind = config.delta if isinstance(own, DeltaWeights) else config.attention
+            assert kind is not None
             fields = LayerFields(
                 input_norm=layer.input_norm.data_ptr(),
                 o=packed_address(layer.o_proj),
                 post_norm=layer.post_attention_norm.data_ptr(),
                 hidden=config.hidden_size,
-                heads=config.attention.num_heads,
-                value=config.attention.value_dim,
+                heads=kind.num_heads,
+                value=kind.value_dim,
                 norm_eps=config.norm_eps,
                 is_interleaved=rope.is_interleaved,
             )
-            kind, own = config.attention, layer.attention
             if isinstance(kind, MlaConfig):
                 fields.down, fields.q = packed_address(own.down_proj), packed_address(own.q_proj)
                 fields.q_norm = own.q_norm.data_ptr() if own.q_norm is not None else None

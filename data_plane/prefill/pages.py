@@ -20,6 +20,7 @@ from torch import Tensor
 from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.torch_paged import causal_attention
 from data_plane.instance.sampler import report_prompt
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
@@ -37,13 +38,15 @@ def prefill_pages(
     num_tokens: int,
     chunk_tokens: int,
     prompt_logprobs: PromptLogprobs | None = None,
+    carry: CarryPool | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (page, kv [L, 64, W]) in order, each page as soon as its chunk is done.
 
     weights: they must hold every expert. num_tokens: positions whose KV is wanted; the last page
     may be partly filled. prompt_logprobs: it gets the log probabilities of token_ids 1 ..
-    num_tokens, those of a chunk before its pages are yielded. It is a generator, so that the caller
-    can stop between two chunks.
+    num_tokens, those of a chunk before its pages are yielded. carry: of a model with linear
+    attention layers; its frame 0 has the state of the tokens so far. It is a generator, so that the
+    caller can stop between two chunks.
     """
     num_pages = -(-num_tokens // PAGE_SIZE)
     dtype = weights.embedding.dtype
@@ -51,10 +54,13 @@ def prefill_pages(
         config.num_kept_layers, num_pages * PAGE_SIZE, config.attention.kv_width, dtype=dtype
     )
     done_pages = 0
+    if carry is not None:
+        carry.clear(0)
     for begin in range(0, num_tokens, chunk_tokens):
         end = min(begin + chunk_tokens, num_tokens)
         is_wanted = prompt_logprobs is not None or weights.mtp is not None
-        hidden_TX = _run_chunk(weights, config, token_ids[begin:end], begin, kv_LTW, is_wanted)
+        ids = token_ids[begin:end]
+        hidden_TX = _run_chunk(weights, config, ids, begin, kv_LTW, is_wanted, carry)
         next_ids = token_ids[begin + 1 : end + 1]
         if weights.mtp is not None:
             kv_LTW[-1, begin:end] = mtp_kv(weights, config, hidden_TX, next_ids, begin)
@@ -76,6 +82,7 @@ def _run_chunk(
     begin: int,
     kv_LTW: Tensor,
     is_output_wanted: bool,
+    carry: CarryPool | None,
 ) -> Tensor:
     """Write a chunk's KV to its place; return the hidden states after the last layer, [T, X].
 
@@ -84,24 +91,30 @@ def _run_chunk(
     end = begin + len(token_ids)
     position_T = torch.arange(begin, end)
     x_TX = weights.embedding[torch.tensor(token_ids)]
+    kind = config.attention
     for index, layer in enumerate(weights.layers[: config.num_layers]):
-        kind, own = config.attention, layer.attention
+        own, place = layer.attention, config.places[index]
+        is_last = index == config.num_layers - 1 and not is_output_wanted
         normed_TX = rms_norm(x_TX, layer.input_norm, config.norm_eps)
-        wire_q_TC, kv_TW = kind.inputs(normed_TX, position_T, own, weights.rope)
-        kv_LTW[index, begin:end] = kv_TW
-        if index == config.num_layers - 1 and not is_output_wanted:
+        if index in config.linear_layers:
+            assert carry is not None
+            o_THV = carry.extend(place, 0, begin, normed_TX, own)
+        else:
+            wire_q_TC, kv_TW = kind.inputs(normed_TX, position_T, own, weights.rope)
+            kv_LTW[place, begin:end] = kv_TW
+        if is_last:
             break
-        q_THE = kind.prefill_queries(wire_q_TC, position_T, own, weights.rope)
-        o_THV = causal_attention(
-            q_THE,
-            kv_LTW[index, :end],
-            kind.softmax_scale,
-            partial(kind.keys_and_values, weights=own),
-        )
-        x_TX = x_TX + ops.output_projection(o_THV, layer)
-        x_TX = x_TX + _mlp(
-            rms_norm(x_TX, layer.post_attention_norm, config.norm_eps), layer, config
-        )
+        if index not in config.linear_layers:
+            q_THE = kind.prefill_queries(wire_q_TC, position_T, own, weights.rope)
+            o_THV = causal_attention(
+                q_THE,
+                kv_LTW[place, :end],
+                kind.softmax_scale,
+                partial(kind.keys_and_values, weights=own),
+            )
+            o_THV = ops.gated_heads(x_TX, o_THV, layer, config)
+        x_TX, normed_TX = ops.after_attention(x_TX, o_THV, layer, weights.rope, config)
+        x_TX = x_TX + _mlp(normed_TX, layer, config)
     return x_TX
 
 
@@ -133,7 +146,8 @@ def _mlp(x_TX: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:
         return ops.gated_mlp(x_TX, layer.mlp)
     expert_TK, weight_TK = gate(x_TX, layer.moe, config)
     routed_TX = experts_forward(x_TX, expert_TK, weight_TK, layer.moe)
-    return routed_TX + ops.gated_mlp(x_TX, layer.moe.shared) if layer.moe.shared else routed_TX
+    shared_TX = ops.shared_experts(x_TX, layer.moe)
+    return routed_TX if shared_TX is None else routed_TX + shared_TX
 
 
 def payload_of(kv_LSW: Tensor, fp8_rank: int | None) -> np.ndarray:

@@ -16,6 +16,7 @@ from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.interface import TermEnds
 from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
+from data_plane.model.sizes import carry_bytes
 from data_plane.model.weights import (
     ModelWeights,
     Progress,
@@ -29,6 +30,7 @@ from data_plane.startup.shared_parts import (
     bucket_table,
     model_of,
     moe_backends,
+    new_carry,
     page_choice,
     page_ways,
     torch_dtype,
@@ -68,7 +70,7 @@ def build_cpu_instance(
     experts = expert_range(model, instance, cluster.num_instances)
     kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     check_memory(model, config, kernels.keeps_bf16)
-    moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
+    moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels, model))
     assert moe.gemm is None, "the CPU's step runs the loop"
     if shared is None:
         weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
@@ -76,6 +78,7 @@ def build_cpu_instance(
         weights = shared
         load_experts(checkpoint, model, dtype, weights, dict(enumerate(experts)), kernels)
     frames = FramePool(model.num_kept_layers, cluster.num_frames, model.attention.kv_width, dtype)
+    frames.carry = new_carry(config, model, cluster.bounds.max_rows + 1)
     layout = region_layout(cluster, config.data_plane, model)
     if config.scheduler.has_lanes:
         layout = in_two_lanes(layout)
@@ -110,6 +113,11 @@ def build_cpu_instance(
     ]
     if model.fp8_block is not None:
         selected.append(_fp8_choice(model.fp8_block, config.data_plane.dtype))
+    if model.delta is not None:
+        selected.append(
+            f"states of rows: {len(model.linear_layers)} of {model.num_layers} layers attend "
+            f"linearly; {carry_bytes(model, dtype.itemsize) / 1e6:.1f} MB a row"
+        )
     if config.scheduler.has_lanes:
         selected.append(f"lanes: up to two ({config.scheduler.lanes})")
     return DecodeInstance(

@@ -16,6 +16,7 @@ import psutil
 from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
 from data_plane.model.sizes import (
+    carry_bytes,
     embedding_shapes,
     head_shapes,
     is_packed,
@@ -44,11 +45,15 @@ class MemoryNeed:
     """Bytes of its regions, to receive from every peer."""
     page: int
     """One frame: a page of all layers."""
+    state: int
+    """A row's state in linear attention layers, or 0."""
+    states: int
+    """States of as many rows as there may be, or 0."""
 
     @property
     def fixed(self) -> int:
         """Bytes of all but the frames."""
-        return self.experts + self.other_weights + self.exchange
+        return self.experts + self.other_weights + self.exchange + self.states
 
 
 def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> MemoryNeed:
@@ -68,6 +73,7 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
         other += model.vocab_size * model.hidden_size * matrix_bytes
+    state = carry_bytes(model, each)
     keeps_fp8 = model.fp8_block is not None and data_plane.device == "cuda"
     layout = step_layout(config.cluster.bounds, data_plane, model)
     region = sum(
@@ -80,6 +86,9 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
         other_weights=other,
         exchange=2 * region * (num_instances - 1) * (1 + config.scheduler.has_lanes),
         page=page_bytes(model, config),
+        state=state,
+        # One more may be leaving, and the scratch frame has one.
+        states=state * (config.cluster.bounds.max_rows + 2),
     )
 
 
@@ -134,7 +143,7 @@ def stage_needs(model: ModelConfig, config: Config, stores_bf16: bool) -> list[S
     each = item_bytes(config)
     matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
     pass_bytes = pipeline.max_pass_tokens * model.hidden_size * each
-    frame_bytes = page_bytes(model, config) // model.num_layers
+    frame_bytes = page_bytes(model, config) // model.num_kept_layers
     needs, last = [], pipeline.num_stages - 1
     for stage, count in enumerate(pipeline.first_split):
         shapes = embedding_shapes(model) if stage == 0 else {}

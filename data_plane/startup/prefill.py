@@ -28,7 +28,7 @@ from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
 from nanocp.values.passes import even_split, prompt_passes
-from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 
 class PrefillStage(NamedTuple):
@@ -39,7 +39,12 @@ class PrefillStage(NamedTuple):
     """The model's kv_lora_rank if instances keep KV in FP8, else None."""
 
     def payload(self, ticket: int, page: int) -> np.ndarray:
-        """The stage's layers of a page that it has computed, as an instance's ring takes them."""
+        """The stage's layers of a page that it has computed, as an instance's ring takes them.
+
+        A page of a state is that of all tokens so far.
+        """
+        if page >= CARRY_PAGE:
+            return self.stage.carry_page(ticket, page - CARRY_PAGE)
         return payload_of(self.stage.page(ticket, page), self.fp8_rank)
 
 
@@ -59,7 +64,7 @@ def build_prefill_stage(
     model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
         _refuse_too_large(config, model)
-    most = even_split(model.num_kept_layers, config.prefill.stages)[0]
+    most = even_split(model.num_stored_layers, config.prefill.stages)[0]
     own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
     max_in_flight = prompt_passes(config.prefill.stages)
     # Layers of these stages do not move, so no KV goes between them.

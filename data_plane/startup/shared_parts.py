@@ -13,10 +13,12 @@ import torch
 
 from data_plane.graph.buckets import BucketTable
 from data_plane.instance.grammar import GrammarMasks, load_grammar_masks
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
+from data_plane.model.sizes import carry_pages, page_bytes
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.grouped import GroupedGemm
 from data_plane.moe.mixture import MoeSchedule
@@ -119,6 +121,28 @@ def _redundant(config: Config) -> str:
 def model_of(config: Config, checkpoint: Path) -> ModelConfig:
     """The model that the configuration asks for. Raises ValueError: see ModelConfig.from_folder."""
     return ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
+
+
+def with_carry(config: Config, checkpoint: Path) -> Config:
+    """The configuration, with the pages that a row's state takes of the model it is for."""
+    return config.with_carry(carry_pages(model_of(config, checkpoint), config))
+
+
+def new_carry(config: Config, model: ModelConfig, num_frames: int) -> CarryPool | None:
+    """Make room for so many states; None for a model without linear attention layers.
+
+    Raises ValueError if the configuration is not for this model, or the machine has too little
+    memory.
+    """
+    if (num_pages := carry_pages(model, config)) != config.cluster.carry_pages:
+        raise ValueError(
+            f"cluster.carry_pages is {config.cluster.carry_pages}; a row of this model has a state "
+            f"of {num_pages} pages"
+        )
+    if model.delta is None:
+        return None
+    size, num_layers = page_bytes(model, config), len(model.linear_layers)
+    return CarryPool(model.delta, num_layers, num_frames, torch_dtype(config), size)
 
 
 def torch_dtype(config: Config) -> torch.dtype:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.kv.stage_rings import RING_FRAMES, RingStageLinks
@@ -45,14 +46,18 @@ def build_stage(
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     dtype, model = torch_dtype(config), ModelConfig.from_folder(checkpoint, has_mtp)
-    pipeline = PipelineConfig.of(config, model.num_kept_layers)
+    pipeline = PipelineConfig.of(config, model.num_stored_layers)
     kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     is_last, layers = stage == pipeline.num_stages - 1, layers_of(pipeline.first_split, stage)
     weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
     width, num_frames = model.attention.kv_width, config.cluster.num_frames
-    frames = FramePool(pipeline.num_places, num_frames, width, dtype)
+    num_linear = len([layer for layer in layers if layer in model.linear_layers])
+    frames = FramePool(pipeline.num_places - num_linear, num_frames, width, dtype)
+    if model.delta is not None:
+        max_rows, size = config.cluster.bounds.max_rows, frames.page_bytes
+        frames.carry = CarryPool(model.delta, num_linear, max_rows, dtype, size)
     row, num_stages = torch.zeros(model.hidden_size, dtype=dtype), pipeline.num_stages
-    max_tokens, page_bytes = pipeline.max_pass_tokens, frames.page_bytes // pipeline.num_places
+    max_tokens, page_bytes = pipeline.max_pass_tokens, frames.page_bytes // len(frames.layers)
 
     def ends() -> tuple[RingStageLinks, PeerRings]:
         """In the segments' present term."""
@@ -69,7 +74,7 @@ def build_stage(
     built.make_ends = ends
     built.selected = [
         *sentences,
-        f"layers: {layers.start} to {layers.stop - 1} of {model.num_kept_layers}, room for "
+        f"layers: {layers.start} to {layers.stop - 1} of {model.num_stored_layers}, room for "
         f"{pipeline.num_places}",
     ]
     return built

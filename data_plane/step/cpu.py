@@ -17,8 +17,9 @@ import torch
 
 from data_plane.attention.lse_merge import lse_merge
 from data_plane.graph.pool_cpu import StepContext
+from data_plane.kv.carry_pool import CarryPool, CarryRows
 from data_plane.kv.frame_pool import FramePool, LocalStep
-from data_plane.model.layers import mtp_rows
+from data_plane.model.layers import gated_heads, mtp_rows
 from data_plane.model.norm import rms_norm
 from data_plane.model.weights import HeadWeights, LayerWeights, ModelWeights
 from data_plane.moe.mixture import MixtureOfExperts
@@ -51,6 +52,7 @@ class CpuStep:
         probe: Probe = no_probe,
     ) -> None:
         self._model, self._kernels, self._attention = arithmetic
+        self._places, self._carry = arithmetic.model.places, frames.carry
         self._weights = weights
         self._frames = frames
         self._exchange = exchange
@@ -139,49 +141,64 @@ class CpuStep:
         return self._weights.embedding[token_B].to(self._frames.layers.dtype)
 
     def _layers(self, context: StepContext, x_BX: torch.Tensor, layers: range) -> Parts:
-        """Run layers of one kind after the other over hidden rows."""
-        rows, ops, probe = context.rows, self._kernels, self._probe
-        num_rows = context.bucket.num_rows
-        routes = _Routes(context, self._instance)
-        own = LocalStep(context.tables.own, rows.position, rows.live, self._frames.scratch_slot)
-        position_B = torch.from_numpy(rows.position)
-        live_B = torch.from_numpy(rows.live)
-        own_plan = self._attention.plan(own.frames, own.lengths)
+        """Run layers one after the other over hidden rows."""
+        rows, ops = context.rows, self._kernels
+        step = _Step(context, self._instance, self._frames.scratch_slot, self._carry)
+        step.own_plan = self._attention.plan(step.own.frames, step.own.lengths)
         self._weights.rope.reach(int(rows.position.max(initial=0)))
         for index in layers:
             layer = self._weights.layers[index]
-            self._exchange.attention_epoch += 1
-            probe("other")
-            if num_rows:
-                wire_q_BC, kv_BW, q_BHD = ops.attention_rows(
-                    x_BX, position_B, layer, self._weights.rope, self._model
-                )
-                sent_B = wire_q_BC if self._is_latent else q_BHD.flatten(1)
-                probe("exchange")
-                self._send_q(routes, sent_B, kv_BW, rows.position, rows.live)
-                probe("other")
-                ops.append(self._frames.slots[index], own.slots, kv_BW)
-                probe("attention")
-                partial_BHO, lse_BH = self._attend(q_BHD, index, own_plan)
-            if routes.sources:
-                probe("exchange")
-                yield from self._answer_received(context, routes, index, index == layers.start)
-            probe("other")
+            self._probe("other")
             normed_BX = x_BX
-            if num_rows:
-                o_BHV = yield from self._merged(routes, partial_BHO, lse_BH, layer)
+            if index not in self._model.linear_layers:
+                o_BHV = yield from self._full_attention(x_BX, step, index)
+            elif context.bucket.num_rows:
+                o_BHV = self._linear_attention(x_BX, step, index)
+            if context.bucket.num_rows:
                 x_BX, normed_BX = ops.after_attention(
                     x_BX, o_BHV, layer, self._weights.rope, self._model
                 )
             if layer.mlp is not None:
                 x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
             else:
-                x_BX = yield from self._mixtures.phases(x_BX, normed_BX, live_B, index)
+                x_BX = yield from self._mixtures.phases(x_BX, normed_BX, step.live_B, index)
         return x_BX
 
-    def _attend(self, q: torch.Tensor, index: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _full_attention(self, x_BX: torch.Tensor, step: _Step, index: int) -> Parts:
+        """Attend to the rows' KV, wherever it lies: heads' values [B, H, V]; x_BX without rows."""
+        layer, place, ops = self._weights.layers[index], self._places[index], self._kernels
+        context, routes, probe = step.context, step.routes, self._probe
+        self._exchange.attention_epoch += 1
+        if context.bucket.num_rows:
+            wire_q_BC, kv_BW, q_BHD = ops.attention_rows(
+                x_BX, step.position_B, layer, self._weights.rope, self._model
+            )
+            sent_B = wire_q_BC if self._is_latent else q_BHD.flatten(1)
+            probe("exchange")
+            self._send_q(routes, sent_B, kv_BW, context.rows.position, context.rows.live)
+            probe("other")
+            ops.append(self._frames.slots[place], step.own.slots, kv_BW)
+            probe("attention")
+            partial_BHO, lse_BH = self._attend(q_BHD, place, step.own_plan)
+        if routes.sources:
+            probe("exchange")
+            yield from self._answer_received(step, index)
+        probe("other")
+        if not context.bucket.num_rows:
+            return x_BX
+        o_BHV = yield from self._merged(routes, partial_BHO, lse_BH, layer)
+        return gated_heads(x_BX, o_BHV, layer, self._model)
+
+    def _linear_attention(self, x_BX: torch.Tensor, step: _Step, index: int) -> torch.Tensor:
+        """Run a token of each row through its state, which is here: heads' values [B, H, V]."""
+        assert self._carry is not None and step.carried is not None
+        layer = self._weights.layers[index]
+        normed_BX = rms_norm(x_BX, layer.input_norm, self._model.norm_eps)
+        return self._carry.step(self._places[index], step.carried, normed_BX, layer.attention)
+
+    def _attend(self, q: torch.Tensor, place: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._attention.run(
-            q, self._frames.layers[index], plan, self._model.attention.softmax_scale
+            q, self._frames.layers[place], plan, self._model.attention.softmax_scale
         )
 
     def _send_q(
@@ -201,20 +218,17 @@ class CpuStep:
                 region["kv"][slot] = kv_BW[row]
             self._exchange.put(Channel.Q, link.peer, self._exchange.attention_epoch, link.count)
 
-    def _answer_received(
-        self, context: StepContext, routes: _Routes, index: int, is_first: bool
-    ) -> Iterator[Awaited]:
-        """Phases 2 and 3: append and attend for the rows of others, return partials.
-
-        is_first: whether no layer of this step, or of this turn of drafting, came before.
-        """
-        layer = self._weights.layers[index]
+    def _answer_received(self, step: _Step, index: int) -> Iterator[Awaited]:
+        """Phases 2 and 3: append and attend for the rows of others, return partials."""
+        context, routes = step.context, step.routes
+        layer, place = self._weights.layers[index], self._places[index]
         received, epoch = self._received, self._exchange.attention_epoch
         for source, begin, end in routes.sources:
             yield self._exchange.awaited(Channel.Q, source, epoch)
             received.copy_from(self._exchange.wait(Channel.Q, source, epoch), begin, end)
         count = context.bucket.num_received
-        if is_first:
+        if not step.received_is_read:
+            step.received_is_read = True
             # The position and live flag of a row are the same in every layer of a step.
             received.live[routes.num_received : count] = False
             self._weights.rope.reach(int(received.position[:count].max()))
@@ -226,7 +240,7 @@ class CpuStep:
             )
             received.plan = self._attention.plan(received.step.frames, received.step.lengths)
         assert received.step is not None and received.plan is not None
-        self._kernels.append(self._frames.slots[index], received.step.slots, received.kv[:count])
+        self._kernels.append(self._frames.slots[place], received.step.slots, received.kv[:count])
         q = received.q[:count]
         if self._is_latent:
             q_AHD = self._kernels.attention_queries(
@@ -235,7 +249,7 @@ class CpuStep:
         else:
             q_AHD = q.view(count, self._model.attention.num_heads, -1)
         self._probe("attention")
-        partial, lse = self._attend(q_AHD, index, received.plan)
+        partial, lse = self._attend(q_AHD, place, received.plan)
         self._probe("exchange")
         if self._is_latent:
             partial = self._kernels.finish_attention(partial, layer, self._model)
@@ -300,6 +314,27 @@ class CapturedStep:
     def draft_phases(self) -> Iterator[Awaited]:
         """The MTP layer, in parts; see CpuStep.draft_phases."""
         return self._step.draft_phases(self._context)
+
+
+class _Step:
+    """What all layers of a step have alike."""
+
+    def __init__(
+        self, context: StepContext, instance: int, scratch_slot: int, carry: CarryPool | None
+    ) -> None:
+        rows = context.rows
+        self.context = context
+        self.routes = _Routes(context, instance)
+        self.own = LocalStep(context.tables.own, rows.position, rows.live, scratch_slot)
+        self.own_plan: Any = None
+        self.position_B = torch.from_numpy(rows.position)
+        self.live_B = torch.from_numpy(rows.live)
+        self.received_is_read = False
+        """Whether a layer has read which received rows are live, and where they are."""
+        self.carried: CarryRows | None = None
+        if carry is not None:
+            frame = np.where(rows.live, context.tables.carry_frame, carry.scratch)
+            self.carried = CarryRows(torch.from_numpy(frame), self.position_B, self.live_B)
 
 
 class _Link:

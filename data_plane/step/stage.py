@@ -32,14 +32,14 @@ from data_plane.instance.rows import Row
 from data_plane.instance.sampler import report_prompt
 from data_plane.instance.stage_edge import StageEdge
 from data_plane.kv.frame_pool import FramePool
-from data_plane.model.layers import mtp_rows
+from data_plane.model.layers import gated_heads, mtp_rows, shared_experts
 from data_plane.model.norm import rms_norm
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import LayerWeights
 from data_plane.step.cpu_kernels import Arithmetic
 from data_plane.transport.stage_links import StageLinks
 from nanocp.config.pipeline import PipelineConfig
-from nanocp.values.passes import Span
+from nanocp.values.passes import PassPlan, Span
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.sampling import TokenLogprobs
 
@@ -60,9 +60,13 @@ class ModelStage(StageEdge):
     ) -> None:
         """frames: a layer of it for each of the pipeline's places.
 
+        With linear attention layers, whose states are beside the frames, layers do not move, and
+        only the others have a place in the frames.
+
         weights: packed by the kernels, at first those of the stage's first layers. grammar_masks:
         of structured output, at the last stage; None if no row may have a grammar.
         """
+        self._carry = frames.carry
         super().__init__(stage, pipeline, frames.layers.shape[1] - 1, links, mover)
         self._model, self._kernels, self._attention = model, kernels, _ = arithmetic
         self._weights = weights
@@ -76,8 +80,31 @@ class ModelStage(StageEdge):
     def page(self, request_id: int, page: int) -> Tensor:
         """A copy of the KV of the stage's own layers in one page, [layers, 64, W]."""
         frame = self._table.frames(request_id)[page]
-        places = [self._place_of[layer] for layer in self._layers]
-        return self._frames.layers[places, frame]
+        full = [layer for layer in self._layers if layer not in self._model.linear_layers]
+        return self._frames.layers[[self._kept_place(layer) for layer in full], frame]
+
+    def carry_page(self, request_id: int, number: int) -> np.ndarray:
+        """A copy of a page of the state of all tokens of a prompt so far."""
+        assert self._carry is not None
+        return self._carry.page(self._carried[request_id], number).copy()
+
+    def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
+        super()._begin_term(links, mover)
+        self._carried: dict[int, int] = {}
+        """Request -> the frame of its state."""
+        self._free_carries = list(range(self._carry.scratch)) if self._carry is not None else []
+
+    def _apply(self, plan: PassPlan) -> None:
+        super()._apply(plan)
+        for request_id in plan.table.ends:
+            if request_id in self._carried:
+                self._free_carries.append(self._carried.pop(request_id))
+
+    def _kept_place(self, layer: int) -> int:
+        """The layer's place in the frames."""
+        if self._carry is None:
+            return self._place_of[layer]
+        return self._model.places[layer] - self._model.places_before(self._layers.start)[0]
 
     def close(self) -> None:
         """Release what the stage holds. Idempotent."""
@@ -96,7 +123,11 @@ class ModelStage(StageEdge):
     ) -> Tensor:
         batch = self._batch_of(spans)
         weights, rope, model = self._weights.layer(layer), self._weights.rope, self._model
-        kernels, pool_FSW = self._kernels, self._frames.layers[place]
+        kernels = self._kernels
+        if layer in model.linear_layers:
+            return self._run_linear(layer, batch, rows)
+        place = self._kept_place(layer)
+        pool_FSW = self._frames.layers[place]
         kind, position_T = model.attention, batch.position_T
         is_mtp, rows_after = layer == model.num_layers, rows
         if is_mtp:
@@ -110,8 +141,7 @@ class ModelStage(StageEdge):
         kernels.append(self._frames.slots[place], batch.slot_T, kv_TW)
         if is_mtp:
             return rows_after  # of a prompt only its KV is wanted
-        is_last = layer == model.num_layers - 1 and not model.num_mtp_layers
-        if is_last and not batch.has_output:
+        if self._ends_at(layer, batch):
             return rows  # nobody reads what comes after the last layer's KV
 
         def queries(part: slice | Tensor) -> Tensor:
@@ -136,7 +166,34 @@ class ModelStage(StageEdge):
                 q_THE = kind.prefill_queries(wire_q_TC[part], position_T[part], heads, rope)
                 heads_of = functools.partial(kind.keys_and_values, weights=heads)
                 o_THV[part] = causal_attention(q_THE, kv_UW, kind.softmax_scale, heads_of)
+        o_THV = gated_heads(rows, o_THV, weights, model)
         x_TX, normed_TX = kernels.after_attention(rows, o_THV, weights, rope, model)
+        return x_TX + self._mlp(normed_TX, weights)
+
+    def _ends_at(self, layer: int, batch: _Batch) -> bool:
+        """Whether nobody reads rows after the layer."""
+        is_last = layer == self._model.num_layers - 1 and not self._model.num_mtp_layers
+        return is_last and not batch.has_output
+
+    def _run_linear(self, layer: int, batch: _Batch, rows: Tensor) -> Tensor:
+        """Run a linear attention layer: each span goes on with the state of its request."""
+        weights, model, carry = self._weights.layer(layer), self._model, self._carry
+        assert carry is not None
+        place = model.places[layer] - model.places_before(self._layers.start)[1]
+        normed_TX, begin, parts = rms_norm(rows, weights.input_norm, model.norm_eps), 0, []
+        for span, _ in batch.spans:
+            end = begin + span.num_tokens
+            if span.request_id not in self._carried:
+                self._carried[span.request_id] = self._free_carries.pop()
+                carry.clear(self._carried[span.request_id])
+            frame, given = self._carried[span.request_id], normed_TX[begin:end]
+            parts.append(carry.extend(place, frame, span.first, given, weights.attention))
+            begin = end
+        if self._ends_at(layer, batch):
+            return rows
+        x_TX, normed_TX = self._kernels.after_attention(
+            rows, torch.cat(parts), weights, self._weights.rope, model
+        )
         return x_TX + self._mlp(normed_TX, weights)
 
     def _mtp_rows(self, spans: Sequence[tuple[Span, Sequence[int]]], rows: Tensor) -> Tensor:
@@ -165,7 +222,8 @@ class ModelStage(StageEdge):
         expert_TK, weight_TK = kernels.gate(normed_TX, moe, self._model)
         every = torch.arange(len(normed_TX))
         routed_TX, _ = kernels.visit_experts(normed_TX, expert_TK, weight_TK, every, (), (), moe)
-        return routed_TX + kernels.gated_mlp(normed_TX, moe.shared) if moe.shared else routed_TX
+        shared_TX = shared_experts(normed_TX, moe, kernels.gated_mlp)
+        return routed_TX if shared_TX is None else routed_TX + shared_TX
 
     @torch.inference_mode()
     def _sample(

@@ -174,6 +174,9 @@ def _report(
             f"{', of two lanes' if config.scheduler.has_lanes else ''}",
         ),
     ]
+    if need.states:
+        about = f"{config.cluster.bounds.max_rows} rows of {need.state / 1e6:.2f} MB and two more"
+        rows.append(("states", need.states, about))
     num_frames = int(left // need.page) if left > 0 else 0
     tokens = num_frames * PAGE_SIZE
     rows.append(
@@ -190,6 +193,11 @@ def _report(
         f"model was made for {model.max_len:,}: such a request needs "
         f"{-(-model.max_len // max(tokens, 1))} of {num_instances} instances at least."
     )
+    if need.state:
+        typer.echo(
+            f"A row less (cluster.bounds.max_rows) leaves room for "
+            f"{int(need.state // need.page * PAGE_SIZE):,} tokens more on an instance."
+        )
     if name == _CPU:
         prefill = prefill_bytes(model, config) / _GB
         typer.echo(f"Beside them the prefill has the whole model: {prefill:.2f} GB and more.")
@@ -241,8 +249,9 @@ def _report_stages(
 def _describe(model: ModelConfig) -> str:
     kind = model.attention
     experts = f"{model.num_experts} experts, {model.num_experts_per_token} a token"
+    linear = f", {len(model.linear_layers)} of them linear attention" * bool(model.linear_layers)
     return (
-        f"{model.num_layers} layers{' and an MTP layer' * model.num_mtp_layers}, "
+        f"{model.num_layers} layers{linear}{' and an MTP layer' * model.num_mtp_layers}, "
         f"{experts if model.num_experts else 'all dense'}, {kind.num_heads} heads, "
         f"KV of {kind.kv_width} elements a token and layer"
     )

@@ -149,6 +149,11 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         )
     degrees = _degrees(measurement.degree, num_instances)
     model = ModelConfig.from_folder(checkpoint)
+    if model.delta is not None:
+        raise ValueError(
+            "the model has linear attention layers, whose time is not measured yet; serve it by "
+            "the default costs"
+        )
     max_len = measurement.longest(model.max_len)
     measurement.make_folder()
     sweep, points, ingest_gb_per_s = _measure(

@@ -66,6 +66,9 @@ class ClusterConfig:
     """Frames of 64 tokens in each instance's pool, without the scratch frame."""
     max_model_len: int = 8192
     """Most tokens of prompt and output of one request."""
+    carry_pages: int = 0
+    """Pages that a row's state in linear attention layers takes, which lies at its MoE binding. 0:
+    as the checkpoint says; most models have no such layers."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     redundant_experts: int = 0
     """Slots for experts that each instance has in every layer beyond its share of them. The cluster
@@ -85,6 +88,7 @@ class ClusterConfig:
         )
         check_at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
         check_at_least(0, redundant_experts=self.redundant_experts, spares=self.spares)
+        check_at_least(0, carry_pages=self.carry_pages)
 
     def node_of(self, instance: int) -> int:
         """The node that the instance is on."""

@@ -68,6 +68,13 @@ class Config:
         )
         return replace(self, scheduler=sized)
 
+    def with_carry(self, carry_pages: int) -> Config:
+        """This configuration, for a model whose rows have states of so many pages.
+
+        Raises ValueError if they have, and the configuration has what does not go with them.
+        """
+        return replace(self, cluster=replace(self.cluster, carry_pages=carry_pages))
+
     @property
     def recovers(self) -> bool:
         """Whether the cluster goes on after it has lost a member."""
@@ -146,6 +153,7 @@ def _refusals(config: Config) -> Iterator[str]:
         ("service.controller_process is true", config.service.controller_process, _of_controller),
         (f"cluster.spares is {cluster.spares}", cluster.spares > 0, _of_losses),
         ("kv_offload is on", config.has_slots, _of_slots),
+        ("the model has linear attention layers", cluster.carry_pages > 0, _of_carries),
     ):
         device = (not on_cpu, f"data_plane.device is {data_plane.device}: it must be cpu")
         for is_asked, sentence in (device, *refusals(config)):
@@ -220,6 +228,23 @@ def _of_controller(config: Config) -> _Refusals:
     carries = config.service.node_streams
     sentence = "service.node_streams is true: it must be false, as that process ends with it"
     return *_of_losses(config), (carries, sentence)
+
+
+def _of_carries(config: Config) -> _Refusals:
+    scheduler, prefill = config.scheduler, config.prefill
+    return (
+        _of_instances(config),
+        (config.has_slots, "kv_offload is on: rows' states are not kept outside the frames yet"),
+        (
+            scheduler.num_drafts != 0,
+            f"scheduler.num_drafts {scheduler.num_drafts}: a state takes one token a step so far",
+        ),
+        (bool(prefill.engines), "prefill.engines is set: engines send no states yet"),
+        (
+            prefill.stages != 1,
+            f"prefill.stages {prefill.stages}: one stage alone sends states so far",
+        ),
+    )
 
 
 def _of_slots(config: Config) -> _Refusals:

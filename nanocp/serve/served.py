@@ -13,7 +13,7 @@ from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from data_plane.model.config import ModelConfig
-from data_plane.model.sizes import page_bytes
+from data_plane.model.sizes import carry_pages, page_bytes
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
@@ -45,6 +45,8 @@ class Served:
     """Layers of the model, for a pipeline."""
     page_bytes: int = 0
     """Bytes of a page, for pages outside the frames; 0: nobody knows."""
+    carry_pages: int = 0
+    """Pages of a row's state; 0: the model has no linear attention layers."""
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Served:
@@ -91,4 +93,5 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         num_experts=model.num_experts,
         num_layers=model.num_layers,
         page_bytes=page_bytes(model, config),
+        carry_pages=carry_pages(model, config),
     )

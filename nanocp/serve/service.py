@@ -116,7 +116,7 @@ class Service:
         ValueError for an unknown policy, for files of the checkpoint that cannot be read, and for
         traces without their packages.
         """
-        config = _with_unfilled_bound(config)
+        config = _with_unfilled_bound(config).with_carry(served.carry_pages)
         if served.page_bytes:
             config = config.with_slots(served.page_bytes)
         if controller_number > 1 and config.service.event_log:

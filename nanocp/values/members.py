@@ -91,6 +91,9 @@ class Ready:
 class Left:
     """The instance has left the term, and waits for the next one."""
 
+    restarts: tuple[tuple[int, int, int], ...] = ()
+    """(request, least, most): positions at which the row of a state that is here may go on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Suspect:

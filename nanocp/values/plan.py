@@ -17,7 +17,9 @@ from nanocp.values.offload import Fetch as Fetch
 from nanocp.values.offload import Stow as Stow
 from nanocp.values.offload import TransferMissed as TransferMissed
 from nanocp.values.offload import WrittenPage as WrittenPage
+from nanocp.values.table_changes import CARRY_PAGE as CARRY_PAGE
 from nanocp.values.table_changes import TableChanges
+from nanocp.values.table_changes import TargetRun as TargetRun
 from nanocp.values.terms import ClusterLost as ClusterLost
 from nanocp.values.terms import InstanceLost as InstanceLost
 from nanocp.values.terms import Regrouped as Regrouped
@@ -195,15 +197,6 @@ class WindowDone:
     """(drafts that were checked, those that were accepted), by their offset from 1."""
 
 
-class TargetRun(NamedTuple):
-    """Where a run of pages goes: first_page + i into frame + i of the instance."""
-
-    first_page: int
-    num_pages: int
-    instance: int
-    frame: int
-
-
 @dataclass(frozen=True, slots=True)
 class TookOver:
     """This controller takes the place of one that was lost; before any other event of it.
@@ -304,7 +297,8 @@ class Transfer:
     request_id: int
     num_tokens: int
     targets: tuple[TargetRun, ...]
-    """Ascending by page, without gaps; page p gets tokens 64p .. min(64p + 64, num_tokens) - 1."""
+    """Ascending by page, without gaps; page p gets tokens 64p .. min(64p + 64, num_tokens) - 1. The
+    pages of the state after num_tokens tokens come last, if they go too."""
     source: int | None = None
     """The instance that has the pages, all of them full, and sends them. None: prefill writes them.
     """
@@ -313,6 +307,10 @@ class Transfer:
     def receivers(self) -> tuple[int, ...]:
         """Instances that get a page, ascending."""
         return tuple(sorted({target.instance for target in self.targets}))
+
+    def tokens_in(self, page: int) -> int:
+        """Tokens of a page that are written; 0: it is a page of the state."""
+        return max(min(self.num_tokens - page * PAGE_SIZE, PAGE_SIZE), 0)
 
     def frames_at(self, instance: int) -> dict[int, int]:
         """page -> frame, for the pages that one instance gets."""

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+CARRY_PAGE = 1 << 24
+"""Number of the first page of a request's state in linear attention layers: behind all pages of KV.
+
+These pages are in frames of their own, behind an instance's frames of KV.
+"""
+
 
 class RowChange(NamedTuple):
     """Row `row` of a lane of this instance belongs to the request from this window on."""
@@ -45,6 +51,15 @@ class PageRun(NamedTuple):
     request_id: int
     first_page: int
     num_pages: int
+    frame: int
+
+
+class TargetRun(NamedTuple):
+    """Where a run of pages goes: first_page + i into frame + i of the instance."""
+
+    first_page: int
+    num_pages: int
+    instance: int
     frame: int
 
 

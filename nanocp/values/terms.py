@@ -36,6 +36,8 @@ class Regrouped:
     keeps_rows: bool = False
     """Whether the last term was settled and no instance was lost since: then rows, tables and
     pages are as they were, and no request is held."""
+    restarts: tuple[tuple[int, int, int], ...] = ()
+    """(request, least, most): positions at which rows may go on whose states have survived."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -26,7 +27,7 @@ from data_plane.kv.page_ring import PageRingWriter
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.instance import build_instance
-from data_plane.startup.shared_parts import model_of, torch_dtype
+from data_plane.startup.shared_parts import model_of, new_carry, torch_dtype, with_carry
 from data_plane.transport import futex
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
@@ -35,6 +36,7 @@ from harness.lost_changes import corrupted, full
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
 from nanocp.values.plan import (
+    CARRY_PAGE,
     Arrival,
     Fence,
     Fetch,
@@ -84,7 +86,7 @@ class DecodeCluster:
         experts: ExpertTable | None = None,
     ) -> None:
         """lost_share: of the plans, the share that arrives corrupted. experts: where they are."""
-        self.config = config
+        self.config = config = with_carry(config, checkpoint)
         self._experts = experts
         self._term = 1
         self.cluster_id = uuid.uuid4().hex[:8]
@@ -311,14 +313,23 @@ class DecodeCluster:
     def _write_pages(self, transfer: Transfer, ids: list[int], num_fetched: int) -> None:
         instance_of = dict(list(transfer.instances().items())[num_fetched:])
         writers: dict[int, PageRingWriter] = {}
+        carry = new_carry(self.config, self._model, 1)
         pages = prefill_pages(
             self._full_weights,
             self._model,
             ids,
             transfer.num_tokens,
             self.config.prefill.chunk_tokens,
+            carry=carry,
         )
-        for page, kv_LSD in pages:
+        payloads = (
+            (page, kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1))
+            for page, kv_LSD in pages
+        )
+        states = (
+            (page, carry.page(0, page - CARRY_PAGE)) for page in instance_of if page >= CARRY_PAGE
+        )
+        for page, payload in chain(payloads, states):
             if page not in instance_of:
                 continue
             instance = instance_of[page]
@@ -326,8 +337,7 @@ class DecodeCluster:
                 writers[instance] = PageRingWriter(
                     Segments(self.cluster_id, term=Term(self._term)), instance, self.config.limits
                 )
-            num_tokens = min(64, transfer.num_tokens - 64 * page)
-            payload = kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1)
+            num_tokens = transfer.tokens_in(page)
             writers[instance].write(
                 ticket=transfer.ticket,
                 page=page,

@@ -30,14 +30,14 @@ def make_prompts(lengths, seed, arrival_gap=0):
 
 
 def assert_exact(oracle, prompts):
-    """Every token is the reference's; near-ties are at most one in a thousand."""
+    """Every token is the reference's; near-ties are one, or one in a thousand."""
     near_ties = 0
     for prompt in prompts:
         verdict = oracle.judge(prompt.ids, prompt.output)
         assert len(prompt.output) == prompt.params.max_tokens
         assert verdict.exact, (len(prompt.ids), verdict, prompt.placements)
         near_ties += verdict.near_ties
-    assert near_ties * 1000 <= sum(len(prompt.output) for prompt in prompts)
+    assert near_ties * 1000 <= max(sum(len(prompt.output) for prompt in prompts), 1000)
 
 
 def random_table(num_experts: int, num_instances: int, seed: int) -> ExpertTable:

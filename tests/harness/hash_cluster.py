@@ -21,8 +21,17 @@ from data_plane.instance.rows import Row
 from harness.followed_tables import follow
 from harness.hash_instance import HashInstance, region_layout
 from harness.hash_model import HashModel
-from harness.hash_parts import Job, Process, Story, changes_term, draw_config, with_drafts
+from harness.hash_parts import (
+    Job,
+    Process,
+    Story,
+    changes_term,
+    draw_config,
+    with_drafts,
+    with_states,
+)
 from harness.hash_play import HashPlay
+from harness.hash_state_pool import pages_of
 from harness.local_exchange import LocalExchange
 from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.lost_changes import corrupted
@@ -31,6 +40,7 @@ from nanocp.values.commands import CancelPrefill, PrefillRequest
 from nanocp.values.experts import ExpertTable
 from nanocp.values.members import PREFILL, Envelope, Member, Resync
 from nanocp.values.plan import (
+    CARRY_PAGE,
     Event,
     InstancePlan,
     Placement,
@@ -48,7 +58,7 @@ relevel.MIN_PAGES = 1
 class HashCluster(HashPlay):
     """Plays one seed. Raises AssertionError as soon as something is wrong."""
 
-    has_drafts = False
+    has_drafts = has_states = False
     draft_percent = 60
     """How many drafts of 100 are right."""
     check_every = 8
@@ -69,14 +79,23 @@ class HashCluster(HashPlay):
         if self.has_drafts:
             config = with_drafts(config, of_drafts := Random(seed + 1))
             self.draft_percent = of_drafts.choice([0, 30, 60, 90, 95])
+        if self.has_states:
+            config = with_states(config, of_states := Random(seed + 2))
         super().__init__(random, config, num_requests)
         num = config.cluster.num_instances
         num_dense_layers = random.choice([0, 0, 1, 2, 3])
         num_moe_layers = random.choice([1, 1, 2])
         if not has_experts:
             num_dense_layers, num_moe_layers = num_dense_layers + num_moe_layers, 0
+        linear: list[int] = []
+        if self.has_states:
+            num_dense_layers += 1
+            num_layers = num_dense_layers + num_moe_layers
+            linear = of_states.sample(range(num_layers), of_states.randrange(1, num_layers))
         self.model = HashModel(
-            num_layers=num_dense_layers + num_moe_layers, num_dense_layers=num_dense_layers
+            num_layers=num_dense_layers + num_moe_layers,
+            num_dense_layers=num_dense_layers,
+            linear_layers=tuple(sorted(linear)),
         )
         self.vocab_size = self.model.vocab_size
         ends = enumerate(self._new_ends())
@@ -257,7 +276,13 @@ class HashCluster(HashPlay):
         match envelope.message:
             case PrefillRequest(transfer, token_ids):
                 has_mtp = self.config.scheduler.num_drafts > 0
-                kv = self.model.prefill(list(token_ids), transfer.num_tokens, has_mtp)
+                kv = dict(
+                    enumerate(self.model.prefill(list(token_ids), transfer.num_tokens, has_mtp))
+                )
+                if num := self.config.cluster.carry_pages:
+                    states = self.model.states(token_ids[: transfer.num_tokens])
+                    of_states = pages_of(self.model, states, transfer.num_tokens, num)
+                    kv |= {CARRY_PAGE + number: page for number, page in enumerate(of_states)}
                 pages = list(transfer.instances())
                 pages = self.random.sample(pages, len(pages))
                 self.jobs.append(Job(transfer, kv, pages, envelope.term))

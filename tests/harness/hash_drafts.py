@@ -50,6 +50,16 @@ def crowded(config: Config) -> Config:
     return replace(config, cluster=cluster, scheduler=scheduler)
 
 
+def crowd_of(kind: type[HashCluster], seed: int) -> HashCluster:
+    """Rows that are promised no frame outgrow the cluster together."""
+    crowd = kind(seed, config=crowded(draw_config(Random(seed))))
+    for _ in range(12):
+        crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
+    crowd.abort_share /= 10
+    crowd.speeds = [max(speed, 0.3) for speed in crowd.speeds]
+    return crowd
+
+
 def make_drafts(seed: int) -> HashCluster:
     """The cluster of a seed: kinds take turns."""
     match seed % 10:
@@ -60,12 +70,7 @@ def make_drafts(seed: int) -> HashCluster:
         case 4:
             return Drafting(seed, config=without_sharing(levelling_config(seed)))
         case 5:
-            crowd = Drafting(seed, config=crowded(draw_config(Random(seed))))
-            for _ in range(12):
-                crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
-            crowd.abort_share /= 10
-            crowd.speeds = [max(speed, 0.3) for speed in crowd.speeds]
-            return crowd
+            return crowd_of(Drafting, seed)
         case 6:
             return DraftingOffload(seed)
         case 7:

@@ -37,6 +37,7 @@ from data_plane.transport.exchange import (
 from data_plane.transport.mailbox import mailbox_layout
 from harness import hash_model
 from harness.hash_model import HashModel
+from harness.hash_state_pool import HashStates
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable, home_table
 from nanocp.values.plan import PAGE_SIZE
@@ -96,6 +97,8 @@ class HashInstance(WindowEdge):
         self.selected = ["hash model: no weights, no attention backend"]
         self._model = model
         num_layers = model.num_layers + (config.scheduler.num_drafts > 0)
+        num_layers -= len(model.linear_layers)
+        self._carry = HashStates(config.cluster, model) if model.linear_layers else None
         self.token_after: Callable[[Row], int] = lambda row: 0
         """What the row samples after its drafts, which no instance knows: for drafts."""
         self.draft_percent = 60
@@ -200,8 +203,11 @@ class HashInstance(WindowEdge):
     def _layers(self, lane: WindowLane, inputs: list[_Input], layers: range) -> Iterator[Awaited]:
         """One lane's layers over its step rows."""
         for layer in layers:
-            self._num_attentions[lane.number] += 1
-            yield from self._attention(layer, self._num_attentions[lane.number], lane, inputs)
+            if layer in self._model.linear_layers:
+                self._linear_attention(layer, inputs)
+            else:
+                self._num_attentions[lane.number] += 1
+                yield from self._attention(layer, self._num_attentions[lane.number], lane, inputs)
             if layer >= self._model.num_dense_layers:
                 self._num_mixtures[lane.number] += 1
                 yield from self._moe(self._num_mixtures[lane.number], lane, inputs)
@@ -247,6 +253,18 @@ class HashInstance(WindowEdge):
         for request_id, of_row in by_request.items():
             for each, value in zip(of_row, merged[request_id], strict=True):
                 each.hidden = hash_model.after_attention(each.hidden, value)
+
+    def _linear_attention(self, layer: int, inputs: list[_Input]) -> None:
+        """A row's state is at its MoE binding: no peer has part in it."""
+        assert self._carry is not None
+        for each in inputs:
+            if each.live:
+                frame = self._carry_frame(each.row.request_id)
+                record = hash_model.kv_entry(layer, each.position, each.hidden)
+                after = self._carry.step(frame, layer, each.position, record)
+                each.hidden = hash_model.after_attention(
+                    each.hidden, hash_model.partial(each.hidden, after)
+                )
 
     def _attend_own(self, layer: int, each: _Input) -> int:
         appends = each.live and self._holder(each) == self._instance
@@ -296,7 +314,7 @@ class HashInstance(WindowEdge):
         """
         frames = self._table.frames(request_id)
         page, offset = divmod(position, PAGE_SIZE)
-        kv = self._kv[layer]
+        kv = self._kv[layer - sum(linear < layer for linear in self._model.linear_layers)]
         kv[frames[page] if appends else self._scratch, offset] = hash_model.kv_entry(
             layer, position, query
         )
@@ -358,7 +376,12 @@ class HashInstance(WindowEdge):
         return token_id, hash_model.logprobs(hidden, token_id, row.params, size)
 
     def _read_page(self, frame: int) -> np.ndarray:
+        if (carried := self._carried(frame)) is not None:
+            return carried.copy().view(np.uint8)
         return self._kv[:, frame].reshape(-1).copy().view(np.uint8)
 
     def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray, layers: slice) -> None:
+        if (carried := self._carried(frame)) is not None:
+            carried[:] = payload.view(np.uint64)
+            return
         self._kv[layers, frame] = payload.view(np.uint64).reshape(-1, PAGE_SIZE)

@@ -41,6 +41,11 @@ def kv_entry(layer: int, position: int, hidden: int) -> int:
     return mix(hidden + layer * _LAYER + position * _POSITION)
 
 
+def fold(state: int, record: int) -> int:
+    """The state of a linear attention layer after one token more: it knows all, in their order."""
+    return mix(state * 3 + record)
+
+
 def embed(token: int, position: int) -> int:
     """The hidden value that enters the first layer; each layer's hidden value is also its query."""
     return mix(token * _TOKEN + position)
@@ -127,6 +132,8 @@ class HashModel:
     num_dense_layers: int = 1
     """The first layers, without experts."""
     vocab_size: int = 97
+    linear_layers: tuple[int, ...] = ()
+    """Linear attention layers: a row has a state there, and no KV."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_dense_layers <= self.num_layers:
@@ -184,10 +191,18 @@ class HashModel:
                 value = mtp_input(hidden, token_ids[position + 1], position)
                 kv[num_layers, position], _ = self.run_layer(num_layers, position, value, mtp_sum)
                 mtp_sum += int(kv[num_layers, position])
+        kv = np.delete(kv, self.linear_layers, axis=0)
         return [
             np.ascontiguousarray(kv[:, begin : begin + PAGE_SIZE])
             for begin in range(0, kv.shape[1], PAGE_SIZE)
         ]
+
+    def states(self, token_ids: Sequence[int]) -> list[int]:
+        """The states of linear attention layers after these tokens."""
+        sums = (0,) * self.num_layers
+        for position, token in enumerate(token_ids):
+            _, _, sums = _forward(self, sums, token, position)
+        return [sums[layer] for layer in self.linear_layers]
 
     def mtp_hidden(self, token_ids: Sequence[int]) -> int:
         """The MTP layer's hidden value from which the token after these is drafted."""
@@ -203,10 +218,11 @@ class HashModel:
         """(KV, hidden value after the layer) of one token.
 
         hidden: the token's hidden value before the layer. kv_sum: the sum of the layer's KV before
-        the token.
+        the token; in a linear attention layer its state.
         """
         entry = kv_entry(layer, position, hidden)
-        hidden = after_attention(hidden, partial(hidden, kv_sum + entry))
+        after = fold(kv_sum, entry) if layer in self.linear_layers else kv_sum + entry
+        hidden = after_attention(hidden, partial(hidden, after))
         output = expert(gate(hidden), hidden) if layer >= self.num_dense_layers else 0
         return entry, after_mlp(hidden, output)
 
@@ -225,4 +241,7 @@ def _forward(
     for layer in range(model.num_layers):
         entry, hidden = model.run_layer(layer, position, hidden, sums[layer])
         entries.append(entry)
-    return hidden, entries, tuple(map(add, sums, entries))
+    after = list(map(add, sums, entries))
+    for layer in model.linear_layers:
+        after[layer] = fold(sums[layer], entries[layer])
+    return hidden, entries, tuple(after)

@@ -107,7 +107,7 @@ class Job:
     """A transfer that the prefill works on."""
 
     transfer: Transfer
-    kv: list[np.ndarray]
+    kv: dict[int, np.ndarray]
     """By page."""
     pages: list[int]
     term: int
@@ -224,6 +224,12 @@ def with_drafts(config: Config, random: Random) -> Config:
     scheduler = replace(config.scheduler, num_drafts=num_drafts, drafting=drafting)
     cluster = replace(config.cluster, bounds=wider)
     return replace(config, cluster=cluster, scheduler=scheduler)
+
+
+def with_states(config: Config, random: Random) -> Config:
+    """This configuration for rows with states, of one page or some."""
+    cluster = replace(config.cluster, carry_pages=random.choice([1, 1, 2, 3]))
+    return replace(config, cluster=cluster)
 
 
 def offloading_config(seed: int) -> Config:

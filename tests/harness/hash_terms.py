@@ -152,7 +152,9 @@ class RegroupingPlay(HashPlay):
             case Leave():
                 if index in self.running:
                     self._leave(index)
-                self.members.heard(self.processes[index].member, Left(), order.term)
+                process = self.processes[index]
+                left = Left(tuple(process.instance.restarts()))
+                self.members.heard(process.member, left, order.term)
             case Join() as join:
                 self._let_join(index, order.term, join)
                 self.members.heard(self.processes[index].member, Ready(), order.term)

@@ -36,6 +36,7 @@ from harness import (
     hash_pipeline_losses,
     hash_recovery_seeds,
     hash_seeds,
+    hash_states,
 )
 from harness.hash_failover import FailoverCluster
 from harness.hash_operators import OperatedCluster
@@ -53,6 +54,7 @@ OTHERS: dict[str, Callable[[int], HashPlay]] = {
     "sharing": hash_seeds.play_sharing,
     "crowd": hash_seeds.play_crowd,
     "drafts": hash_drafts.play,
+    "states": hash_states.play,
     "regroups": lambda seed: hash_recovery_seeds.play(seed, 0, 20),
     "offload": hash_offload.play_offloading,
     "offload-crowd": hash_offload.play_crowded,

@@ -4,15 +4,22 @@ It has no scheduler and no graph engine either. It calls the model's own functio
 decode step, so that a test can look at logits.
 """
 
+from functools import partial
+
 import torch
 
 from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.attention.lse_merge import lse_merge
+from data_plane.kv.carry_pool import CarryPool, CarryRows
 from data_plane.model.config import ModelConfig
+from data_plane.model.layers import gated_heads, shared_experts
+from data_plane.model.norm import rms_norm
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.prefill.pages import prefill_pages
 from data_plane.step.cpu_kernels import TorchKernels
 from nanocp.values.plan import PAGE_SIZE
+
+CARRY_PAGE_BYTES = 4096
 
 
 def page_table(frames):
@@ -56,7 +63,17 @@ class SplitDecoder:
         self.all_weights = load_weights(
             checkpoint, self.config, dtype, range(self.config.num_experts)
         )
-        shape = (self.config.num_layers, num_frames, PAGE_SIZE, self.config.attention.kv_width)
+        self.places, self.carry, self.prompt_carry = self.config.places, None, None
+        if self.config.delta is not None:
+            new_pool = partial(
+                CarryPool,
+                self.config.delta,
+                len(self.config.linear_layers),
+                dtype=dtype,
+                page_bytes=CARRY_PAGE_BYTES,
+            )
+            self.carry, self.prompt_carry = new_pool(num_frames=16), new_pool(num_frames=1)
+        shape = (self.config.num_kept_layers, num_frames, PAGE_SIZE, self.config.attention.kv_width)
         self.pools = [torch.full(shape, 100.0, dtype=dtype) for _ in range(num_instances)]
         self._free = [
             list(range(0, num_frames, 2)) + list(range(1, num_frames, 2))
@@ -70,12 +87,23 @@ class SplitDecoder:
         row = len(self.frames)
         self.frames.append([[] for _ in range(self.num_instances)])
         num_tokens = len(prompt_ids) - 1
-        for page, kv_LSD in prefill_pages(
-            self.all_weights, self.config, prompt_ids, num_tokens, chunk_tokens
-        ):
+        pages = prefill_pages(
+            self.all_weights,
+            self.config,
+            prompt_ids,
+            num_tokens,
+            chunk_tokens,
+            carry=self.prompt_carry,
+        )
+        for page, kv_LSD in pages:
             instance, frame = self._allocate(row, page)
             count = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
             self.pools[instance][:, frame, :count] = kv_LSD[:, :count]
+        if self.carry is not None:
+            for number in range(self.carry.frame_bytes // CARRY_PAGE_BYTES):
+                self.carry.page(row, number)[:] = self.prompt_carry.page(0, number)
+            if not num_tokens:
+                self.carry.clear(row)
         return row
 
     def _allocate(self, row, page):
@@ -101,14 +129,22 @@ class SplitDecoder:
         self.weights[0].rope.reach(max(positions))
         for index in range(config.num_layers):
             layers = [weights.layers[index] for weights in self.weights]
-            layer, rope = layers[0], self.weights[0].rope
+            layer, rope, place = layers[0], self.weights[0].rope, self.places[index]
+            if index in config.linear_layers:
+                rows = torch.arange(len(tokens))
+                carried = CarryRows(rows, position_B, torch.ones_like(rows, dtype=torch.bool))
+                normed = rms_norm(x_BX, layer.input_norm, config.norm_eps)
+                o_BHV = self.carry.step(place, carried, normed, layer.attention)
+                x_BX, normed = self.ops.after_attention(x_BX, o_BHV, layer, rope, config)
+                x_BX = x_BX + self._mlp(normed, layers)
+                continue
             latent_BC, kv_BD, _ = self.ops.attention_rows(x_BX, position_B, layer, rope, config)
             for row, (instance, frame, offset) in enumerate(slots):
-                self.pools[instance][index, frame, offset] = kv_BD[row]
+                self.pools[instance][place, frame, offset] = kv_BD[row]
             partials, lses = [], []
             for instance, plan in enumerate(plans):
                 q_BHD = self.ops.attention_queries(latent_BC, position_B, layer, rope, config)
-                pool = self.pools[instance][index]
+                pool = self.pools[instance][place]
                 partial, lse = self.attention.run(q_BHD, pool, plan, config.attention.softmax_scale)
                 partials.append(
                     finish(partial, layer, config) if self.wire_form == "latent" else partial
@@ -117,6 +153,7 @@ class SplitDecoder:
             merged, _ = lse_merge(torch.stack(partials), torch.stack(lses))
             merged = merged.to(x_BX.dtype)
             o_BHV = merged if self.wire_form == "latent" else finish(merged, layer, config)
+            o_BHV = gated_heads(x_BX, o_BHV, layer, config)
             x_BX, normed = self.ops.after_attention(x_BX, o_BHV, layer, rope, config)
             x_BX = x_BX + self._mlp(normed, layers)
         return self.ops.logits(x_BX, self.weights[0], config)
@@ -130,8 +167,8 @@ class SplitDecoder:
             self.ops.visit_experts(x_BX, expert_BK, weight_BK, all_rows, [], [], layer.moe)[0]
             for layer in layers
         )
-        shared = layers[0].moe.shared
-        return out if shared is None else out + self.ops.gated_mlp(x_BX, shared)
+        shared = shared_experts(x_BX, layers[0].moe, self.ops.gated_mlp)
+        return out if shared is None else out + shared
 
     def _plan_appends(self, positions):
         lengths, slots = [], []

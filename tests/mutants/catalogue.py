@@ -13,6 +13,7 @@ from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
 from of_resuming import OF_RESUMING
 from of_scheduling import OF_SCHEDULING
+from of_states import OF_STATES
 from of_tcp import OF_TCP
 from of_terms import OF_TERMS
 
@@ -399,6 +400,7 @@ MUTANTS = [
     ),
     *OF_PIPELINE,
     *OF_DRAFTS,
+    *OF_STATES,
     *OF_OFFLOAD,
     *OF_RESUMING,
     *OF_SCHEDULING,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 
 from control_plane.coordinator.members.attached import Attached
 from control_plane.coordinator.members.deadlines import Deadlines
@@ -92,6 +93,8 @@ class Members(TermSteps):
         """Whether an instance was lost since a term last began."""
         self._short_terms = ShortTerms()
         self._kept_pages = KeptPages()
+        self._restarts: dict[Member, tuple[tuple[int, int, int], ...]] = {}
+        """Where rows may go on whose states are there, as instances said when they left."""
         self._join = Join()
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
@@ -161,6 +164,7 @@ class Members(TermSteps):
         self._metrics.lost(member.kind, cause)
         self._heartbeats.forget(member)
         self._kept_pages.lose(member)
+        self._restarts.pop(member, None)
         self.attached.drop(member)
         if not self._goes_on:
             self.replacements.kill(member)
@@ -282,7 +286,9 @@ class Members(TermSteps):
             self._metrics.term_began(self.terms.number, cause)
             self._is_after_loss = False
             term, seats = self.terms.number, self.terms.seats
-            regrouped = Regrouped(term, tuple(self.seats), self.terms.keeps_rows)
+            restarts = tuple(chain(*self._restarts.values()))
+            regrouped = Regrouped(term, tuple(self.seats), self.terms.keeps_rows, restarts)
+            self._restarts.clear()
             self.output.events.append(regrouped)
             self.output.say(f"term {term} serves with {', '.join(map(str, seats))}")
         self.changes.term_began()
@@ -347,7 +353,8 @@ class Members(TermSteps):
                 self.loading(member)
             case values.Ready():
                 self._is_ready(member, said.chosen, term)
-            case values.Left():
+            case values.Left(restarts):
+                self._restarts[member] = restarts
                 self.terms.has_left(member, term)
             case values.Suspect():
                 self.suspicion.suspected(member, said, term)

@@ -59,7 +59,7 @@ class Tickets:
         request.receivers = {}
         for target in targets:
             before = target.first_page * PAGE_SIZE
-            tokens = min(target.num_pages * PAGE_SIZE, num_tokens - before)
+            tokens = max(min(target.num_pages * PAGE_SIZE, num_tokens - before), 0)
             request.receivers[target.instance] = request.receivers.get(target.instance, 0) + tokens
         self._count(request, +1)
         self._owners[request.ticket] = request

@@ -69,7 +69,12 @@ def obstacle(state: ClusterState, proposal: Proposal, num_growth: int) -> tuple[
     reached = state.committed.bound_reached(
         proposal.moe_binding, dict.fromkeys([*proposal.shares, *(i for i, _ in growth)])
     )
-    assert reached is not None, "frames, the promise or a bound: nothing else stops a placement"
+    if reached is None:
+        text = (
+            f"instance {proposal.moe_binding} has no free frame for its state; those of ended "
+            "requests are free when their last windows are reported"
+        )
+        return "state_frames", text
     bound, instance = reached
     limit = getattr(state.bounds, bound)
     text = (

@@ -53,7 +53,7 @@ class ClusterState:
         self.linked = LinkedRows(num)
         self.loads = ClusterLoads(self.nodes)
         self._steps_in_flight = steps_in_flight
-        self.frames = [FrameLedger(cluster.num_frames) for _ in range(num)]
+        self.frames = [_new_ledger(cluster) for _ in range(num)]
         self.open = list(range(num))
         """Instances on which something may be placed, ascending."""
 
@@ -103,6 +103,8 @@ class ClusterState:
         for instance, count in pages_on.items():
             if count > frames[instance].num_free:
                 return False
+        if self.cluster.carry_pages and not frames[moe_binding].has_carry:
+            return False
         return self.committed.bound_reached(moe_binding, pages_on) is None
 
     def can_move(
@@ -134,6 +136,8 @@ class ClusterState:
     def place(self, request: Request, layout: Layout) -> None:
         """Commit frames, the row and its links as laid out; the caller has checked that it can."""
         request.pages_on = layout.pages_on
+        if self.cluster.carry_pages:
+            request.carry = self.frames[request.moe_binding].take_carry(request.moe_binding)
         for run in layout.shared.runs:
             request.add_runs(run.instance, [FrameRun(run.frame, run.num_pages)])
             for index in range(run.num_pages):
@@ -313,18 +317,21 @@ class ClusterState:
     def lose(self, instance: int) -> None:
         """Another process has the seat: its frames are empty. No request has a page there."""
         assert not self.frames[instance].num_committed, f"instance {instance} still holds pages"
-        self.frames[instance] = FrameLedger(self.cluster.num_frames)
+        self.frames[instance] = _new_ledger(self.cluster)
         if instance not in self.open:
             self.frames[instance].close()
         self.loads.num_falls += 1
 
     def rebind(self, request: Request, moe_binding: int) -> None:
-        """Move the row; the caller has checked that it can."""
+        """Move the row; the caller has checked that it can. A state gets a frame where it goes."""
         old = request.moe_binding
+        if request.carry is not None:
+            request.carry_source, request.ran_at = request.carry, old
+            request.carry = self.frames[moe_binding].take_carry(moe_binding)
         self.loads.num_falls += 1
         self.committed.rebind(request.pages_on, old, moe_binding)
         request.moe_binding = moe_binding
-        if request.state is not HELD:
+        if request.state not in (PARKED, HELD):
             self.loads.count_row(old, -1)
             self.loads.count_row(moe_binding, +1)
             self.linked.update(request)
@@ -338,12 +345,10 @@ class ClusterState:
             self.loads.count_row(request.moe_binding, -1)
         self.committed.count_row(request.moe_binding, request.span, -1)
         self.loads.count_kv(request, -1)
-        runs = request.runs
         if request.move is not None:
             self.loads.count_move(request.move, -1)
-            runs = [*runs, *request.move.targets]
         held: dict[int, list[FrameRun]] = {}
-        for run in runs:
+        for run in request.held_runs:
             if run.instance not in held:
                 held[run.instance] = []
             held[run.instance].append(frame_run((run.frame, run.num_pages)))
@@ -364,3 +369,9 @@ class ClusterState:
         self.loads.count_growing(request, self.step, -1)
         request.position = request.position_at(self.step)
         self.linked.remove(request)
+
+
+def _new_ledger(cluster: ClusterConfig) -> FrameLedger:
+    # A state may leave while another comes.
+    num_carries = cluster.bounds.max_rows + 1 if cluster.carry_pages else 0
+    return FrameLedger(cluster.num_frames, num_carries, cluster.carry_pages)

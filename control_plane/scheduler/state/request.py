@@ -120,6 +120,15 @@ class Request:
     """First step that reads pages of it at their new place."""
     move: PageMove | None = None
     """At most one at a time. Its ticket is the request's, until the pages have arrived."""
+    carry: TargetRun | None = None
+    """Where its state in linear attention layers is, or will be: at its MoE binding. None: the
+    model has no such layers."""
+    carry_source: TargetRun | None = None
+    """Where its state is still, while it moves to `carry`; its row stands still."""
+    restart: tuple[int, int] | None = None
+    """While it is held: least and most position at which its row may go on with its state."""
+    ran_at: int | None = None
+    """The MoE binding of its latest window, from a re-binding with a state until its row runs."""
 
     @classmethod
     def from_arrival(cls, arrival: Arrival, moe_binding: int) -> Request:
@@ -186,6 +195,14 @@ class Request:
             return 0
         return bisect_right(self.runs, position // PAGE_SIZE, key=_first_page) - 1
 
+    @property
+    def held_runs(self) -> list[TargetRun]:
+        """All pages with a frame: of KV, also where they go if they move, and of its state."""
+        runs = self.runs if self.move is None else [*self.runs, *self.move.targets]
+        if self.carry is None:
+            return runs
+        return [*runs, *(run for run in (self.carry, self.carry_source) if run is not None)]
+
     def last_frame(self, instance: int) -> int:
         """Frame of its last page on an instance of its KV binding."""
         for run in reversed(self.runs):
@@ -222,17 +239,24 @@ class Request:
         return range(run.first_page, max(end, run.first_page))
 
     def targets(self, num_tokens: int) -> tuple[TargetRun, ...]:
-        """Where the pages of the first num_tokens tokens go; shared pages are left out."""
+        """Where pages of the first num_tokens tokens go, and the state after them.
+
+        Shared pages are left out.
+        """
         end = num_pages(num_tokens)
         targets = []
         for run in self.runs:
             if run.first_page < self.num_shared:
                 continue
+            if run.first_page >= end:
+                break
             if run.first_page + run.num_pages >= end:
                 num_left = end - run.first_page
                 targets.append(TargetRun(run.first_page, num_left, run.instance, run.frame))
                 break
             targets.append(run)
+        if self.carry is not None:
+            targets.append(self.carry)
         return tuple(targets)
 
     def placement(self, step: int, begins: tuple[int, int] | None = None) -> Placement:
@@ -246,7 +270,8 @@ class Request:
             first_step, slack = begins
             least = self.position_at(max(first_step, self.since_step))
             begins = least, least + slack
-        return Placement(self.request_id, self.moe_binding, num_tokens, self.holders, begins)
+        binding = self.moe_binding if self.ran_at is None else self.ran_at
+        return Placement(self.request_id, binding, num_tokens, self.holders, begins)
 
 
 def holders_of(runs: Iterable[TargetRun]) -> Iterator[tuple[int, int]]:

@@ -10,11 +10,12 @@ knows how many tokens it has. A request that is not among those that its front e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
 from control_plane.scheduler.queue.waiting_queue import earliest
 from control_plane.scheduler.state.cluster_state import ClusterState
+from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.request import HELD, TRANSFERRING, Request
 from control_plane.scheduler.terms.adoption import Adoption
 from nanocp.values.plan import PAGE_SIZE, Arrival, TargetRun
@@ -49,18 +50,28 @@ class HeldRequests:
         self._adoption.end()
 
     def take_over(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]], now_us: int) -> None:
-        """Wait for requests of an earlier controller, whose pages are kept."""
-        self._adoption.begin(kept, now_us)
+        """Wait for requests of an earlier controller, whose pages are kept.
+
+        Those with states are made again: see end_term.
+        """
+        self._adoption.begin(() if self._state.cluster.carry_pages else kept, now_us)
 
     def reserved_frames(self) -> Iterator[tuple[int, int]]:
         """Every (instance, frame) that is kept for a request of an earlier controller."""
         return self._adoption.frames()
 
-    def end_term(self, request: Request, lost: Set[int], absent: Set[int]) -> bool:
+    def end_term(
+        self,
+        request: Request,
+        lost: Set[int],
+        absent: Set[int],
+        restarts: Mapping[int, Sequence[int]],
+    ) -> bool:
         """Hold the request. False: it has lost a page, or its KV was still on its way.
 
         lost: instances whose frames are gone. absent: instances that the next term has not. A row
         whose MoE binding is one of them goes to another instance of its KV binding, if it can.
+        restarts: see Regrouped. A state that was lost, or that was moving, is made again.
         """
         state, pages_on = self._state, request.pages_on
         is_whole = request.state is not TRANSFERRING and pages_on.keys().isdisjoint(lost | absent)
@@ -73,6 +84,12 @@ class HeldRequests:
             self.drop(request)  # It may be held since an earlier term.
             return False
         state.hold(request)
+        if request.carry is not None:
+            is_moving = request.carry_source is not None or moe_binding != request.moe_binding
+            span = None if is_moving else restarts.get(request.request_id)
+            request.restart = None if span is None else (span[0], span[1])
+            if span is None:
+                self._drop_carry(request)
         if moe_binding != request.moe_binding:
             state.rebind(request, moe_binding)
         self._held[request.request_id] = request
@@ -90,9 +107,36 @@ class HeldRequests:
         rewrites = arrival.prompt_len - 1 < len(request.page_hashes) * PAGE_SIZE
         if request.state is not HELD or arrival.is_recomputed or rewrites:
             return None
+        if self._state.cluster.carry_pages and not self._has_carry(request, arrival.prompt_len - 1):
+            return None
         del self._held[request.request_id]
         self._state.begin_attempt(request, arrival)
+        if request.restart is None and self._state.cluster.carry_pages and request.position:
+            # Its pages are there; the prompt is computed again for the state alone.
+            request.state = TRANSFERRING
+            self._state.loads.count_row(request.moe_binding, +1)
         return request
+
+    def _has_carry(self, request: Request, position: int) -> bool:
+        """Whether the request has a state, or a frame for another one."""
+        if request.restart is not None:
+            least, most = request.restart
+            if least <= position <= most:
+                return True
+            self._drop_carry(request)
+        frames = self._state.frames[request.moe_binding]
+        if request.carry is None and frames.has_carry:
+            request.carry = frames.take_carry(request.moe_binding)
+        return request.carry is not None
+
+    def _drop_carry(self, request: Request) -> None:
+        """The request's state is of no use, and between two terms nobody writes to its frames."""
+        for run in (request.carry, request.carry_source):
+            if run is not None:
+                frames = self._state.frames[run.instance]
+                frames.quarantine([FrameRun(run.frame, run.num_pages)])
+                frames.free([FrameRun(run.frame, run.num_pages)])
+        request.carry = request.carry_source = request.restart = request.ran_at = None
 
     def drop(self, request: Request) -> None:
         """The request ends."""

@@ -89,7 +89,9 @@ class SeatChange:
         """Whether a change is under way, and no request needs an instance that leaves."""
         state = self._state
         return bool(self.seats) and not any(
-            state.committed.attention_rows[i] or state.frames[i].num_committed
+            state.committed.attention_rows[i]
+            or state.frames[i].num_committed
+            or state.frames[i].num_carried
             for i in range(len(state.frames))
             if i not in self.seats
         )
@@ -107,6 +109,8 @@ class SeatChange:
         for request_id in list(self._rows.stopped):
             request = self._state.requests[request_id]
             is_empty = self._run_that_leaves(request) is None
+            if request_id in self._rows.carried:
+                continue
             if request.move is None and (is_empty or request_id in self._released):
                 self._rows.stopped.discard(request_id)
                 self._released.discard(request_id)
@@ -147,6 +151,8 @@ class SeatChange:
         requests.sort(key=lambda request: request.request_id not in self._rows.stopped)
         for request in requests:
             if request.move is not None or request.ticket is not None:
+                continue
+            if request.request_id in self._rows.carried:
                 continue
             if request.request_id not in self._rows.stopped:
                 pages = self._movable(request) if request.state is RUNNING else None

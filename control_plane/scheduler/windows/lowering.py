@@ -102,6 +102,8 @@ class Lowering:
         request.ever_bound = dict.fromkeys((*request.pages_on, moe_binding), 0)
         request.first_window = window
         self._tell_pages(request, request.runs)
+        if request.carry is not None:
+            self._tell_pages(request, [request.carry])
         self._tell_holders(request, request.position)
         asked = request.arrival
         start = RowStart(asked.request_id, request.position, asked.max_tokens, asked.row_start)
@@ -175,12 +177,13 @@ class Lowering:
         if is_running and source not in request.pages_on:
             self.routes.remove_links(request_id, moe_binding, (source,), lane)
 
-    def rebind(self, request: Request, old: int, position: int) -> None:
+    def rebind(self, request: Request, old: int, position: int, is_running: bool = True) -> None:
         """The row's MoE binding was `old`; `position` is that of its next input token."""
         new = request.moe_binding
         request_id = request.request_id
-        self.routes.remove(request_id, old, request.pages_on, self._lanes.leave(request_id))
-        self.routes.add(request_id, new, request.pages_on, self._lanes.enter(request))
+        if is_running:
+            self.routes.remove(request_id, old, request.pages_on, self._lanes.leave(request_id))
+            self.routes.add(request_id, new, request.pages_on, self._lanes.enter(request))
         self._forget_holders(request, old)
         told = self._pending[old]
         told.holders_forgotten.append(request_id)
@@ -188,10 +191,24 @@ class Lowering:
         self._pending[new].hand_offs_in.append(HandOff(request_id, old))
         self._tell_holders(request, position)
 
+    def carry_arrived(self, request: Request, source: TargetRun) -> None:
+        """The row's state is at its MoE binding, and no more at the source."""
+        assert request.carry is not None
+        request_id, first_page, num_pages = request.request_id, source.first_page, source.num_pages
+        clear = PageClear(request_id, first_page, num_pages)
+        self._pending[source.instance].cleared.append(clear)
+        digest = entry_digest(PAGE, request_id, first_page, num_pages, source.frame)
+        request.ever_bound[source.instance] -= digest
+        self._told[source.instance] -= digest
+        self._tell_pages(request, [request.carry])
+
     def end(self, request: Request) -> None:
         """A started request ended and is in no window any more."""
         request_id = request.request_id
-        for instance in {**request.pages_on, request.moe_binding: 0}:
+        bound = dict.fromkeys([*request.pages_on, request.moe_binding])
+        if request.carry_source is not None:
+            bound[request.carry_source.instance] = None
+        for instance in bound:
             told = self._pending[instance]
             if (
                 told.pages
@@ -202,7 +219,22 @@ class Lowering:
             told.forgotten.append(request_id)
             self._told[instance] -= request.ever_bound[instance]
         self._forget_holders(request, request.moe_binding)
-        self._pending[request.moe_binding].ends.append(request_id)
+        self._pending[self._row_at(request)].ends.append(request_id)
+
+    def _row_at(self, request: Request) -> int:
+        """The instance that has the row's state when the request ends.
+
+        A row that stands still is handed over with the next window, whenever that comes: not if the
+        request ends before.
+        """
+        told = self._pending[request.moe_binding]
+        for hand_off in told.hand_offs_in:
+            if hand_off.request_id == request.request_id:
+                told.hand_offs_in.remove(hand_off)
+                out = self._pending[hand_off.peer].hand_offs_out
+                out.remove(HandOff(request.request_id, request.moe_binding))
+                return hand_off.peer
+        return request.moe_binding
 
     def emit(
         self,

@@ -68,6 +68,8 @@ class RowWindows:
         """(priority, request id), ascending: the last is the newest of the lowest class."""
         self.stopped: set[int] = set()
         """Ids of requests whose rows are parked until their pages have moved."""
+        self.carried: dict[int, Request] = {}
+        """By request id: rows that are stopped until their states are at their MoE bindings."""
         self._due: dict[int, list[tuple[int, int]]] = {}
         """Window -> (priority, request id) of rows that may come to the end of a run of pages in
         it."""
@@ -130,6 +132,7 @@ class RowWindows:
         self.runnable.clear()
         self.parked.clear()
         self.stopped.clear()
+        self.carried.clear()
         self._due.clear()
         self._exits.clear()
 
@@ -150,6 +153,7 @@ class RowWindows:
         Returns the last window sent that contains it, None if there is none.
         """
         self.stopped.discard(request.request_id)
+        self.carried.pop(request.request_id, None)
         if request.state is RUNNING:
             self._suspend(request)
         elif request.state is PARKED:
@@ -290,6 +294,9 @@ class RowWindows:
         self._enter_exit(request)
         self._enter_runs(request)
         if request.is_started:
+            if request.ran_at is not None:
+                request.ran_at = None
+                self._answer.placed[request.request_id] = request
             self._lowering.resume(request)
         else:
             self._lowering.start(request, self.next_window)
@@ -312,10 +319,10 @@ class RowWindows:
 
     # --- re-binding
 
-    def rebind(self, wishes: Iterable[tuple[Request, int]]) -> None:
+    def rebind(self, wishes: Iterable[tuple[Request, int]], may_carry: bool = True) -> None:
         """Move rows as wished, then as the policy wishes, as far as the bounds allow (4.2.1).
 
-        One row is moved before the next is looked at.
+        One row is moved before the next is looked at. may_carry: whether rows with states move.
         """
         max_hand_offs = self._state.bounds.max_hand_offs
         num_hand_offs: dict[tuple[int, int], int] = {}
@@ -335,9 +342,28 @@ class RowWindows:
                 continue
             if not self._state.committed.can_rebind(request.pages_on, new):
                 continue
+            has_carry = request.carry is not None
+            carried = self.carried.values()
+            if has_carry and not (may_carry and _can_carry(self._state, carried, request, new)):
+                continue
             num_hand_offs[old, new] = num + 1
             moved.add(request.request_id)
             self.advances.settle(request)
+            if has_carry:
+                self.stop(request)
+                self.carried[request.request_id] = request
             self._state.rebind(request, new)
-            self._lowering.rebind(request, old, request.position_at(self._state.step))
-            self._answer.placed[request.request_id] = request
+            position = request.position_at(self._state.step)
+            self._lowering.rebind(request, old, position, is_running=not has_carry)
+            if not has_carry:
+                self._answer.placed[request.request_id] = request
+
+
+def _can_carry(state: ClusterState, carried: Iterable[Request], request: Request, new: int) -> bool:
+    """Whether the row's state may travel: one at a time leaves an instance, and one comes."""
+    ends = {request.moe_binding, new}
+    is_free = not any(
+        other.carry_source is not None and ends & {other.moe_binding, other.carry_source.instance}
+        for other in carried
+    )
+    return is_free and request.ticket is None and state.frames[new].has_carry

@@ -42,6 +42,8 @@ class GqaWeights:
     """[E], for each head; None if queries and keys are not normed."""
     k_norm: Tensor | None
     """[E]."""
+    gate: LinearLayer | None = None
+    """From X to H * E, the gate of heads' values; None if they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,13 @@ class GqaConfig:
     has_norms: bool
     """Whether each head's query and key is normed before it is rotated."""
     norm_eps: float
+    has_gate: bool = False
+    """Whether q_proj makes a gate of each head's values too, behind its query."""
 
     @classmethod
-    def read(cls, raw: Fields, has_bias: bool, has_norms: bool) -> GqaConfig:
+    def read(
+        cls, raw: Fields, has_bias: bool, has_norms: bool, has_gate: bool = False
+    ) -> GqaConfig:
         """Read config.json; raises ValueError naming the field that is wrong."""
         hidden_size, num_heads = raw.positive("hidden_size"), raw.positive("num_attention_heads")
         num_kv_heads = raw.positive("num_key_value_heads")
@@ -90,6 +96,7 @@ class GqaConfig:
             has_bias=has_bias,
             has_norms=has_norms,
             norm_eps=raw.number("rms_norm_eps", 1e-6),
+            has_gate=has_gate,
         )
 
     @property
@@ -131,7 +138,7 @@ class GqaConfig:
         """List a layer's tensors that `load` reads, by name."""
         kv = self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, width in (("q", self._heads_width), ("k", kv), ("v", kv)):
+        for name, width in (("q", self._heads_width * (1 + self.has_gate)), ("k", kv), ("v", kv)):
             shapes[f"{prefix}{name}_proj.weight"] = (width, hidden_size)
             if self.has_bias:
                 shapes[f"{prefix}{name}_proj.bias"] = (width,)
@@ -151,13 +158,24 @@ class GqaConfig:
         def norm(name: str) -> Tensor | None:
             return source.tensor(f"{prefix}{name}_norm.weight") if self.has_norms else None
 
+        gate = None
+        if self.has_gate:
+            both = source.staged(prefix + "q_proj.weight").view(
+                self.num_heads, 2, self.head_dim, -1
+            )
+            q_proj, gate = (
+                source.packing.linear(part.flatten(0, 1).contiguous()) for part in both.unbind(1)
+            )
+        else:
+            q_proj = source.linear(prefix + "q_proj.weight")
         return GqaWeights(
-            q_proj=source.linear(prefix + "q_proj.weight"),
+            q_proj=q_proj,
             kv_proj=source.linear(prefix + "k_proj.weight", prefix + "v_proj.weight"),
             q_bias=bias("q"),
             kv_bias=bias("k", "v"),
             q_norm=norm("q"),
             k_norm=norm("k"),
+            gate=gate,
         )
 
     def inputs(

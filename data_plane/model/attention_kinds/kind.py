@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # what only reads a configuration does without torch
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from data_plane.model.linear import LinearLayer, Packing
     from data_plane.model.rope import RopeTable
@@ -28,8 +28,8 @@ class WeightSource(Protocol):
     def linear(self, *names: str) -> LinearLayer:
         """Make one linear layer of these weights, one under the other."""
 
-    def tensor(self, name: str) -> Tensor:
-        """Read a tensor that is kept as it is."""
+    def tensor(self, name: str, dtype: dtype | None = None) -> Tensor:
+        """Read a tensor that is kept as it is, in the dtype of the rows unless one is given."""
 
     def staged(self, name: str) -> Tensor:
         """Read a tensor that will be laid out anew, into memory that is given back after that."""

@@ -10,7 +10,7 @@ N nope, V value width, T tokens, U tokens so far.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from data_plane.model.attention_kinds.kind import WeightSource
@@ -43,6 +43,8 @@ class MlaWeights:
     """W_UK [H, N, R], packed; it is absorbed into the query."""
     v_up: Tensor
     """W_UV [H, R, V], packed; it is applied to the output of attention."""
+    gate: LinearLayer | None = None
+    """From X to H, the gate of heads' values; None if they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,13 @@ class MlaConfig:
     """Width of a head's values."""
     softmax_mscale: float = 1.0
     """Yarn's factor, whose square multiplies the softmax scale."""
+    has_gate: bool = False
+    """Whether a gate scales each head's values."""
+
+    @classmethod
+    def read_gated(cls, raw: Fields, rope: RopeConfig) -> MlaConfig:
+        """Read config.json of a model whose heads have gates; see `read`."""
+        return replace(cls.read(raw, rope), has_gate=True)
 
     @classmethod
     def read(cls, raw: Fields, rope: RopeConfig) -> MlaConfig:
@@ -125,6 +134,8 @@ class MlaConfig:
             q_name = "q_b_proj.weight"
             shapes[prefix + "q_a_proj.weight"] = (self.q_lora_rank, hidden_size)
             shapes[prefix + "q_a_layernorm.weight"] = (self.q_lora_rank,)
+        if self.has_gate:
+            shapes[prefix + "g_proj.weight"] = (heads, hidden_size)
         kv_b = (heads * (self.nope_dim + self.value_dim), self.kv_lora_rank)
         return shapes | {
             prefix + q_name: (heads * (self.nope_dim + self.rope_dim), self.q_latent_dim),
@@ -145,6 +156,7 @@ class MlaConfig:
             q_proj=source.linear(prefix + ("q_b_proj.weight" if has_q_lora else "q_proj.weight")),
             k_up=k_up,
             v_up=v_up,
+            gate=source.linear(prefix + "g_proj.weight") if self.has_gate else None,
         )
 
     def _kv_up(self, source: WeightSource, name: str) -> tuple[Tensor, Tensor]:

@@ -119,6 +119,18 @@ VARIANTS = {
         "max_shard_size": "2MB",
     },
     "as DeepSeek-V2": {"preset": "tiny-v2", "overrides": DEEPSEEK_V2},
+    **{
+        preset: {"preset": preset}
+        for preset in ("tiny-qwen3-next", "tiny-qwen3.5", "tiny-kimi-linear", "tiny-ling")
+    },
+    **{
+        f"{preset}, published spelling": {"preset": preset, "published_spelling": True}
+        for preset in ("tiny-qwen3-next", "tiny-kimi-linear", "tiny-ling")
+    },
+    "tiny-ling without a bound, the last layer linear": {
+        "preset": "tiny-ling",
+        "overrides": {"kda_safe_gate": False, "num_hidden_layers": 4},
+    },
 }
 PROMPT_LENS = (1, 5, 64, 190)
 NUM_STEPS = 8

@@ -1,6 +1,7 @@
 """Made checkpoints: a seed gives the same weights, other libraries read them, text round-trips."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -170,3 +171,11 @@ def test_the_command(tmp_path):
         and "cannot be a folder" in result.stderr
     )
     assert torch.equal(weights(tmp_path / "made")["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_one_model_changes_no_preset(tmp_path):
+    """`transformers` writes defaults into the fields that it is given."""
+    before = deepcopy(PRESETS)
+    for preset in ("tiny-qwen3-next", "tiny-kimi-linear", "tiny-glm4-moe"):
+        make_checkpoint(tmp_path / preset, preset)
+    assert before == PRESETS

@@ -1,13 +1,25 @@
-"""Start-up of the prefill is refused where the whole model does not fit the machine."""
+"""Start-up of the prefill, and what its stage makes of prompts."""
 
 import types
+from random import Random
+from uuid import uuid4
 
 import pytest
+import torch
 
+from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.weights import load_weights
+from data_plane.prefill.pages import prefill_pages
 from data_plane.startup import prefill
+from data_plane.startup.shared_parts import new_carry, with_carry
 from data_plane.transport.segments import Segments
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
+from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.serve.service import member_environment
+from nanocp.values.plan import CARRY_PAGE, Arrival
 
 
 def test_model_larger_than_the_free_memory_is_refused_by_numbers(tiny_checkpoint, monkeypatch):
@@ -27,3 +39,54 @@ def test_few_programs_of_shapes_are_kept_unless_somebody_wants_more(monkeypatch)
     assert member_environment(Config())["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024")
     assert member_environment(Config())["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1024"
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-ling"])
+def test_pages_and_states_of_prompts_are_the_reference_prefills(preset, tmp_path):
+    """Prompts in passes that they share; the last layer of one model attends linearly."""
+    make_checkpoint(tmp_path, preset)
+    config = with_carry(
+        Config(prefill=PrefillConfig(chunk_tokens=90), cluster=ClusterConfig(max_model_len=512)),
+        tmp_path,
+    )
+    built = prefill.build_prefill_stage(config, 0, Segments(uuid4().hex[:8]), tmp_path)
+    built.stage.connect()
+    scheduler, random = make_prefill_scheduler(config), Random(3)
+    model = ModelConfig.from_folder(tmp_path)
+    weights = load_weights(tmp_path, model, torch.float32, range(model.num_experts))
+    prompts = {
+        ticket: [random.randrange(2, 512) for _ in range(length)]
+        for ticket, length in enumerate((1, 63, 64, 65, 200, 333), start=1)
+    }
+    events, unseen = [Arrival(ticket, len(ids), 1) for ticket, ids in prompts.items()], {*prompts}
+    for ticket, ids in prompts.items():
+        built.stage.take_prompt(ticket, ids)
+    for now in range(100):
+        plan = scheduler.plan_pass(events, now).pass_plan
+        if plan is None:
+            break
+        list(built.stage.run(plan))
+        events = list(built.stage.poll().events)
+        for span in plan.spans:
+            ids = prompts[span.request_id]
+            if span.first + span.num_tokens == len(ids):
+                unseen.remove(span.request_id)
+                assert_pages(built, span.request_id, ids, weights, model, config)
+    built.stage.close()
+    assert not unseen
+
+
+def assert_pages(built, ticket, ids, weights, model, config):
+    carry = new_carry(config, model, 1)
+    for page, kv in prefill_pages(weights, model, ids, len(ids), 512, carry=carry):
+        seen = torch.from_numpy(built.payload(ticket, page)).view(torch.float32).view(kv.shape)
+        num = min(len(ids) - 64 * page, 64)
+        torch.testing.assert_close(seen[:, :num], kv[:, :num], atol=2e-5, rtol=1e-4)
+    seen = new_carry(config, model, 1)
+    for number in range(config.cluster.carry_pages):
+        seen.page(0, number)[:] = built.payload(ticket, CARRY_PAGE + number)
+    torch.testing.assert_close(seen._state[:, 0], carry._state[:, 0], atol=5e-5, rtol=1e-3)
+    assert seen._folded[:, 0].unique().tolist() == [len(ids)]
+    places = [position % seen._channels.shape[2] for position in range(len(ids))[-3:]]
+    channels = [pool._channels[:, 0, places] for pool in (seen, carry)]
+    torch.testing.assert_close(*channels, atol=2e-5, rtol=1e-4)

@@ -205,3 +205,22 @@ def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):
     assert tight.exit_code == 1 and "has no room for a page" in tight.output
     absent = plan(tmp_path, "--layout", "pipeline", "--instances", 2, "--device", "h200")
     assert absent.exit_code == 2 and "device is cuda: it must be cpu" in absent.stderr
+
+
+def test_states_of_rows_are_counted_and_priced(tmp_path):
+    make_checkpoint(tmp_path, "tiny-qwen3-next")
+    config, model = Config(), ModelConfig.from_folder(tmp_path)
+    need = memory_need(model, config, stores_bf16=False)
+    rows = config.cluster.bounds.max_rows + 2
+    assert need.states == rows * need.state > 0
+    assert need.fixed >= need.states + need.other_weights + need.experts
+    result = plan(tmp_path)
+    assert "6 layers, 5 of them linear attention" in result.output
+    assert re.search(r"states .* 64 rows of 0\.\d+ MB and two more", result.output)
+    assert "A row less (cluster.bounds.max_rows) leaves room for" in result.output
+
+
+def test_a_model_without_linear_attention_layers_has_no_states(tiny_checkpoint):
+    need = memory_need(ModelConfig.from_folder(tiny_checkpoint), Config(), stores_bf16=False)
+    assert (need.state, need.states) == (0, 0)
+    assert "states" not in plan(tiny_checkpoint).output

@@ -143,6 +143,22 @@ def test_a_lost_instance_is_killed_and_replaced_and_all_begin_the_next_term():
     assert cluster.events[2:] == [Regrouped(2, (0, 1))] and not cluster.members.end.failure.done()
 
 
+@pytest.mark.parametrize("is_lost_too", [False, True])
+def test_states_that_instances_say_they_have_are_told_unless_they_are_lost(is_lost_too):
+    cluster = running(synthetic_kv=True)
+    cluster.exited(SECOND, 0, "its process ended")
+    cluster.until_replaced(SECOND, 1, 2)
+    cluster.say(FIRST, 1, Left(((7, 40, 41),)))
+    if is_lost_too:
+        cluster.exited(FIRST, 0, "its process ended")
+        cluster.until_replaced(FIRST, 1, 2)
+        cluster.attach(FIRST)
+    cluster.attach(SECOND)
+    cluster.ready(FIRST, SECOND, term=2)
+    told = () if is_lost_too else ((7, 40, 41),)
+    assert cluster.events[-1] == Regrouped(2, (0, 1), restarts=told)
+
+
 def test_a_loss_is_noticed_once_and_the_old_process_does_not_end_the_new_one():
     cluster = running(synthetic_kv=True)
     members = cluster.members

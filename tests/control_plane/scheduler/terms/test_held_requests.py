@@ -28,8 +28,8 @@ HELD_US = 1000
 class Story:
     """Two instances. Requests of up to 255 tokens live on one of them, longer ones on both."""
 
-    def __init__(self, **scheduler):
-        cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES)
+    def __init__(self, carry_pages=0, **scheduler):
+        cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES, carry_pages=carry_pages)
         config = SchedulerConfig(
             policy="dual_balanced",
             cp_degree_buckets=((256, 1),),
@@ -57,13 +57,16 @@ class Story:
         self.window += 1
         return self.plan(*done)
 
-    def regroup(self, *lost, seats=()):
-        """The term ends by these losses, or by none, and the next begins, with these seats."""
+    def regroup(self, *lost, seats=(), restarts=()):
+        """The term ends by these losses, or by none, and the next begins, with these seats.
+
+        restarts: what instances say of states when they leave.
+        """
         ends = [InstanceLost(instance) for instance in lost] or [TermEnded()]
         assert self.plan(*ends).window is None
         assert self.plan().window is None, "no window between two terms"
         self.term += 1
-        plan = self.plan(Regrouped(self.term, seats))
+        plan = self.plan(Regrouped(self.term, seats, restarts=restarts))
         self.window = self.scheduler._rows.next_window
         return plan
 
@@ -326,3 +329,55 @@ def test_of_two_attempts_that_come_together_only_the_last_is_told_of_its_place()
     assert story.plan(first, second).placements == ()
     placed = story.plan(Resubmitted()).placements
     assert [each.request_id for each in placed] == [1]
+
+
+def test_a_row_goes_on_with_a_state_that_has_survived():
+    story = Story(carry_pages=2)
+    story.place(1)
+    carry = story.scheduler.decided[0].requests[1].carry
+    for _ in range(5):
+        story.step()
+    story.regroup(1, restarts=((1, 102, 103),))
+    plan = story.again(1, 103, 47)
+    assert plan.transfers == () and plan.instances[0].starts[0].position == 102
+    assert story.scheduler.decided[0].requests[1].carry == carry
+
+
+@pytest.mark.parametrize("restarts", [(), ((1, 103, 104),), ((1, 100, 101),)])
+def test_a_state_of_another_position_is_made_again_and_pages_stay(restarts):
+    story = Story(carry_pages=2)
+    story.place(1)
+    runs = list(story.scheduler.decided[0].requests[1].runs)
+    for _ in range(5):
+        story.step()
+    story.regroup(1, restarts=restarts)
+    plan = story.again(1, 103, 47)
+    (transfer,) = plan.transfers
+    assert (transfer.num_tokens, transfer.source) == (102, None)
+    assert transfer.targets == (story.scheduler.decided[0].requests[1].carry,), "no page of KV"
+    plan = story.plan(TransferDone(transfer.ticket, 0))
+    assert plan.instances[0].starts[0].position == 102
+    assert story.scheduler.decided[0].requests[1].runs == runs
+
+
+def test_a_state_is_made_again_where_the_row_goes_if_its_instance_leaves():
+    story = Story(carry_pages=2)
+    story.place(1, prompt_len=100)
+    story.place(2, prompt_len=300)
+    request = story.scheduler.decided[0].requests[2]
+    old, ledgers = request.moe_binding, story.scheduler.decided[0].frames
+    for run in list(request.runs):
+        assert run.instance in (0, 1)
+    story.step()
+    story.regroup(seats=(1 - old,), restarts=((2, 300, 301),))
+    assert story.state(2) is None, "it has pages on the instance that left"
+    assert ledgers[old].num_carried == 0
+
+
+def test_a_request_of_one_token_begins_again_with_an_empty_state():
+    story = Story(carry_pages=1)
+    story.place(1, prompt_len=1)
+    story.step()
+    story.regroup(1)
+    plan = story.again(1, 1, 50)
+    assert plan.transfers == () and plan.instances[0].starts[0].position == 0

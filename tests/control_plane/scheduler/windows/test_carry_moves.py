@@ -1,0 +1,187 @@
+"""A row with a state is re-bound: it stands still, and its state travels under a ticket."""
+
+import pytest
+
+from control_plane.scheduler.invariants import check
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.state.request import State
+from harness.followed_tables import follow
+from nanocp.config.cluster import BoundsConfig, ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.plan import (
+    CARRY_PAGE,
+    AbortRequested,
+    Arrival,
+    FinishReason,
+    HandOff,
+    SeatsWanted,
+    TargetRun,
+    TransferDone,
+    TransferFenced,
+    WindowDone,
+)
+from nanocp.values.table import InstanceTable
+from nanocp.values.table_changes import PageClear
+
+NUM_FRAMES, CARRY_PAGES, MAX_ROWS = 20, 2, 3
+
+
+class Story:
+    """Two instances that hold requests together; rows have states. A test wishes re-bindings."""
+
+    def __init__(self, num_requests=1):
+        cluster = ClusterConfig(
+            num_instances=2,
+            num_frames=NUM_FRAMES,
+            carry_pages=CARRY_PAGES,
+            bounds=BoundsConfig(max_rows=MAX_ROWS),
+        )
+        config = SchedulerConfig(policy="fixed_degree:2", growth_promise="tokens:0")
+        self.scheduler = Scheduler(cluster, config)
+        self.wishes = []
+        self.scheduler._policy.rebindings = lambda state, window: [
+            (state.requests[request_id], new) for request_id, new in self.wishes
+        ]
+        self.tables = [InstanceTable(instance, 2) for instance in range(2)]
+        self.window = 0
+        for request_id in range(1, num_requests + 1):
+            self.plan([Arrival(request_id, 300, 100, needs_prefill=False)])
+        self.plan()
+        for _ in range(3):
+            self.step()
+
+    def plan(self, events=()):
+        plan = self.scheduler.plan_window(events, self.window)
+        follow(self.tables, plan.instances)
+        check(self.scheduler, self.tables)
+        return plan
+
+    def step(self, *events):
+        """Both instances report the oldest window; then the scheduler plans."""
+        done = [WindowDone(instance, self.window) for instance in range(2)]
+        self.window += 1
+        return self.plan([*events, *done])
+
+    def request(self, request_id=1):
+        return self.scheduler._state.requests[request_id]
+
+    def wish(self, *wishes):
+        self.wishes = wishes
+        plan = self.step()
+        self.wishes = []
+        return plan
+
+    def is_in(self, plan):
+        """Whether the window's tables have the row of request 1."""
+        return any(1 in table.rows for table in self.tables)
+
+
+def test_the_row_stands_still_until_its_state_has_come():
+    story = Story(num_requests=2)
+    old = story.request().moe_binding
+    new, carry = 1 - old, story.request().carry
+    plan = story.wish((1, new))
+    assert not story.is_in(plan), "no window has the row from its re-binding on"
+    assert HandOff(1, new) in plan.instances[old].hand_offs_out
+    assert not plan.transfers, "a window in flight still has the row"
+    (transfer,) = story.step().transfers
+    arriving = story.request().carry
+    assert (transfer.source, transfer.targets) == (old, (arriving,))
+    assert arriving == TargetRun(CARRY_PAGE, CARRY_PAGES, new, arriving.frame)
+    assert transfer.num_tokens == story.request().position
+    assert not story.is_in(story.step())
+    plan = story.step(TransferDone(transfer.ticket, new))
+    assert 1 in story.tables[new].rows and 1 not in story.tables[old].rows
+    assert PageClear(1, CARRY_PAGE, CARRY_PAGES) in plan.instances[old].changes.cleared
+    (placement,) = [each for each in plan.placements if each.request_id == 1]
+    assert placement.moe_binding == new
+    free = story.scheduler._state.frames[old].free_frames()
+    assert carry.frame not in free, "windows that were sent before still name the frame"
+    for _ in range(2):
+        story.step()
+    assert carry.frame in story.scheduler._state.frames[old].free_frames()
+
+
+def test_a_placement_names_the_instance_that_runs_the_row():
+    story = Story(num_requests=2)
+    old = story.request().moe_binding
+    plan = story.wish((1, 1 - old))
+    assert all(each.moe_binding == old for each in plan.placements if each.request_id == 1)
+
+
+def test_one_state_at_a_time_leaves_an_instance_and_comes_to_one():
+    story = Story(num_requests=2)
+    first, second = story.request(1), story.request(2)
+    story.wish((1, 1 - first.moe_binding), (2, 1 - second.moe_binding))
+    assert first.state is State.PARKED and second.state is State.RUNNING
+
+
+def test_a_request_that_ends_before_its_hand_off_ends_where_its_row_is():
+    """No other row runs, so no window has handed it over."""
+    story = Story()
+    old = story.request().moe_binding
+    story.wish((1, 1 - old))
+    story.step()
+    plan = story.plan([AbortRequested(1)])
+    assert plan.ended[0].reason is FinishReason.ABORTED
+    plan = story.plan([Arrival(2, 300, 100, needs_prefill=False)])
+    assert plan.instances[old].ends == (1,) and not plan.instances[1 - old].ends
+    assert not any(each.hand_offs_in or each.hand_offs_out for each in plan.instances)
+
+
+@pytest.mark.parametrize("answer", [TransferDone, TransferFenced])
+def test_a_request_that_ends_while_its_state_travels_gives_back_both_frames(answer):
+    story = Story(num_requests=2)
+    old = story.request().moe_binding
+    story.wish((1, 1 - old))
+    (transfer,) = story.step().transfers
+    both = {story.request().carry.frame, story.request().carry_source.frame}
+    plan = story.plan([AbortRequested(1)])
+    assert [fence.ticket for fence in plan.fences] == [transfer.ticket]
+    for _ in range(3):
+        story.step()
+    ledgers = story.scheduler._state.frames
+    assert not both <= {*ledgers[0].free_frames(), *ledgers[1].free_frames()}
+    story.step(answer(transfer.ticket, 1 - old))
+    free = [ledgers[old].free_frames(), ledgers[1 - old].free_frames()]
+    assert all(frame in free[0] or frame in free[1] for frame in both)
+    assert [ledger.num_carried for ledger in ledgers].count(0) == 1, "that of request 2 is left"
+
+
+def test_an_instance_leaves_once_no_state_is_there():
+    story = Story()
+    old = story.request().moe_binding
+    plan = story.step(SeatsWanted((1 - old,)))
+    for _ in range(10):
+        arrived = [TransferDone(each.ticket, 1 - old) for each in plan.transfers]
+        go_on = story.step if story.scheduler._rows.in_flight else lambda *told: story.plan(told)
+        plan = go_on(*arrived)
+        if plan.is_settled:
+            break
+    assert plan.is_settled
+    assert story.request().carry.instance == 1 - old
+    assert not story.scheduler._state.frames[old].num_carried
+
+
+def test_a_prompt_whose_pages_are_all_there_still_gets_a_state():
+    cluster = ClusterConfig(num_instances=1, carry_pages=CARRY_PAGES)
+    scheduler = Scheduler(cluster, SchedulerConfig())
+    hashes = (b"a" * 16, b"b" * 16)
+    (first,) = scheduler.plan_window([Arrival(1, 129, 1, page_hashes=hashes)], 0).transfers
+    scheduler.plan_window([TransferDone(first.ticket, 0)], 1)
+    (second,) = scheduler.plan_window([Arrival(2, 129, 1, page_hashes=hashes)], 2).transfers
+    assert [run.first_page for run in first.targets] == [0, CARRY_PAGE]
+    assert [run.first_page for run in second.targets] == [CARRY_PAGE]
+    assert second.receivers == (0,) and second.num_tokens == 128
+    assert second.tokens_in(CARRY_PAGE) == 0 and second.tokens_in(1) == 64
+
+
+def test_a_place_under_max_rows_waits_for_the_frame_of_its_state():
+    story = Story(num_requests=2 * MAX_ROWS)
+    scheduler = story.scheduler
+    frames = scheduler._state.frames
+    assert [ledger.num_carried for ledger in frames] == [MAX_ROWS] * 2
+    free = [len(ledger.free_frames()) for ledger in frames]
+    # One more than rows: a state may leave while another comes.
+    assert all(number % CARRY_PAGES == 0 or number for number in free)
+    assert all(ledger.has_carry for ledger in frames)

@@ -1,0 +1,60 @@
+"""Whole clusters whose rows have states: every token is right, wherever states go.
+
+A state knows all tokens in their order, so one that is lost, doubled, stale or of another position
+makes every later token wrong. `STATE_SEEDS=1000` plays more; a seed that fails says how to replay
+it.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+
+from harness.hash_model import HashModel, fold
+from harness.hash_states import (
+    Stateful,
+    StatefulFailovers,
+    StatefulLosses,
+    StatefulOperators,
+    make_states,
+    play,
+)
+from nanocp.values.plan import CARRY_PAGE
+
+NUM_SEEDS = int(os.environ.get("STATE_SEEDS", "200"))
+QUICK = range(71_000, 71_024)
+SEEN_BY = (71_003, 71_008, 71_020)
+"""Each sees some of the planted faults."""
+KINDS = {Stateful, StatefulFailovers, StatefulLosses, StatefulOperators}
+
+
+@pytest.mark.parametrize(
+    "seeds", [QUICK, pytest.param(range(NUM_SEEDS), marks=pytest.mark.system)], ids=["quick", "all"]
+)
+def test_every_token_is_right_with_states(seeds):
+    clusters = [play(seed) for seed in seeds]
+    assert {type(cluster) for cluster in clusters} == KINDS
+    assert {cluster.config.cluster.carry_pages for cluster in clusters} == {1, 2, 3}
+    counts = Counter()
+    for cluster in clusters:
+        counts["hand_offs"] += cluster.num_hand_offs
+        counts["preemptions"] += cluster.num_preemptions
+        counts["losses"] += getattr(cluster, "num_losses", 0)
+    assert counts["hand_offs"] >= 20 and counts["preemptions"] >= 5 and counts["losses"] >= 5
+
+
+@pytest.mark.parametrize("seed", SEEN_BY)
+def test_a_seed_that_sees_planted_faults_is_right_without_them(seed):
+    make_states(seed).play()
+
+
+def test_a_state_knows_its_tokens_in_their_order():
+    model = HashModel(3, linear_layers=(1,))
+    assert model.states([5, 6, 7]) != model.states([6, 5, 7])
+    assert fold(fold(0, 1), 2) != fold(fold(0, 2), 1)
+    assert len(model.prefill([5] * 70, 70)[0]) == 2, "a linear layer has no KV"
+
+
+def test_pages_of_states_are_behind_all_pages_of_kv():
+    cluster = Stateful(0)
+    assert cluster.config.cluster.max_model_len < CARRY_PAGE

@@ -1,0 +1,160 @@
+"""Faults of states: of the fold, of where a state lies, and of how it travels."""
+
+from mutant import Mutant
+
+_POOL = "tests/data_plane/kv/test_carry_pool.py"
+_MOVES = "tests/control_plane/scheduler/windows/test_carry_moves.py"
+_FAMILIES = "tests/data_plane/instance/test_families_exact.py"
+_HELD = "tests/control_plane/scheduler/terms/test_held_requests.py"
+_PREFILL = "tests/data_plane/startup/test_prefill.py"
+_SEEDS = ("tests/hash_clusters/test_hash_states.py", "-k", "quick")
+
+OF_STATES = [
+    Mutant(
+        name="fold-at-once",
+        why="a state takes the token of its own step, which may run again (late fold)",
+        path="data_plane/kv/carry_pool.py",
+        text="u_BHV = correction(state, decay, key_BHK, value_BHV, given.beta_BH)",
+        fault="u_BHV = correction(state, decay, key_BHK, value_BHV, given.beta_BH)\n"
+        "        self._folded[layer, frame_B[live_B], 0] += 1",
+        tests=(_POOL, "-k", "torn"),
+    ),
+    Mutant(
+        name="fold-one-record",
+        why="records that are not folded yet are left out (late fold)",
+        path="data_plane/kv/carry_pool.py",
+        text="for back in range(self._depth - 1, 0, -1):",
+        fault="for back in range(self._depth - 2, 0, -1):",
+        tests=(_POOL, "-k", "prompt_of_the_same"),
+    ),
+    Mutant(
+        name="state-ahead",
+        why="a state that is ahead of its row is taken (late fold)",
+        path="data_plane/kv/carry_pool.py",
+        text="if bool((live_B & (folded[frame_B] > position_B)).any()):",
+        fault="if False:",
+        tests=(_POOL, "-k", "ahead"),
+    ),
+    Mutant(
+        name="state-inputs",
+        why="inputs of the convolution stay behind (state of the position)",
+        path="data_plane/kv/carry_pool.py",
+        text="ring[(first + kept) % len(ring)] = given.channels_BC[kept]",
+        fault="pass",
+        tests=(_POOL, "-k", "prompt"),
+    ),
+    Mutant(
+        name="state-scratch",
+        why="padding and rows that stopped change the state of another (late fold)",
+        path="data_plane/step/cpu.py",
+        text="frame = np.where(rows.live, context.tables.carry_frame, carry.scratch)",
+        fault="frame = np.array(context.tables.carry_frame)",
+        tests=(_FAMILIES, "-k", "story_of_each and kimi"),
+    ),
+    Mutant(
+        name="state-not-cleared",
+        why="a row at position 0 begins with another's state (state of the position)",
+        path="data_plane/instance/window_edge.py",
+        text="if self._carry is not None and start.position == 0:",
+        fault="if False:",
+        tests=_SEEDS,
+    ),
+    Mutant(
+        name="state-of-another-position",
+        why="a prompt's state is of a token more (state of the position)",
+        path="data_plane/step/stage.py",
+        text="carry.extend(place, frame, span.first, given, weights.attention)",
+        fault="carry.extend(place, frame, span.first + 1, given, weights.attention)",
+        tests=(_PREFILL, "-k", "next"),
+    ),
+    Mutant(
+        name="state-of-the-last-layer",
+        why="a prefill that stops early leaves the last layer's state behind",
+        path="data_plane/prefill/pages.py",
+        text="o_THV = carry.extend(place, 0, begin, normed_TX, own)",
+        fault="o_THV = None if is_last else carry.extend(place, 0, begin, normed_TX, own)",
+        tests=(_PREFILL, "-k", "next"),
+    ),
+    Mutant(
+        name="row-runs-while-its-state-moves",
+        why="a row is in windows while its state travels (one state)",
+        path="control_plane/scheduler/windows/row_windows.py",
+        text="self.stop(request)\n                self.carried[request.request_id] = request",
+        fault="self._suspend(request)\n                self._park(request)\n"
+        "                self.carried[request.request_id] = request",
+        tests=(_MOVES, "-k", "stands_still"),
+    ),
+    Mutant(
+        name="state-leaves-early",
+        why="a state travels while a window in flight changes it (one state)",
+        path="control_plane/scheduler/windows/carry_moves.py",
+        text="if is_waiting and last is not None and last <= self._quarantine.last_complete:",
+        fault="if is_waiting and last is not None:",
+        tests=_SEEDS,
+    ),
+    Mutant(
+        name="state-placement",
+        why="the front end is told of the new instance before it runs the row (ordered tokens)",
+        path="control_plane/scheduler/state/request.py",
+        text="binding = self.moe_binding if self.ran_at is None else self.ran_at",
+        fault="binding = self.moe_binding",
+        tests=_SEEDS,
+    ),
+    Mutant(
+        name="state-end-at-the-old-binding",
+        why="a row that was never handed over ends where it is not (hand-offs)",
+        path="control_plane/scheduler/windows/lowering.py",
+        text="self._pending[self._row_at(request)].ends.append(request_id)",
+        fault="self._pending[request.moe_binding].ends.append(request_id)",
+        tests=(_MOVES, "-k", "before_its_hand_off"),
+    ),
+    Mutant(
+        name="state-shared-away",
+        why="a prompt whose pages are all shared begins without a state",
+        path="control_plane/scheduler/scheduler.py",
+        text="num_there = request.num_shared * PAGE_SIZE if request.carry is None else 0",
+        fault="num_there = request.num_shared * PAGE_SIZE",
+        tests=(_MOVES, "-k", "all_there"),
+    ),
+    Mutant(
+        name="state-grown-before-it-stops",
+        why="a row grows for a window, and is stopped before it",
+        path="control_plane/scheduler/scheduler.py",
+        text="if self._cluster.carry_pages:\n                rows.rebind(",
+        fault="if self._cluster.carry_pages:\n                rows.grow()\n"
+        "                rows.rebind(",
+        tests=_SEEDS,
+    ),
+    Mutant(
+        name="state-restart",
+        why="an instance says of its state that it is one position further (state of the position)",
+        path="data_plane/instance/window_edge.py",
+        text="(request_id, self._carry.num_folded(self._carry_frame(request_id)), row.position)",
+        fault="(request_id, 0, row.position)",
+        tests=(_SEEDS[0], "-k", "all"),
+    ),
+    Mutant(
+        name="state-restart-anywhere",
+        why="a row goes on with a state of another position (state of the position)",
+        path="control_plane/scheduler/terms/held_requests.py",
+        text="if least <= position <= most:",
+        fault="if True:",
+        tests=(_HELD, "-k", "another_position"),
+    ),
+    Mutant(
+        name="state-of-a-lost-member",
+        why="what a member said before it was lost counts (one state)",
+        path="control_plane/coordinator/members/members.py",
+        text="self._restarts.pop(member, None)",
+        fault="pass",
+        tests=("tests/control_plane/coordinator/members/test_members.py", "-k", "states"),
+    ),
+    Mutant(
+        name="states-in-plan",
+        why="memory need forgets states",
+        path="data_plane/startup/memory_need.py",
+        text="return self.experts + self.other_weights + self.exchange + self.states",
+        fault="return self.experts + self.other_weights + self.exchange",
+        tests=("tests/nanocp/cli/test_plan.py", "-k", "states"),
+    ),
+]
