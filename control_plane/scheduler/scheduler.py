@@ -167,7 +167,8 @@ class Scheduler(SchedulerBase):
     # --- events
 
     def _goes_on(self, request: Request | None, arrival: Arrival) -> bool:
-        again = self._held.begin_attempt(request, arrival)
+        # Between two terms no ticket is issued: the attempt is void when the next term begins.
+        again = self._held.begin_attempt(request, arrival, not self._is_between_terms)
         if again is None:
             return False
         if again.state is TRANSFERRING:

@@ -7,7 +7,12 @@ _MOVES = "tests/control_plane/scheduler/windows/test_carry_moves.py"
 _FAMILIES = "tests/data_plane/instance/test_families_exact.py"
 _HELD = "tests/control_plane/scheduler/terms/test_held_requests.py"
 _PREFILL = "tests/data_plane/startup/test_prefill.py"
-_SEEDS = ("tests/hash_clusters/test_hash_states.py", "-k", "quick")
+
+
+def _played(seed: int) -> tuple[str, ...]:
+    """The play of one seed, which this fault turns red."""
+    return ("tests/hash_clusters/test_hash_states.py", "-k", f"planted and {seed}")
+
 
 OF_STATES = [
     Mutant(
@@ -16,7 +21,7 @@ OF_STATES = [
         path="data_plane/kv/carry_pool.py",
         text="u_BHV = correction(state, decay, key_BHK, value_BHV, given.beta_BH)",
         fault="u_BHV = correction(state, decay, key_BHK, value_BHV, given.beta_BH)\n"
-        "        self._folded[layer, frame_B[live_B], 0] += 1",
+        "self._folded[layer, frame_B[live_B], 0] += 1",
         tests=(_POOL, "-k", "torn"),
     ),
     Mutant(
@@ -57,7 +62,7 @@ OF_STATES = [
         path="data_plane/instance/window_edge.py",
         text="if self._carry is not None and start.position == 0:",
         fault="if False:",
-        tests=_SEEDS,
+        tests=_played(71013),
     ),
     Mutant(
         name="state-of-another-position",
@@ -79,9 +84,9 @@ OF_STATES = [
         name="row-runs-while-its-state-moves",
         why="a row is in windows while its state travels (one state)",
         path="control_plane/scheduler/windows/row_windows.py",
-        text="self.stop(request)\n                self.carried[request.request_id] = request",
-        fault="self._suspend(request)\n                self._park(request)\n"
-        "                self.carried[request.request_id] = request",
+        text="self.stop(request)\nself.carried[request.request_id] = request",
+        fault="self._suspend(request)\nself._park(request)\n"
+        "self.carried[request.request_id] = request",
         tests=(_MOVES, "-k", "stands_still"),
     ),
     Mutant(
@@ -90,7 +95,7 @@ OF_STATES = [
         path="control_plane/scheduler/windows/carry_moves.py",
         text="if is_waiting and last is not None and last <= self._quarantine.last_complete:",
         fault="if is_waiting and last is not None:",
-        tests=_SEEDS,
+        tests=_played(71006),
     ),
     Mutant(
         name="state-placement",
@@ -98,7 +103,7 @@ OF_STATES = [
         path="control_plane/scheduler/state/request.py",
         text="binding = self.moe_binding if self.ran_at is None else self.ran_at",
         fault="binding = self.moe_binding",
-        tests=_SEEDS,
+        tests=_played(71004),
     ),
     Mutant(
         name="state-end-at-the-old-binding",
@@ -120,10 +125,9 @@ OF_STATES = [
         name="state-grown-before-it-stops",
         why="a row grows for a window, and is stopped before it",
         path="control_plane/scheduler/scheduler.py",
-        text="if self._cluster.carry_pages:\n                rows.rebind(",
-        fault="if self._cluster.carry_pages:\n                rows.grow()\n"
-        "                rows.rebind(",
-        tests=_SEEDS,
+        text="rows.rebind(self._change.rebindings(), may_carry=not is_ending)",
+        fault="rows.grow()\nrows.rebind(self._change.rebindings(), may_carry=not is_ending)",
+        tests=_played(71172),
     ),
     Mutant(
         name="state-restart",
@@ -131,7 +135,7 @@ OF_STATES = [
         path="data_plane/instance/window_edge.py",
         text="(request_id, self._carry.num_folded(self._carry_frame(request_id)), row.position)",
         fault="(request_id, 0, row.position)",
-        tests=(_SEEDS[0], "-k", "all"),
+        tests=_played(71037),
     ),
     Mutant(
         name="state-restart-anywhere",
@@ -148,6 +152,14 @@ OF_STATES = [
         text="self._restarts.pop(member, None)",
         fault="pass",
         tests=("tests/control_plane/coordinator/members/test_members.py", "-k", "states"),
+    ),
+    Mutant(
+        name="state-between-terms",
+        why="a ticket for a state is issued between two terms (terms)",
+        path="control_plane/scheduler/scheduler.py",
+        text="self._held.begin_attempt(request, arrival, not self._is_between_terms)",
+        fault="self._held.begin_attempt(request, arrival)",
+        tests=_played(71060),
     ),
     Mutant(
         name="states-in-plan",

@@ -95,11 +95,14 @@ class HeldRequests:
         self._held[request.request_id] = request
         return True
 
-    def begin_attempt(self, request: Request | None, arrival: Arrival) -> Request | None:
+    def begin_attempt(
+        self, request: Request | None, arrival: Arrival, may_transfer: bool = True
+    ) -> Request | None:
         """Let a request's row start where its front end's new attempt says.
 
-        request: None if it is not placed. Returns the parked request; None if no pages are held for
-        it, the prompt is to be computed again, or it would write to a page that others may find.
+        request: None if it is not placed. may_transfer: whether a ticket may be issued. Returns the
+        parked request, or one that needs a ticket for its state; None if no pages are held for it,
+        the prompt is to be computed again, or it would write to a page that others may find.
         """
         if request is None:
             return self._adoption.adopt(arrival)
@@ -111,7 +114,8 @@ class HeldRequests:
             return None
         del self._held[request.request_id]
         self._state.begin_attempt(request, arrival)
-        if request.restart is None and self._state.cluster.carry_pages and request.position:
+        is_stateless = request.restart is None and self._state.cluster.carry_pages > 0
+        if is_stateless and request.position and may_transfer:
             # Its pages are there; the prompt is computed again for the state alone.
             request.state = TRANSFERRING
             self._state.loads.count_row(request.moe_binding, +1)
