@@ -89,11 +89,12 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
     sizes = [Counter((i, frame < most) for i, frame in frames) for frames in groups]
     for instance, ledger in enumerate(state.frames):
         num_states = [size[instance, False] for size in sizes]
-        assert sum(num_states) == ledger.num_carries * state.cluster.carry_pages, (
+        assert sum(num_states) == ledger.carries.number * state.cluster.carry_pages, (
             f"instance {instance} lost frames of states: {num_states}"
         )
-        assert num_states[0] == ledger.num_carried * state.cluster.carry_pages, (
-            f"instance {instance} counts {ledger.num_carried} states; it has {num_states[0]} pages"
+        num_taken = ledger.carries.num_taken
+        assert num_states[0] == num_taken * state.cluster.carry_pages, (
+            f"instance {instance} counts {num_taken} states; it has {num_states[0]} pages"
         )
         num_frames = [size[instance, True] for size in sizes]
         num_free = ledger.num_free + (ledger.num_withheld or 0)

@@ -242,7 +242,7 @@ class Scheduler(SchedulerBase):
 
     def _took_over(self, event: TookOver) -> None:
         self._tickets.num_issued = event.newest_ticket
-        self._held.take_over(event.kept, self._now_us)
+        self._held.take_over(event, self._now_us)
 
     def _seats_wanted(self, event: SeatsWanted) -> None:
         self._change.begin(event.seats)

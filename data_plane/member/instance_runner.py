@@ -124,7 +124,7 @@ def _greet_again(link: ControllerLink, hello: Hello, instance: Instance) -> None
         (run.request_id, TargetRun(run.first_page, run.num_pages, hello.instance, run.frame))
         for run in instance.kept_pages()
     )
-    link.send(replace(hello, kept=kept))
+    link.send(replace(hello, kept=kept, restarts=tuple(instance.restarts())))
 
 
 class DecodeLoop(TermLoop):

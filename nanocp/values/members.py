@@ -62,6 +62,8 @@ class Hello:
     where: Peer
     kept: tuple[tuple[int, TargetRun], ...] | None = None
     """(request, a run of its pages) that it holds since a controller was lost; None: it is new."""
+    restarts: tuple[tuple[int, int, int], ...] = ()
+    """(request, least, most): where rows may go on with states that are here, as Left says."""
 
 
 @dataclass(frozen=True, slots=True)

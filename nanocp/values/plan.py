@@ -208,6 +208,8 @@ class TookOver:
     """No ticket of an earlier controller is newer."""
     kept: tuple[tuple[int, tuple[TargetRun, ...]], ...] = ()
     """(request, its pages), as the instances still hold them. Empty if one of them was lost too."""
+    restarts: tuple[tuple[int, int, int], ...] = ()
+    """(request, least, most): positions at which rows may go on with states that are kept."""
 
 
 Event = (

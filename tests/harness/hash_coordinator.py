@@ -140,12 +140,12 @@ class HashCoordinator(Coordinator):
         elif was_there:
             self.members.failed(member, f"{member}: {how}")
 
-    def dial(self, seat: int, kept: Any = None) -> None:
+    def dial(self, seat: int, kept: Any = None, restarts: Any = ()) -> None:
         """The process that comes has loaded its weights, or has lost its controller."""
         self.coming.discard(seat)
         self.attached.add(seat)
         try:
-            self.members.attach(Member("instance", seat), Hello(seat, Peer(), kept))
+            self.members.attach(Member("instance", seat), Hello(seat, Peer(), kept, restarts))
         except ValueError as error:
             self.die(seat, str(error))
 

@@ -129,7 +129,7 @@ class RegroupingPlay(HashPlay):
 
     def _dial(self, index: int) -> None:
         """The process that comes has loaded its weights, or has lost its controller."""
-        kept = None
+        kept, restarts = None, ()
         if index in self.running:
             self._leave(index)
         if self.members.takes_over and index not in self.lost:
@@ -138,7 +138,8 @@ class RegroupingPlay(HashPlay):
                 (run.request_id, TargetRun(run.first_page, run.num_pages, index, run.frame))
                 for run in runs
             )
-        self.coordinator.dial(index, kept)
+            restarts = tuple(self.processes[index].instance.restarts())
+        self.coordinator.dial(index, kept, restarts)
         self._settle()
 
     def _obey(self, index: int) -> None:

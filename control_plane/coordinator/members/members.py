@@ -255,7 +255,9 @@ class Members(TermSteps):
         if self.takes_over and not self.start.has_succeeded:
             kept = self._kept_pages.of(self.terms.seats)
             self.output.say(f"instances have kept the pages of {len(kept)} requests")
-            self.output.events.append(TookOver(_TICKETS_OF_A_TERM * self.terms.number, kept))
+            tickets = _TICKETS_OF_A_TERM * self.terms.number
+            restarts = tuple(chain(*self._restarts.values()))
+            self.output.events.append(TookOver(tickets, kept, restarts))
         table = self._seats.table(self.seats)
         self._join = Join(
             peers=tuple(
@@ -322,6 +324,8 @@ class Members(TermSteps):
             # It dials before it loads, and beats after it.
             self.replacements.expect(member)
         self._kept_pages.say(member, hello)
+        if hello is not None:
+            self._restarts[member] = hello.restarts
         self.attached.add(member, hello.where if hello is not None else Peer())
         if self.end.leaving is not None:
             self.attached.shut_down(member, self.end.leaving)

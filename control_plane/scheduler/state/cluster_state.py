@@ -53,7 +53,7 @@ class ClusterState:
         self.linked = LinkedRows(num)
         self.loads = ClusterLoads(self.nodes)
         self._steps_in_flight = steps_in_flight
-        self.frames = [_new_ledger(cluster) for _ in range(num)]
+        self.frames = [FrameLedger(cluster) for _ in range(num)]
         self.open = list(range(num))
         """Instances on which something may be placed, ascending."""
 
@@ -103,7 +103,7 @@ class ClusterState:
         for instance, count in pages_on.items():
             if count > frames[instance].num_free:
                 return False
-        if self.cluster.carry_pages and not frames[moe_binding].has_carry:
+        if self.cluster.carry_pages and not frames[moe_binding].carries.has_free:
             return False
         return self.committed.bound_reached(moe_binding, pages_on) is None
 
@@ -137,7 +137,7 @@ class ClusterState:
         """Commit frames, the row and its links as laid out; the caller has checked that it can."""
         request.pages_on = layout.pages_on
         if self.cluster.carry_pages:
-            request.carry = self.frames[request.moe_binding].take_carry(request.moe_binding)
+            request.carry = self.frames[request.moe_binding].carries.take(request.moe_binding)
         for run in layout.shared.runs:
             request.add_runs(run.instance, [FrameRun(run.frame, run.num_pages)])
             for index in range(run.num_pages):
@@ -317,7 +317,7 @@ class ClusterState:
     def lose(self, instance: int) -> None:
         """Another process has the seat: its frames are empty. No request has a page there."""
         assert not self.frames[instance].num_committed, f"instance {instance} still holds pages"
-        self.frames[instance] = _new_ledger(self.cluster)
+        self.frames[instance] = FrameLedger(self.cluster)
         if instance not in self.open:
             self.frames[instance].close()
         self.loads.num_falls += 1
@@ -327,7 +327,7 @@ class ClusterState:
         old = request.moe_binding
         if request.carry is not None:
             request.carry_source, request.ran_at = request.carry, old
-            request.carry = self.frames[moe_binding].take_carry(moe_binding)
+            request.carry = self.frames[moe_binding].carries.take(moe_binding)
         self.loads.num_falls += 1
         self.committed.rebind(request.pages_on, old, moe_binding)
         request.moe_binding = moe_binding
@@ -369,9 +369,3 @@ class ClusterState:
         self.loads.count_growing(request, self.step, -1)
         request.position = request.position_at(self.step)
         self.linked.remove(request)
-
-
-def _new_ledger(cluster: ClusterConfig) -> FrameLedger:
-    # A state may leave while another comes.
-    num_carries = cluster.bounds.max_rows + 1 if cluster.carry_pages else 0
-    return FrameLedger(cluster.num_frames, num_carries, cluster.carry_pages)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from nanocp.values.plan import CARRY_PAGE, TargetRun
+from control_plane.scheduler.state.carry_frames import CarryFrames
+from nanocp.config.cluster import ClusterConfig
 
 _MAX_SCANNED_RUNS = 8
 
@@ -67,20 +68,16 @@ class FrameLedger:
     A frame with a cached page may have several owners. When the last is gone the frame is free: it
     is in no run and keeps its page, to be found again, until other frames do not suffice. Then the
     frame that was freed first gives up its page first.
-
-    Behind these frames are those of rows' states, each of as many pages as a state takes.
     """
 
     __slots__ = (
         "_cached",
-        "_carries",
         "_classes",
         "_frame_of",
         "_kept",
         "_len_at",
         "_start_before",
-        "num_carried",
-        "num_carries",
+        "carries",
         "num_committed",
         "num_frames",
         "num_free",
@@ -88,17 +85,11 @@ class FrameLedger:
         "num_withheld",
     )
 
-    def __init__(self, num_frames: int, num_carries: int = 0, carry_pages: int = 0) -> None:
-        """num_carries: states that there is room for. carry_pages: pages of each."""
-        self.num_frames = num_frames
-        self._carries = [
-            frame_run((num_frames + number * carry_pages, carry_pages))
-            for number in reversed(range(num_carries))
-        ]
-        """Free frames of states, the next one last."""
-        self.num_carries = num_carries
-        self.num_carried = 0
-        """States of requests that have not ended."""
+    def __init__(self, cluster: ClusterConfig) -> None:
+        """Every frame is free."""
+        self.num_frames = num_frames = cluster.num_frames
+        self.carries = CarryFrames(cluster)
+        """Frames of states, behind these; they are freed and quarantined with these."""
         self.num_free = num_frames
         self.num_committed = 0
         self.num_quarantined = 0
@@ -145,17 +136,6 @@ class FrameLedger:
             start = None
         return runs
 
-    @property
-    def has_carry(self) -> bool:
-        """Whether a state's frame is free."""
-        return bool(self._carries)
-
-    def take_carry(self, instance: int) -> TargetRun:
-        """Commit a free frame of a state. instance: whose frames these are."""
-        self.num_carried += 1
-        frame, num_pages = self._carries.pop()
-        return TargetRun(CARRY_PAGE, num_pages, instance, frame)
-
     def reserve(self, frame: int) -> None:
         """Quarantine a frame that is free and has no cached page."""
         start = max(each for each in self._len_at if each <= frame)
@@ -178,7 +158,7 @@ class FrameLedger:
         count = 0
         for frame, num_pages in runs:
             if frame >= self.num_frames:
-                self.num_carried -= 1
+                self.carries.quarantine()
             else:
                 count += num_pages
         if self._cached:
@@ -197,11 +177,10 @@ class FrameLedger:
         if is_closed := self.num_withheld is not None:
             self.reopen()
         # Of frames that are freed at once, those of a prompt's first pages are kept longest.
-        for run in reversed(runs):
-            start, length = run
+        for start, length in reversed(runs):
             end = start + length
             if start >= self.num_frames:
-                self._carries.append(run)
+                self.carries.free(start)
                 continue
             for frame in range(end - 1, start - 1, -1) if self._cached else ():
                 if page := self._cached.get(frame):
@@ -258,8 +237,7 @@ class FrameLedger:
         in_runs = [
             frame for start in self._len_at for frame in range(start, start + self._len_at[start])
         ]
-        states = [frame + index for frame, num in self._carries for index in range(num)]
-        return sorted([*in_runs, *self._kept, *states])
+        return sorted([*in_runs, *self._kept, *self.carries.free_frames()])
 
     def _count_taken(self) -> None:
         if self.num_withheld is None:

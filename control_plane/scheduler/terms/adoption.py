@@ -9,13 +9,13 @@ adopted if every page that its next attempt needs was kept (protocol.md, kept KV
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.request import Request, num_pages
-from nanocp.values.plan import Arrival, TargetRun
+from nanocp.values.plan import CARRY_PAGE, Arrival, TargetRun, TookOver
 
 
 class Adoption:
@@ -28,6 +28,8 @@ class Adoption:
         self._kept: dict[int, tuple[TargetRun, ...]] = {}
         self._reserved: set[tuple[int, int]] = set()
         """(instance, frame) that no request has yet."""
+        self._carries: dict[int, tuple[TargetRun, tuple[int, int]]] = {}
+        """Request -> its state, and the positions at which its row may go on with it."""
         self.next_deadline_us: int | None = None
         """When requests are waited for no longer, in us; None if none is."""
 
@@ -35,16 +37,24 @@ class Adoption:
         """Requests that may come back."""
         return len(self._kept)
 
-    def begin(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]], now_us: int) -> None:
-        """Reserve the frames of these requests; every frame is free."""
+    def begin(self, event: TookOver, now_us: int) -> None:
+        """Reserve the frames of kept requests, and of their states; every frame is free."""
         self.end()
-        self._kept = dict(kept)
-        for _, runs in kept:
-            for instance, frame in _places(runs):
+        spans = {request_id: (least, most) for request_id, least, most in event.restarts}
+        for request_id, runs in event.kept:
+            pages = tuple(run for run in runs if run.first_page < CARRY_PAGE)
+            if pages:
+                self._kept[request_id] = pages
+            # A state in two places was on its way.
+            states = [run for run in runs if run.first_page == CARRY_PAGE]
+            if len(states) == 1 and request_id in spans and pages:
+                self._state.frames[states[0].instance].carries.reserve(states[0])
+                self._carries[request_id] = states[0], spans[request_id]
+            for instance, frame in _places(pages):
                 if (instance, frame) not in self._reserved:
                     self._state.frames[instance].reserve(frame)
                     self._reserved.add((instance, frame))
-        self.next_deadline_us = now_us + self._timeout_us if kept else None
+        self.next_deadline_us = now_us + self._timeout_us if self._kept else None
 
     def adopt(self, arrival: Arrival) -> Request | None:
         """Place a request that comes back over the pages that it had; None if that cannot be.
@@ -54,12 +64,25 @@ class Adoption:
         runs = self._kept.pop(arrival.request_id, None)
         if runs is None:
             return None
-        request = self._adopted(arrival, runs)
+        carry, (least, most) = self._carries.pop(arrival.request_id, (None, (0, -1)))
+        is_right = least <= arrival.prompt_len - 1 <= most
+        request = self._adopted(arrival, runs, carry if is_right else None)
+        if request is not None and self._state.cluster.carry_pages:
+            instance = request.moe_binding
+            is_there = is_right and carry is not None and carry.instance == instance
+            kept = carry if is_there else None
+            request.carry = self._state.frames[instance].carries.take(instance, kept)
+            request.restart = (least, most) if is_there else None
+        if carry is not None and (request is None or request.carry != carry):
+            self._state.frames[carry.instance].free([FrameRun(carry.frame, carry.num_pages)])
         if not self._kept:
             self.end()
         return request
 
-    def _adopted(self, arrival: Arrival, runs: tuple[TargetRun, ...]) -> Request | None:
+    def _adopted(
+        self, arrival: Arrival, runs: tuple[TargetRun, ...], carry: TargetRun | None
+    ) -> Request | None:
+        """carry: its state, if its row may go on with it, which then is its MoE binding."""
         state = self._state
         if arrival.is_recomputed or not self._can_have(arrival, runs):
             return None
@@ -67,10 +90,18 @@ class Adoption:
         for run in runs:
             pages_on[run.instance] = pages_on.get(run.instance, 0) + run.num_pages
         bound_reached = state.committed.bound_reached
-        can_have_row = [i for i in pages_on if bound_reached(i, pages_on) is None]
+        members = dict.fromkeys([*pages_on, *([] if carry is None else [carry.instance])])
+        can_have_row = [i for i in members if bound_reached(i, pages_on) is None]
+        if state.cluster.carry_pages:
+            has_state = carry.instance if carry is not None else -1
+            can_have_row = [
+                i for i in can_have_row if i == has_state or state.frames[i].carries.has_free
+            ]
         if not can_have_row:
             return None
         moe_binding = min(can_have_row, key=lambda i: (state.committed.rows[i], i))
+        if carry is not None and carry.instance in can_have_row:
+            moe_binding = carry.instance
         request = Request.from_arrival(arrival, moe_binding)
         request.pages_on = pages_on
         for instance, frame in _places(runs):
@@ -87,6 +118,9 @@ class Adoption:
         """Nobody is waited for any more: what no request has is free."""
         for instance, frame in self._reserved:
             self._state.frames[instance].free([FrameRun(frame, 1)])
+        for run, _ in self._carries.values():
+            self._state.frames[run.instance].free([FrameRun(run.frame, run.num_pages)])
+        self._carries.clear()
         self._reserved.clear()
         self._kept.clear()
         self.next_deadline_us = None
@@ -94,6 +128,8 @@ class Adoption:
     def frames(self) -> Iterator[tuple[int, int]]:
         """Every reserved (instance, frame). For invariants."""
         yield from self._reserved
+        for run, _ in self._carries.values():
+            yield from _places((run,))
 
     def _can_have(self, arrival: Arrival, runs: tuple[TargetRun, ...]) -> bool:
         """Whether all pages are there, from the first on, for it alone or to be shared."""

@@ -18,7 +18,7 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.request import HELD, TRANSFERRING, Request
 from control_plane.scheduler.terms.adoption import Adoption
-from nanocp.values.plan import PAGE_SIZE, Arrival, TargetRun
+from nanocp.values.plan import PAGE_SIZE, Arrival, TookOver
 
 
 class HeldRequests:
@@ -49,12 +49,9 @@ class HeldRequests:
         self._until_us = now_us + self._timeout_us
         self._adoption.end()
 
-    def take_over(self, kept: Sequence[tuple[int, tuple[TargetRun, ...]]], now_us: int) -> None:
-        """Wait for requests of an earlier controller, whose pages are kept.
-
-        Those with states are made again: see end_term.
-        """
-        self._adoption.begin(() if self._state.cluster.carry_pages else kept, now_us)
+    def take_over(self, event: TookOver, now_us: int) -> None:
+        """Wait for requests of an earlier controller, whose pages are kept."""
+        self._adoption.begin(event, now_us)
 
     def reserved_frames(self) -> Iterator[tuple[int, int]]:
         """Every (instance, frame) that is kept for a request of an earlier controller."""
@@ -105,7 +102,8 @@ class HeldRequests:
         the prompt is to be computed again, or it would write to a page that others may find.
         """
         if request is None:
-            return self._adoption.adopt(arrival)
+            adopted = self._adoption.adopt(arrival)
+            return None if adopted is None else self._with_state(adopted, may_transfer)
         # A row must not write to a page that others may find.
         rewrites = arrival.prompt_len - 1 < len(request.page_hashes) * PAGE_SIZE
         if request.state is not HELD or arrival.is_recomputed or rewrites:
@@ -114,9 +112,12 @@ class HeldRequests:
             return None
         del self._held[request.request_id]
         self._state.begin_attempt(request, arrival)
-        is_stateless = request.restart is None and self._state.cluster.carry_pages > 0
+        return self._with_state(request, may_transfer)
+
+    def _with_state(self, request: Request, may_transfer: bool) -> Request:
+        """Let a parked request wait for a state, if it has lost its own: its pages are there."""
+        is_stateless = request.restart is None and request.carry is not None
         if is_stateless and request.position and may_transfer:
-            # Its pages are there; the prompt is computed again for the state alone.
             request.state = TRANSFERRING
             self._state.loads.count_row(request.moe_binding, +1)
         return request
@@ -129,8 +130,8 @@ class HeldRequests:
                 return True
             self._drop_carry(request)
         frames = self._state.frames[request.moe_binding]
-        if request.carry is None and frames.has_carry:
-            request.carry = frames.take_carry(request.moe_binding)
+        if request.carry is None and frames.carries.has_free:
+            request.carry = frames.carries.take(request.moe_binding)
         return request.carry is not None
 
     def _drop_carry(self, request: Request) -> None:

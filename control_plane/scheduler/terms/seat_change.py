@@ -91,7 +91,7 @@ class SeatChange:
         return bool(self.seats) and not any(
             state.committed.attention_rows[i]
             or state.frames[i].num_committed
-            or state.frames[i].num_carried
+            or state.frames[i].carries.num_taken
             for i in range(len(state.frames))
             if i not in self.seats
         )

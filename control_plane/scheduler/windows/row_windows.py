@@ -366,4 +366,4 @@ def _can_carry(state: ClusterState, carried: Iterable[Request], request: Request
         other.carry_source is not None and ends & {other.moe_binding, other.carry_source.instance}
         for other in carried
     )
-    return is_free and request.ticket is None and state.frames[new].has_carry
+    return is_free and request.ticket is None and state.frames[new].carries.has_free

@@ -110,6 +110,8 @@ def test_a_torn_step_runs_again(layers, inputs, depth, num_layers):
         (expected,) = run(smooth, layers, inputs, [token])
         if token % 3 == 0:
             run(torn, layers, inputs, [token], num_layers)
+            # A row that goes on elsewhere must not go back before what some layer has folded.
+            assert torn.num_folded(2) == max(token - depth + 1, 0)
         (seen,) = run(torn, layers, inputs, [token])
         assert torch.equal(seen, expected), token
 

@@ -316,7 +316,7 @@ def test_a_term_that_ends_takes_its_windows_along():
     steps.run(*[60] * 4)
     assert steps.scheduler._deferral.token_us == 60_000
     steps.call([TermEnded()])
-    steps.scheduler._end_term((0, 1))
+    steps.scheduler._end_term((0, 1), {})
     assert steps.scheduler._deferral.token_us == 0
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.scheduler.state.frame_ledger import FrameLedger, FrameRun
+from nanocp.config.cluster import ClusterConfig
 
 histories = st.lists(
     st.one_of(
@@ -26,7 +27,7 @@ def give_back(ledger, runs):
 
 @given(st.integers(1, 40), histories)
 def test_every_frame_is_free_or_committed_exactly_once(num_frames, history):
-    ledger, taken = FrameLedger(num_frames), []
+    ledger, taken = FrameLedger(ClusterConfig(num_frames=num_frames)), []
     for action, number in history:
         count = min(number, ledger.num_free)
         if action == "take" and count:
@@ -47,7 +48,7 @@ def test_every_frame_is_free_or_committed_exactly_once(num_frames, history):
 
 
 def test_frames_come_in_one_run_where_one_is_long_enough():
-    ledger = FrameLedger(32)
+    ledger = FrameLedger(ClusterConfig(num_frames=32))
     first, middle, last = ledger.take(10), ledger.take(4), ledger.take(18)
     give_back(ledger, first)
     give_back(ledger, last)
@@ -57,7 +58,7 @@ def test_frames_come_in_one_run_where_one_is_long_enough():
 
 
 def test_a_page_is_put_behind_the_one_before():
-    ledger = FrameLedger(16)
+    ledger = FrameLedger(ClusterConfig(num_frames=16))
     mine, others, last = ledger.take(3), ledger.take(2), ledger.take(1)
     give_back(ledger, others)
     assert ledger.take(1, after=last[-1][0]) == [(6, 1)]
@@ -67,7 +68,7 @@ def test_a_page_is_put_behind_the_one_before():
 
 
 def test_runs_are_gathered_when_none_is_long_enough():
-    ledger = FrameLedger(9)
+    ledger = FrameLedger(ClusterConfig(num_frames=9))
     groups = [ledger.take(1) for _ in range(9)]
     for runs in groups[::2]:
         give_back(ledger, runs)
@@ -77,7 +78,7 @@ def test_runs_are_gathered_when_none_is_long_enough():
 
 
 def test_what_is_quarantined_is_neither_free_nor_committed():
-    ledger = FrameLedger(8)
+    ledger = FrameLedger(ClusterConfig(num_frames=8))
     runs = ledger.take(5)
     ledger.quarantine(runs)
     assert (ledger.num_free, ledger.num_committed, ledger.num_quarantined) == (3, 0, 5)
@@ -94,7 +95,7 @@ def cached(ledger, count, first_hash=0):
 
 
 def test_a_page_stays_until_its_frame_is_taken_and_the_last_of_the_longest_free_prompt_goes_first():
-    ledger = FrameLedger(8)
+    ledger = FrameLedger(ClusterConfig(num_frames=8))
     old, new = cached(ledger, 3), cached(ledger, 3, 10)
     give_back(ledger, old)
     give_back(ledger, new)
@@ -114,7 +115,7 @@ def test_a_page_stays_until_its_frame_is_taken_and_the_last_of_the_longest_free_
 
 
 def test_a_shared_frame_is_free_when_the_last_owner_and_the_last_hold_are_gone():
-    ledger = FrameLedger(4)
+    ledger = FrameLedger(ClusterConfig(num_frames=4))
     runs = cached(ledger, 2)
     ledger.share(0)
     ledger.quarantine(runs)
@@ -139,7 +140,7 @@ def test_a_shared_frame_is_free_when_the_last_owner_and_the_last_hold_are_gone()
 
 
 def test_frames_of_a_closed_ledger_can_be_shared_and_reserved():
-    ledger = FrameLedger(4)
+    ledger = FrameLedger(ClusterConfig(num_frames=4))
     give_back(ledger, cached(ledger, 1))
     ledger.close()
     ledger.share(0)
@@ -150,7 +151,7 @@ def test_frames_of_a_closed_ledger_can_be_shared_and_reserved():
 
 
 def test_a_page_that_is_there_already_is_not_found_twice():
-    ledger = FrameLedger(4)
+    ledger = FrameLedger(ClusterConfig(num_frames=4))
     first, second = cached(ledger, 1), cached(ledger, 1)
     assert ledger.find(bytes([0])) == 0
     give_back(ledger, second)

@@ -7,7 +7,15 @@ from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.values.plan import Arrival, InstanceLost, Regrouped, TargetRun, TookOver, TransferDone
+from nanocp.values.plan import (
+    CARRY_PAGE,
+    Arrival,
+    InstanceLost,
+    Regrouped,
+    TargetRun,
+    TookOver,
+    TransferDone,
+)
 
 NUM_FRAMES = 12
 HELD_US = 1000
@@ -20,16 +28,17 @@ PAGES = (TargetRun(0, 1, 0, 3), TargetRun(1, 2, 1, 7))
 class Story:
     """The scheduler of a controller that is not the first, over two instances."""
 
-    def __init__(self, *kept, **scheduler):
+    def __init__(self, *kept, restarts=(), carry_pages=0, **scheduler):
         config = SchedulerConfig(
             policy="dual_balanced",
             cp_degree_buckets=((256, 1),),
             held_timeout_us=HELD_US,
             **scheduler,
         )
-        self.scheduler = Scheduler(ClusterConfig(num_instances=2, num_frames=NUM_FRAMES), config)
+        cluster = ClusterConfig(num_instances=2, num_frames=NUM_FRAMES, carry_pages=carry_pages)
+        self.scheduler = Scheduler(cluster, config)
         self.now_us = 0
-        self.plan(TookOver(NEWEST, kept))
+        self.plan(TookOver(NEWEST, kept, restarts))
 
     def plan(self, *events):
         plan = self.scheduler.plan_window(events, self.now_us)
@@ -158,3 +167,42 @@ def test_tickets_are_answered_as_ever():
     assert transfer.ticket == NEWEST + 1 and story.scheduler.newest_ticket == NEWEST + 1
     plan = story.plan(TransferDone(transfer.ticket, transfer.receivers[0]))
     assert plan.window == 0
+
+
+STATE = TargetRun(CARRY_PAGE, 2, 1, NUM_FRAMES + 4)
+
+
+def test_a_request_of_an_earlier_controller_goes_on_with_its_state_where_that_lies():
+    story = Story((7, (*PAGES, STATE)), restarts=((7, 148, 149),), carry_pages=2)
+    assert STATE.frame not in story.scheduler._state.frames[1].free_frames(), "it waits"
+    plan = story.back(7)
+    assert not plan.transfers and plan.instances[1].starts[0].position == 149
+    request = story.scheduler._state.requests[7]
+    assert (request.carry, request.moe_binding) == (STATE, 1)
+
+
+@pytest.mark.parametrize(
+    ("runs", "restarts"),
+    [
+        ((*PAGES, STATE), ((7, 148, 148),)),
+        ((*PAGES, STATE), ()),
+        (PAGES, ((7, 149, 149),)),
+        ((*PAGES, STATE, STATE._replace(instance=0)), ((7, 149, 149),)),
+    ],
+    ids=["of another position", "of none", "gone", "in two places"],
+)
+def test_a_state_that_is_of_no_use_is_made_again_and_pages_stay(runs, restarts):
+    story = Story((7, runs), restarts=restarts, carry_pages=2)
+    (transfer,) = story.back(7).transfers
+    request = story.scheduler._state.requests[7]
+    assert transfer.targets == (request.carry,) and transfer.num_tokens == 149
+    plan = story.plan(TransferDone(transfer.ticket, request.moe_binding))
+    assert plan.instances[request.moe_binding].starts[0].position == 149
+
+
+def test_a_state_that_nobody_comes_back_for_is_free_again():
+    story = Story((7, (*PAGES, STATE)), restarts=((7, 148, 149),), carry_pages=2)
+    story.now_us = HELD_US
+    story.plan()
+    assert STATE.frame in story.scheduler._state.frames[1].free_frames()
+    assert story.free() == [NUM_FRAMES] * 2

@@ -371,7 +371,7 @@ def test_a_state_is_made_again_where_the_row_goes_if_its_instance_leaves():
     story.step()
     story.regroup(seats=(1 - old,), restarts=((2, 300, 301),))
     assert story.state(2) is None, "it has pages on the instance that left"
-    assert ledgers[old].num_carried == 0
+    assert ledgers[old].carries.num_taken == 0
 
 
 def test_a_request_of_one_token_begins_again_with_an_empty_state():

@@ -145,7 +145,9 @@ def test_a_request_that_ends_while_its_state_travels_gives_back_both_frames(answ
     story.step(answer(transfer.ticket, 1 - old))
     free = [ledgers[old].free_frames(), ledgers[1 - old].free_frames()]
     assert all(frame in free[0] or frame in free[1] for frame in both)
-    assert [ledger.num_carried for ledger in ledgers].count(0) == 1, "that of request 2 is left"
+    assert [ledger.carries.num_taken for ledger in ledgers].count(0) == 1, (
+        "that of request 2 is left"
+    )
 
 
 def test_an_instance_leaves_once_no_state_is_there():
@@ -160,7 +162,7 @@ def test_an_instance_leaves_once_no_state_is_there():
             break
     assert plan.is_settled
     assert story.request().carry.instance == 1 - old
-    assert not story.scheduler._state.frames[old].num_carried
+    assert not story.scheduler._state.frames[old].carries.num_taken
 
 
 def test_a_prompt_whose_pages_are_all_there_still_gets_a_state():
@@ -180,8 +182,8 @@ def test_a_place_under_max_rows_waits_for_the_frame_of_its_state():
     story = Story(num_requests=2 * MAX_ROWS)
     scheduler = story.scheduler
     frames = scheduler._state.frames
-    assert [ledger.num_carried for ledger in frames] == [MAX_ROWS] * 2
+    assert [ledger.carries.num_taken for ledger in frames] == [MAX_ROWS] * 2
     free = [len(ledger.free_frames()) for ledger in frames]
     # One more than rows: a state may leave while another comes.
     assert all(number % CARRY_PAGES == 0 or number for number in free)
-    assert all(ledger.has_carry for ledger in frames)
+    assert all(ledger.carries.has_free for ledger in frames)
