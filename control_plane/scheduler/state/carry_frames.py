@@ -30,7 +30,7 @@ class CarryFrames:
         return bool(self._free)
 
     def take(self, instance: int, reserved: TargetRun | None = None) -> TargetRun:
-        """Commit a frame: a free one, or one that was reserved. instance: whose frames these are."""
+        """Commit a frame, a free one or one that was reserved. instance: whose frames they are."""
         self.num_taken += 1
         return reserved or TargetRun(CARRY_PAGE, self._num_pages, instance, self._free.pop())
 
