@@ -105,4 +105,4 @@ def options_of(command):
 
 def test_the_command_line_has_no_more_options():
     num = options_of(typer.main.get_command(app))
-    assert num <= MAX_OPTIONS, f"{num} options: at most {MAX_OPTIONS}, or fewer"
+    assert num <= MAX_OPTIONS, f"{num} options, at most {MAX_OPTIONS}: remove some, or decide"

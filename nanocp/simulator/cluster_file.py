@@ -143,8 +143,24 @@ class ModelShape:
     """One row through one expert."""
     wire_forms: dict[str, WireForm]
     """By name, the default first."""
+    num_linear_layers: int = 0
+    """How many layers are linear attention, in which a row has a state, and no KV."""
+    linear_us_per_row: float = 0.0
+    """Reading and writing a row's state in a linear layer; its projections are in `other_us`."""
+    state_mb: float = 0.0
+    """A row's state in all linear layers together."""
 
     def __post_init__(self) -> None:
+        if not (
+            0 <= self.num_linear_layers < self.num_layers
+            and 0 <= self.linear_us_per_row < inf
+            and 0 <= self.state_mb < inf
+        ):
+            raise ValueError(
+                f"num_linear_layers is {self.num_linear_layers}, linear_us_per_row "
+                f"{self.linear_us_per_row} and state_mb {self.state_mb}; the first must be from 0 "
+                f"to {self.num_layers - 1}, the others finite and not negative"
+            )
         if (
             not 0 <= self.num_moe_layers <= self.num_layers
             or self.num_layers < 1
@@ -169,6 +185,11 @@ class ModelShape:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; it must be finite and not negative"
                 )
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that attend to KV."""
+        return self.num_layers - self.num_linear_layers
 
     def most_experts(self, num_instances: int) -> int:
         """Experts of a layer on the instance that has most of them."""
@@ -211,7 +232,7 @@ class Memory:
                 f"{self.exchange_mb_per_peer}; none may be negative"
             )
 
-    def num_frames(self, model: ModelShape, num_instances: int) -> int:
+    def num_frames(self, model: ModelShape, num_instances: int, max_rows: int) -> int:
         """Frames of each of num_instances. Raises ValueError, with the sum, if none is left."""
         if 0 < model.num_experts < num_instances:
             raise ValueError(
@@ -222,14 +243,16 @@ class Memory:
         experts_gb = num_local * model.num_moe_layers * model.expert_mb / 1e3
         usable_gb = self.usable_share * self.hbm_gb
         reserve_gb = self.reserve_gb + self.exchange_mb_per_peer * (num_instances - 1) / 1e3
-        left_gb = usable_gb - experts_gb - self.rest_gb - reserve_gb
+        states_gb = (max_rows + 2) * model.state_mb / 1e3
+        left_gb = usable_gb - experts_gb - self.rest_gb - reserve_gb - states_gb
         num_frames = int(left_gb * 1e9 / (PAGE_SIZE * model.kv_bytes_per_token))
         if num_frames < 1:
+            states = f", states of rows {states_gb:.1f}" if states_gb else ""
             raise ValueError(
                 f"the model does not fit {num_instances} {self.gpu}: of {self.hbm_gb:g} GB each, "
                 f"{usable_gb:.1f} are usable; {num_local} experts of {model.num_moe_layers} layers "
                 f"take {experts_gb:.1f}, other weights {self.rest_gb:.1f}, graphs and buffers "
-                f"{reserve_gb:.1f}: {-left_gb:.1f} GB too many"
+                f"{reserve_gb:.1f}{states}: {-left_gb:.1f} GB too many"
             )
         return num_frames
 
@@ -309,7 +332,8 @@ class ClusterFile:
         """
         sized = self
         if self.memory is not None:
-            num_frames = self.memory.num_frames(self.model, num_instances)
+            max_rows = self.cluster.bounds.max_rows
+            num_frames = self.memory.num_frames(self.model, num_instances, max_rows)
             cluster = replace(self.cluster, num_instances=num_instances, num_frames=num_frames)
             degrees = tuple(degree for degree in self.cp_degrees if degree <= num_instances)
             sized = replace(self, cluster=cluster, cp_degrees=degrees)

@@ -132,8 +132,11 @@ class CostModel:
         first = self._slowest_first_phase(loads, num_queries)
         dispatch_combine = self.dispatch_combine_us(max(loads.rows) / shares)
         expert = self._expert_us(loads)
+        rows = max(loads.rows) / shares
+        linear_us = self._other_us(rows) + rows * model.linear_us_per_row
         total = (
-            model.num_layers * sum(first)
+            model.num_full_layers * sum(first)
+            + model.num_linear_layers * linear_us
             + model.num_moe_layers * (dispatch_combine + expert)
             + self.once_us
         )

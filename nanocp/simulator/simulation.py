@@ -104,6 +104,13 @@ def make_simulation(
         steps_per_window=mechanisms.steps_per_window,
         prefix_sharing=mechanisms.prefix_sharing,
     )
+    if file.model.num_linear_layers and any(
+        (mechanisms.lanes, mechanisms.schedule, mechanisms.speculation, mechanisms.host_pages)
+    ):
+        raise ValueError(
+            f"{file.model.num_linear_layers} layers are linear attention; lanes, schedules, drafts "
+            "and offloaded pages are simulated only for models without them"
+        )
     if mechanisms.lanes and not is_fluid:
         table = model.lane_table(file.cluster)
         scheduler = replace(scheduler, lanes="measured", lane_table=table)

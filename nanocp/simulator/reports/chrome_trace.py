@@ -73,15 +73,16 @@ def _step_slices(
         },
     }
     first = slowest.attention_us + slowest.exchange_us + slowest.other_us
+    waits_us = first - own.attention_us - own.exchange_us - own.other_us
+    linear_us = own.other_us + loads.rows[instance] * shape.linear_us_per_row
+    linear_wait_us = slowest.other_us + max(loads.rows) * shape.linear_us_per_row - linear_us
     phases = (
-        ("attention", shape.num_layers, own.attention_us),
-        ("exchange", shape.num_layers, own.exchange_us),
-        ("other", shape.num_layers, own.other_us),
-        (
-            "wait for the slowest",
-            shape.num_layers,
-            first - own.attention_us - own.exchange_us - own.other_us,
-        ),
+        ("attention", shape.num_full_layers, own.attention_us),
+        ("exchange", shape.num_full_layers, own.exchange_us),
+        ("other", shape.num_full_layers, own.other_us),
+        ("wait for the slowest", shape.num_full_layers, waits_us),
+        ("linear attention", shape.num_linear_layers, linear_us),
+        ("wait for the slowest", shape.num_linear_layers, max(linear_wait_us, 0.0)),
         ("dispatch + combine", shape.num_moe_layers, own.dispatch_combine_us),
         (
             "wait for the slowest",

@@ -54,6 +54,9 @@ class Instance:
         self.calls.append("leave")
         self.events.clear()
 
+    def restarts(self):
+        return ()
+
     def begin(self, plan):
         self.calls.append(("begin", plan.window, plan.is_full))
         if self.mismatches:

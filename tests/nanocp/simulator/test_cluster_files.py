@@ -4,6 +4,9 @@ import pytest
 import yaml
 
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file, shipped_names
+from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -26,6 +29,38 @@ def test_frames_and_expert_time_follow_the_number_of_instances():
     assert read_us == pytest.approx([16 * 9.175, 8 * 9.175, 4 * 9.175])
     row_us = files[32].layer_expert_us(files[32].costs_of("peak"), 1000) - read_us[1]
     assert row_us == pytest.approx(8 * 88.08 / 1300 * 1000)
+
+
+def test_states_of_rows_take_memory_and_linear_layers_take_time_of_rows_alone():
+    file = load_cluster_file("h200x32-qwen3.5-397b")
+    # 141 GB x 0.9, less 512 / 32 experts of 60 layers, other weights, graphs, regions, and 128
+    # states of rows with two to spare.
+    kv_gb = 126.9 - 16 * 60 * 0.01258 - 19.6 - 5.7 - 31 * 0.0223 - 130 * 0.192
+    assert file.cluster.num_frames == int(kv_gb * 1e9 / (64 * 30720))
+    model = CostModel(file, "peak")
+    rows_8, rows_16, rows_16_long = (
+        model.step(Loads([kv], [rows], [rows], [0], [0]))
+        for kv, rows in ((0, 8), (0, 16), (64_000_000, 16))
+    )
+    # Every layer of all 60 has the weights' part of a row, 45 have its state.
+    expert_us = rows_16.layer.expert_us - rows_8.layer.expert_us
+    dispatch_us = rows_16.layer.dispatch_combine_us - rows_8.layer.dispatch_combine_us
+    attention_us = rows_16.layer.attention_us - rows_8.layer.attention_us
+    row_us = 8 * (60 * 0.394 + 45 * 2.15) + 60 * (expert_us + dispatch_us) + 15 * attention_us
+    assert rows_16.step_us - rows_8.step_us == pytest.approx(row_us, abs=2)
+    kv_us = 15 * 64_000_000 * 683e-6
+    assert rows_16_long.step_us - rows_16.step_us == pytest.approx(kv_us, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "mechanism", [{"lanes": True}, {"host_pages": 8}], ids=["lanes", "host pages"]
+)
+def test_what_is_not_simulated_for_linear_attention_is_refused(mechanism):
+    file = load_cluster_file("h200x32-qwen3.5-397b")
+    workload = Workload("issue-1", 1.0, seed=1)
+    trial = Trial(file=file, policy="dual_balanced", workload=workload, **mechanism)
+    with pytest.raises(ValueError, match="45 layers are linear attention; lanes, schedules, "):
+        trial.play()
 
 
 def test_experts_need_not_divide_by_instances():
