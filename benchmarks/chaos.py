@@ -106,6 +106,7 @@ def play_in_process(
     time.monotonic. before: called once the service is ready, before the clients begin. Of `chaos`,
     checkpoint, seconds, seed and timeout_s are taken. Raises RuntimeError if the service ends.
     """
+    others = set(psutil.Process().children(recursive=True))
     with in_process(config, chaos.checkpoint) as (service, launcher):
         disturbed = Disturbed(service, launcher)
         before(disturbed)
@@ -133,7 +134,9 @@ def play_in_process(
         "frames_left": frames,
         "tickets_left": tickets,
         "segments_left": sum(service.cluster_id in name for name in os.listdir("/dev/shm")),
-        "processes_left": settled(lambda: len(psutil.Process().children(recursive=True))),
+        "processes_left": settled(
+            lambda: len(set(psutil.Process().children(recursive=True)) - others)
+        ),
         "exit_status": 0,
         "tokens_per_s": round(found["tokens"] / took_s, 1),
         "by_kind": pauses_by_kind(disturbed.asked, disturbed.happened),

@@ -213,7 +213,11 @@ class _Proof:
 
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)
         with self.watched:
-            return getattr(self._interpreter, node.op)(node.target, args, kwargs)
+            made = getattr(self._interpreter, node.op)(node.target, args, kwargs)
+        if getattr(node.target, "namespace", "") == "_c10d_functional":
+            for each in _tensors([made]):  # a collective has only begun: its values come later
+                torch.ops._c10d_functional.wait_tensor(each)
+        return made
 
     def _accepted(self, node: Node, made: Node, read: Set[_Kind]) -> _Kind:
         """The kind of a value that the node has made or changed. Raises CannotSplit."""
