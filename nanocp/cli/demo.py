@@ -131,13 +131,17 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
     Raises typer.Exit if it fails, also after the last request: it checks its invariants when idle.
     """
     # Not at the top: the command is shown by `nanocp --help` without it.
+    from data_plane.model.config import ModelConfig
+    from data_plane.model.sizes import carry_bytes
     from nanocp.serve.free_ports import free_ports
     from nanocp.serve.process import PROGRAM, START_TIMEOUT_S, NotServing, wait_until_serving
 
     task = progress.add_task(f"starting {NUM_INSTANCES} instances", total=None)
     port = free_ports(NUM_FRONT_ENDS)
     command = [*PROGRAM, "serve", str(checkpoint), "--check-invariants"]
-    command += ["--instances", str(NUM_INSTANCES), "--prefill-stages", str(NUM_STAGES)]
+    # States of linear attention layers are made by a prefill of one stage.
+    num_stages = 1 if carry_bytes(ModelConfig.from_folder(checkpoint), 4) else NUM_STAGES
+    command += ["--instances", str(NUM_INSTANCES), "--prefill-stages", str(num_stages)]
     # So few that a long prompt needs several instances, whatever that costs here.
     command += ["--num-frames", str(NUM_FRAMES)]
     command += ["--front-ends", str(NUM_FRONT_ENDS), "--controller-process"]

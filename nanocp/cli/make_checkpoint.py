@@ -26,6 +26,10 @@ class Preset(StrEnum):
     tiny_qwen3 = "tiny-qwen3"
     tiny_glm4_moe = "tiny-glm4-moe"
     tiny_mixtral = "tiny-mixtral"
+    tiny_qwen3_next = "tiny-qwen3-next"
+    tiny_qwen3_5 = "tiny-qwen3.5"
+    tiny_kimi_linear = "tiny-kimi-linear"
+    tiny_ling = "tiny-ling"
     small_qwen3_moe = "small-qwen3-moe"
     small_llama = "small-llama"
 
@@ -44,7 +48,8 @@ def make_checkpoint(
         Preset,
         typer.Option(
             help="tiny: DeepSeek-V3 with 7 million parameters; tiny-v2: DeepSeek-V2-Lite's rules; "
-            "small*: about 150 million, for benchmarks; the others: K/V heads in small."
+            "small*: about 150 million, for benchmarks; tiny-qwen3-next, -qwen3.5, -kimi-linear, "
+            "-ling: with linear attention layers; the others: K/V heads in small."
         ),
     ] = Preset.tiny,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,

@@ -18,6 +18,8 @@ from control_plane.scheduler.state.request import Request, num_pages
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival
 
+_WINDOWS_PER_CARRY_MOVE = 8
+
 
 class DualBalanced(Policy):
     """Policy `dual_balanced`."""
@@ -80,9 +82,12 @@ class DualBalanced(Policy):
     ) -> Iterator[tuple[Request, int]]:
         """Move rows within their KV binding where that lowers the higher of two instances' counts.
 
-        within_node: only to instances of the node where the row is. (The paper's section 4.2.1;
-        protocol.md, hand-offs.)
+        within_node: only to instances of the node where the row is. Rows with states of linear
+        attention layers stop while they move, so of them it asks in every eighth window. (The
+        paper's section 4.2.1; protocol.md, hand-offs.)
         """
+        if state.cluster.carry_pages and window % _WINDOWS_PER_CARRY_MOVE:
+            return
         rows, requests = state.loads.num_rows, state.requests
         most_kept = min(rows) + 1
         if max(rows) <= most_kept:

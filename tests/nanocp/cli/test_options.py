@@ -9,7 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from data_plane.model.presets import PRESETS
 from nanocp.cli.main import app
+from nanocp.cli.make_checkpoint import Preset
 from nanocp.cli.options import FieldOptions, field_option, with_options
 from nanocp.config.field_docs import field_docs
 
@@ -132,3 +134,7 @@ def test_help_is_printed_whole():
         for option in each.params:
             said = " ".join((getattr(option, "help", "") or "").replace("\\[", "[").split())
             assert said in text, (words, option.name)
+
+
+def test_every_preset_can_be_made_from_the_command_line():
+    assert {each.value for each in Preset} == set(PRESETS)

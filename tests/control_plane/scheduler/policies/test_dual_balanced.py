@@ -109,6 +109,16 @@ def test_dual_balanced_rebinds_only_where_it_lowers_the_higher_count():
     check(scheduler)
 
 
+def test_rows_with_states_are_rebound_in_every_eighth_window_only():
+    cluster = ClusterConfig(num_instances=2, num_frames=64, carry_pages=2)
+    scheduler = Scheduler(cluster, SchedulerConfig(policy="fixed_degree:2"))
+    scheduler.plan_window([arrival(i, 130, max_tokens=50) for i in range(1, 9)], 0)
+    policy, state = make_policy(SchedulerConfig(policy="dual_balanced")), scheduler._state
+    state.loads.num_rows[:] = [6, 2]
+    found = [window for window in range(20) if list(policy.rebindings(state, window))]
+    assert found == [0, 8, 16]
+
+
 def test_no_more_hand_offs_between_two_instances_than_the_mailbox_holds():
     bounds = BoundsConfig(max_hand_offs=1)
     cluster = ClusterConfig(num_instances=2, num_frames=64, bounds=bounds)
