@@ -379,7 +379,7 @@ def _server_options(max_model_len: int, config: Config) -> tuple[tuple[str, int]
         ("grpc.so_reuseport", 0),
         # A dead network is noticed, and the requests of its clients are aborted, within 40 s.
         ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 60_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -296,8 +296,11 @@ class DecodeInstance(WindowEdge):
             return super().expect(transfer)
         self._newest_ticket = transfer.ticket
         for page, frame in transfer.frames_at(self._instance).items():
-            if (carried := self._carried(frame)) is not None:
-                carried[:] = 0
+            if page >= CARRY_PAGE:
+                assert self._frames.carry is not None
+                number = frame - self._config.cluster.num_frames
+                place = number // self._config.cluster.carry_pages
+                self._frames.carry.clear(place, transfer.num_tokens)
                 continue
             num_tokens = transfer.tokens_in(page)
             self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)

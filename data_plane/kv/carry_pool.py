@@ -70,8 +70,8 @@ class CarryPool:
         except (OSError, OverflowError) as error:
             gib = (num_frames + 1) * self.frame_bytes / 2**30
             raise ValueError(
-                f"max_rows is {num_frames}: the states of so many rows take {gib:.1f} GiB, which "
-                "cannot be allocated"
+                f"the states of {num_frames} rows take {gib:.1f} GiB, which cannot be allocated: "
+                "an instance has cluster.bounds.max_rows of them, the prefill 64"
             ) from error
         self._bytes = torch.from_numpy(memory).view(num_frames + 1, self.frame_bytes)
         by_layer = self._bytes[:, :used].view(num_frames + 1, num_layers, layer_bytes)
@@ -84,9 +84,10 @@ class CarryPool:
         self._channels = views["channels"]
         self._decay, self._key, self._u = views["decay"], views["key"], views["u"]
 
-    def clear(self, frame: int) -> None:
-        """The frame gets the state of no token."""
+    def clear(self, frame: int, num_tokens: int = 0) -> None:
+        """The frame gets the state of no token, or of tokens without content."""
         self._bytes[frame] = 0
+        self._folded[:, frame] = num_tokens
 
     def step(self, layer: int, rows: CarryRows, x_BX: Tensor, weights: DeltaWeights) -> Tensor:
         """Run one token of each row; returns heads' outputs, gated, [B, H, V].
@@ -120,7 +121,9 @@ class CarryPool:
         frame_B, position_B, live_B = rows
         if bool((live_B & (folded[frame_B] > position_B)).any()):
             raise RuntimeError("a state has tokens after its row's position")
-        while bool((due := live_B & (folded[frame_B] <= position_B - self._depth)).any()):
+        if bool((live_B & (folded[frame_B] < position_B - self._depth)).any()):
+            raise RuntimeError("a state lacks tokens before its row's position")
+        if bool((due := live_B & (folded[frame_B] <= position_B - self._depth)).any()):
             frame = frame_B[due]
             state[frame] = self._with_record(layer, frame, folded[frame], state[frame])
             folded[frame] += 1

@@ -29,7 +29,11 @@ from nanocp.wire.members import TOKEN_SINK, TOKENS
 
 logger = logging.getLogger(__name__)
 
-_CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 10_000), ("grpc.http2.max_pings_without_data", 0))
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 60_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 _MAX_BATCHES = 4096
 """Longest queue of one front end, in steps' batches of tokens."""
 _MAX_UNSURE_TOKENS = 65_536

@@ -257,9 +257,7 @@ FAMILIES: dict[str, Family] = {
             "moe_layer_freq": (1,),
             **_NO_BIAS,
         },
-        names=TensorNames(
-            "block_sparse_moe.", gate="w1", up="w3", down="w2", dense="block_sparse_moe."
-        ),
+        names=TensorNames("block_sparse_moe.", gate="w1", up="w3", down="w2"),
         linear=kimi_linear,
         has_rope=False,
     ),

@@ -83,10 +83,10 @@ class SafetensorsReader:
     def _missing(self, name: str) -> str | None:
         """Return the name if the tensor is missing, its scales' name if those are, or None."""
         assert self._file_of is not None
-        file = self._file_of.get(name)
+        file = self._file_of.get(self._stored(name))
         if file is None:
             return name
-        entry = self._header(file).get(name)
+        entry = self._header(file).get(self._stored(name))
         if entry is None:
             return f"{name} (not in {file}, where {_INDEX} has it)"
         has_scales = entry.dtype == _FP8 and len(entry.shape) == 2 and self._fp8_block is not None
@@ -162,11 +162,17 @@ class SafetensorsReader:
     def _entry(self, name: str) -> _Entry:
         assert self._file_of is not None
         self.check([name])
-        return self._header(self._file_of[name])[name]
+        return self._header(self._file_of[self._stored(name)])[self._stored(name)]
 
     def _path_of(self, name: str) -> Path:
         assert self._file_of is not None
-        return self._folder / self._file_of[name]
+        return self._folder / self._file_of[self._stored(name)]
+
+    def _stored(self, name: str) -> str:
+        """A tensor's name in the folder: Kimi-Linear's dense MLPs have two in use."""
+        assert self._file_of is not None
+        other = name.replace(".mlp.", ".block_sparse_moe.")
+        return other if name not in self._file_of and other in self._file_of else name
 
     def _header(self, file_name: str) -> dict[str, _Entry]:
         if file_name not in self._headers:

@@ -17,6 +17,7 @@ from data_plane.kv.stage_rings import RING_FRAMES, places_of
 from data_plane.model.config import ModelConfig
 from data_plane.model.sizes import (
     carry_bytes,
+    carry_pages,
     embedding_shapes,
     head_shapes,
     is_packed,
@@ -73,7 +74,7 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
         other += model.vocab_size * model.hidden_size * matrix_bytes
-    state = carry_bytes(model, each)
+    state = carry_pages(model, config) * page_bytes(model, config)
     keeps_fp8 = model.fp8_block is not None and data_plane.device == "cuda"
     layout = step_layout(config.cluster.bounds, data_plane, model)
     region = sum(
@@ -93,14 +94,15 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
 
 
 def prefill_bytes(model: ModelConfig, config: Config) -> int:
-    """Bytes of the weights of an embedded prefill: one process more, with the whole model.
+    """Bytes of the weights and states of an embedded prefill: one process with the whole model.
 
     Of an MTP layer it has no experts. What it computes with comes on top: some hundred MB after
     long prompts.
     """
     each = item_bytes(config)
     shapes = stored_shapes(replace(model, num_mtp_layers=0), range(model.num_experts))
-    return _bytes(shapes | stored_shapes(model, range(0)), each, each)
+    states = (1 + config.of_prefill_stages.cluster.bounds.max_rows) * carry_bytes(model, each)
+    return _bytes(shapes | stored_shapes(model, range(0)), each, each) + states
 
 
 def check_memory(model: ModelConfig, config: Config, stores_bf16: bool) -> None:

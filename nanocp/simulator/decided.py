@@ -40,9 +40,8 @@ class DecidedLoads:
         """
         tokens: Counter[int] = Counter()
         for first_page, num_pages, instance, _ in transfer.targets:
-            tokens[instance] += min(
-                PAGE_SIZE * num_pages, transfer.num_tokens - PAGE_SIZE * first_page
-            )
+            own = min(PAGE_SIZE * num_pages, transfer.num_tokens - PAGE_SIZE * first_page)
+            tokens[instance] += max(0, own)  # pages of states have no tokens
         under_way = Counter(tokens)
         if transfer.source is not None:  # until then they are read where they were
             under_way[transfer.source] -= sum(tokens.values())

@@ -21,7 +21,16 @@ from nanocp.values.commands import (
     SendPages,
 )
 from nanocp.values.members import PREFILL, Member
-from nanocp.values.plan import PAGE_SIZE, Fence, Fetch, Plan, TargetRun, Transfer, TransferFailed
+from nanocp.values.plan import (
+    CARRY_PAGE,
+    PAGE_SIZE,
+    Fence,
+    Fetch,
+    Plan,
+    TargetRun,
+    Transfer,
+    TransferFailed,
+)
 
 _PREFILL_LOST = "the prefill was lost"
 
@@ -151,6 +160,8 @@ def num_cached(submission: Submission, plan: Plan) -> int:
     for transfer in plan.transfers:
         if transfer.request_id == submission.request_id and transfer.source is None:
             num_pages = transfer.targets[0].first_page
+            if num_pages >= CARRY_PAGE:  # all pages are shared, and the state is computed alone
+                return 0
             num_pages += fetched_pages(plan.fetches).get(transfer.ticket, 0)
             return min(num_pages * PAGE_SIZE, submission.arrival.prompt_len - 1)
     return submission.arrival.prompt_len - 1

@@ -155,10 +155,15 @@ def test_a_row_that_stopped_changes_no_state_and_says_nothing(layers, inputs):
         assert (whole(pool, frame) == before).all()
 
 
-def test_a_cleared_frame_is_that_of_no_token(layers, inputs):
-    pool = new_pool(layers)
-    first = run(pool, layers, inputs, [0])
-    run(pool, layers, inputs, range(1, 9))
-    for frame in range(NUM_ROWS):
-        pool.clear(frame)
-    assert torch.equal(run(pool, layers, inputs, [0])[0], first[0])
+def test_a_cleared_frame_is_that_of_no_token_or_of_tokens_without_content(layers, inputs):
+    pool, outputs = new_pool(layers), []
+    for _ in range(2):
+        for row, frame in enumerate((2, 0, 1)):
+            pool.clear(frame, row)
+        outputs.append(run(pool, layers, inputs, range(9))[0])
+    assert torch.equal(*outputs)
+
+
+def test_a_state_that_lacks_tokens_is_refused(layers, inputs):
+    with pytest.raises(RuntimeError, match="a state lacks tokens before its row's position"):
+        run(new_pool(layers), layers, inputs, [0])

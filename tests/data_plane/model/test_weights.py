@@ -427,3 +427,17 @@ def test_an_index_that_is_none_or_lies_is_named(sharded_checkpoint, tmp_path):
         index.write_text(text)
         with pytest.raises(ValueError, match=r"index\.json is not a safetensors index"):
             load(path)
+
+
+def test_both_names_of_kimi_linears_dense_layers_are_read(tmp_path):
+    """The published folder has mlp., what `transformers` saves block_sparse_moe."""
+    make_checkpoint(tmp_path, "tiny-kimi-linear")
+    (file,) = tmp_path.glob("*.safetensors")
+    model, tensors = ModelConfig.from_folder(tmp_path), load_file(file)
+    saved, published = "model.layers.0.block_sparse_moe.", "model.layers.0.mlp."
+    assert any(name.startswith(saved) for name in tensors)
+    found = [load_weights(tmp_path, model, torch.float32, range(model.num_experts))]
+    save_file({name.replace(saved, published): each for name, each in tensors.items()}, file)
+    found.append(load_weights(tmp_path, model, torch.float32, range(model.num_experts)))
+    rows = torch.randn(2, model.hidden_size)
+    assert torch.equal(*(each.layers[0].mlp.gate_up(rows) for each in found))

@@ -35,7 +35,7 @@ def test_states_of_rows_take_memory_and_linear_layers_take_time_of_rows_alone():
     file = load_cluster_file("h200x32-qwen3.5-397b")
     # 141 GB x 0.9, less 512 / 32 experts of 60 layers, other weights, graphs, regions, and 128
     # states of rows with two to spare.
-    kv_gb = 126.9 - 16 * 60 * 0.01258 - 19.6 - 5.7 - 31 * 0.0223 - 130 * 0.192
+    kv_gb = 126.9 - 16 * 60 * 0.01258 - 19.6 - 5.7 - 31 * 0.0179 - 130 * 0.1986
     assert file.cluster.num_frames == int(kv_gb * 1e9 / (64 * 30720))
     model = CostModel(file, "peak")
     rows_8, rows_16, rows_16_long = (

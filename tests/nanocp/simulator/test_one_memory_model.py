@@ -32,7 +32,7 @@ def test_frames_are_those_of_the_plan_for_every_family_and_device(name: str, tmp
     assert memory is not None
     assert (memory.hbm_gb, memory.usable_share) == (device.memory_gb, device.usable_share)
     assert memory.reserve_gb == device.reserve_gb
-    num_tried = 0
+    num_tried, max_rows = 0, file.cluster.bounds.max_rows
     for num in (8, 16, 32, 64):
         base = Config()
         config = replace(
@@ -44,8 +44,10 @@ def test_frames_are_those_of_the_plan_for_every_family_and_device(name: str, tmp
         left = 1e9 * (device.usable_share * device.memory_gb - device.reserve_gb) - need.fixed
         if left < need.page:
             with pytest.raises(ValueError, match="does not fit"):
-                memory.num_frames(file.model, num)
+                memory.num_frames(file.model, num, max_rows)
             continue
         num_tried += 1
-        assert memory.num_frames(file.model, num) == pytest.approx(left / need.page, rel=0.01)
+        assert memory.num_frames(file.model, num, max_rows) == pytest.approx(
+            left / need.page, rel=0.01
+        )
     assert num_tried >= 2

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from control_plane.coordinator.flights.transfers import Transfers
+from control_plane.coordinator.flights.transfers import Transfers, num_cached
 from control_plane.frontend.controller_interface import Submission
 from nanocp.values.commands import CancelPrefill, PagesArrived, PrefillRequest
 from nanocp.values.members import PREFILL
-from nanocp.values.plan import Arrival, Fence, TargetRun, Transfer, TransferFailed
+from nanocp.values.plan import CARRY_PAGE, Arrival, Fence, Plan, TargetRun, Transfer, TransferFailed
 
 TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))
 
@@ -48,6 +48,16 @@ def test_with_drafts_a_prefill_gets_the_token_after_the_last_one_with_kv(
     started(Transfers(members, has_drafts), [1])
     (request,) = members.sent
     assert list(request.token_ids) == list(range(num_ids))
+
+
+def test_nothing_is_cached_of_a_prompt_whose_state_alone_is_computed():
+    """Pages are those of other requests, but the prefill runs over every token."""
+    submission = Submission(Arrival(7, 129, 8), range(129))
+    plans = [
+        Plan(0, transfers=(Transfer(1, 7, 128, (TargetRun(first_page, 2, 0, 20),)),))
+        for first_page in (1, CARRY_PAGE)
+    ]
+    assert [num_cached(submission, plan) for plan in plans] == [64, 0]
 
 
 def test_a_new_prefill_gets_what_the_lost_one_had_not_filled(members):
