@@ -55,9 +55,10 @@ def deepseek_v3(num_layers: int = 61, experts: int = 8) -> ModelConfig:
         ),
         dense_size=18_432,
         num_dense_layers=3, num_experts=experts, num_experts_per_token=8, expert_size=2048,
-        num_shared_experts=1, softmax_gate=False, num_groups=1, num_groups_per_token=1,
-        weights_normalised=True, routed_scale=2.5, norm_eps=1e-6, tied_embeddings=False,
-        max_len=2**20, eos_token_ids=(1,), rope=RopeConfig(10_000.0, True, None), fp8_block=None,
+        num_shared_experts=1, shared_size=2048, softmax_gate=False, num_groups=1,
+        num_groups_per_token=1, weights_normalised=True, routed_scale=2.5, norm_eps=1e-6,
+        tied_embeddings=False, max_len=2**20, eos_token_ids=(1,),
+        rope=RopeConfig(10_000.0, True, None), fp8_block=None,
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ TINY = StepShapes(
             value_dim=16,
         ),
         dense_size=32, num_dense_layers=1,
-        num_experts_per_token=2, expert_size=16,
+        num_experts_per_token=2, expert_size=16, shared_size=16,
     ),
     BoundsConfig(max_rows=4, max_links=2, max_attention_rows=4, max_partials=2), (4,),
     exchange=(2, 1), batches=((1, 70), (2, 70)), max_pages=2, linked_rows=1, dtype="float32",

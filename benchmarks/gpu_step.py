@@ -101,7 +101,7 @@ class Card:
             # What the last ones held; a pool of frames for all layers is a large piece.
             gc.collect()
             torch.cuda.empty_cache()
-        cluster = ClusterConfig(num_instances, num_instances, 1, max_len, shapes.bounds)
+        cluster = ClusterConfig(num_instances, num_instances, 1, max_len, bounds=shapes.bounds)
         data_plane = DataPlaneConfig(device="cuda", dtype=shapes.dtype, **keys)
         kind = latent(model)
         attention = TritonMla(kind.kv_lora_rank, kind.rope_dim, kind.num_heads, self.num_parts)

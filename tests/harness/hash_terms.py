@@ -154,7 +154,8 @@ class RegroupingPlay(HashPlay):
                 if index in self.running:
                     self._leave(index)
                 process = self.processes[index]
-                left = Left(tuple(process.instance.restarts()))
+                has_states = hasattr(process, "instance")  # a stage of a pipeline has none
+                left = Left(tuple(process.instance.restarts()) if has_states else ())
                 self.members.heard(process.member, left, order.term)
             case Join() as join:
                 self._let_join(index, order.term, join)

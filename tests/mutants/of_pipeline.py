@@ -152,8 +152,8 @@ OF_PIPELINE = [
         name="place-off-by-one",
         why="a layer reads the KV of the place before its own",
         path="data_plane/step/stage.py",
-        text="pool_FSW = self._kernels, self._frames.layers[place]",
-        fault="pool_FSW = self._kernels, self._frames.layers[place - 1]",
+        text="pool_FSW = self._frames.layers[place]",
+        fault="pool_FSW = self._frames.layers[place - 1]",
         tests=SPLITS,
     ),
     Mutant(

@@ -44,7 +44,9 @@ def state_of(loads, requests, full=()):
             far_from[request.moe_binding] += is_far(request, run)
     return SimpleNamespace(
         nodes=NODES,
-        cluster=SimpleNamespace(node_of=lambda instance: instance // 2, num_instances=4),
+        cluster=SimpleNamespace(
+            node_of=lambda instance: instance // 2, num_instances=4, carry_pages=0
+        ),
         requests=requests,
         linked=SimpleNamespace(runs=[sorted(each) for each in runs]),
         committed=SimpleNamespace(
