@@ -159,7 +159,7 @@ OF_STATES = [
         path="control_plane/scheduler/scheduler.py",
         text="self._held.begin_attempt(request, arrival, not self._is_between_terms)",
         fault="self._held.begin_attempt(request, arrival)",
-        tests=_played(71060),
+        tests=(_HELD, "-k", "between_two_terms"),
     ),
     Mutant(
         name="states-in-plan",

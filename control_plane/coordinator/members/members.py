@@ -324,7 +324,7 @@ class Members(TermSteps):
             # It dials before it loads, and beats after it.
             self.replacements.expect(member)
         self._kept_pages.say(member, hello)
-        if hello is not None:
+        if hello is not None and hello.restarts:
             self._restarts[member] = hello.restarts
         self.attached.add(member, hello.where if hello is not None else Peer())
         if self.end.leaving is not None:

@@ -360,6 +360,16 @@ def test_a_state_of_another_position_is_made_again_and_pages_stay(restarts):
     assert story.scheduler.decided[0].requests[1].runs == runs
 
 
+def test_no_ticket_for_a_state_is_issued_between_two_terms():
+    story = Story(carry_pages=2)
+    story.place(1)
+    for _ in range(5):
+        story.step()
+    story.regroup(1)
+    story.plan(InstanceLost(1))
+    assert story.plan(Arrival(1, 103, 47, b"again", attempt=1)).transfers == ()
+
+
 def test_a_state_is_made_again_where_the_row_goes_if_its_instance_leaves():
     story = Story(carry_pages=2)
     story.place(1, prompt_len=100)
