@@ -40,6 +40,7 @@ from control_plane.ports.addresses import advertised_host, join
 from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config
 from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted
+from nanocp.wire.keepalive import keepalive_options
 from nanocp.wire.v1 import inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -377,10 +378,8 @@ def _server_options(max_model_len: int, config: Config) -> tuple[tuple[str, int]
         ("grpc.max_receive_message_length", _max_request_bytes(max_model_len)),
         # Two services on one port would share its connections at random.
         ("grpc.so_reuseport", 0),
-        # A dead network is noticed, and the requests of its clients are aborted, within 40 s.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 60_000),
-        ("grpc.http2.ping_timeout_ms", 10_000),
+        # A dead network is noticed, and the requests of its clients are aborted, within 90 s.
+        *keepalive_options(every_ms=30_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     )

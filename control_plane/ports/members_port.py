@@ -18,6 +18,7 @@ import grpc
 
 from control_plane.ports.addresses import advertised_host, join
 from nanocp.config.service import ServiceConfig
+from nanocp.wire.keepalive import keepalive_options
 from nanocp.wire.member_metadata import NAME, SECRET
 
 REFUSED = "this port is for members of the service, and the call has no valid secret of one"
@@ -29,10 +30,7 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    # A dead network is noticed within 70 s: on a busy machine a ping has taken more than 10.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 60_000),
-    ("grpc.http2.ping_timeout_ms", 60_000),
+    *keepalive_options(every_ms=10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Every heartbeat would bring pings that measure the bandwidth.
     ("grpc.http2.bdp_probe", 0),

@@ -22,6 +22,7 @@ from nanocp.config.limits import LimitsConfig
 from nanocp.parent import GONE, starter
 from nanocp.values.commands import Join, Leave, Shutdown
 from nanocp.values.members import Envelope, Failure, Said
+from nanocp.wire.keepalive import keepalive_options
 from nanocp.wire.members import (
     CONTROLLER,
     FROM_INSTANCE,
@@ -212,10 +213,7 @@ def channel_options(limits: LimitsConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", limits.retry_ms),
         ("grpc.max_reconnect_backoff_ms", limits.retry_ms),
-        ("grpc.keepalive_time_ms", 10_000),
-        # On a busy machine the answer to a ping has taken more than 10 s.
-        ("grpc.keepalive_timeout_ms", 60_000),
-        ("grpc.http2.ping_timeout_ms", 60_000),
+        *keepalive_options(every_ms=10_000),
         # By default gRPC sends only one ping a minute once the stream is idle.
         ("grpc.http2.max_pings_without_data", 0),
         # Every heartbeat would bring pings that measure the bandwidth.

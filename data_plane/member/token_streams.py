@@ -25,13 +25,13 @@ from nanocp.values.sampling import (
     TokenBatch,
     TokenLogprobs,
 )
+from nanocp.wire.keepalive import keepalive_options
 from nanocp.wire.members import TOKEN_SINK, TOKENS
 
 logger = logging.getLogger(__name__)
 
 _CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 60_000),
+    *keepalive_options(every_ms=10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 _MAX_BATCHES = 4096

@@ -13,13 +13,12 @@ from types import ModuleType
 
 import grpc
 
+from nanocp.wire.keepalive import keepalive_options
 from nanocp.wire.v1 import inference_pb2_grpc as rpc
 
-# A dead network is noticed within 40 s, also while the service has nothing to say.
+# A dead network is noticed within 90 s, also while the service has nothing to say.
 CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 60_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
+    *keepalive_options(every_ms=30_000),
     ("grpc.http2.max_pings_without_data", 0),
     # An endpoint that comes back is found soon.
     ("grpc.initial_reconnect_backoff_ms", 200),
