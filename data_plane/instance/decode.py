@@ -296,14 +296,12 @@ class DecodeInstance(WindowEdge):
             return super().expect(transfer)
         self._newest_ticket = transfer.ticket
         for page, frame in transfer.frames_at(self._instance).items():
-            if page >= CARRY_PAGE:
-                assert self._frames.carry is not None
-                number = frame - self._config.cluster.num_frames
-                place = number // self._config.cluster.carry_pages
-                self._frames.carry.clear(place, transfer.num_tokens)
-                continue
-            num_tokens = transfer.tokens_in(page)
-            self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
+            if page < CARRY_PAGE:
+                num_tokens = transfer.tokens_in(page)
+                self._frames.fill_synthetic(frame, num_tokens, transfer.request_id, page)
+            elif page == CARRY_PAGE and self._carry is not None:
+                place, _ = self._config.cluster.carry_place(frame)
+                self._carry.clear(place, transfer.num_tokens)
         self._events.append(TransferDone(transfer.ticket, self._instance))
 
     def _read_page(self, frame: int) -> Any:

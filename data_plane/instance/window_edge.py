@@ -91,8 +91,8 @@ class Window:
 class States(Protocol):
     """States of rows in linear attention layers; kv.carry_pool.CarryPool is one."""
 
-    def clear(self, frame: int) -> None:
-        """The frame gets the state of no token."""
+    def clear(self, frame: int, num_tokens: int = 0) -> None:
+        """The frame gets the state of no token, or of tokens without content."""
 
     def num_folded(self, frame: int) -> int:
         """Tokens that a state has, in the layer with most."""
@@ -245,16 +245,13 @@ class WindowEdge(PageTransfers):
         """The frame of the state of a row that is here."""
         run = self._table.pages[request_id][-1]
         assert run.first_page == CARRY_PAGE, f"request {request_id} has no state here"
-        cluster = self._config.cluster
-        return (run.frame - cluster.num_frames) // cluster.carry_pages
+        return self._config.cluster.carry_place(run.frame)[0]
 
     def _carried(self, frame: int) -> np.ndarray | None:
         """The page of a state in a frame that a ticket names; None: it is one of KV."""
-        cluster = self._config.cluster
-        number = frame - cluster.num_frames
-        if self._carry is None or number < 0:
+        if self._carry is None or frame < self._config.cluster.num_frames:
             return None
-        return self._carry.page(*divmod(number, cluster.carry_pages))
+        return self._carry.page(*self._config.cluster.carry_place(frame))
 
     @abstractmethod
     def place_experts(self, table: ExpertTable) -> None:

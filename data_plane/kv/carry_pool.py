@@ -93,7 +93,7 @@ class CarryPool:
         """Run one token of each row; returns heads' outputs, gated, [B, H, V].
 
         x_BX: normed hidden rows. Run again after a step that was abandoned, it does the same.
-        Raises RuntimeError if a state has tokens after the row's position.
+        Raises RuntimeError if a state has tokens after the row's position, or too few before it.
         """
         config, (frame_B, position_B, live_B) = self._config, rows
         given = config.inputs(x_BX, weights)
@@ -119,11 +119,12 @@ class CarryPool:
         """Fold what is due; the states of all tokens before the rows', [B, H, K, V]."""
         folded, state = self._folded[layer, :, 0], self._state[layer]
         frame_B, position_B, live_B = rows
-        if bool((live_B & (folded[frame_B] > position_B)).any()):
+        num_behind_B = position_B - folded[frame_B]
+        if bool((live_B & (num_behind_B < 0)).any()):
             raise RuntimeError("a state has tokens after its row's position")
-        if bool((live_B & (folded[frame_B] < position_B - self._depth)).any()):
+        if bool((live_B & (num_behind_B > self._depth)).any()):
             raise RuntimeError("a state lacks tokens before its row's position")
-        if bool((due := live_B & (folded[frame_B] <= position_B - self._depth)).any()):
+        if bool((due := live_B & (num_behind_B == self._depth)).any()):
             frame = frame_B[due]
             state[frame] = self._with_record(layer, frame, folded[frame], state[frame])
             folded[frame] += 1

@@ -90,6 +90,10 @@ class ClusterConfig:
         check_at_least(0, redundant_experts=self.redundant_experts, spares=self.spares)
         check_at_least(0, carry_pages=self.carry_pages)
 
+    def carry_place(self, frame: int) -> tuple[int, int]:
+        """(which state, which page of it) a frame behind those of KV is."""
+        return divmod(frame - self.num_frames, self.carry_pages)
+
     def node_of(self, instance: int) -> int:
         """The node that the instance is on."""
         return instance // self.instances_per_node

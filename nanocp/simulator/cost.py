@@ -130,9 +130,9 @@ class CostModel:
         """
         model, shares = self._model, self._num_shares
         first = self._slowest_first_phase(loads, num_queries)
-        dispatch_combine = self.dispatch_combine_us(max(loads.rows) / shares)
-        expert = self._expert_us(loads)
         rows = max(loads.rows) / shares
+        dispatch_combine = self.dispatch_combine_us(rows)
+        expert = self._expert_us(loads)
         linear_us = self._other_us(rows) + rows * model.linear_us_per_row
         total = (
             model.num_full_layers * sum(first)

@@ -10,7 +10,7 @@ from collections import Counter
 
 from nanocp.config.cluster import ClusterConfig
 from nanocp.simulator.cost import Loads
-from nanocp.values.plan import PAGE_SIZE, InstanceLoad, InstancePlan, Transfer
+from nanocp.values.plan import InstanceLoad, InstancePlan, Transfer
 from nanocp.values.table import NUM_LANES
 from nanocp.values.table_changes import RouteChange, TableChanges
 
@@ -39,9 +39,8 @@ class DecidedLoads:
         The scheduler's loads have them where they go; rows read them once they have arrived.
         """
         tokens: Counter[int] = Counter()
-        for first_page, num_pages, instance, _ in transfer.targets:
-            own = min(PAGE_SIZE * num_pages, transfer.num_tokens - PAGE_SIZE * first_page)
-            tokens[instance] += max(0, own)  # pages of states have no tokens
+        for target in transfer.targets:
+            tokens[target.instance] += target.num_tokens_of(transfer.num_tokens)
         under_way = Counter(tokens)
         if transfer.source is not None:  # until then they are read where they were
             under_way[transfer.source] -= sum(tokens.values())

@@ -18,6 +18,7 @@ from nanocp.values.offload import Stow as Stow
 from nanocp.values.offload import TransferMissed as TransferMissed
 from nanocp.values.offload import WrittenPage as WrittenPage
 from nanocp.values.table_changes import CARRY_PAGE as CARRY_PAGE
+from nanocp.values.table_changes import PAGE_SIZE as PAGE_SIZE
 from nanocp.values.table_changes import TableChanges
 from nanocp.values.table_changes import TargetRun as TargetRun
 from nanocp.values.terms import ClusterLost as ClusterLost
@@ -26,9 +27,6 @@ from nanocp.values.terms import Regrouped as Regrouped
 from nanocp.values.terms import Resubmitted as Resubmitted
 from nanocp.values.terms import SeatsWanted as SeatsWanted
 from nanocp.values.terms import TermEnded as TermEnded
-
-PAGE_SIZE = 64
-"""Tokens in a page, and in the frame that holds it (FlashMLA's page size)."""
 
 
 class FinishReason(Enum):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+PAGE_SIZE = 64
+"""Tokens in a page, and in the frame that holds it (FlashMLA's page size)."""
 CARRY_PAGE = 1 << 24
 """Number of the first page of a request's state in linear attention layers: behind all pages of KV.
 
@@ -61,6 +63,11 @@ class TargetRun(NamedTuple):
     num_pages: int
     instance: int
     frame: int
+
+    def num_tokens_of(self, num_tokens: int) -> int:
+        """How many of a request's first num_tokens tokens have KV in it; 0: it has a state."""
+        before = self.first_page * PAGE_SIZE
+        return max(min(self.num_pages * PAGE_SIZE, num_tokens - before), 0)
 
 
 class PageClear(NamedTuple):

@@ -36,7 +36,7 @@ OF_STATES = [
         name="state-ahead",
         why="a state that is ahead of its row is taken (late fold)",
         path="data_plane/kv/carry_pool.py",
-        text="if bool((live_B & (folded[frame_B] > position_B)).any()):",
+        text="if bool((live_B & (num_behind_B < 0)).any()):",
         fault="if False:",
         tests=(_POOL, "-k", "ahead"),
     ),
@@ -148,7 +148,7 @@ OF_STATES = [
     Mutant(
         name="state-of-a-lost-member",
         why="what a member said before it was lost counts (one state)",
-        path="control_plane/coordinator/members/members.py",
+        path="control_plane/coordinator/members/kept_pages.py",
         text="self._restarts.pop(member, None)",
         fault="pass",
         tests=("tests/control_plane/coordinator/members/test_members.py", "-k", "states"),

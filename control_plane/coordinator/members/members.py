@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
 
 from control_plane.coordinator.members.attached import Attached
 from control_plane.coordinator.members.deadlines import Deadlines
@@ -93,8 +92,6 @@ class Members(TermSteps):
         """Whether an instance was lost since a term last began."""
         self._short_terms = ShortTerms()
         self._kept_pages = KeptPages()
-        self._restarts: dict[Member, tuple[tuple[int, int, int], ...]] = {}
-        """Where rows may go on whose states are there, as instances said when they left."""
         self._join = Join()
         """What members of the present term were asked to join."""
         self._seats = Seats(config.cluster, num_experts if self.recovers else None)
@@ -164,7 +161,6 @@ class Members(TermSteps):
         self._metrics.lost(member.kind, cause)
         self._heartbeats.forget(member)
         self._kept_pages.lose(member)
-        self._restarts.pop(member, None)
         self.attached.drop(member)
         if not self._goes_on:
             self.replacements.kill(member)
@@ -256,8 +252,7 @@ class Members(TermSteps):
             kept = self._kept_pages.of(self.terms.seats)
             self.output.say(f"instances have kept the pages of {len(kept)} requests")
             tickets = _TICKETS_OF_A_TERM * self.terms.number
-            restarts = tuple(chain(*self._restarts.values()))
-            self.output.events.append(TookOver(tickets, kept, restarts))
+            self.output.events.append(TookOver(tickets, kept, self._kept_pages.restarts))
         table = self._seats.table(self.seats)
         self._join = Join(
             peers=tuple(
@@ -288,9 +283,9 @@ class Members(TermSteps):
             self._metrics.term_began(self.terms.number, cause)
             self._is_after_loss = False
             term, seats = self.terms.number, self.terms.seats
-            restarts = tuple(chain(*self._restarts.values()))
+            restarts = self._kept_pages.restarts
             regrouped = Regrouped(term, tuple(self.seats), self.terms.keeps_rows, restarts)
-            self._restarts.clear()
+            self._kept_pages.term_began()
             self.output.events.append(regrouped)
             self.output.say(f"term {term} serves with {', '.join(map(str, seats))}")
         self.changes.term_began()
@@ -324,8 +319,6 @@ class Members(TermSteps):
             # It dials before it loads, and beats after it.
             self.replacements.expect(member)
         self._kept_pages.say(member, hello)
-        if hello is not None and hello.restarts:
-            self._restarts[member] = hello.restarts
         self.attached.add(member, hello.where if hello is not None else Peer())
         if self.end.leaving is not None:
             self.attached.shut_down(member, self.end.leaving)
@@ -358,7 +351,7 @@ class Members(TermSteps):
             case values.Ready():
                 self._is_ready(member, said.chosen, term)
             case values.Left(restarts):
-                self._restarts[member] = restarts
+                self._kept_pages.left(member, restarts)
                 self.terms.has_left(member, term)
             case values.Suspect():
                 self.suspicion.suspected(member, said, term)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.request import Request
-from nanocp.values.plan import PAGE_SIZE, Arrival, Fence, TargetRun, Transfer
+from nanocp.values.plan import Arrival, Fence, TargetRun, Transfer
 
 
 class Tickets:
@@ -58,8 +58,7 @@ class Tickets:
         request.ticket = self.next_number()
         request.receivers = {}
         for target in targets:
-            before = target.first_page * PAGE_SIZE
-            tokens = max(min(target.num_pages * PAGE_SIZE, num_tokens - before), 0)
+            tokens = target.num_tokens_of(num_tokens)
             request.receivers[target.instance] = request.receivers.get(target.instance, 0) + tokens
         self._count(request, +1)
         self._owners[request.ticket] = request
