@@ -1,13 +1,15 @@
 """Tables that follow a scheduler's plans, as the instances' do.
 
-Enters: plans. Leaves: tables, or an AssertionError. Does not know: requests, frames.
+Enters: plans, or a scheduler that makes them. Leaves: tables, or an AssertionError. Does not know:
+requests, frames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from nanocp.values.plan import InstancePlan
+from control_plane.scheduler.invariants import check
+from nanocp.values.plan import InstancePlan, WindowDone
 from nanocp.values.table import InstanceTable
 
 
@@ -25,3 +27,24 @@ def follow(tables: Sequence[InstanceTable], plans: Iterable[InstancePlan]) -> No
         assert table.digest == plan.result_digest, (
             f"instance {plan.instance} would not get the table that was planned"
         )
+
+
+class FollowedScheduler:
+    """A scheduler of two instances whose tables follow its plans; every call is checked."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.tables = [InstanceTable(instance, 2) for instance in range(2)]
+        self.window = 0
+
+    def plan(self, events=()):
+        plan = self.scheduler.plan_window(events, self.window)
+        follow(self.tables, plan.instances)
+        check(self.scheduler, self.tables)
+        return plan
+
+    def step(self, *events):
+        """Both instances report the oldest window; then the scheduler plans."""
+        done = [WindowDone(instance, self.window) for instance in range(2)]
+        self.window += 1
+        return self.plan([*events, *done])

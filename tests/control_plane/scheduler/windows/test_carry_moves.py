@@ -2,10 +2,9 @@
 
 import pytest
 
-from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from harness.followed_tables import follow
+from harness.followed_tables import FollowedScheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
@@ -18,15 +17,13 @@ from nanocp.values.plan import (
     TargetRun,
     TransferDone,
     TransferFenced,
-    WindowDone,
 )
-from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageClear
 
 NUM_FRAMES, CARRY_PAGES, MAX_ROWS = 20, 2, 3
 
 
-class Story:
+class Story(FollowedScheduler):
     """Two instances that hold requests together; rows have states. A test wishes re-bindings."""
 
     def __init__(self, num_requests=1):
@@ -37,30 +34,16 @@ class Story:
             bounds=BoundsConfig(max_rows=MAX_ROWS),
         )
         config = SchedulerConfig(policy="fixed_degree:2", growth_promise="tokens:0")
-        self.scheduler = Scheduler(cluster, config)
+        super().__init__(Scheduler(cluster, config))
         self.wishes = []
         self.scheduler._policy.rebindings = lambda state, window: [
             (state.requests[request_id], new) for request_id, new in self.wishes
         ]
-        self.tables = [InstanceTable(instance, 2) for instance in range(2)]
-        self.window = 0
         for request_id in range(1, num_requests + 1):
             self.plan([Arrival(request_id, 300, 100, needs_prefill=False)])
         self.plan()
         for _ in range(3):
             self.step()
-
-    def plan(self, events=()):
-        plan = self.scheduler.plan_window(events, self.window)
-        follow(self.tables, plan.instances)
-        check(self.scheduler, self.tables)
-        return plan
-
-    def step(self, *events):
-        """Both instances report the oldest window; then the scheduler plans."""
-        done = [WindowDone(instance, self.window) for instance in range(2)]
-        self.window += 1
-        return self.plan([*events, *done])
 
     def request(self, request_id=1):
         return self.scheduler._state.requests[request_id]

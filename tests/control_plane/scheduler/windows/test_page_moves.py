@@ -2,10 +2,9 @@
 
 import pytest
 
-from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from harness.followed_tables import follow
+from harness.followed_tables import FollowedScheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
@@ -16,13 +15,12 @@ from nanocp.values.plan import (
     TransferFenced,
     WindowDone,
 )
-from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageClear, PageRun, RouteChange
 
 NUM_FRAMES = 20
 
 
-class Story:
+class Story(FollowedScheduler):
     """Two instances, and request 1 with ten full pages on instance 0.
 
     A test wishes moves, and plays the instances.
@@ -35,29 +33,15 @@ class Story:
         config = SchedulerConfig(
             cp_degree_buckets=((10_000, 1),), max_moving_pages=max_moving_pages
         )
-        self.scheduler = Scheduler(cluster, config)
+        super().__init__(Scheduler(cluster, config))
         self.wishes = []
         self.scheduler._policy.moves = lambda state, window: [
             (state.requests[1], *wish) for wish in self.wishes
         ]
-        self.tables = [InstanceTable(instance, 2) for instance in range(2)]
-        self.window = 0
         self.plan([Arrival(1, 645, max_tokens, needs_prefill=False)])
         self.plan()
         for _ in range(3):
             self.step()
-
-    def plan(self, events=()):
-        plan = self.scheduler.plan_window(events, self.window)
-        follow(self.tables, plan.instances)
-        check(self.scheduler, self.tables)
-        return plan
-
-    def step(self, *events):
-        """Both instances report the oldest window; then the scheduler plans."""
-        done = [WindowDone(instance, self.window) for instance in range(2)]
-        self.window += 1
-        return self.plan([*events, *done])
 
     def quarantined(self):
         return [load.frames_quarantined for load in self.scheduler.loads()]
