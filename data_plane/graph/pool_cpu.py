@@ -96,7 +96,7 @@ class StepTables:
     tail_holder: np.ndarray
     """[B, 2] int32: the holders of tail_page and of the page after it."""
     carry_frame: np.ndarray
-    """[B] int64: where the row's state of linear attention layers lies; 0 without such layers."""
+    """[B] int32: where the row's state of linear attention layers lies; 0 without such layers."""
     own: LocalPages
     """Pages of this instance's rows, B of them."""
     received: LocalPages
@@ -114,7 +114,7 @@ class StepTables:
             num_received=np.zeros(peers, np.int32),
             tail_page=np.zeros(bounds.max_rows, np.int32),
             tail_holder=np.zeros((bounds.max_rows, 2), np.int32),
-            carry_frame=np.zeros(bounds.max_rows, np.int64),
+            carry_frame=np.zeros(bounds.max_rows, np.int32),
             own=LocalPages.empty(bounds.max_rows, max_pages),
             received=LocalPages.empty(bounds.max_attention_rows, max_pages),
         )

@@ -71,6 +71,8 @@ class GpuContext:
     """[B] int64: position of that token."""
     live: Tensor
     """[B] bool: False for rows that stopped and for padding."""
+    carry_frame: Tensor
+    """[B] int32: see pool_cpu.StepTables."""
     by_host: Tensor
     """[1] int64: not 0 if these three are for a turn of drafting, and the host set them up."""
 
@@ -117,7 +119,8 @@ class _Words:
         self.num_sent = 1
         self.num_received = self.num_sent + self.peers
         self.send_row = self.num_received + self.peers
-        self.num_pages = self.send_row + self.peers * self.links
+        self.carry_frame = self.send_row + self.peers * self.links
+        self.num_pages = self.carry_frame + self.rows
         # The pages of a row begin at a multiple of 16 bytes.
         self.small = -(-(self.num_pages + self.attention_rows) // 4) * 4
         self.frames = self.small + self.attention_rows * self.max_pages
@@ -150,7 +153,7 @@ class _Words:
             # The device finds the holder of a page in the page tables instead.
             tail_page=empty.tail_page,
             tail_holder=empty.tail_holder,
-            carry_frame=empty.carry_frame,
+            carry_frame=host[self.carry_frame :][: self.rows].numpy(),
             own=self.pages(host, 0, self.rows).on_host(),
             received=self.pages(host, self.rows, self.received).on_host(),
         )
@@ -204,6 +207,7 @@ class GpuPool:
             token=start.token[:num_rows],
             position=start.position[:num_rows],
             live=start.live[:num_rows],
+            carry_frame=live[words.carry_frame :][:num_rows],
             by_host=start.by_host,
         )
 

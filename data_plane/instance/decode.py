@@ -32,7 +32,7 @@ from data_plane.instance.step_lane import StepLane
 from data_plane.instance.window_edge import StepRow, Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_copier import PageCopier
-from data_plane.kv.page_ring import PageRing
+from data_plane.kv.page_ring import PageRing, copy_bytes
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.kv.slots import Slots
 from nanocp.config.whole import Config
@@ -311,7 +311,7 @@ class DecodeInstance(WindowEdge):
 
     def _write_page(self, frame: int, num_tokens: int, payload: Any, layers: slice) -> None:
         if (carried := self._carried(frame)) is not None:
-            carried[:] = payload
+            copy_bytes(payload, carried)
             return
         self._frames.write_payload(frame, num_tokens, payload, layers)
 

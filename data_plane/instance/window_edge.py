@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -97,8 +97,8 @@ class States(Protocol):
     def num_folded(self, frame: int) -> int:
         """Tokens that a state has, in the layer with most."""
 
-    def page(self, frame: int, number: int) -> np.ndarray:
-        """A page of a frame's own bytes; no copy."""
+    def page(self, frame: int, number: int) -> Any:
+        """A page of a frame's own bytes, no copy: an array, or a tensor on a GPU."""
 
 
 class StepRow(NamedTuple):
@@ -247,7 +247,7 @@ class WindowEdge(PageTransfers):
         assert run.first_page == CARRY_PAGE, f"request {request_id} has no state here"
         return self._config.cluster.carry_place(run.frame)[0]
 
-    def _carried(self, frame: int) -> np.ndarray | None:
+    def _carried(self, frame: int) -> Any:
         """The page of a state in a frame that a ticket names; None: it is one of KV."""
         if self._carry is None or frame < self._config.cluster.num_frames:
             return None

@@ -6,7 +6,8 @@ states as bytes. Does not know: requests, tickets, which row has which frame.
 KV is written by position, so a step that is abandoned and run again does no harm. A state that
 already has a token cannot take it again. So it is folded late (protocol.md, late fold): beside the
 state lie, by position, the newest tokens' records (decay, key, correction) and the last inputs of
-the convolution. A step folds only records that `depth` newer tokens have followed, and counts them.
+the convolution. A step folds only records that `depth` newer tokens have followed, and counts them
+for each head. On a GPU kv/triton_carry.py runs the steps.
 
 Legend: B rows, T tokens, H value heads, K width of a key, V of a value, C channels, L layers.
 """
@@ -14,9 +15,8 @@ Legend: B rows, T tokens, H value heads, K width of a key, V of a value, C chann
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +43,23 @@ class CarryRows(NamedTuple):
     """bool."""
 
 
+class CarryFields(NamedTuple):
+    """A layer's part of every state, by frame: [frames, ...], views of one memory."""
+
+    state: Tensor
+    """[H, K, V] fp32."""
+    decay: Tensor
+    """[places, H, D] fp32, records by position, as `key` and `u`."""
+    key: Tensor
+    """[places, J, K] fp32."""
+    u: Tensor
+    """[places, H, V] fp32."""
+    channels: Tensor
+    """[conv_size - 1 + places, C], by position, in the dtype of rows."""
+    folded: Tensor
+    """[H] int32: tokens that each head's state has."""
+
+
 class CarryPool:
     """Memory of `num_frames` states, then a scratch frame for rows that must not change one."""
 
@@ -54,10 +71,11 @@ class CarryPool:
         dtype: torch.dtype,
         page_bytes: int = 1,
         depth: int = CARRY_DEPTH,
+        device: str | torch.device = "cpu",
     ) -> None:
         """Allocate the frames, all zero. dtype: of rows. depth: newest tokens never folded.
 
-        page_bytes: of the pages that states travel in. Raises ValueError if the machine has too
+        page_bytes: of the pages that states travel in. Raises ValueError if the device has too
         little memory.
         """
         self._config, self._depth, self.scratch = config, depth, num_frames
@@ -65,24 +83,31 @@ class CarryPool:
         used = num_layers * layer_bytes
         self.frame_bytes = -(-used // page_bytes) * page_bytes
         self._page_bytes = page_bytes
+        num_bytes = (num_frames + 1) * self.frame_bytes
         try:
-            memory = huge_pages((num_frames + 1) * self.frame_bytes, is_taken=True)
-        except (OSError, OverflowError) as error:
-            gib = (num_frames + 1) * self.frame_bytes / 2**30
+            if torch.device(device).type == "cpu":
+                memory = torch.from_numpy(huge_pages(num_bytes, is_taken=True))
+            else:
+                memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, OSError, OverflowError) as error:
+            gib = num_bytes / 2**30
             raise ValueError(
                 f"the states of {num_frames} rows take {gib:.1f} GiB, which cannot be allocated: "
                 "an instance has cluster.bounds.max_rows of them, the prefill 64"
             ) from error
-        self._bytes = torch.from_numpy(memory).view(num_frames + 1, self.frame_bytes)
+        self._bytes = memory.view(num_frames + 1, self.frame_bytes)
         by_layer = self._bytes[:, :used].view(num_frames + 1, num_layers, layer_bytes)
         views = {}
         for name, offset, shape, item_bytes in fields:
             kind = {"folded": torch.int32, "channels": dtype}.get(name, torch.float32)
             part = by_layer[..., offset : offset + math.prod(shape) * item_bytes].view(kind)
             views[name] = part.view(num_frames + 1, num_layers, *shape).transpose(0, 1)
-        self._state, self._folded = views["state"], views["folded"]
-        self._channels = views["channels"]
-        self._decay, self._key, self._u = views["decay"], views["key"], views["u"]
+        self._folded = views["folded"]
+        self.layers = [
+            CarryFields(**{name: view[layer] for name, view in views.items()})
+            for layer in range(num_layers)
+        ]
+        """What the steps of each linear attention layer read and write."""
 
     def clear(self, frame: int, num_tokens: int = 0) -> None:
         """The frame gets the state of no token, or of tokens without content."""
@@ -96,51 +121,55 @@ class CarryPool:
         Raises RuntimeError if a state has tokens after the row's position, or too few before it.
         """
         config, (frame_B, position_B, live_B) = self._config, rows
-        given = config.inputs(x_BX, weights)
-        ring = self._channels[layer]
+        given, fields = config.inputs(x_BX, weights), self.layers[layer]
+        ring = fields.channels
         ring[frame_B, position_B % ring.shape[1]] = given.channels_BC
         seen_BS = position_B[:, None] + torch.arange(1 - config.conv_size, 1)
         seen_BSC = ring[frame_B[:, None], seen_BS % ring.shape[1]] * (seen_BS >= 0)[..., None]
         q_BJK, key_BJK, value_BHV = config.heads(seen_BSC.transpose(1, 2), weights)
         q_BHK, key_BHK = (of_heads(x, config.num_heads) for x in (q_BJK, key_BJK))
-        state = self._until(layer, rows)
+        state = self._until(fields, rows)
         decay = given.decay_BHD
         u_BHV = correction(state, decay, key_BHK, value_BHV, given.beta_BH)
-        place_B = position_B % self._decay.shape[2]
-        self._decay[layer, frame_B, place_B] = decay
-        self._key[layer, frame_B, place_B] = key_BJK
-        self._u[layer, frame_B, place_B] = u_BHV
+        place_B = position_B % fields.u.shape[1]
+        fields.decay[frame_B, place_B] = decay
+        fields.key[frame_B, place_B] = key_BJK
+        fields.u[frame_B, place_B] = u_BHV
         o_BHV = token_output(state, decay, q_BHK, key_BHK, u_BHV)
         o_BHV = config.finish(o_BHV, given.gate_BHV, weights)
         # The scratch frame's state is that of many rows: nobody may read it.
         return torch.where(live_B[:, None, None], o_BHV, 0.0)
 
-    def _until(self, layer: int, rows: CarryRows) -> Tensor:
-        """Fold what is due; the states of all tokens before the rows', [B, H, K, V]."""
-        folded, state = self._folded[layer, :, 0], self._state[layer]
+    def _until(self, fields: CarryFields, rows: CarryRows) -> Tensor:
+        """Fold what is due; the states of all tokens before the rows', [B, H, K, V].
+
+        Heads are folded together here, so one count speaks for all.
+        """
         frame_B, position_B, live_B = rows
-        num_behind_B = position_B - folded[frame_B]
+        folded_B = fields.folded[frame_B, 0]
+        num_behind_B = position_B - folded_B
         if bool((live_B & (num_behind_B < 0)).any()):
             raise RuntimeError("a state has tokens after its row's position")
         if bool((live_B & (num_behind_B > self._depth)).any()):
             raise RuntimeError("a state lacks tokens before its row's position")
         if bool((due := live_B & (num_behind_B == self._depth)).any()):
-            frame = frame_B[due]
-            state[frame] = self._with_record(layer, frame, folded[frame], state[frame])
-            folded[frame] += 1
-        state_BHKV: Tensor = state[frame_B]
+            frame, at = frame_B[due], folded_B[due]
+            fields.state[frame] = self._with_record(fields, frame, at, fields.state[frame])
+            fields.folded[frame] += 1
+        state_BHKV: Tensor = fields.state[frame_B]
         for back in range(self._depth - 1, 0, -1):
             at_B = position_B - back
-            is_record = (live_B & (at_B >= folded[frame_B]))[:, None, None, None]
-            added = self._with_record(layer, frame_B, at_B.clamp(min=0), state_BHKV)
+            is_record = (live_B & (at_B >= folded_B))[:, None, None, None]
+            added = self._with_record(fields, frame_B, at_B.clamp(min=0), state_BHKV)
             state_BHKV = torch.where(is_record, added, state_BHKV)
         return state_BHKV
 
-    def _with_record(self, layer: int, frame_B: Tensor, at_B: Tensor, state: Tensor) -> Tensor:
-        place_B = at_B.long() % self._decay.shape[2]
-        key = of_heads(self._key[layer, frame_B, place_B], self._config.num_heads)
-        decay, u = self._decay[layer, frame_B, place_B], self._u[layer, frame_B, place_B]
-        return add_token(state, decay, key, u)
+    def _with_record(
+        self, fields: CarryFields, frame_B: Tensor, at_B: Tensor, state: Tensor
+    ) -> Tensor:
+        place_B = at_B.long() % fields.u.shape[1]
+        key = of_heads(fields.key[frame_B, place_B], self._config.num_heads)
+        return add_token(state, fields.decay[frame_B, place_B], key, fields.u[frame_B, place_B])
 
     def extend(
         self, layer: int, frame: int, first: int, x_TX: Tensor, weights: DeltaWeights
@@ -150,7 +179,8 @@ class CarryPool:
         x_TX: normed hidden rows. They are folded at once: a prompt that is given up is begun anew.
         """
         config, given = self._config, self._config.inputs(x_TX, weights)
-        ring, before = self._channels[layer, frame], config.conv_size - 1
+        fields, before = self.layers[layer], config.conv_size - 1
+        ring = fields.channels[frame]
         earlier = torch.arange(first - before, first)
         earlier_SC = ring[earlier % len(ring)] * (earlier >= 0)[:, None]
         all_TC = torch.cat((earlier_SC, given.channels_BC))
@@ -158,18 +188,18 @@ class CarryPool:
         kept = torch.arange(max(len(x_TX) - before, 0), len(x_TX))
         ring[(first + kept) % len(ring)] = given.channels_BC[kept]
         q_THK, key_THK = (of_heads(x, config.num_heads) for x in (q_TJK, key_TJK))
-        o_THV, self._state[layer, frame] = many_tokens(
-            self._state[layer, frame], q_THK, key_THK, value_THV, given.decay_BHD, given.beta_BH
+        o_THV, fields.state[frame] = many_tokens(
+            fields.state[frame], q_THK, key_THK, value_THV, given.decay_BHD, given.beta_BH
         )
-        self._folded[layer, frame] = first + len(x_TX)
+        fields.folded[frame] = first + len(x_TX)
         return config.finish(o_THV, given.gate_BHV, weights)
 
     def num_folded(self, frame: int) -> int:
-        """Tokens that a state has, in the layer with most."""
+        """Tokens that a state has, in the head of a layer with most."""
         return int(self._folded[:, frame].max())
 
-    def page(self, frame: int, number: int) -> np.ndarray:
-        """A page of a frame's own bytes; no copy."""
+    def page(self, frame: int, number: int) -> Any:
+        """A page of a frame's own bytes, no copy: an array, or a tensor on a GPU."""
         begin = number * self._page_bytes
-        page: np.ndarray = self._bytes[frame, begin : begin + self._page_bytes].numpy()
-        return page
+        page = self._bytes[frame, begin : begin + self._page_bytes]
+        return page if page.is_cuda else page.numpy()

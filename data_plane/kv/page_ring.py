@@ -274,7 +274,7 @@ class PageRingWriter:
             return False
         place = self._num_written % len(places.headers)
         places.headers[place][:] = _Header(ticket=ticket, page=page, num_tokens=num_tokens)
-        _copy(data, places.payloads[place][: data.nbytes])
+        copy_bytes(data, places.payloads[place][: data.nbytes])
         self._num_written += 1
         chunks = places.chunks[place]
         if self._may_be_short:
@@ -342,11 +342,15 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _copy(data: Any, place: Any) -> None:
-    """Copy bytes into a place; each of the two is an array, or a tensor on a GPU."""
+def copy_bytes(data: Any, place: Any) -> None:
+    """Copy bytes into a place; each of the two is an array, or a tensor on a GPU.
+
+    When this returns both may be used for something else.
+    """
     if isinstance(place, np.ndarray):
         place[:] = data if isinstance(data, np.ndarray) else data.cpu().numpy()
         return
     import torch
 
     place.copy_(torch.from_numpy(data) if isinstance(data, np.ndarray) else data)
+    torch.cuda.current_stream(place.device).synchronize()

@@ -70,7 +70,7 @@ def carry_layout(
         ("key", (places, delta.num_key_heads, delta.key_dim), 4),
         ("u", (places, heads, delta.value_dim), 4),
         ("channels", (delta.conv_size - 1 + places, delta.num_channels), item_bytes),
-        ("folded", (1,), 4),
+        ("folded", (heads,), 4),
     ):
         fields.append(CarryField(name, offset, shape, size))
         offset += -(-math.prod(shape) * size // _CARRY_ALIGNMENT) * _CARRY_ALIGNMENT

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.layers import gated_mlp
+from data_plane.model.layers import shared_experts
 from data_plane.moe.gate import gate
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
@@ -73,7 +73,7 @@ class GpuMixtures:
         expert_BK, weight_BK = gate(normed_BX, moe, self._model)
         dispatched = self._all_to_all.dispatch(normed_BX, expert_BK, weight_BK, live_B)
         # While the rows travel.
-        shared_BX = gated_mlp(normed_BX, moe.shared) if moe.shared else None
+        shared_BX = shared_experts(normed_BX, moe)
         yield
         self._all_to_all.run_experts(dispatched, experts)
         yield

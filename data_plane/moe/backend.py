@@ -104,11 +104,13 @@ def dispatch_backend(
     """Choose the dispatch: a sentence that begins with its name and says why.
 
     name: auto, exchange, deep_ep or fused (nanocp/config/data_plane.py refuses anything else).
-    max_rows: bound of an instance's batch. fused_obstacle: why a mixture cannot be one call here,
-    or empty. Raises ValueError naming what the backend cannot do here.
+    max_rows: bound of an instance's batch. fused_obstacle: why no mixture can be one call here, or
+    empty. Raises ValueError naming what the backend cannot do here.
     """
     if name == "exchange":
         return "exchange, as configured"
+    if model.has_shared_gate:
+        fused_obstacle = "the model's shared expert has a gate of its own, which one call has not"
     if name == "fused" or (name == "auto" and not fused_obstacle):
         if fused_obstacle:
             raise ValueError(

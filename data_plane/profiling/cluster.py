@@ -200,9 +200,7 @@ class _Instance:
         dtype = torch_dtype(config)
         kernels, attention, _ = cpu_parts(config, model, checkpoint)
         experts = expert_range(model, instance, cluster.num_instances)
-        moe = moe_backends(
-            config, model, experts, torch.device("cpu"), fused_obstacle(kernels, model)
-        )
+        moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)
         layout = region_layout(cluster, config.data_plane, model)
         has_lanes = config.scheduler.has_lanes

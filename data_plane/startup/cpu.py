@@ -16,7 +16,6 @@ from data_plane.instance.decode import DecodeInstance, Startup
 from data_plane.instance.interface import TermEnds
 from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
-from data_plane.model.sizes import carry_bytes
 from data_plane.model.weights import (
     ModelWeights,
     Progress,
@@ -28,6 +27,7 @@ from data_plane.startup.cpu_parts import cpu_parts, kernels_for
 from data_plane.startup.memory_need import check_memory
 from data_plane.startup.shared_parts import (
     bucket_table,
+    carry_choice,
     model_of,
     moe_backends,
     new_carry,
@@ -70,7 +70,7 @@ def build_cpu_instance(
     experts = expert_range(model, instance, cluster.num_instances)
     kernels, attention, sentences = cpu_parts(config, model, checkpoint)
     check_memory(model, config, kernels.keeps_bf16)
-    moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels, model))
+    moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
     if shared is None:
         weights = load_weights(checkpoint, model, dtype, experts, progress, kernels)
@@ -113,11 +113,7 @@ def build_cpu_instance(
     ]
     if model.fp8_block is not None:
         selected.append(_fp8_choice(model.fp8_block, config.data_plane.dtype))
-    if model.delta is not None:
-        selected.append(
-            f"states of rows: {len(model.linear_layers)} of {model.num_layers} layers attend "
-            f"linearly; {carry_bytes(model, dtype.itemsize) / 1e6:.1f} MB a row"
-        )
+    selected += carry_choice(model, dtype)
     if config.scheduler.has_lanes:
         selected.append(f"lanes: up to two ({config.scheduler.lanes})")
     return DecodeInstance(

@@ -33,8 +33,10 @@ from data_plane.moe.gpu_weights import GpuWeights, place_weights
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,
+    carry_choice,
     model_of,
     moe_backends,
+    new_carry,
     page_choice,
     page_ways,
     torch_dtype,
@@ -94,6 +96,7 @@ def build_gpu_instance(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )
     parts = new_parts(is_fused=is_fused)
+    parts.frames.carry = new_carry(config, model, cluster.bounds.max_rows + 1, device)
     lanes = [parts]
     if config.scheduler.has_lanes:
         lanes.append(new_parts(frames=parts.frames))
@@ -110,6 +113,7 @@ def build_gpu_instance(
     rings, moves = page_ways(config, instance, segments, parts.frames)
     capture = _capture(config, lanes)
     weights_choice = weights_choice if model.fp8_block is not None else ""
+    sentences = [*moe.sentences, *carry_choice(model, dtype)]
     if moe.has_deep_ep:
         meeting: _Meeting = _DeepEpMeeting(config, instance, segments, parts, model, placed)
     else:
@@ -124,7 +128,7 @@ def build_gpu_instance(
         frames=parts.frames,
         rings=rings,
         moves=moves,
-        selected=_selected(config, attention_choice, moe.sentences, weights_choice),
+        selected=_selected(config, attention_choice, sentences, weights_choice),
         load_experts=lambda held: load_experts(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
@@ -156,7 +160,7 @@ def _num_slots(cluster: ClusterConfig, model: ModelConfig, has_deep_ep: bool) ->
 
 
 def _selected(
-    config: Config, attention_choice: str, moe_sentences: Sequence[str], weights_choice: str
+    config: Config, attention_choice: str, sentences: Sequence[str], weights_choice: str
 ) -> list[str]:
     """Say for an operator what was chosen. weights_choice: empty if no weights are in FP8."""
     data_plane = config.data_plane
@@ -165,7 +169,7 @@ def _selected(
         "exchange: cuda_ipc, peers' memory on one node",
         page_choice(config),
         f"wire form: {data_plane.wire_form}",
-        *moe_sentences,
+        *sentences,
         f"KV: {'FP8' if data_plane.kv_dtype == 'fp8' else data_plane.dtype}",
     ]
     if weights_choice:

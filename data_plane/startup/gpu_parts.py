@@ -22,7 +22,6 @@ from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
-from nanocp.config.choices import require
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 
@@ -58,14 +57,9 @@ def gpu_parts(
 
     weights: one instance's, on its device, where everything is allocated. timeout_ms: longest wait
     for a peer. is_fused: whether a mixture is one launch; `weights` are placed for that. frames:
-    another lane's, which this one shares; all else, its exchange too, is this lane's own. Raises
-    ValueError for a model with linear attention layers.
+    another lane's, which this one shares; all else, its exchange too, is this lane's own. Frames
+    that are made here have no states yet: see FramePool.carry.
     """
-    require(
-        model.delta is None,
-        "data_plane.device is cuda, and the model has linear attention layers, which run on CPUs "
-        "only so far: it must be cpu",
-    )
     dtype, device = weights.weights.embedding.dtype, weights.weights.embedding.device
     fp8_rank = model.attention.fp8_rank() if data_plane.kv_dtype == "fp8" else None
     kv_width = model.attention.kv_width

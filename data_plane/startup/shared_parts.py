@@ -18,7 +18,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, prefill_rings
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
-from data_plane.model.sizes import carry_pages, page_bytes
+from data_plane.model.sizes import carry_bytes, carry_pages, page_bytes
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.grouped import GroupedGemm
 from data_plane.moe.mixture import MoeSchedule
@@ -128,10 +128,12 @@ def with_carry(config: Config, checkpoint: Path) -> Config:
     return config.with_carry(carry_pages(model_of(config, checkpoint), config))
 
 
-def new_carry(config: Config, model: ModelConfig, num_frames: int) -> CarryPool | None:
+def new_carry(
+    config: Config, model: ModelConfig, num_frames: int, device: torch.device | str = "cpu"
+) -> CarryPool | None:
     """Make room for so many states; None for a model without linear attention layers.
 
-    Raises ValueError if the configuration is not for this model, or the machine has too little
+    Raises ValueError if the configuration is not for this model, or the device has too little
     memory.
     """
     if (num_pages := carry_pages(model, config)) != config.cluster.carry_pages:
@@ -142,7 +144,18 @@ def new_carry(config: Config, model: ModelConfig, num_frames: int) -> CarryPool 
     if model.delta is None:
         return None
     size, num_layers = page_bytes(model, config), len(model.linear_layers)
-    return CarryPool(model.delta, num_layers, num_frames, torch_dtype(config), size)
+    dtype = torch_dtype(config)
+    return CarryPool(model.delta, num_layers, num_frames, dtype, size, device=device)
+
+
+def carry_choice(model: ModelConfig, dtype: torch.dtype) -> list[str]:
+    """Say for an operator what states rows have, if the model has linear attention layers."""
+    if model.delta is None:
+        return []
+    return [
+        f"states of rows: {len(model.linear_layers)} of {model.num_layers} layers attend "
+        f"linearly; {carry_bytes(model, dtype.itemsize) / 1e6:.1f} MB a row"
+    ]
 
 
 def torch_dtype(config: Config) -> torch.dtype:

@@ -334,7 +334,8 @@ class _Step:
         self.carried: CarryRows | None = None
         if carry is not None:
             frame = np.where(rows.live, context.tables.carry_frame, carry.scratch)
-            self.carried = CarryRows(torch.from_numpy(frame), self.position_B, self.live_B)
+            frame_B = torch.from_numpy(frame).long()
+            self.carried = CarryRows(frame_B, self.position_B, self.live_B)
 
 
 class _Link:

@@ -156,10 +156,8 @@ def cpu_kernels(
         return TorchKernels(), f"torch (native unavailable: {reason})"
 
 
-def fused_obstacle(kernels: Kernels, model: ModelConfig) -> str:
+def fused_obstacle(kernels: Kernels) -> str:
     """Why a mixture cannot be one call here; empty if it can."""
-    if model.has_shared_gate:
-        return "the model's shared expert has a gate of its own, which the one call has not"
     if isinstance(kernels, NativeKernels):
         return ""
     return "it needs native kernels, and this instance runs torch's"

@@ -21,6 +21,7 @@ from data_plane.attention.paged import Attention
 from data_plane.attention.triton_merge import merge_routed
 from data_plane.graph.pool_gpu import GpuContext, GpuPages, GpuPool
 from data_plane.kv.frame_pool import FramePool
+from data_plane.kv.triton_carry import DeltaRows, step_states
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
@@ -53,6 +54,7 @@ class GpuStep:
         bounds: BoundsConfig,
     ) -> None:
         self._model, self._weights = model, weights.weights
+        self._places = model.places
         self._frames, self._pool, self._exchange, self._attention = (
             frames,
             pool,
@@ -176,19 +178,20 @@ class GpuStep:
         for index in layers:
             layer = self._weights.layers[index]
             out_BHV, lse_BH = torch.empty(0), torch.empty(0)
+            if index in self._model.linear_layers:
+                if own is not None:
+                    o_BHV = self._linear_attention(context, index, layer, x_BX)
+            else:
+                if own is not None:
+                    out_BHV, lse_BH = self._start_attention(context, index, layer, x_BX, own)
+                yield
+                received = self._answer(context, index, layer, received)
+                yield
+                self._exchange.wait(Channel.RES, context.num_sent)
+                if own is not None:
+                    o_BHV = self._merged(context, layer, out_BHV, lse_BH, slot_NB)
+                    o_BHV = ops.gated_heads(x_BX, o_BHV, layer, self._model)
             if own is not None:
-                out_BHV, lse_BH = self._start_attention(context, index, layer, x_BX, own)
-            yield
-            received = self._answer(context, index, layer, received)
-            yield
-            self._exchange.wait(Channel.RES, context.num_sent)
-            if own is not None:
-                self._exchange.take(Channel.RES, context.num_sent, self._returned)
-                returned = self._returned["partial"], self._returned["lse"]
-                merge_routed(out_BHV, lse_BH, *returned, context.num_sent, slot_NB)
-                o_BHV = out_BHV
-                if not self._is_latent:
-                    o_BHV = ops.finish_attention(out_BHV, layer, self._model)
                 x_BX = x_BX + ops.output_projection(o_BHV, layer)
             normed_BX = rms_norm(x_BX, layer.post_attention_norm, self._model.norm_eps)
             if layer.mlp is not None:
@@ -249,9 +252,9 @@ class GpuStep:
     def _plan(self, pages: GpuPages, lengths: Tensor, context: GpuContext) -> Any:
         return self._attention.plan(pages.frame, lengths, context.bucket.width)
 
-    def _attend(self, q_AHD: Tensor, index: int, plan: Any) -> tuple[Tensor, Tensor]:
+    def _attend(self, q_AHD: Tensor, place: int, plan: Any) -> tuple[Tensor, Tensor]:
         return self._attention.run(
-            q_AHD, self._frames.layers[index], plan, self._model.attention.softmax_scale
+            q_AHD, self._frames.layers[place], plan, self._model.attention.softmax_scale
         )
 
     def _start_attention(
@@ -272,11 +275,42 @@ class GpuStep:
             "kv": kv_BW,
         }
         self._exchange.put(Channel.Q, fields, context.num_sent, context.send_row)
-        self._frames.append(index, own.slots, kv_BW)
-        partial, lse_BH = self._attend(q_BHD, index, own.plan)
+        self._frames.append(self._places[index], own.slots, kv_BW)
+        partial, lse_BH = self._attend(q_BHD, self._places[index], own.plan)
         if self._is_latent:
             partial = ops.finish_attention(partial, layer, self._model)
         return partial.contiguous(), lse_BH
+
+    def _linear_attention(
+        self, context: GpuContext, index: int, layer: LayerWeights, x_BX: Tensor
+    ) -> Tensor:
+        """Run a token of each row through its state, which is here: heads' values [B, H, V]."""
+        delta, carry = self._model.delta, self._frames.carry
+        assert delta is not None and carry is not None
+        return step_states(
+            delta,
+            layer.attention,
+            carry.layers[self._places[index]],
+            DeltaRows(context.carry_frame, context.position, context.live),
+            rms_norm(x_BX, layer.input_norm, self._model.norm_eps),
+            self._exchange.error,
+        )
+
+    def _merged(
+        self,
+        context: GpuContext,
+        layer: LayerWeights,
+        out_BHV: Tensor,
+        lse_BH: Tensor,
+        slot_NB: Tensor,
+    ) -> Tensor:
+        """Phase 4, LSE merge at the MoE binding: heads' values [B, H, V]."""
+        self._exchange.take(Channel.RES, context.num_sent, self._returned)
+        returned = self._returned["partial"], self._returned["lse"]
+        merge_routed(out_BHV, lse_BH, *returned, context.num_sent, slot_NB)
+        if self._is_latent:
+            return out_BHV
+        return ops.finish_attention(out_BHV, layer, self._model)
 
     def _answer(
         self, context: GpuContext, index: int, layer: LayerWeights, local: _Local | None
@@ -295,12 +329,12 @@ class GpuStep:
             # it. A wait that fails later leaves the slots, which are of the position in flight.
             slots, lengths = self._locate(context.received, position_A, live_A)
             local = _Local(slots, self._plan(context.received, lengths, context))
-        self._frames.append(index, local.slots, kv_AW)
+        self._frames.append(self._places[index], local.slots, kv_AW)
         if self._is_latent:
             q_AHD = ops.attention_queries(q_AC, position_A, layer, rope, model)
         else:
             q_AHD = q_AC.view(count, model.attention.num_heads, -1)
-        partial, lse = self._attend(q_AHD, index, local.plan)
+        partial, lse = self._attend(q_AHD, self._places[index], local.plan)
         if self._is_latent:
             partial = ops.finish_attention(partial, layer, model)
         self._exchange.put(

@@ -86,7 +86,8 @@ class ModelStage(StageEdge):
     def carry_page(self, request_id: int, number: int) -> np.ndarray:
         """A copy of a page of the state of all tokens of a prompt so far."""
         assert self._carry is not None
-        return self._carry.page(self._carried[request_id], number).copy()
+        page: np.ndarray = self._carry.page(self._carried[request_id], number)
+        return page.copy()
 
     def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
         super()._begin_term(links, mover)

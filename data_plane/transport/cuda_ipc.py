@@ -43,6 +43,8 @@ _FOLLOWS = {
 """For a put on each channel: the channel whose last wait it follows, and its lead in epochs."""
 _TERM_OVER = 16
 """What the error word's first number has more if the term was over; triton_exchange.TERM_OVER."""
+_WRONG_STATE = 32
+"""The error word's first number if a state was not of its row's position: triton_carry."""
 
 
 class _WaitError(NamedTuple):
@@ -204,12 +206,19 @@ class GpuExchange:
     def check(self) -> None:
         """Raise TermOver, ExchangeTimeout or EpochError if a wait failed. Waits for the device.
 
+        Raises RuntimeError if a step met a state that was not of its row's position.
+
         A peer's process is not looked at: whether it is gone is for the controller, whose word for
         it ends the term.
         """
         error = _WaitError._make(self.error.tolist())
         if error.code == 0:
             return
+        if error.code == _WRONG_STATE:
+            raise RuntimeError(
+                f"row {error.source} of instance {self.memory.instance} is at position "
+                f"{error.awaited_epoch}, and its state has {error.found_epoch} tokens"
+            )
         channel = Channel((error.code - 1) % _TERM_OVER)
         what = (
             f"instance {self.memory.instance} awaits {channel.name} of "

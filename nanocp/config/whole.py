@@ -155,8 +155,7 @@ def _refusals(config: Config) -> Iterator[str]:
         ("kv_offload is on", config.has_slots, _of_slots),
         ("the model has linear attention layers", cluster.carry_pages > 0, _of_carries),
     ):
-        device = (not on_cpu, f"data_plane.device is {data_plane.device}: it must be cpu")
-        for is_asked, sentence in (device, *refusals(config)):
+        for is_asked, sentence in refusals(config):
             if is_on and is_asked:
                 yield f"{what}, and {sentence}"
 
@@ -169,6 +168,7 @@ def _of_pipeline(config: Config) -> _Refusals:
     scheduler, prefill, data_plane = config.scheduler, config.prefill, config.data_plane
     has_prefill = prefill.engines or prefill.synthetic_kv or prefill.stages != 1
     return (
+        _of_cpus(config),
         (
             data_plane.page_backend != "auto",
             f"data_plane.page_backend {data_plane.page_backend}: KV of layers goes as auto says",
@@ -208,6 +208,11 @@ def _of_pipeline(config: Config) -> _Refusals:
     )
 
 
+def _of_cpus(config: Config) -> tuple[bool, str]:
+    device = config.data_plane.device
+    return device != "cpu", f"data_plane.device is {device}: it must be cpu"
+
+
 def _of_instances(config: Config) -> tuple[bool, str]:
     layout = config.cluster.layout
     return layout == "pipeline", "cluster.layout is pipeline: it must be instances"
@@ -215,6 +220,7 @@ def _of_instances(config: Config) -> tuple[bool, str]:
 
 def _of_losses(config: Config) -> _Refusals:
     return (
+        _of_cpus(config),
         _of_instances(config),
         (
             not config.recovers,
@@ -249,6 +255,7 @@ def _of_carries(config: Config) -> _Refusals:
 
 def _of_slots(config: Config) -> _Refusals:
     return (
+        _of_cpus(config),
         _of_instances(config),
         (config.prefill.synthetic_kv, "prefill.synthetic_kv is set: no page has content to keep"),
         (

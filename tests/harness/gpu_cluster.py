@@ -20,6 +20,8 @@ from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_mla import TritonMla
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.graph.cuda_graphs import CudaGraphs
+from data_plane.kv.carry_pool import CarryPool
+from data_plane.kv.page_ring import copy_bytes
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
@@ -42,6 +44,8 @@ from nanocp.values.experts import num_slots, place_experts
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.table_changes import PageRun
 
+STATE_PAGE = 4096
+"""Bytes of a page of a state."""
 BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=8, max_partials=8)
 
 
@@ -54,6 +58,8 @@ class Request:
     kv_binding: list
     pages: list = field(default_factory=list)
     """(holder, frame) of each page."""
+    carry_frame: int = 0
+    """Where its state of linear attention layers lies, at its MoE binding."""
     num_prompt: int = 0
     logits: list = field(default_factory=list)
 
@@ -159,6 +165,8 @@ class GpuCluster:
                     self.cluster, self.data_plane, model, placed, attention, timeout_ms, is_fused,
                     frames,
                 )  # fmt: skip
+                if frames is None:
+                    lane[instance].frames.carry = self._states(bounds.max_rows)
                 frames = lane[instance].frames
         self.lanes = []
         """[lane][instance]: each lane has an exchange of its own."""
@@ -179,6 +187,15 @@ class GpuCluster:
         if one_of is not None:
             self.begin_term(one_of.segments.term.number, self.seats)
 
+    def _states(self, num_frames, device=None):
+        """Room for states; None for a model without linear attention layers."""
+        if self.model.delta is None:
+            return None
+        num_layers, device = len(self.model.linear_layers), device or self.device
+        return CarryPool(
+            self.model.delta, num_layers, num_frames, self.dtype, STATE_PAGE, device=device
+        )
+
     def forget_requests(self, seed):
         """Begin with no request, and this seed."""
         num_frames = self.cluster.num_frames
@@ -186,6 +203,7 @@ class GpuCluster:
             [*range(0, num_frames, 2), *range(1, num_frames, 2)]
             for _ in range(self.cluster.num_instances)
         ]
+        self.free_states = [set(range(self.cluster.bounds.max_rows)) for _ in self.free]
         self.requests, self.random, self.num_moved = [], random.Random(seed), 0
 
     def add(self, ids, degree):
@@ -193,7 +211,9 @@ class GpuCluster:
         kv_binding = self.random.sample(self.seats, degree)
         request = Request(list(ids), kv_binding[0], kv_binding, num_prompt=len(ids))
         num_tokens = len(ids) - 1
-        for page, kv_LSD in prefill_pages(self.all_weights, self.model, ids, num_tokens, 128):
+        state = self._states(1, "cpu")
+        pages = prefill_pages(self.all_weights, self.model, ids, num_tokens, 128, carry=state)
+        for page, kv_LSD in pages:
             holder, frame = self._allocate(request)
             if holder not in self.instances:
                 continue
@@ -202,7 +222,15 @@ class GpuCluster:
             payload = kv_LSD.contiguous().view(torch.uint8).flatten()
             count = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
             self.instances[holder].frames.write_payload(frame, count, payload)
+        if state is not None:
+            self._give_state(request, state, 0)
         self.requests.append(request)
+
+    def _give_state(self, request, source, frame):
+        """Copy a state to the request's MoE binding."""
+        request.carry_frame = self.free_states[request.moe_binding].pop()
+        states = self.instances[request.moe_binding].frames.carry
+        copy_state(states, request.carry_frame, source, frame)
 
     def submit_again(self, request):
         """Prefill a request that has lost pages, over the instances of the term, and go on."""
@@ -250,7 +278,10 @@ class GpuCluster:
             if self.random.random() < 0.3:
                 moe_binding = self.random.choice(request.kv_binding)
                 self.num_moved += moe_binding != request.moe_binding
-                request.moe_binding = moe_binding
+                source, request.moe_binding = request.moe_binding, moe_binding
+                if source != moe_binding and self.model.delta is not None:
+                    self.free_states[source].add(frame := request.carry_frame)
+                    self._give_state(request, self.instances[source].frames.carry, frame)
         return [self._stage(number) for number in range(len(self.lanes))]
 
     def _commit(self, rows_of_lanes):
@@ -299,6 +330,7 @@ class GpuCluster:
             tables.num_rows[0] = len(rows[index])
             for row, request in enumerate(rows[index]):
                 tables.own.fill(row, self._runs(request, index))
+                tables.carry_frame[row] = request.carry_frame
                 state.token[row], state.position[row], state.live[row] = (
                     request.ids[-1],
                     len(request.ids) - 1,
@@ -391,6 +423,12 @@ class GpuCluster:
     def _bucket(self, instance):
         tables = instance.pool.staging[instance.window & 1]
         return self.buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
+
+
+def copy_state(to, frame, source, source_frame):
+    """Copy a state from one pool to another."""
+    for number in range(source.frame_bytes // STATE_PAGE):
+        copy_bytes(source.page(source_frame, number), to.page(frame, number))
 
 
 def run_in_turn(contexts):

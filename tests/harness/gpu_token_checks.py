@@ -33,6 +33,10 @@ def reference_checks(folder):
     oracle = Oracle(folder)
     yield from token_checks(folder, oracle, "cuda")
     yield from captured_checks(folder, oracle)
+    for preset in ("tiny-qwen3-next", "tiny-kimi-linear"):
+        make_checkpoint(folder / preset, preset)
+        name, check = next(captured_checks(folder / preset, Oracle(folder / preset)))
+        yield f"{preset}: {name}", check
 
 
 def token_checks(checkpoint, oracle, device, **how):

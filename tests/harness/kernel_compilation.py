@@ -23,6 +23,7 @@ def kernels():
         **table_kernels(),
         **row_kernels(),
         **merge_kernels(),
+        **linear_kernels(),
     }
 
 
@@ -283,6 +284,34 @@ def merge_kernels():
         "merge splits": lambda: merge(True, "bf16"),
         "merge partials": lambda: merge(False, "bf16"),
         "merge routed": merge_routed,
+    }
+
+
+def linear_kernels():
+    """Steps of linear attention layers: of Qwen3-Next, and of Kimi-Linear, with states in fp32."""
+    from data_plane.kv import triton_carry as delta
+
+    def step(dtype, key_heads, by_channel):
+        given = ("channels_ptr", "gate_ptr", "decay_ptr", "beta_ptr", "conv_ptr")
+        kept = ("state_ptr", "decays_ptr", "keys_ptr", "u_ptr")
+        arguments = dict.fromkeys(given, f"*{dtype}")
+        arguments |= {"rate_ptr": "*fp32", "bias_ptr": "*fp32", "norm_ptr": f"*{dtype}"}
+        arguments |= {"frame_ptr": "*i32", "position_ptr": "*i64", "live_ptr": "*u8"}
+        arguments |= {"error_ptr": "*i64", **dict.fromkeys(kept, "*fp32")}
+        arguments |= {"ring_ptr": f"*{dtype}", "folded_ptr": "*i32", "raw_ptr": "*fp32"}
+        arguments |= {"out_ptr": f"*{dtype}"}
+        strides = [f"{name}_stride" for name in ("channels", "gate", "decay", "beta")]
+        arguments |= numbers(*strides, "frame_words", "frame_channels")
+        arguments |= dict.fromkeys(("key_eps", "norm_eps", "decay_bound"), "fp32")
+        constants = {"HEADS": 32, "KEY_HEADS": key_heads, "KEY": 128, "VALUE": 128, "CONV": 4}
+        constants |= {"PLACES": 2, "BY_CHANNEL": by_channel, "IS_BOUND": False}
+        constants |= {"BLOCK_K": 128, "BLOCK_V": delta.BLOCK_V}
+        return compile_kernel(delta.delta_step_kernel, arguments, constants)
+
+    return {
+        "delta rule bf16": lambda: step("bf16", 16, False),
+        "delta rule fp32": lambda: step("fp32", 16, False),
+        "delta rule by channel bf16": lambda: step("bf16", 32, True),
     }
 
 

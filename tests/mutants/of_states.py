@@ -2,6 +2,7 @@
 
 from mutant import Mutant
 
+_KERNEL = "tests/data_plane/kernels/test_carry_interpreted.py"
 _POOL = "tests/data_plane/kv/test_carry_pool.py"
 _MOVES = "tests/control_plane/scheduler/windows/test_carry_moves.py"
 _FAMILIES = "tests/data_plane/instance/test_families_exact.py"
@@ -21,7 +22,7 @@ OF_STATES = [
         path="data_plane/kv/carry_pool.py",
         text="u_BHV = correction(state, decay, key_BHK, value_BHV, given.beta_BH)",
         fault="u_BHV = correction(state, decay, key_BHK, value_BHV, given.beta_BH)\n"
-        "self._folded[layer, frame_B[live_B], 0] += 1",
+        "fields.folded[frame_B[live_B]] += 1",
         tests=(_POOL, "-k", "torn"),
     ),
     Mutant(
@@ -55,6 +56,30 @@ OF_STATES = [
         text="frame = np.where(rows.live, context.tables.carry_frame, carry.scratch)",
         fault="frame = np.array(context.tables.carry_frame)",
         tests=(_FAMILIES, "-k", "story_of_each and kimi"),
+    ),
+    Mutant(
+        name="gpu-fold-behind-a-wait",
+        why="behind a wait that failed states change on a GPU (late fold)",
+        path="data_plane/kv/triton_carry.py",
+        text="if (tl.load(live_ptr + row) == 0) | (tl.load(error_ptr) != 0):",
+        fault="if tl.load(live_ptr + row) == 0:",
+        tests=(_KERNEL, "-k", "failed_wait"),
+    ),
+    Mutant(
+        name="gpu-fold-count",
+        why="one head's count speaks for all on a GPU (late fold)",
+        path="data_plane/kv/triton_carry.py",
+        text="folded = tl.load(folded_ptr + words + head)",
+        fault="folded = tl.load(folded_ptr + words)",
+        tests=(_KERNEL, "-k", "each_head"),
+    ),
+    Mutant(
+        name="gpu-state-ahead",
+        why="a state that is not of its row's position is taken on a GPU (state of the position)",
+        path="data_plane/kv/triton_carry.py",
+        text="if (behind < 0) | (behind > PLACES - 1):",
+        fault="if behind > 1000:",
+        tests=(_KERNEL, "-k", "another_position"),
     ),
     Mutant(
         name="state-not-cleared",

@@ -38,6 +38,7 @@ from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.values.experts import place_experts
+from nanocp.values.plan import CARRY_PAGE
 from nanocp.values.sampling import SamplingParams
 
 without_gpu = pytest.mark.skipif(
@@ -266,6 +267,29 @@ def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
     assert names.count("cudaFree") >= 4, "what nobody has mapped is free"
     for prompt in prompts:
         assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+
+
+@without_gpu
+def test_states_of_rows_travel_between_instances(two_instances, tmp_path):
+    """They come from the prefill as pages, and move with their rows."""
+    (config, _), path = two_instances, tmp_path / "linear"
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "layer_types": layers}
+    make_checkpoint(path, "tiny-kimi-linear", overrides=shape)
+    oracle, prompts = Oracle(path), [greedy_prompt(2, 5), greedy_prompt(90, 5)]
+    del prompts[1].ids[5:]
+    scheduler = replace(config.scheduler, policy="chaos", chaos_seed=25, steps_per_window=1)
+    with DecodeCluster(replace(config, scheduler=scheduler), path) as cluster:
+        cluster.run(prompts)
+    sources = [
+        transfer.source
+        for plan in cluster.plans
+        for transfer in plan.transfers
+        if transfer.targets[-1].first_page == CARRY_PAGE
+    ]
+    assert None in sources and {*sources} & {0, 1}, "of the prefill, and between instances"
+    for prompt in prompts:
+        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 5
 
 
 @without_gpu

@@ -129,6 +129,44 @@ def test_tokens_over_kv_heads_are_the_reference_models(preset, dispatch, small):
     assert (cluster.instances[0].step.mixture is None) == (preset == "tiny-llama")
 
 
+LINEAR = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "vocab_size": 320,
+    "head_dim": 16,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "linear_head_dim": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-kimi-linear"])
+def test_states_of_linear_attention_layers_go_with_their_rows(preset, tmp_path):
+    """One prompt of a token has no state yet; rows change their binding, and take theirs along."""
+    shape = {name: value for name, value in LINEAR.items() if name in PRESETS[preset]}
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    make_checkpoint(
+        tmp_path, preset, overrides=shape | {"num_hidden_layers": 3, "layer_types": layers}
+    )
+    oracle, cluster = Oracle(tmp_path), GpuCluster(tmp_path, num_parts=2)
+    for ids, degree in zip(prompts(1, 70, 63), (1, 2, 2), strict=True):
+        cluster.add(ids, degree)
+    with poisoned():
+        for _ in range(3):
+            cluster.step()
+    assert cluster.num_moved >= 1
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+
+
 @pytest.fixture(scope="module")
 def mini_fp8(mini_shape, tmp_path_factory):
     """A mini checkpoint in FP8, and the oracle of its de-quantised twin."""

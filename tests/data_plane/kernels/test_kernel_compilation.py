@@ -45,6 +45,8 @@ LIMITS = {
         ("adopt", "locate", "route", "next turn", "group", "ungroup", "sum"), Limit(64)
     ),
     **dict.fromkeys(("target", "slot", "plan"), Limit(128)),
+    **dict.fromkeys(("delta rule bf16", "delta rule fp32"), Limit(168)),
+    "delta rule by channel bf16": Limit(224),
     **dict.fromkeys(("merge splits", "merge partials", "merge routed"), Limit(64)),
 }
 """Kernel -> the most that it may take.
