@@ -85,8 +85,9 @@ def assert_pages(built, ticket, ids, weights, model, config):
     seen = new_carry(config, model, 1)
     for number in range(config.cluster.carry_pages):
         seen.page(0, number)[:] = built.payload(ticket, CARRY_PAGE + number)
-    torch.testing.assert_close(seen._state[:, 0], carry._state[:, 0], atol=5e-5, rtol=1e-3)
-    assert seen._folded[:, 0].unique().tolist() == [len(ids)]
-    places = [position % seen._channels.shape[2] for position in range(len(ids))[-3:]]
-    channels = [pool._channels[:, 0, places] for pool in (seen, carry)]
-    torch.testing.assert_close(*channels, atol=2e-5, rtol=1e-4)
+    for ours, theirs in zip(seen.layers, carry.layers, strict=True):
+        torch.testing.assert_close(ours.state[0], theirs.state[0], atol=5e-5, rtol=1e-3)
+        assert ours.folded[0].unique().tolist() == [len(ids)]
+        places = [position % ours.channels.shape[1] for position in range(len(ids))[-3:]]
+        channels = [fields.channels[0, places] for fields in (ours, theirs)]
+        torch.testing.assert_close(*channels, atol=2e-5, rtol=1e-4)
