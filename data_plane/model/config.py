@@ -13,7 +13,7 @@ from typing import Any
 from data_plane.model.attention_kinds.delta import DeltaConfig
 from data_plane.model.attention_kinds.kind import AttentionKind
 from data_plane.model.config_fields import Fields, is_int, read_json
-from data_plane.model.families import PLAIN_NAMES, TensorNames, family_of
+from data_plane.model.families import PLAIN_NAMES, TensorNames, family_of, text_fields
 from data_plane.model.rope_config import RopeConfig, read_rope
 
 _MOST_EXPERTS = 1_000_000
@@ -105,7 +105,7 @@ class ModelConfig:
         or unsupported, and what would be right.
         """
         folder = Path(path)
-        raw = Fields(read_json(folder / "config.json"))
+        raw = text_fields(read_json(folder / "config.json"))
         family = family_of(raw)
         rope = replace(read_rope(raw, family.has_pairs), is_off=not family.has_rope)
         mixture = family.mixture(raw)

@@ -279,7 +279,19 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(_kv_heads(has_norms=True), _no_mixture, {**_NO_BIAS, **_NO_WINDOW}),
 }
 """Architecture, as config.json names it -> its rules."""
+_WITH_TEXT = {"Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
+"""Architecture of a model that reads pictures too -> that of its text model, which is served."""
 _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+
+
+def text_fields(raw: Mapping[str, Any]) -> Fields:
+    """Read the fields of config.json; where a text model is a part of another, the part's first."""
+    names, text = raw.get("architectures"), raw.get("text_config")
+    architecture = next((n for n in _WITH_TEXT if isinstance(names, list) and n in names), None)
+    if architecture is None or not isinstance(text, Mapping):
+        return Fields(raw)
+    own = {name: value for name, value in text.items() if value is not None}
+    return Fields({**raw, **own, "architectures": [_WITH_TEXT[architecture]]})
 
 
 def family_of(raw: Fields) -> Family:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from mmap import mmap
 from pathlib import Path
@@ -26,6 +27,8 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
 """Suffix of the name of an FP8 weight's scales; what quantisation divided by, so its inverse."""
+_EXPERT = re.compile(r"(.*experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+"""Name of a weight of one expert, which may be a part of one tensor of all experts."""
 _NAMED = 4
 """How many missing tensors are named; the others are counted."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -72,9 +75,12 @@ class SafetensorsReader:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of the folder."""
+        """Tensors of the folder; one of all experts counts as one for each."""
         assert self._file_of is not None
-        return len(self._file_of)
+        return sum(
+            self._header(file)[name].shape[0] if name.endswith("experts.down_proj") else 1
+            for name, file in self._file_of.items()
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor that is there, as it is stored."""
@@ -83,12 +89,13 @@ class SafetensorsReader:
     def _missing(self, name: str) -> str | None:
         """Return the name if the tensor is missing, its scales' name if those are, or None."""
         assert self._file_of is not None
-        file = self._file_of.get(self._stored(name))
+        stored = self._stored(name)
+        file = self._file_of.get(stored)
         if file is None:
             return name
-        entry = self._header(file).get(self._stored(name))
+        entry = self._header(file).get(stored)
         if entry is None:
-            return f"{name} (not in {file}, where {_INDEX} has it)"
+            return f"{stored} (not in {file}, where {_INDEX} has it)"
         has_scales = entry.dtype == _FP8 and len(entry.shape) == 2 and self._fp8_block is not None
         return self._missing(name + _SCALE) if has_scales else None
 
@@ -162,22 +169,48 @@ class SafetensorsReader:
     def _entry(self, name: str) -> _Entry:
         assert self._file_of is not None
         self.check([name])
-        return self._header(self._file_of[self._stored(name)])[self._stored(name)]
+        stored = self._stored(name)
+        entry, of_expert = self._header(self._file_of[stored])[stored], _EXPERT.fullmatch(name)
+        if of_expert is None or stored.endswith(".weight"):
+            return entry
+        if len(entry.shape) != 3 or int(of_expert[2]) >= entry.shape[0]:
+            raise ValueError(
+                f"{self._path_of(name)}: the tensor {stored} has shape {list(entry.shape)}; it "
+                f"must be of all experts, and have expert {of_expert[2]}"
+            )
+        return _part(entry, int(of_expert[2]), of_expert[3])
 
     def _path_of(self, name: str) -> Path:
         assert self._file_of is not None
         return self._folder / self._file_of[self._stored(name)]
 
     def _stored(self, name: str) -> str:
-        """A tensor's name in the folder: Kimi-Linear's dense MLPs have two in use."""
+        """A tensor's name in the folder: Kimi-Linear's dense MLPs have two in use.
+
+        Qwen3.5's text model lies in one that sees, and its experts of a layer may be two tensors.
+        """
         assert self._file_of is not None
-        other = name.replace(".mlp.", ".block_sparse_moe.")
-        return other if name not in self._file_of and other in self._file_of else name
+        inner = re.sub(r"^model\.", "model.language_model.", name)
+        others = [name, name.replace(".mlp.", ".block_sparse_moe."), inner]
+        if part := _EXPERT.fullmatch(name):
+            fused = f"{part[1]}{'down' if part[3] == 'down' else 'gate_up'}_proj"
+            others += [fused, re.sub(r"^model\.", "model.language_model.", fused)]
+        return next((other for other in others if other in self._file_of), name)
 
     def _header(self, file_name: str) -> dict[str, _Entry]:
         if file_name not in self._headers:
             self._headers[file_name] = _read_header(self._folder / file_name)
         return self._headers[file_name]
+
+
+def _part(entry: _Entry, expert: int, which: str) -> _Entry:
+    """Where one weight of one expert lies in a tensor of all: [E, 2I, X] gate, then up; down."""
+    _, rows, width = entry.shape
+    begin = entry.begin + expert * (num_bytes := (entry.end - entry.begin) // entry.shape[0])
+    if which != "down":
+        rows, num_bytes = rows // 2, num_bytes // 2
+        begin += num_bytes * (which == "up")
+    return _Entry(entry.dtype, (rows, width), begin, begin + num_bytes)
 
 
 def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
