@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "packed_elements": (LONG, LONG),
     "pack": (POINTER, LONG, LONG, POINTER),
     "linear": (POINTER, LONG, POINTER, LONG, LONG, LONG, POINTER),
-    "logits": (POINTER, POINTER, FLOAT, POINTER, LONG, LONG, LONG, POINTER),
+    "logits": (POINTER, POINTER, _INT, FLOAT, POINTER, LONG, LONG, LONG, POINTER),
     "attention_rows": (*(POINTER,) * 5, LONG, *(POINTER,) * 3),
     "absorbed_q": (*(POINTER,) * 5, LONG, POINTER),
     "heads_rows": (*(POINTER,) * 5, LONG, *(POINTER,) * 3),
@@ -69,7 +69,8 @@ class LayerFields(ctypes.Structure):
             (name, LONG)
             for name in ("hidden", "q_latent", "rank", "rope", "heads", "nope", "value")
         ),
-        *(("norm_eps", FLOAT), ("latent_eps", FLOAT), ("is_interleaved", _INT)),
+        *(("norm_eps", FLOAT), ("latent_eps", FLOAT)),
+        *(("is_interleaved", _INT), ("norms_are_fp32", _INT)),
     ]
 
 
@@ -79,10 +80,26 @@ class HeadsFields(ctypes.Structure):
     _fields_ = [
         *(
             (name, POINTER)
-            for name in ("input_norm", "q_bias", "kv_bias", "q_norm", "k_norm", "q", "kv")
+            for name in ("input_norm", "q_norm", "k_norm", "q_bias", "kv_bias", "q", "kv")
         ),
         *((name, LONG) for name in ("hidden", "heads", "kv_heads", "head_dim", "rope")),
-        *(("norm_eps", FLOAT), ("head_eps", FLOAT), ("is_interleaved", _INT)),
+        *(("norm_eps", FLOAT), ("head_eps", FLOAT)),
+        *(("is_interleaved", _INT), ("norms_are_fp32", _INT)),
+    ]
+
+
+class DeltaFields(ctypes.Structure):
+    """What the kernels read of a linear attention layer: struct Delta of delta.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("conv", "norm", "rate", "bias")),
+        *(
+            (name, LONG)
+            for name in ("key_heads", "heads", "key_dim", "value_dim", "decays", "conv_size")
+        ),
+        *((name, LONG) for name in ("state", "decay", "key", "u", "channels", "folded")),
+        *((name, FLOAT) for name in ("key_eps", "norm_eps", "decay_bound")),
+        ("has_sigmoid_gate", _INT),
     ]
 
 

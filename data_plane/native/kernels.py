@@ -183,6 +183,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
             weights.final_norm.data_ptr(),
             config.norm_eps,
             packed_address(weights.lm_head),
+            weights.final_norm.dtype == torch.float32,
             rows,
             config.vocab_size,
             size,
@@ -227,6 +228,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
             )
             if isinstance(kind, MlaConfig):
                 fields.down, fields.q = packed_address(own.down_proj), packed_address(own.q_proj)
+                norms_are_fp32=layer.input_norm.dtype == torch.float32,
                 fields.q_norm = own.q_norm.data_ptr() if own.q_norm is not None else None
                 fields.kv_norm, fields.k_up = own.kv_norm.data_ptr(), own.k_up.data_ptr()
                 fields.q_latent, fields.rank = kind.q_lora_rank or 0, kind.kv_lora_rank
