@@ -31,6 +31,9 @@ from data_plane.kv.huge_pages import huge_pages
 from data_plane.model.attention_kinds.delta import DeltaConfig, DeltaWeights
 from data_plane.model.sizes import CARRY_DEPTH, carry_layout
 
+AHEAD = "a state has tokens after its row's position"
+LACKS = "a state lacks tokens before its row's position"
+
 
 class CarryRows(NamedTuple):
     """The rows of a step."""
@@ -60,8 +63,9 @@ class CarryPool:
         page_bytes: of the pages that states travel in. Raises ValueError if the machine has too
         little memory.
         """
-        self._config, self._depth, self.scratch = config, depth, num_frames
-        fields, layer_bytes = carry_layout(config, dtype.itemsize, depth)
+        self.config, self.depth, self.scratch = config, depth, num_frames
+        fields, self._layer_bytes = carry_layout(config, dtype.itemsize, depth)
+        layer_bytes = self._layer_bytes
         used = num_layers * layer_bytes
         self.frame_bytes = -(-used // page_bytes) * page_bytes
         self._page_bytes = page_bytes
@@ -84,6 +88,10 @@ class CarryPool:
         self._channels = views["channels"]
         self._decay, self._key, self._u = views["decay"], views["key"], views["u"]
 
+    def address(self, layer: int) -> int:
+        """Where this layer's part of the first frame lies; the next is frame_bytes further."""
+        return self._bytes.data_ptr() + layer * self._layer_bytes
+
     def clear(self, frame: int, num_tokens: int = 0) -> None:
         """The frame gets the state of no token, or of tokens without content."""
         self._bytes[frame] = 0
@@ -95,7 +103,7 @@ class CarryPool:
         x_BX: normed hidden rows. Run again after a step that was abandoned, it does the same.
         Raises RuntimeError if a state has tokens after the row's position, or too few before it.
         """
-        config, (frame_B, position_B, live_B) = self._config, rows
+        config, (frame_B, position_B, live_B) = self.config, rows
         given = config.inputs(x_BX, weights)
         ring = self._channels[layer]
         ring[frame_B, position_B % ring.shape[1]] = given.channels_BC
@@ -121,15 +129,15 @@ class CarryPool:
         frame_B, position_B, live_B = rows
         num_behind_B = position_B - folded[frame_B]
         if bool((live_B & (num_behind_B < 0)).any()):
-            raise RuntimeError("a state has tokens after its row's position")
-        if bool((live_B & (num_behind_B > self._depth)).any()):
-            raise RuntimeError("a state lacks tokens before its row's position")
-        if bool((due := live_B & (num_behind_B == self._depth)).any()):
+            raise RuntimeError(AHEAD)
+        if bool((live_B & (num_behind_B > self.depth)).any()):
+            raise RuntimeError(LACKS)
+        if bool((due := live_B & (num_behind_B == self.depth)).any()):
             frame = frame_B[due]
             state[frame] = self._with_record(layer, frame, folded[frame], state[frame])
             folded[frame] += 1
         state_BHKV: Tensor = state[frame_B]
-        for back in range(self._depth - 1, 0, -1):
+        for back in range(self.depth - 1, 0, -1):
             at_B = position_B - back
             is_record = (live_B & (at_B >= folded[frame_B]))[:, None, None, None]
             added = self._with_record(layer, frame_B, at_B.clamp(min=0), state_BHKV)
@@ -138,7 +146,7 @@ class CarryPool:
 
     def _with_record(self, layer: int, frame_B: Tensor, at_B: Tensor, state: Tensor) -> Tensor:
         place_B = at_B.long() % self._decay.shape[2]
-        key = of_heads(self._key[layer, frame_B, place_B], self._config.num_heads)
+        key = of_heads(self._key[layer, frame_B, place_B], self.config.num_heads)
         decay, u = self._decay[layer, frame_B, place_B], self._u[layer, frame_B, place_B]
         return add_token(state, decay, key, u)
 
@@ -149,7 +157,7 @@ class CarryPool:
 
         x_TX: normed hidden rows. They are folded at once: a prompt that is given up is begun anew.
         """
-        config, given = self._config, self._config.inputs(x_TX, weights)
+        config, given = self.config, self.config.inputs(x_TX, weights)
         ring, before = self._channels[layer, frame], config.conv_size - 1
         earlier = torch.arange(first - before, first)
         earlier_SC = ring[earlier % len(ring)] * (earlier >= 0)[:, None]

@@ -48,12 +48,20 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "resume_mixture": (*(POINTER,) * 3,),
     "finish_mixture": (POINTER,),
     "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 7, FLOAT, POINTER, POINTER),
+    "delta": (
+        *(POINTER, POINTER, LONG),
+        *(*(POINTER,) * 3, LONG),
+        *(POINTER, POINTER, LONG),
+        *(POINTER, LONG) * 2,
+        POINTER,
+    ),
 }
 _RESULTS = {
     "packed_elements": LONG,
     "new_mixture": POINTER,
     "run_mixture": LONG,
     "resume_mixture": LONG,
+    "delta": LONG,
 }
 
 
@@ -148,6 +156,7 @@ _ON_PROCESSORS = (
     "heads_linear",
     "mlp",
     "attention",
+    "delta",
 )
 """Functions whose first argument, before their signature, is what they run on."""
 

@@ -4,6 +4,7 @@
 // Plain C calls without allocation; those that begin with Processors run on all of these.
 // data_plane/native/*.py call them, and name the torch function that is the slow reference of each.
 #include "attention.h"
+#include "delta.h"
 #include "heads.h"
 #include "mixture.h"
 #include "shared_out.h"
@@ -218,6 +219,13 @@ int nanocp_allow_amx() {
                                  float* lse) {                                                     \
         attention_on(*on, q, pool, frames, pages, lengths, A, H, D, R, G, width, value_at, scale,  \
                      out, lse);                                                                    \
+    }                                                                                              \
+    long nanocp_delta_##name(Processors* on, const Delta<T>* of, char* states, long frame_bytes,   \
+                             const int64_t* frame, const int64_t* position, const bool* live,      \
+                             long B, const T* channels, const T* beta, long stride, const T* gate, \
+                             long gate_stride, const T* decay, long decay_stride, T* out) {        \
+        return delta(*on, *of, states, frame_bytes, frame, position, live, B, channels, beta,      \
+                     stride, gate, gate_stride, decay, decay_stride, out);                         \
     }
 
 EXPORT(f32, float, float)

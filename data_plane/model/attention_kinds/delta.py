@@ -173,10 +173,11 @@ class DeltaConfig:
         rows = [part.flatten(0, 1) for part in (q, k, v, z, a, b)]
         return source.packing.linear(torch.cat(rows))
 
-    def inputs(self, x_BX: Tensor, weights: DeltaWeights) -> DeltaInputs:
-        """Project normed hidden rows to all that the delta rule takes."""
+    def projections(
+        self, x_BX: Tensor, weights: DeltaWeights
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Project normed hidden rows: channels, gates, decays and betas, as projected."""
         import torch
-        import torch.nn.functional as F
 
         heads, values = self.num_heads, self.num_heads * self.value_dim
         gate_width = values if weights.gate_up is None else self.value_dim
@@ -187,6 +188,14 @@ class DeltaConfig:
             gate = weights.gate_up(gate)
         if weights.decay_up is not None:
             decay = weights.decay_up(decay)
+        return channels, gate, decay, beta
+
+    def inputs(self, x_BX: Tensor, weights: DeltaWeights) -> DeltaInputs:
+        """Project normed hidden rows to all that the delta rule takes."""
+        import torch.nn.functional as F
+
+        heads = self.num_heads
+        channels, gate, decay, beta = self.projections(x_BX, weights)
         decay = decay.float().view(len(x_BX), heads, self.decay_width) + weights.decay_bias
         if self.decay_bound is None:
             decay = -weights.decay_rate * F.softplus(decay)
