@@ -31,6 +31,9 @@ from data_plane.kv.huge_pages import huge_pages
 from data_plane.model.attention_kinds.delta import DeltaConfig, DeltaWeights
 from data_plane.model.sizes import CARRY_DEPTH, carry_layout
 
+AHEAD = "a state has tokens after its row's position"
+LACKS = "a state lacks tokens before its row's position"
+
 
 class CarryRows(NamedTuple):
     """The rows of a step."""
@@ -78,7 +81,7 @@ class CarryPool:
         page_bytes: of the pages that states travel in. Raises ValueError if the device has too
         little memory.
         """
-        self._config, self._depth, self.scratch = config, depth, num_frames
+        self.config, self.depth, self.scratch = config, depth, num_frames
         fields, layer_bytes = carry_layout(config, dtype.itemsize, depth)
         used = num_layers * layer_bytes
         self.frame_bytes = -(-used // page_bytes) * page_bytes
@@ -120,7 +123,7 @@ class CarryPool:
         x_BX: normed hidden rows. Run again after a step that was abandoned, it does the same.
         Raises RuntimeError if a state has tokens after the row's position, or too few before it.
         """
-        config, (frame_B, position_B, live_B) = self._config, rows
+        config, (frame_B, position_B, live_B) = self.config, rows
         given, fields = config.inputs(x_BX, weights), self.layers[layer]
         ring = fields.channels
         ring[frame_B, position_B % ring.shape[1]] = given.channels_BC
@@ -149,15 +152,15 @@ class CarryPool:
         folded_B = fields.folded[frame_B, 0]
         num_behind_B = position_B - folded_B
         if bool((live_B & (num_behind_B < 0)).any()):
-            raise RuntimeError("a state has tokens after its row's position")
-        if bool((live_B & (num_behind_B > self._depth)).any()):
-            raise RuntimeError("a state lacks tokens before its row's position")
-        if bool((due := live_B & (num_behind_B == self._depth)).any()):
+            raise RuntimeError(AHEAD)
+        if bool((live_B & (num_behind_B > self.depth)).any()):
+            raise RuntimeError(LACKS)
+        if bool((due := live_B & (num_behind_B == self.depth)).any()):
             frame, at = frame_B[due], folded_B[due]
             fields.state[frame] = self._with_record(fields, frame, at, fields.state[frame])
             fields.folded[frame] += 1
         state_BHKV: Tensor = fields.state[frame_B]
-        for back in range(self._depth - 1, 0, -1):
+        for back in range(self.depth - 1, 0, -1):
             at_B = position_B - back
             is_record = (live_B & (at_B >= folded_B))[:, None, None, None]
             added = self._with_record(fields, frame_B, at_B.clamp(min=0), state_BHKV)
@@ -168,7 +171,7 @@ class CarryPool:
         self, fields: CarryFields, frame_B: Tensor, at_B: Tensor, state: Tensor
     ) -> Tensor:
         place_B = at_B.long() % fields.u.shape[1]
-        key = of_heads(fields.key[frame_B, place_B], self._config.num_heads)
+        key = of_heads(fields.key[frame_B, place_B], self.config.num_heads)
         return add_token(state, fields.decay[frame_B, place_B], key, fields.u[frame_B, place_B])
 
     def extend(
@@ -178,7 +181,7 @@ class CarryPool:
 
         x_TX: normed hidden rows. They are folded at once: a prompt that is given up is begun anew.
         """
-        config, given = self._config, self._config.inputs(x_TX, weights)
+        config, given = self.config, self.config.inputs(x_TX, weights)
         fields, before = self.layers[layer], config.conv_size - 1
         ring = fields.channels[frame]
         earlier = torch.arange(first - before, first)

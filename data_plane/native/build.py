@@ -37,6 +37,7 @@ _SOURCES = (
     "forecast.h",
     "mixture.h",
     "shared_out.h",
+    "delta.h",
     "kernels.cpp",
 )
 _PUTS = ("flag.h", "late.h", "puts.cpp")

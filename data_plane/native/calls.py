@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "packed_elements": (LONG, LONG),
     "pack": (POINTER, LONG, LONG, POINTER),
     "linear": (POINTER, LONG, POINTER, LONG, LONG, LONG, POINTER),
-    "logits": (POINTER, POINTER, FLOAT, POINTER, LONG, LONG, LONG, POINTER),
+    "logits": (POINTER, POINTER, _INT, FLOAT, POINTER, LONG, LONG, LONG, POINTER),
     "attention_rows": (*(POINTER,) * 5, LONG, *(POINTER,) * 3),
     "absorbed_q": (*(POINTER,) * 5, LONG, POINTER),
     "heads_rows": (*(POINTER,) * 5, LONG, *(POINTER,) * 3),
@@ -48,12 +48,20 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "resume_mixture": (*(POINTER,) * 3,),
     "finish_mixture": (POINTER,),
     "attention": (*(POINTER,) * 3, LONG, POINTER, *(LONG,) * 7, FLOAT, POINTER, POINTER),
+    "delta": (
+        *(POINTER, POINTER, LONG),
+        *(*(POINTER,) * 3, LONG),
+        *(POINTER, POINTER, LONG),
+        *(POINTER, LONG) * 2,
+        POINTER,
+    ),
 }
 _RESULTS = {
     "packed_elements": LONG,
     "new_mixture": POINTER,
     "run_mixture": LONG,
     "resume_mixture": LONG,
+    "delta": LONG,
 }
 
 
@@ -69,7 +77,8 @@ class LayerFields(ctypes.Structure):
             (name, LONG)
             for name in ("hidden", "q_latent", "rank", "rope", "heads", "nope", "value")
         ),
-        *(("norm_eps", FLOAT), ("latent_eps", FLOAT), ("is_interleaved", _INT)),
+        *(("norm_eps", FLOAT), ("latent_eps", FLOAT)),
+        *(("is_interleaved", _INT), ("norms_are_fp32", _INT)),
     ]
 
 
@@ -79,10 +88,26 @@ class HeadsFields(ctypes.Structure):
     _fields_ = [
         *(
             (name, POINTER)
-            for name in ("input_norm", "q_bias", "kv_bias", "q_norm", "k_norm", "q", "kv")
+            for name in ("input_norm", "q_norm", "k_norm", "q_bias", "kv_bias", "q", "kv")
         ),
         *((name, LONG) for name in ("hidden", "heads", "kv_heads", "head_dim", "rope")),
-        *(("norm_eps", FLOAT), ("head_eps", FLOAT), ("is_interleaved", _INT)),
+        *(("norm_eps", FLOAT), ("head_eps", FLOAT)),
+        *(("is_interleaved", _INT), ("norms_are_fp32", _INT)),
+    ]
+
+
+class DeltaFields(ctypes.Structure):
+    """What the kernels read of a linear attention layer: struct Delta of delta.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("conv", "norm", "rate", "bias")),
+        *(
+            (name, LONG)
+            for name in ("key_heads", "heads", "key_dim", "value_dim", "decays", "conv_size")
+        ),
+        *((name, LONG) for name in ("state", "decay", "key", "u", "channels", "folded")),
+        *((name, FLOAT) for name in ("key_eps", "norm_eps", "decay_bound")),
+        ("has_sigmoid_gate", _INT),
     ]
 
 
@@ -131,6 +156,7 @@ _ON_PROCESSORS = (
     "heads_linear",
     "mlp",
     "attention",
+    "delta",
 )
 """Functions whose first argument, before their signature, is what they run on."""
 

@@ -8,11 +8,12 @@
 // widths. HeadsFields of data_plane/native/calls.py has the same fields.
 template <class T, class W>
 struct Heads {
-    const T *input_norm, *q_bias, *kv_bias, *q_norm, *k_norm;
+    const void *input_norm, *q_norm, *k_norm;
+    const T *q_bias, *kv_bias;
     const W *q, *kv;
     long X, H, G, E, P;
     float norm_eps, head_eps;
-    int is_interleaved;
+    int is_interleaved, norms_are_fp32;
 };
 
 template <class T>
@@ -25,11 +26,11 @@ static void add_bias(T* row, const T* bias, long width) {
 
 // Norm each head of a row, and rotate the first P of its E elements, in place.
 template <class T, class W>
-static void turn_heads(const Heads<T, W>& of, T* row, long heads, const T* norm,
+static void turn_heads(const Heads<T, W>& of, T* row, long heads, const void* norm,
                        const float* cos, const float* sin) {
     for (long h = 0; h < heads; ++h) {
         T* head = row + h * of.E;
-        if (norm) rms_norm_row(head, norm, head, of.E, of.head_eps);
+        if (norm) rms_norm_row(head, norm, of.norms_are_fp32, head, of.E, of.head_eps);
         rotate(head, head, of.P, cos, sin, of.is_interleaved);
     }
 }
@@ -54,7 +55,7 @@ static void heads_rows(Processors& on, const Heads<T, W>& of, const T* x, const 
                        const float* cos, const float* sin, long B, T* normed, T* kv, T* q) {
     const long X = of.X, wide = 2 * of.G * of.E;
     for (long b = 0; b < B; ++b)
-        rms_norm_row(x + b * X, of.input_norm, normed + b * X, X, of.norm_eps);
+        rms_norm_row(x + b * X, of.input_norm, of.norms_are_fp32, normed + b * X, X, of.norm_eps);
     linear_on(on, normed, X, of.kv, B, wide, X, kv, wide);
     for (long b = 0; b < B; ++b) {
         const long at = position[b] * (of.P / 2);

@@ -12,6 +12,7 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from data_plane.model.attention_kinds.gqa import GqaConfig
@@ -103,6 +104,7 @@ class NativeHeads:
                 norm_eps=config.norm_eps,
                 head_eps=kind.norm_eps,
                 is_interleaved=rope.is_interleaved,
+                norms_are_fp32=layer.input_norm.dtype == torch.float32,
                 **optional,
             )
             known = self._heads[id(layer)] = layer, ctypes.pointer(fields)

@@ -4,6 +4,7 @@
 // Plain C calls without allocation; those that begin with Processors run on all of these.
 // data_plane/native/*.py call them, and name the torch function that is the slow reference of each.
 #include "attention.h"
+#include "delta.h"
 #include "heads.h"
 #include "mixture.h"
 #include "shared_out.h"
@@ -30,11 +31,11 @@ static void absorb(Processors& on, const T* q, const W* k_up, const int64_t* pos
 // data_plane/native/calls.py has the same fields.
 template <class T, class W>
 struct Layer {
-    const T *input_norm, *q_norm, *kv_norm, *post_norm;
+    const void *input_norm, *q_norm, *kv_norm, *post_norm;
     const W *down, *q, *k_up, *o;
     long X, C, R, P, H, N, V;
     float norm_eps, latent_eps;
-    int is_interleaved;
+    int is_interleaved, norms_are_fp32;
 };
 
 // x [B, X] -> the normed q latent [B, C], the new latent KV [B, R + P], and the absorbed queries
@@ -48,12 +49,12 @@ static void attention_rows(Processors& on, const Layer<T, W>& of, const T* x,
     T* down = scratch<T, 22>(B * (C + R + P));
     T* plain = scratch<T, 23>(B * wide);
     for (long b = 0; b < B; ++b)
-        rms_norm_row(x + b * X, of.input_norm, normed + b * X, X, of.norm_eps);
+        rms_norm_row(x + b * X, of.input_norm, of.norms_are_fp32, normed + b * X, X, of.norm_eps);
     linear_on(on, normed, X, of.down, B, C + R + P, X, down, C + R + P);
     for (long b = 0; b < B; ++b) {
         const T* row = down + b * (C + R + P);
-        if (C) rms_norm_row(row, of.q_norm, latent + b * C, C, of.latent_eps);
-        rms_norm_row(row + C, of.kv_norm, kv + b * (R + P), R, of.latent_eps);
+        if (C) rms_norm_row(row, of.q_norm, of.norms_are_fp32, latent + b * C, C, of.latent_eps);
+        rms_norm_row(row + C, of.kv_norm, of.norms_are_fp32, kv + b * (R + P), R, of.latent_eps);
         const long at = position[b] * (P / 2);
         rotate(row + C + R, kv + b * (R + P) + R, P, cos + at, sin + at, of.is_interleaved);
     }
@@ -85,7 +86,7 @@ static void after_attention(Processors& on, const Layer<T, W>& of, const T* x, c
             const Mask mask = first_lanes(X - i);
             store(row + i, load(x + b * X + i, mask) + load(row + i, mask), mask);
         }
-        rms_norm_row(row, of.post_norm, normed + b * X, X, of.norm_eps);
+        rms_norm_row(row, of.post_norm, of.norms_are_fp32, normed + b * X, X, of.norm_eps);
     }
 }
 
@@ -101,10 +102,11 @@ static void heads_linear(Processors& on, const T* x, const W* w, long B, long H,
 
 // x [M, K], normed, times the packed vocabulary head [N, K]: [M, N] fp32.
 template <class T, class W>
-static void logits(Processors& on, const T* x, const T* norm, float eps, const W* w, long M,
-                   long N, long K, float* out) {
+static void logits(Processors& on, const T* x, const void* norm, bool norms_are_fp32, float eps,
+                   const W* w, long M, long N, long K, float* out) {
     T* normed = scratch<T, 21>(M * K);
-    for (long m = 0; m < M; ++m) rms_norm_row(x + m * K, norm, normed + m * K, K, eps);
+    for (long m = 0; m < M; ++m)
+        rms_norm_row(x + m * K, norm, norms_are_fp32, normed + m * K, K, eps);
     linear_on(on, normed, K, w, M, N, K, out, N);
 }
 
@@ -131,9 +133,9 @@ int nanocp_allow_amx() {
                               long N, long K, T* out) {                                            \
         linear_on(*on, x, x_stride, w, M, N, K, out, N);                                           \
     }                                                                                              \
-    void nanocp_logits_##name(Processors* on, const T* x, const T* norm, float eps, const W* w,    \
-                              long M, long N, long K, float* out) {                                \
-        logits(*on, x, norm, eps, w, M, N, K, out);                                                \
+    void nanocp_logits_##name(Processors* on, const T* x, const void* norm, int norms_are_fp32,    \
+                              float eps, const W* w, long M, long N, long K, float* out) {         \
+        logits(*on, x, norm, norms_are_fp32, eps, w, M, N, K, out);                                \
     }                                                                                              \
     void nanocp_attention_rows_##name(Processors* on, const Layer<T, W>* of, const T* x,           \
                                       const int64_t* position, const float* cos, const float* sin, \
@@ -217,6 +219,13 @@ int nanocp_allow_amx() {
                                  float* lse) {                                                     \
         attention_on(*on, q, pool, frames, pages, lengths, A, H, D, R, G, width, value_at, scale,  \
                      out, lse);                                                                    \
+    }                                                                                              \
+    long nanocp_delta_##name(Processors* on, const Delta<T>* of, char* states, long frame_bytes,   \
+                             const int64_t* frame, const int64_t* position, const bool* live,      \
+                             long B, const T* channels, const T* beta, long stride, const T* gate, \
+                             long gate_stride, const T* decay, long decay_stride, T* out) {        \
+        return delta(*on, *of, states, frame_bytes, frame, position, live, B, channels, beta,      \
+                     stride, gate, gate_stride, decay, decay_stride, out);                         \
     }
 
 EXPORT(f32, float, float)

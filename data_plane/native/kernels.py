@@ -25,13 +25,14 @@ from data_plane.model.weights import LayerWeights, LogitsWeights, MlpWeights
 from data_plane.native.attention import NativeAttention
 from data_plane.native.build import native_library
 from data_plane.native.calls import LayerFields
+from data_plane.native.delta import NativeDelta
 from data_plane.native.experts import NativeExpertKernels
 from data_plane.native.heads import NativeHeads
 from data_plane.native.packing import NativePacking, packed_address
 from data_plane.native.processors import Processors
 
 
-class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
+class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads, NativeDelta):
     """The compiled kernels of one dtype; see step.cpu_kernels.Kernels.
 
     Raises NativeUnavailable if this machine has none for the dtype.
@@ -53,6 +54,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
         NativePacking.__init__(self, library, dtype, processors, keeps_bf16)
         NativeExpertKernels.__init__(self, self._calls)
         NativeHeads.__init__(self, self._calls)
+        NativeDelta.__init__(self, self._calls)
         # By the id of a layer. The layer is kept too, so that no other object can get its id.
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
         self.calls = self._calls
@@ -181,6 +183,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
         self._calls.logits(
             x_BX.data_ptr(),
             weights.final_norm.data_ptr(),
+            weights.final_norm.dtype == torch.float32,
             config.norm_eps,
             packed_address(weights.lm_head),
             rows,
@@ -206,6 +209,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
     def forget(self, layer: LayerWeights) -> None:
         """Keep nothing of this layer's weights: they are given up."""
         self._layers.pop(id(layer), None)
+        self._deltas.pop(id(layer.attention), None)
         if layer.moe is not None:
             self.forget_experts(layer.moe)
 
@@ -224,6 +228,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads):
                 value=kind.value_dim,
                 norm_eps=config.norm_eps,
                 is_interleaved=rope.is_interleaved,
+                norms_are_fp32=layer.input_norm.dtype == torch.float32,
             )
             if isinstance(kind, MlaConfig):
                 fields.down, fields.q = packed_address(own.down_proj), packed_address(own.q_proj)

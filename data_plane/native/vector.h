@@ -27,6 +27,21 @@ static inline Vector silu(Vector x) {
     return x / (splat(1.0f) + exp_of(lowest(splat(0.0f) - x, splat(88.0f))));
 }
 
+static inline Vector sigmoid(Vector x) {
+    return splat(1.0f) / (splat(1.0f) + exp_of(lowest(splat(0.0f) - x, splat(88.0f))));
+}
+
+// ln(1 + e^x) = max(x, 0) + ln(1 + y) with y = e^-|x|. The series of the latter in y / (2 + y), at
+// most a third, keeps its bits also where it is small.
+static inline Vector softplus(Vector x) {
+    const Vector y = exp_of(lowest(x, splat(0.0f) - x)), part = y / (splat(2.0f) + y);
+    const Vector square = part * part;
+    Vector series = splat(2.0f / 15);
+    for (float next : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f})
+        series = multiply_add(series, square, splat(next));
+    return multiply_add(series, part, highest(x, splat(0.0f)));
+}
+
 // Memory that a thread allocates once and keeps, so that no step allocates.
 template <class T, int Use>
 static T* scratch(size_t count) {

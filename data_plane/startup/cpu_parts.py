@@ -16,7 +16,7 @@ from data_plane.attention.paged import Attention
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import stores_bf16
 from data_plane.startup.shared_parts import torch_dtype
-from data_plane.step.cpu_kernels import Kernels, TorchKernels, cpu_kernels
+from data_plane.step.cpu_kernels import Kernels, cpu_kernels
 from nanocp.config.whole import Config
 
 
@@ -45,14 +45,5 @@ def cpu_parts(config: Config, model: ModelConfig, checkpoint: Path) -> CpuParts:
 def kernels_for(config: Config, model: ModelConfig, checkpoint: Path) -> tuple[Kernels, str]:
     """Choose the kernels for a checkpoint's weights; see step.cpu_kernels.cpu_kernels."""
     data_plane, dtype = config.data_plane, torch_dtype(config)
-    if model.has_offset_norms and dtype != torch.float32 and data_plane.cpu_kernels != "torch":
-        # Native kernels read norms in the dtype of rows.
-        why = "weights of this model's norms stay fp32 beside rows in bf16"
-        if data_plane.cpu_kernels != "auto":
-            raise ValueError(
-                f"cpu_kernels is {data_plane.cpu_kernels}, but {why}, which native kernels cannot "
-                "read; take cpu_kernels torch or dtype float32"
-            )
-        return TorchKernels(), f"torch ({why})"
     keeps_bf16 = dtype == torch.float32 and stores_bf16(checkpoint, model)
     return cpu_kernels(data_plane.cpu_kernels, dtype, data_plane.threads_per_instance, keeps_bf16)

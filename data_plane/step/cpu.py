@@ -194,7 +194,9 @@ class CpuStep:
         assert self._carry is not None and step.carried is not None
         layer = self._weights.layers[index]
         normed_BX = rms_norm(x_BX, layer.input_norm, self._model.norm_eps)
-        return self._carry.step(self._places[index], step.carried, normed_BX, layer.attention)
+        return self._kernels.linear_attention(
+            self._carry, self._places[index], step.carried, normed_BX, layer.attention
+        )
 
     def _attend(self, q: torch.Tensor, place: int, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._attention.run(

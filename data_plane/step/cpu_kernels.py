@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.paged import Attention
+from data_plane.kv.carry_pool import CarryPool, CarryRows
 from data_plane.model import layers
+from data_plane.model.attention_kinds.delta import DeltaWeights
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import Packing, TorchPacking
 from data_plane.model.rope import RopeTable
@@ -81,6 +83,11 @@ class Kernels(Packing, ExpertKernels, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Add attention to hidden rows: (the rows [B, X], the rows normed for the layer's MLP)."""
 
+    def linear_attention(
+        self, carry: CarryPool, layer: int, rows: CarryRows, x_BX: Tensor, weights: DeltaWeights
+    ) -> Tensor:
+        """Run one token of each row through its state; the contract is that of CarryPool.step."""
+
     def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:
         """Score the vocabulary for hidden rows: [B, vocabulary] fp32."""
 
@@ -107,6 +114,7 @@ class TorchKernels(TorchPacking):
     append = staticmethod(layers.append)
     after_attention = staticmethod(layers.after_attention)
     finish_attention = staticmethod(layers.finish_attention)
+    linear_attention = staticmethod(CarryPool.step)
     gated_mlp = staticmethod(layers.gated_mlp)
     logits = staticmethod(layers.logits)
     gate = staticmethod(gate)

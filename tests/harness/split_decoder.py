@@ -134,7 +134,9 @@ class SplitDecoder:
                 rows = torch.arange(len(tokens))
                 carried = CarryRows(rows, position_B, torch.ones_like(rows, dtype=torch.bool))
                 normed = rms_norm(x_BX, layer.input_norm, config.norm_eps)
-                o_BHV = self.carry.step(place, carried, normed, layer.attention)
+                o_BHV = self.ops.linear_attention(
+                    self.carry, place, carried, normed, layer.attention
+                )
                 x_BX, normed = self.ops.after_attention(x_BX, o_BHV, layer, rope, config)
                 x_BX = x_BX + self._mlp(normed, layers)
                 continue

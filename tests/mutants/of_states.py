@@ -5,7 +5,7 @@ from mutant import Mutant
 _KERNEL = "tests/data_plane/kernels/test_carry_interpreted.py"
 _POOL = "tests/data_plane/kv/test_carry_pool.py"
 _MOVES = "tests/control_plane/scheduler/windows/test_carry_moves.py"
-_FAMILIES = "tests/data_plane/instance/test_families_exact.py"
+_NATIVE = "tests/data_plane/native/test_delta.py"
 _HELD = "tests/control_plane/scheduler/terms/test_held_requests.py"
 _PREFILL = "tests/data_plane/startup/test_prefill.py"
 
@@ -29,8 +29,8 @@ OF_STATES = [
         name="fold-one-record",
         why="records that are not folded yet are left out (late fold)",
         path="data_plane/kv/carry_pool.py",
-        text="for back in range(self._depth - 1, 0, -1):",
-        fault="for back in range(self._depth - 2, 0, -1):",
+        text="for back in range(self.depth - 1, 0, -1):",
+        fault="for back in range(self.depth - 2, 0, -1):",
         tests=(_POOL, "-k", "prompt_of_the_same"),
     ),
     Mutant(
@@ -40,6 +40,46 @@ OF_STATES = [
         text="if bool((live_B & (num_behind_B < 0)).any()):",
         fault="if False:",
         tests=(_POOL, "-k", "ahead"),
+    ),
+    Mutant(
+        name="native-fold-not-counted",
+        why="compiled code folds a record and does not count it (late fold)",
+        path="data_plane/native/delta.h",
+        text="if (live[b]) std::fill_n(folded(b), of.H, int32_t(position[b]));",
+        fault=";",
+        tests=(_NATIVE, "-k", "torn and float32"),
+    ),
+    Mutant(
+        name="native-fold-at-once",
+        why="compiled code counts the token of its own step (late fold)",
+        path="data_plane/native/delta.h",
+        text="std::fill_n(folded(b), of.H, int32_t(position[b]));",
+        fault="std::fill_n(folded(b), of.H, int32_t(position[b] + 1));",
+        tests=(_NATIVE, "-k", "torn and float32"),
+    ),
+    Mutant(
+        name="native-state-ahead",
+        why="compiled code takes a state that is ahead of its row (late fold)",
+        path="data_plane/native/delta.h",
+        text="if (behind < 0 || behind > 1)",
+        fault="if (behind > 1)",
+        tests=(_NATIVE, "-k", "refused"),
+    ),
+    Mutant(
+        name="native-row-that-stopped",
+        why="in compiled code a row that stopped changes its state (late fold)",
+        path="data_plane/native/delta.h",
+        text="if (live[b])\nkey_head",
+        fault="if (true)\nkey_head",
+        tests=(_NATIVE, "-k", "refused"),
+    ),
+    Mutant(
+        name="native-norms-rounded",
+        why="compiled code rounds a row in bf16 before a norm's weight in fp32",
+        path="data_plane/native/norm.h",
+        text="rounded(load(x + i, mask) * by, weight)",
+        fault="rounded(load(x + i, mask) * by, x)",
+        tests=("tests/data_plane/native/test_heads.py", "-k", "norms_of and next and bfloat16"),
     ),
     Mutant(
         name="state-inputs",
@@ -55,7 +95,7 @@ OF_STATES = [
         path="data_plane/step/cpu.py",
         text="frame = np.where(rows.live, context.tables.carry_frame, carry.scratch)",
         fault="frame = np.array(context.tables.carry_frame)",
-        tests=(_FAMILIES, "-k", "story_of_each and kimi"),
+        tests=("tests/data_plane/step/test_cpu.py",),
     ),
     Mutant(
         name="gpu-fold-behind-a-wait",

@@ -166,6 +166,7 @@ SAMPLE = (
     ("tiny-glm4-moe", "chaos, absorbed"),
     ("tiny-mixtral", "preempted, windows of four steps"),
     ("tiny-qwen3-next", "chaos, windows of four steps"),
+    ("tiny-qwen3-next", "chaos"),
     ("tiny-qwen3.5", "shared pages, chaos"),
     ("tiny-kimi-linear", "chaos, absorbed"),
     ("tiny-ling", "chaos"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from data_plane.attention.torch_paged import KvHeads, reference_attention
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.model.norm import rms_norm
 from data_plane.model.weights import load_weights
 from data_plane.native.attention import NativeAttention
 from data_plane.step.cpu_kernels import TorchKernels
@@ -90,3 +91,35 @@ def test_heads_of_another_width_are_left_to_torch(checkpoints):
     kernels = native((torch.float32, "avx2"))
     config = ModelConfig.from_folder(checkpoints("tiny-llama"))
     assert config.attention.head_dim % 32 and kernels.own_attention(config) is None
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-next"])
+def test_norms_of_both_dtypes(checkpoints, preset, form):
+    """The second model has norms in fp32 beside rows in bf16; nothing is rounded before those."""
+    ours, theirs, path = native(form), TorchKernels(), checkpoints(preset)
+    dtype, config = form[0], ModelConfig.from_folder(path)
+    kind, index = config.attention, min({*range(config.num_layers)} - {*config.linear_layers})
+    weights = load_weights(path, config, dtype, range(0), packing=ours)
+    expected = load_weights(path, config, dtype, range(0), packing=theirs)
+    for each in (weights, expected):
+        each.rope.reach(64)
+    layer, rope = weights.layers[index], weights.rope
+    assert layer.input_norm.dtype == (torch.float32 if config.has_offset_norms else dtype)
+    generator = torch.Generator().manual_seed(0)
+    x_BX = torch.randn(33, config.hidden_size, generator=generator).to(dtype)
+    o_BHV = torch.randn(33, kind.num_heads, kind.value_dim, generator=generator).to(dtype)
+    position_B = torch.arange(33)
+    sum_BX, normed_BX = ours.after_attention(x_BX, o_BHV, layer, rope, config)
+    normed = [(normed_BX, rms_norm(sum_BX, layer.post_attention_norm, config.norm_eps))]
+    found = ours.attention_rows(x_BX, position_B, layer, rope, config)
+    normed.append((found[0], rms_norm(x_BX, layer.input_norm, config.norm_eps)))
+    for value, wanted in normed:
+        assert_agree(value, wanted, dtype)
+        # Sums in another order may round an element in bf16 to its neighbour, hardly ever.
+        assert dtype == torch.float32 or (value == wanted).float().mean() > 0.99
+    other = theirs.attention_rows(x_BX, position_B, expected.layers[index], expected.rope, config)
+    for value, wanted in zip(found, other, strict=True):
+        assert_agree(value, wanted, dtype)
+    logits = ours.logits(x_BX, weights, config)
+    assert_agree(logits, theirs.logits(x_BX, expected, config), dtype)

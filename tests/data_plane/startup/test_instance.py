@@ -6,14 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.startup.cpu_parts import kernels_for
 from data_plane.startup.instance import build_instance, prepare_instance
-from data_plane.step.cpu_kernels import TorchKernels
 from data_plane.transport.segments import Segments
 from nanocp.config.cluster import ClusterConfig
-from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.whole import Config
 
@@ -52,21 +47,6 @@ def test_a_spare_with_a_seat_has_the_weights_of_a_new_process(built):
             assert torch.equal(mine.gate_up(x_BX), theirs.gate_up(x_BX))
     assert mixtures
     assert (built[0].grammar_masks is None) == (built[1].grammar_masks is None)
-
-
-def test_norms_that_native_kernels_cannot_read_get_torchs_kernels(tmp_path):
-    make_checkpoint(tmp_path, "tiny-qwen3-next")
-    model = ModelConfig.from_folder(tmp_path)
-
-    def chosen(**fields):
-        config = replace(CONFIG, data_plane=DataPlaneConfig(**fields))
-        return kernels_for(config, model, tmp_path)
-
-    kernels, why = chosen(dtype="bfloat16")
-    assert isinstance(kernels, TorchKernels) and "norms stay fp32 beside rows in bf16" in why
-    with pytest.raises(ValueError, match="cpu_kernels is native, but weights of this model's norm"):
-        chosen(dtype="bfloat16", cpu_kernels="native")
-    assert "norms" not in chosen(dtype="float32")[1]
 
 
 def test_a_service_that_cannot_use_spares_refuses_them():
