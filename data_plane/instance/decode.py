@@ -309,11 +309,11 @@ class DecodeInstance(WindowEdge):
             return carried
         return self._frames.read_payload(frame)
 
-    def _write_page(self, frame: int, num_tokens: int, payload: Any, layers: slice) -> None:
+    def _write_page(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
         if (carried := self._carried(frame)) is not None:
-            copy_bytes(payload, carried)
+            copy_bytes(payload, carried[offset : offset + len(payload)])
             return
-        self._frames.write_payload(frame, num_tokens, payload, layers)
+        self._frames.write_payload(frame, num_tokens, payload, offset)
 
     def close(self) -> None:
         self._close_tensors()

@@ -26,8 +26,8 @@ class _Expected(NamedTuple):
     transfer: Transfer
     frames: dict[int, int]
     """page -> frame, for the pages that are not all there."""
-    arrived: dict[int, set[int]]
-    """page -> first layers of the parts that are there, for pages with some."""
+    arrived: dict[int, dict[int, int]]
+    """page -> {offset: bytes} of the parts that are there, for pages with some."""
 
 
 class _Outgoing(NamedTuple):
@@ -46,9 +46,7 @@ class PageTransfers(Instance):
         num_instances: int,
         rings: Sequence[PageSource],
         moves: PageMover,
-        num_parts: int = 1,
     ) -> None:
-        """num_parts: parts, each of some layers, in which the prefill sends a page."""
         self.rings = rings
         """Where the prefill puts pages: a ring for each of its writers, none with synthetic KV.
 
@@ -62,7 +60,6 @@ class PageTransfers(Instance):
         self._to_send: deque[_Outgoing] = deque()
         self._expected: dict[int, _Expected] = {}
         """By ticket."""
-        self._num_parts = num_parts
         self._newest_ticket = -1
         self.copier: PageCopier | None = None
         """Copies pages to slots and back; None without kv_offload."""
@@ -72,8 +69,8 @@ class PageTransfers(Instance):
         """A full page's entries, all layers, as `_write_page` takes them at another instance."""
 
     @abstractmethod
-    def _write_page(self, frame: int, num_tokens: int, payload: Any, layers: slice) -> None:
-        """Put these layers of an arrived page into its frame."""
+    def _write_page(self, frame: int, num_tokens: int, payload: Any, offset: int) -> None:
+        """Put bytes of an arrived page into its frame; offset: see ArrivedPage."""
 
     def leave(self) -> None:
         if self.copier is not None:
@@ -140,7 +137,7 @@ class PageTransfers(Instance):
         If the ticket is older, it is done or fenced, and the page is refused. If it is newer, its
         `expect` is still under way, and the page waits in its ring with all pages after it. A page
         that was taken already is dropped: two writers may have been asked for it. The same holds
-        for a part of a page, and a page is there with its last part.
+        for a part of a page, and a page is there with all its bytes.
         """
         lost = {peer for peer in self._senders() if self._moves.has_lost(peer)}
         for ring in self.rings:
@@ -178,19 +175,18 @@ class PageTransfers(Instance):
             self.copier.sent()
 
     def _copy(self, arrived: Iterator[ArrivedPage]) -> None:
-        for ticket, page, num_tokens, payload, layers in arrived:
+        for ticket, page, num_tokens, payload, offset, page_bytes in arrived:
             if ticket > self._newest_ticket:
                 break
             if ticket not in self._expected:
                 continue
             _, frames, parts_of = self._expected[ticket]
-            parts = parts_of.setdefault(page, set())
-            if page not in frames or layers.start in parts:
+            parts = parts_of.setdefault(page, {})
+            if page not in frames or offset in parts:
                 continue
-            self._write_page(frames[page], num_tokens, payload, layers)
-            parts.add(layers.start)
-            is_whole = layers.start is None  # from another instance
-            if is_whole or len(parts) == self._num_parts:
+            self._write_page(frames[page], num_tokens, payload, offset)
+            parts[offset] = len(payload)
+            if sum(parts.values()) >= page_bytes:
                 self._is_there(ticket, page)
 
     def _is_there(self, ticket: int, page: int) -> None:

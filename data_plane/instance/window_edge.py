@@ -131,10 +131,7 @@ class WindowEdge(PageTransfers):
         the caller makes them.
         """
         exchange = ends.exchange
-        num_parts = config.prefill.stages
-        super().__init__(
-            exchange.instance, exchange.num_instances, ends.rings, ends.moves, num_parts
-        )
+        super().__init__(exchange.instance, exchange.num_instances, ends.rings, ends.moves)
         self._config = config
         self._exchange = exchange
         self._new_ends = new_ends

@@ -75,17 +75,20 @@ class CarryPool:
         page_bytes: int = 1,
         depth: int = CARRY_DEPTH,
         device: str | torch.device = "cpu",
+        held: range | None = None,
     ) -> None:
         """Allocate the frames, all zero. dtype: of rows. depth: newest tokens never folded.
 
-        page_bytes: of the pages that states travel in. Raises ValueError if the device has too
-        little memory.
+        page_bytes: of the pages that states travel in. held: the layers that are here, of
+        num_layers; None: all. Raises ValueError if the device has too little memory.
         """
         self.config, self.depth, self.scratch = config, depth, num_frames
         fields, layer_bytes = carry_layout(config, dtype.itemsize, depth)
-        used = num_layers * layer_bytes
-        self.frame_bytes = -(-used // page_bytes) * page_bytes
-        self._page_bytes = page_bytes
+        held = range(num_layers) if held is None else held
+        is_last, num_layers, used = held.stop == num_layers, len(held), len(held) * layer_bytes
+        self._first_byte, end = held.start * layer_bytes, held.stop * layer_bytes
+        end = -(-end // page_bytes) * page_bytes if is_last else end
+        self.frame_bytes, self._page_bytes = end - self._first_byte, page_bytes
         num_bytes = (num_frames + 1) * self.frame_bytes
         try:
             if torch.device(device).type == "cpu":
@@ -202,7 +205,12 @@ class CarryPool:
         return int(self._folded[:, frame].max())
 
     def page(self, frame: int, number: int) -> Any:
-        """A page of a frame's own bytes, no copy: an array, or a tensor on a GPU."""
-        begin = number * self._page_bytes
-        page = self._bytes[frame, begin : begin + self._page_bytes]
+        """What is here of a page of a state: its own bytes, no copy; on a GPU a tensor."""
+        begin = number * self._page_bytes - self._first_byte
+        page = self._bytes[frame, max(begin, 0) : max(begin + self._page_bytes, 0)]
         return page if page.is_cuda else page.numpy()
+
+    def part(self, frame: int, number: int) -> tuple[int, Any]:
+        """How many bytes of a page of a state come before those that are here, and these."""
+        before = max(self._first_byte - number * self._page_bytes, 0)
+        return before, self.page(frame, number)

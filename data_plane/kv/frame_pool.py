@@ -55,7 +55,7 @@ class FramePool:
                 f"num_frames is {num_frames}: the frames of one instance take "
                 f"{math.prod(shape) * dtype.itemsize / 2**30:.1f} GiB, which cannot be allocated"
             ) from error
-        self.slots = self.layers.view(num_layers, -1, width).unbind()
+        self.slots = self.layers.flatten(1, 2).unbind()
         """For each layer [slots, D]; a slot is frame * 64 + offset in the frame."""
         self.carry: CarryPool | None = None
         """States of rows, beside the frames; None: the model has no linear attention layers."""
@@ -76,15 +76,16 @@ class FramePool:
         frame: int,
         num_tokens: int,
         payload: np.ndarray | torch.Tensor,
-        part: slice = slice(None),
+        offset: int = 0,
     ) -> None:
         """Write the first `num_tokens` tokens of a frame from a page's bytes.
 
         payload: uint8, which is [layers, 64, D] in the pool's dtype; a tensor if it is on a GPU. It
-        may be overwritten when this returns. part: the layers that it has.
+        may be overwritten when this returns. offset: bytes of the page's layers before these.
         """
-        layers = self.layers[part]
         data = torch.from_numpy(payload) if isinstance(payload, np.ndarray) else payload
+        layer_bytes = self.page_bytes // len(self.layers)
+        layers = self.layers[offset // layer_bytes :][: len(data) // layer_bytes]
         kv_LSD = data.view(layers.dtype).view(len(layers), PAGE_SIZE, -1)
         layers[:, frame, :num_tokens] = kv_LSD[:, :num_tokens].to(layers.device)
         if layers.is_cuda:

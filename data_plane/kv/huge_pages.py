@@ -31,10 +31,10 @@ def huge_pages(num_bytes: int, *, is_taken: bool = False) -> np.ndarray:
     """
     if is_taken and num_bytes > _available_bytes():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # A system without them.
         memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
+    array = np.frombuffer(memory, np.uint8, num_bytes)
     if is_taken:
         threading.Thread(target=_take, args=(weakref.ref(array),), name=TAKER, daemon=True).start()
     return array

@@ -56,7 +56,7 @@ class PageCopier:
         instance: int,
         slots: Slots,
         read_page: Callable[[int], Any],
-        write_page: Callable[[int, int, Any, slice], None],
+        write_page: Callable[[int, int, Any, int], None],
     ) -> None:
         """read_page: the bytes of a frame, which may be a view. write_page: see PageTransfers."""
         self._instance = instance
@@ -212,7 +212,7 @@ class PageCopier:
         with self._writing:
             if load.ticket not in self._live:
                 return None
-            self._write_page(load.frame, PAGE_SIZE, payload, slice(None))
+            self._write_page(load.frame, PAGE_SIZE, payload, 0)
         return load.ticket, load.page
 
     def _may_run(self) -> bool:

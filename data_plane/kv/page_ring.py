@@ -22,6 +22,7 @@ from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
+from nanocp.values.passes import even_split
 
 PREFILL_RING = "prefill0"
 """The kind of the ring that the only writer of a prefill writes; see `prefill_ring`."""
@@ -37,20 +38,24 @@ class ArrivedPage(NamedTuple):
     page: int
     num_tokens: int
     payload: Any
-    """[page_bytes] uint8, an array, or a tensor if the frames are on a GPU.
+    """Bytes of the page, uint8: an array, or a tensor if the frames are on a GPU.
 
     It is the ring's own memory: the receiver may read it until it asks for the next page.
     """
-    layers: slice = slice(None)
-    """The layers that the payload has, by number; all."""
+    offset: int = 0
+    """Bytes of the page before these: a stage of a prefill sends some layers of it."""
+    page_bytes: int = 0
+    """Bytes of the whole page; 0: these are all."""
 
 
 class _Header(NamedTuple):
-    """What a place says of its page: three u64."""
+    """What a place says of its page: five u64."""
 
     ticket: int
     page: int
     num_tokens: int
+    offset: int
+    num_bytes: int
 
 
 class _Places:
@@ -104,13 +109,13 @@ class PageRing:
         self,
         segment: OwnedSegment,
         ring_pages: int,
-        page_bytes: int,
-        layers: slice = slice(None),
+        place_bytes: int,
+        page_bytes: int = 0,
     ) -> None:
-        """layers: those of every page that comes here."""
+        """place_bytes: most bytes of a page that a payload has. page_bytes: see ArrivedPage."""
         self._segment = segment
-        self._layers = layers
-        self._places: _Places | None = _Places(segment, ring_pages, page_bytes)
+        self._page_bytes = page_bytes
+        self._places: _Places | None = _Places(segment, ring_pages, place_bytes)
         segment.served_words = (self._places.written, self._places.consumed)
         self._num_noticed = 0
 
@@ -133,24 +138,24 @@ class PageRing:
         segments: Segments,
         instance: int,
         ring_pages: int,
-        page_bytes: int,
+        place_bytes: int,
         kind: str = PREFILL_RING,
-        layers: slice = slice(None),
+        page_bytes: int = 0,
     ) -> PageRing:
-        """Make an instance's ring of `ring_pages` places for payloads of `page_bytes` bytes.
+        """Make an instance's ring of `ring_pages` places for payloads of `place_bytes` bytes.
 
-        kind: the name of this ring among the instance's rings. layers: see ArrivedPage. Raises
-        ValueError if `ring_pages` or `page_bytes` is not positive, and where OwnedSegment does.
+        kind: the name of this ring among the instance's rings. page_bytes: see ArrivedPage. Raises
+        ValueError if `ring_pages` or `place_bytes` is not positive, and where OwnedSegment does.
         """
-        if ring_pages < 1 or page_bytes < 1:
+        if ring_pages < 1 or place_bytes < 1:
             raise ValueError(
-                f"ring_pages is {ring_pages} and page_bytes {page_bytes}; both must be at least 1"
+                f"ring_pages is {ring_pages} and place_bytes {place_bytes}; both must be at least 1"
             )
-        description = f"ring_pages {ring_pages}\npage_bytes {page_bytes}"
+        description = f"ring_pages {ring_pages}\npage_bytes {place_bytes}"
         segment = segments.own(
-            kind, instance, description, _data_bytes(ring_pages), ring_pages * aligned(page_bytes)
+            kind, instance, description, _data_bytes(ring_pages), ring_pages * aligned(place_bytes)
         )
-        return cls(segment, ring_pages, page_bytes, layers)
+        return cls(segment, ring_pages, place_bytes, page_bytes)
 
     def arrived(self) -> Iterator[ArrivedPage]:
         """Yield the pages that are here now, in order, without blocking.
@@ -165,7 +170,8 @@ class PageRing:
         for index in range(places.consumed.load(), num_written):
             place = index % len(places.headers)
             header = _Header._make(places.headers[place].tolist())
-            yield ArrivedPage(*header, places.payloads[place], self._layers)
+            payload = places.payloads[place][: header.num_bytes]
+            yield ArrivedPage(*header[:3], payload, header.offset, self._page_bytes)
             assert places.consumed.load() == index, "two loops over the ring's pages at one time"
             self._segment.publish(places.consumed, index + 1)
 
@@ -252,12 +258,14 @@ class PageRingWriter:
         payload: Any,
         timeout_ms: float,
         is_cancelled: Callable[[], bool] = lambda: False,
+        offset: int = 0,
     ) -> bool:
         """Write one page as soon as there is a place for it.
 
-        payload: bytes, an array, or a tensor of bytes on a GPU. Returns False if `is_cancelled`,
-        which is asked each tick, ended the wait. Raises PeerLost or ExchangeTimeout while waiting,
-        ValueError if the payload does not have page_bytes bytes, or more if it may be short.
+        payload: bytes, an array, or a tensor of bytes on a GPU. offset: see ArrivedPage. Returns
+        False if `is_cancelled`, which is asked each tick, ended the wait. Raises PeerLost or
+        ExchangeTimeout while waiting, ValueError if the payload does not have page_bytes bytes, or
+        more if it may be short.
         """
         assert self._places is not None, "the writer is closed"
         places = self._places
@@ -273,7 +281,7 @@ class PageRingWriter:
         if not self._wait_for_place(places, timeout_ms, is_cancelled):
             return False
         place = self._num_written % len(places.headers)
-        places.headers[place][:] = _Header(ticket=ticket, page=page, num_tokens=num_tokens)
+        places.headers[place][:] = _Header(ticket, page, num_tokens, offset, data.nbytes)
         copy_bytes(data, places.payloads[place][: data.nbytes])
         self._num_written += 1
         chunks = places.chunks[place]
@@ -327,15 +335,15 @@ def prefill_rings(
 ) -> tuple[PageRing, ...]:
     """Make an instance's rings, one for each writer of the prefill; none with synthetic KV.
 
-    page_bytes: bytes of a page with all its layers, which are equal.
+    num_layers: equal parts of a page, which stages share evenly; 1: each may send all of a page.
     """
-    rings = []
-    for writer in range(prefill.num_writers):
-        layers = prefill.layers_from(writer, num_layers)
-        num_bytes, kind = page_bytes // num_layers * len(layers), prefill_ring(writer)
-        own = slice(layers.start, layers.stop)
-        rings.append(PageRing.create(segments, instance, prefill.ring_pages, num_bytes, kind, own))
-    return tuple(rings)
+    place_bytes = page_bytes // num_layers * even_split(num_layers, prefill.stages)[0]
+    return tuple(
+        PageRing.create(
+            segments, instance, prefill.ring_pages, place_bytes, prefill_ring(writer), page_bytes
+        )
+        for writer in range(prefill.num_writers)
+    )
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

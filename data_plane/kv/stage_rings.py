@@ -124,7 +124,7 @@ class RingStageLinks(StageLinks):
         )
 
     def _take(self) -> ArrivedPage | None:
-        """The next message, its payload cut to what came and copied.
+        """The next message, its payload copied.
 
         Raises PeerLost if there is none and the connection has ended by which it would come.
         """
@@ -141,7 +141,6 @@ class RingStageLinks(StageLinks):
                     source,
                 )
             return None
-        row_bytes = _TOKEN_WORDS * 8 if self._stage == 0 else self._row.nbytes
-        page = page._replace(payload=page.payload[: page.num_tokens * row_bytes].copy())
+        page = page._replace(payload=page.payload.copy())
         next(arrived, None)  # the place is free from here on
         return page

@@ -68,8 +68,8 @@ class PagesOfStage(Protocol):
     def stage(self) -> StageEdge:
         """What runs passes."""
 
-    def payload(self, ticket: int, page: int) -> Any:
-        """The stage's layers of a page that it has computed, as an instance's ring takes them."""
+    def part(self, ticket: int, page: int) -> tuple[int, Any]:
+        """What the stage has of a page that it has computed: bytes before it, and its bytes."""
 
 
 class PrefillStageLoop:
@@ -172,13 +172,15 @@ class PrefillStageLoop:
         finished = [page for page in target_of if is_last or (page + 1) * PAGE_SIZE <= end]
         try:
             for page in finished:
-                if not self._writers[target_of.pop(page)].write(
+                instance, (offset, payload) = target_of.pop(page), self._built.part(ticket, page)
+                if payload.nbytes and not self._writers[instance].write(
                     ticket=ticket,
                     page=page,
                     num_tokens=transfer.tokens_in(page),
-                    payload=self._built.payload(ticket, page),
+                    payload=payload,
                     timeout_ms=self._limits.exchange_timeout_ms,
                     is_cancelled=lambda: self._is_cancelled(ticket),
+                    offset=offset,
                 ):
                     return
         except ExchangeError as error:
@@ -208,7 +210,11 @@ class PrefillStageLoop:
         try:
             for instance in filter(self._segments.is_there, range(self._num_instances)):
                 self._writers[instance] = PageRingWriter(
-                    self._segments, instance, self._limits, self._ring
+                    self._segments,
+                    instance,
+                    self._limits,
+                    self._ring,
+                    may_be_short=not self._is_alone,
                 )
         except TermOver:
             return

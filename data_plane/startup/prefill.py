@@ -17,7 +17,7 @@ import torch
 from data_plane.connectors.fingerprint import fingerprint
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
-from data_plane.model.sizes import token_bytes
+from data_plane.model.sizes import page_bytes, token_bytes
 from data_plane.model.weights import Progress, load_weights, say_nothing
 from data_plane.prefill.pages import payload_of, prefill_pages
 from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
@@ -27,7 +27,7 @@ from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
-from nanocp.values.passes import even_split, prompt_passes
+from nanocp.values.passes import even_split, layers_of, prompt_passes
 from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 
@@ -37,15 +37,17 @@ class PrefillStage(NamedTuple):
     stage: ModelStage
     fp8_rank: int | None
     """The model's kv_lora_rank if instances keep KV in FP8, else None."""
+    offset: int
+    """Bytes of a page of KV before those of the stage's layers."""
 
-    def payload(self, ticket: int, page: int) -> np.ndarray:
-        """The stage's layers of a page that it has computed, as an instance's ring takes them.
+    def part(self, ticket: int, page: int) -> tuple[int, np.ndarray]:
+        """What the stage has of a page that it has computed: bytes before it, and its bytes.
 
         A page of a state is that of all tokens so far.
         """
         if page >= CARRY_PAGE:
-            return self.stage.carry_page(ticket, page - CARRY_PAGE)
-        return payload_of(self.stage.page(ticket, page), self.fp8_rank)
+            return self.stage.carry_part(ticket, page - CARRY_PAGE)
+        return self.offset, payload_of(self.stage.page(ticket, page), self.fp8_rank)
 
 
 def build_prefill_stage(
@@ -64,14 +66,16 @@ def build_prefill_stage(
     model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
         _refuse_too_large(config, model)
-    most = even_split(model.num_stored_layers, config.prefill.stages)[0]
-    own = replace(own, pipeline=replace(own.pipeline, max_layers=most))
+    split = even_split(model.num_stored_layers, config.prefill.stages)
+    own = replace(own, pipeline=replace(own.pipeline, max_layers=split[0]))
     max_in_flight = prompt_passes(config.prefill.stages)
     # Layers of these stages do not move, so no KV goes between them.
     has_mtp = model.num_mtp_layers > 0
     built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, 1, has_mtp)
     fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
-    return PrefillStage(built, fp8_rank)
+    num_before, _ = model.places_before(layers_of(split, stage).start)
+    layer_bytes = page_bytes(model, config) // model.num_kept_layers
+    return PrefillStage(built, fp8_rank, num_before * layer_bytes)
 
 
 def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> LatentProbe:

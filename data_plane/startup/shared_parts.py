@@ -43,7 +43,8 @@ def page_ways(
     config: Config, instance: int, segments: Segments, frames: FramePool
 ) -> tuple[tuple[PageRing, ...], PeerRings]:
     """Make the ways pages take: a ring for each writer of the prefill, and those of peers."""
-    num_layers = len(frames.layers)
+    # A stage's bytes of a state are no equal share of its pages.
+    num_layers = len(frames.layers) if frames.carry is None else 1
     rings = prefill_rings(config.prefill, segments, instance, frames.page_bytes, num_layers)
     return rings, PeerRings(
         segments, instance, config.cluster.num_instances, frames.page_bytes, config.limits

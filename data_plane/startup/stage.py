@@ -15,6 +15,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.kv.stage_rings import RING_FRAMES, RingStageLinks
 from data_plane.model.config import ModelConfig
+from data_plane.model.sizes import page_bytes
 from data_plane.model.stage_weights import StageWeights
 from data_plane.model.weights import Progress, say_nothing
 from data_plane.startup.cpu_parts import cpu_parts
@@ -25,6 +26,7 @@ from data_plane.transport.segments import Segments
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
 from nanocp.values.passes import layers_of
+from nanocp.values.plan import PAGE_SIZE
 
 
 def build_stage(
@@ -51,13 +53,14 @@ def build_stage(
     is_last, layers = stage == pipeline.num_stages - 1, layers_of(pipeline.first_split, stage)
     weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
     width, num_frames = model.attention.kv_width, config.cluster.num_frames
-    num_linear = len([layer for layer in layers if layer in model.linear_layers])
-    frames = FramePool(pipeline.num_places - num_linear, num_frames, width, dtype)
-    if model.delta is not None:
-        max_rows, size = config.cluster.bounds.max_rows, frames.page_bytes
-        frames.carry = CarryPool(model.delta, num_linear, max_rows, dtype, size)
+    linear = range(model.places_before(layers.start)[1], model.places_before(layers.stop)[1])
+    frames = FramePool(pipeline.num_places - len(linear), num_frames, width, dtype)
+    if model.delta is not None and linear:
+        max_rows, num_linear = config.cluster.bounds.max_rows, len(model.linear_layers)
+        size = page_bytes(model, config)
+        frames.carry = CarryPool(model.delta, num_linear, max_rows, dtype, size, held=linear)
     row, num_stages = torch.zeros(model.hidden_size, dtype=dtype), pipeline.num_stages
-    max_tokens, page_bytes = pipeline.max_pass_tokens, frames.page_bytes // len(frames.layers)
+    max_tokens, layer_bytes = pipeline.max_pass_tokens, PAGE_SIZE * width * dtype.itemsize
 
     def ends() -> tuple[RingStageLinks, PeerRings]:
         """In the segments' present term."""
@@ -65,7 +68,7 @@ def build_stage(
             RingStageLinks(
                 segments, stage, num_stages, max_tokens, row, config.limits, max_in_flight
             ),
-            PeerRings(segments, stage, num_stages, page_bytes, config.limits, ring_frames),
+            PeerRings(segments, stage, num_stages, layer_bytes, config.limits, ring_frames),
         )
 
     masks = grammar_masks(config, checkpoint) if is_last else None

@@ -81,13 +81,14 @@ class ModelStage(StageEdge):
         """A copy of the KV of the stage's own layers in one page, [layers, 64, W]."""
         frame = self._table.frames(request_id)[page]
         full = [layer for layer in self._layers if layer not in self._model.linear_layers]
-        return self._frames.layers[[self._kept_place(layer) for layer in full], frame]
+        places = torch.tensor([self._kept_place(layer) for layer in full], dtype=torch.int64)
+        return self._frames.layers[places, frame]
 
-    def carry_page(self, request_id: int, number: int) -> np.ndarray:
-        """A copy of a page of the state of all tokens of a prompt so far."""
-        assert self._carry is not None
-        page: np.ndarray = self._carry.page(self._carried[request_id], number)
-        return page.copy()
+    def carry_part(self, request_id: int, number: int) -> tuple[int, np.ndarray]:
+        """What is here of a page of the state of all tokens of a prompt so far (CarryPool.part)."""
+        if self._carry is None:  # every layer here attends fully
+            return 0, np.empty(0, np.uint8)
+        return self._carry.part(self._carried[request_id], number)
 
     def _begin_term(self, links: StageLinks, mover: PageMover) -> None:
         super()._begin_term(links, mover)

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, field
 
 from nanocp.config.choices import check_at_least, require
-from nanocp.values.passes import even_split, layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,3 @@ class PrefillConfig:
     def num_writers(self) -> int:
         """Processes that write pages of prompts, each into rings of its own."""
         return 0 if self.synthetic_kv else max(self.stages, len(self.engines))
-
-    def layers_from(self, writer: int, num_layers: int) -> range:
-        """The layers of the pages that this writer writes: those of a stage, or all."""
-        return layers_of(even_split(num_layers, self.stages), writer % self.stages)

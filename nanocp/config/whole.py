@@ -237,7 +237,7 @@ def _of_controller(config: Config) -> _Refusals:
 
 
 def _of_carries(config: Config) -> _Refusals:
-    scheduler, prefill = config.scheduler, config.prefill
+    scheduler = config.scheduler
     return (
         _of_instances(config),
         (config.has_slots, "kv_offload is on: rows' states are not kept outside the frames yet"),
@@ -245,11 +245,7 @@ def _of_carries(config: Config) -> _Refusals:
             scheduler.num_drafts != 0,
             f"scheduler.num_drafts {scheduler.num_drafts}: a state takes one token a step so far",
         ),
-        (bool(prefill.engines), "prefill.engines is set: engines send no states yet"),
-        (
-            prefill.stages != 1,
-            f"prefill.stages {prefill.stages}: one stage alone sends states so far",
-        ),
+        (bool(config.prefill.engines), "prefill.engines is set: engines send no states yet"),
     )
 
 

@@ -380,8 +380,9 @@ class HashInstance(WindowEdge):
             return carried.copy().view(np.uint8)
         return self._kv[:, frame].reshape(-1).copy().view(np.uint8)
 
-    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray, layers: slice) -> None:
+    def _write_page(self, frame: int, num_tokens: int, payload: np.ndarray, offset: int) -> None:
         if (carried := self._carried(frame)) is not None:
             carried[:] = payload.view(np.uint64)
             return
-        self._kv[layers, frame] = payload.view(np.uint64).reshape(-1, PAGE_SIZE)
+        kv, first = payload.view(np.uint64).reshape(-1, PAGE_SIZE), offset // 8 // PAGE_SIZE
+        self._kv[first : first + len(kv), frame] = kv

@@ -123,8 +123,8 @@ class HashPrefill:
                 )
         yield from ()
 
-    def payload(self, ticket: int, page: int) -> np.ndarray:
-        return self._pages[ticket][page]
+    def part(self, ticket: int, page: int) -> tuple[int, np.ndarray]:
+        return 0, self._pages[ticket][page]
 
     def connect(self) -> None:
         """There are no other stages."""

@@ -200,7 +200,7 @@ OF_PIPELINE = [
         name="page-of-some-layers",
         why="a prompt's page counts as there though layers of it are still to come",
         path="data_plane/instance/page_transfers.py",
-        text="if is_whole or len(parts) == self._num_parts:",
+        text="if sum(parts.values()) >= page_bytes:",
         fault="if True:",
         tests=("tests/data_plane/instance/test_page_transfers.py", "-k", "last_part"),
     ),

@@ -146,6 +146,14 @@ OF_STATES = [
         tests=(_PREFILL, "-k", "next"),
     ),
     Mutant(
+        name="state-of-another-stage",
+        why="a stage of the prefill puts its layers' states where another's belong",
+        path="data_plane/kv/carry_pool.py",
+        text="before = max(self._first_byte - number * self._page_bytes, 0)",
+        fault="before = 0",
+        tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "states and next and 6"),
+    ),
+    Mutant(
         name="row-runs-while-its-state-moves",
         why="a row is in windows while its state travels (one state)",
         path="control_plane/scheduler/windows/row_windows.py",

@@ -40,14 +40,14 @@ class NoMoves:
 class Transfers(PageTransfers):
     """Records which pages were written."""
 
-    def __init__(self, ring, num_parts=1, moves=None):
-        super().__init__(0 if moves is None else 1, 2, [ring], moves or NoMoves(), num_parts)
+    def __init__(self, ring, moves=None):
+        super().__init__(0 if moves is None else 1, 2, [ring], moves or NoMoves())
         self.written = []
 
     def _read_page(self, frame):
         raise NotImplementedError
 
-    def _write_page(self, frame, num_tokens, payload, layers):
+    def _write_page(self, frame, num_tokens, payload, offset):
         self.written.append((frame, num_tokens, payload))
 
     def take_events(self):
@@ -111,22 +111,22 @@ def test_a_move_of_the_term_before_is_forgotten(ring):
 
 
 def test_a_page_is_there_with_its_last_part_and_each_part_comes_once(ring):
-    instance = Transfers(ring, num_parts=2)
-    first, second = slice(0, 3), slice(3, 5)
+    instance = Transfers(ring)
+    first, second = {"offset": 0, "page_bytes": 5}, {"offset": 3, "page_bytes": 5}
     instance.expect(transfer(1, num_pages=2))
     instance.expect(transfer(2, source=1))
     ring += [
-        page(1, 0, "a")._replace(layers=first),
-        page(1, 0, "again")._replace(layers=first),
-        page(1, 1, "b")._replace(layers=second),
-        page(1, 1, "c")._replace(layers=first),
+        page(1, 0, "abc")._replace(**first),
+        page(1, 0, "old")._replace(**first),
+        page(1, 1, "de")._replace(**second),
+        page(1, 1, "abc")._replace(**first),
     ]
     instance.copy_arrived_pages()
-    assert [payload for *_, payload in instance.written] == ["a", "b", "c"]
+    assert [payload for *_, payload in instance.written] == ["abc", "de", "abc"]
     assert instance.take_events() == []
-    ring += [page(1, 1, "late")._replace(layers=first), page(1, 0, "d")._replace(layers=second)]
+    ring += [page(1, 1, "old")._replace(**first), page(1, 0, "ed")._replace(**second)]
     instance.copy_arrived_pages()
-    assert instance.written[3:] == [(10, PAGE_SIZE, "d")]
+    assert instance.written[3:] == [(10, PAGE_SIZE, "ed")]
     assert instance.take_events() == [TransferDone(1, 0)]
     ring.append(page(2, 0, "moved"))
     instance.copy_arrived_pages()

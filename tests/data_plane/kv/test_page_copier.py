@@ -28,7 +28,7 @@ class Frames:
     def read(self, frame):
         return self.pages[frame].copy()
 
-    def write(self, frame, num_tokens, payload, layers):
+    def write(self, frame, num_tokens, payload, offset):
         self.is_writing.set()
         assert self.may_write.wait(10)
         self.pages[frame] = payload

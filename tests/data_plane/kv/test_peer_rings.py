@@ -86,7 +86,7 @@ class OneInstance(PageTransfers):
         self.num_read += 1
         return content(frame)
 
-    def _write_page(self, frame, num_tokens, payload, layers):
+    def _write_page(self, frame, num_tokens, payload, offset):
         raise AssertionError("no page is sent to this instance")
 
 

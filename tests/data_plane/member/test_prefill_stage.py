@@ -70,9 +70,9 @@ class Model:
                 wanted.report([TokenLogprobs(-token_id, ((wanted.num_top, -0.5),))])
         return ()
 
-    def payload(self, ticket, page):
+    def part(self, ticket, page):
         self.num_pages += 1
-        return np.zeros(64, np.uint8)
+        return 0, np.zeros(64, np.uint8)
 
     def poll(self):
         """There is nothing to report."""
@@ -183,10 +183,10 @@ def test_a_pass_that_fails_costs_its_prompts_only(ring):
 
 def test_a_page_that_cannot_be_sent_costs_its_prompt_only(ring):
     class NoMemory(Model):
-        def payload(self, ticket, page):
+        def part(self, ticket, page):
             if ticket == 1:
                 raise MemoryError("no memory for the page")
-            return super().payload(ticket, page)
+            return super().part(ticket, page)
 
     link = Link(JOIN, prefill(1, 1), prefill(2, 1))
     with running(link, NoMemory()):
@@ -204,8 +204,8 @@ class Cursed(HashStage):
             raise ValueError("the prompt is cursed")
         return super()._run_layer(layer, place, spans, rows)
 
-    def payload(self, ticket, page):
-        return np.zeros(64, np.uint8)
+    def part(self, ticket, page):
+        return 0, np.zeros(64, np.uint8)
 
 
 class Reports(list):

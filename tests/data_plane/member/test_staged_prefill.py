@@ -16,7 +16,6 @@ import torch
 
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.page_ring import prefill_rings
 from data_plane.member import ticket_loop
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
 from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop
@@ -34,14 +33,16 @@ from data_plane.member.stage_messages import (
 from data_plane.member.staged_prefill import StagedPrefillLoop, StageThread
 from data_plane.member.token_streams import TokenStreams
 from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.prefill import build_prefill_stage
-from data_plane.startup.shared_parts import model_of
+from data_plane.startup.shared_parts import model_of, new_carry, page_ways, with_carry
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, Link, until
 from harness.paths import ROOT
+from harness.states import assert_same_state
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
@@ -53,6 +54,7 @@ from nanocp.values.commands import CancelPrefill, Join, PagesArrived, PrefillReq
 from nanocp.values.members import Beat, Envelope, Ready, Suspect
 from nanocp.values.passes import PassPlan
 from nanocp.values.plan import (
+    CARRY_PAGE,
     PAGE_SIZE,
     TargetRun,
     Transfer,
@@ -80,30 +82,23 @@ def prefill(ids, *targets, ticket):
     return transfer, Envelope(PrefillRequest(transfer, ids))
 
 
-class NoMoves:
-    def arrived(self):
-        return ()
-
-    def close(self):
-        """There is nothing to close."""
-
-
 class Receiver(PageTransfers):
     """An instance as far as pages go."""
 
     def __init__(self, instance, term, model, config):
-        num_layers = model.num_kept_layers
-        self.frames = FramePool(num_layers, 20, model.attention.kv_width, torch.float32)
+        self.frames = FramePool(model.num_kept_layers, 20, model.attention.kv_width, torch.float32)
+        self.frames.carry = new_carry(config, model, 1)
         segments = Segments(CLUSTER_ID, term=Term(term))
-        page_bytes = self.frames.page_bytes
-        rings = prefill_rings(config.prefill, segments, instance, page_bytes, num_layers)
-        super().__init__(instance, 2, rings, NoMoves(), num_parts=config.prefill.stages)
+        super().__init__(instance, 2, *page_ways(config, instance, segments, self.frames))
 
     def _read_page(self, frame):
         raise NotImplementedError
 
-    def _write_page(self, frame, num_tokens, payload, layers):
-        self.frames.write_payload(frame, num_tokens, payload, layers)
+    def _write_page(self, frame, num_tokens, payload, offset):
+        if frame < 20:
+            self.frames.write_payload(frame, num_tokens, payload, offset)
+        else:
+            self.frames.carry.page(0, frame - 20)[offset : offset + len(payload)] = payload
 
     def has(self, event):
         self.copy_arrived_pages()
@@ -116,7 +111,7 @@ class Threads:
     def __init__(self, checkpoint, loop, config):
         member = MemberSpec("", config, CLUSTER_ID, "", "", checkpoint)
         self.pipes, self.threads, self.loops = [], [], []
-        for stage in range(2):
+        for stage in range(config.prefill.stages):
             own, theirs = Pipe()
             spec = StageSpec(member, stage, f"{CLUSTER_ID}.links")
             built = build_prefill_stage(config, stage, Segments(spec.links_id), checkpoint)
@@ -182,10 +177,11 @@ def staged(checkpoint, link, config):
     assert [type(error) for error in errors] == [ShutdownRequested], errors
 
 
-def assert_kv(checkpoint, model, receiver, ids, frame_of, next_ids=()):
+def assert_kv(checkpoint, model, receiver, ids, frame_of, next_ids=(), carry=None):
     """The receiver has these pages of the prompt, as the reference computes them."""
     weights = load_weights(checkpoint, model, torch.float32, range(model.num_experts))
-    for page, kv_LSW in prefill_pages(weights, model, [*ids, *next_ids], len(ids), 512):
+    all_ids = [*ids, *next_ids]
+    for page, kv_LSW in prefill_pages(weights, model, all_ids, len(ids), 512, carry=carry):
         if page in frame_of:
             count = min(PAGE_SIZE, len(ids) - page * PAGE_SIZE)
             found = receiver.frames.layers[:, frame_of[page], :count]
@@ -268,6 +264,37 @@ def test_with_drafts_pages_have_kv_of_the_mtp_layer_too(num_stages):
         assert_kv(TALE, model, receivers[0], ids[:230], {0: 3, 1: 4}, ids[230:])
         assert_kv(TALE, model, receivers[1], ids[:230], {2: 5, 3: 6}, ids[230:])
         for receiver in receivers:
+            receiver.leave()
+
+
+@pytest.mark.parametrize("num_stages", [2, 6])
+@pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-kimi-linear"])
+def test_stages_send_the_states_of_their_layers(preset, num_stages, tmp_path):
+    """A stage has linear attention layers alone; with six another has none of them."""
+    make_checkpoint(tmp_path, preset)
+    model, random = ModelConfig.from_folder(tmp_path), Random(1)
+    config = replace(CONFIG, prefill=replace(CONFIG.prefill, stages=num_stages))
+    config = with_carry(config, tmp_path)
+    is_linear, size = [index in model.linear_layers for index in range(6)], 6 // num_stages
+    stages = [is_linear[first : first + size] for first in range(0, 6, size)]
+    assert any(map(all, stages)) and all(map(any, stages)) == (num_stages == 2)
+    link, num_state_pages = Link(join(1)), config.cluster.carry_pages
+    with staged(tmp_path, link, config):
+        receiver = Receiver(0, 1, model, config)
+        try:
+            for ticket, length in enumerate((230, 1), start=4):
+                ids = [random.randrange(2, 512) for _ in range(length)]
+                kv = TargetRun(0, -(-length // PAGE_SIZE), 0, 3)
+                state = TargetRun(CARRY_PAGE, num_state_pages, 0, 20)
+                transfer, message = prefill(ids, kv, state, ticket=ticket)
+                receiver.frames.carry._bytes.fill_(255)
+                receiver.expect(transfer)
+                link.inbox.put(message)
+                until(lambda: receiver.has(TransferDone(ticket, 0)))  # noqa: B023
+                expected, pages = new_carry(config, model, 1), {n: 3 + n for n in range(4)}
+                assert_kv(tmp_path, model, receiver, ids, pages, carry=expected)
+                assert_same_state(receiver.frames.carry, expected, length)
+        finally:
             receiver.leave()
 
 

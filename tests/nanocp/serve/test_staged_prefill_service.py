@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.reference.oracle import Oracle
 from harness.hash_service import process_launcher, shared_memory_of
 from harness.prompt_logprobs import assert_logprobs
 from nanocp.client import Client
@@ -97,6 +99,24 @@ def test_prompts_through_two_stages_are_exact_also_after_a_stage_is_lost(
             assert tiny_oracle.judge(prompt(900, seed), output.result(WAIT_S)).exact
         assert not any(each.is_running() for each in lost), "a lost stage ends the others"
         assert not service.failure.done()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("preset", ["tiny-qwen3-next", "tiny-kimi-linear"])
+def test_states_through_stages_are_exact_also_after_a_stage_is_lost(preset, tmp_path):
+    """The first of two stages has linear attention layers alone."""
+    make_checkpoint(tmp_path, preset)
+    oracle = Oracle(tmp_path)
+    with serving(tmp_path) as service, ThreadPoolExecutor(8) as pool:
+        ids = [prompt(length, length) for length in (2, 65, 150, 700)]
+        running = [pool.submit(generate, service, each, 12) for each in ids]
+        for each, output in zip(ids, running, strict=True):
+            assert oracle.judge(each, output.result(WAIT_S)).exact
+        running = [pool.submit(generate, service, prompt(900, seed), 8) for seed in range(4)]
+        until(lambda: service.num_open == 4)
+        os.kill(stages_of(service)[0].pid, signal.SIGKILL)
+        for seed, output in enumerate(running):
+            assert oracle.judge(prompt(900, seed), output.result(WAIT_S)).exact
 
 
 @pytest.mark.system
