@@ -16,6 +16,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor, cat, inference_mode
 
 from data_plane.graph.buckets import Bucket
@@ -97,7 +98,7 @@ class DecodeInstance(WindowEdge):
         """What was selected at start-up and why, one sentence each."""
         self._frames = frames = startup.frames
         if (slots := Slots.of(config, frames.page_bytes)) is not None:
-            self.copier = PageCopier(self._instance, slots, frames.page_view, self._write_page)
+            self.copier = PageCopier(self._instance, slots, self._page_view, self._write_page)
             self.copier.start()
         self._startup, self._carry = startup, frames.carry
         self._lanes = startup.lanes
@@ -303,6 +304,11 @@ class DecodeInstance(WindowEdge):
                 place, _ = self._config.cluster.carry_place(frame)
                 self._carry.clear(place, transfer.num_tokens)
         self._events.append(TransferDone(transfer.ticket, self._instance))
+
+    def _page_view(self, frame: int) -> np.ndarray:
+        """A frame's own bytes, no copy; of KV or of a state."""
+        carried = self._carried(frame)
+        return self._frames.page_view(frame) if carried is None else carried
 
     def _read_page(self, frame: int) -> Any:
         if (carried := self._carried(frame)) is not None:

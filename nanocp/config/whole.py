@@ -240,7 +240,6 @@ def _of_carries(config: Config) -> _Refusals:
     scheduler = config.scheduler
     return (
         _of_instances(config),
-        (config.has_slots, "kv_offload is on: rows' states are not kept outside the frames yet"),
         (
             scheduler.num_drafts != 0,
             f"scheduler.num_drafts {scheduler.num_drafts}: a state takes one token a step so far",

@@ -107,7 +107,8 @@ class DecodeCluster:
         """By index, once they run; to look at while nothing does."""
         self._next_id = 1
         self._num_windows = 0
-        self.num_moves = 0
+        self.num_moves = self.num_whole_tickets = 0
+        """Page moves, and tickets whose pages all came from slots."""
         self._done = [0] * num
         self._outbox: queue.Queue = queue.Queue()
         self._inboxes = [queue.Queue() for _ in range(num)]
@@ -276,6 +277,7 @@ class DecodeCluster:
                 continue
             ids = by_id[transfer.request_id].known_ids
             job = transfer, ids, num_fetched.get(transfer.ticket, 0)
+            self.num_whole_tickets += job[2] == len(transfer.instances())
             threading.Thread(target=self._prefill, args=job, daemon=True).start()
         for command in (*plan.fetches, *plan.stows):
             self._inboxes[command.instance].put(command)

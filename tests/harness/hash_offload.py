@@ -183,24 +183,29 @@ def play_offloading(seed: int, num_requests: int = 20) -> OffloadingCluster:
     return played(OffloadingCluster(seed, num_requests), f"offload --seed {seed}")
 
 
-def play_crowded(seed: int) -> OffloadingCluster:
+def crowd_of(kind: type[OffloadingCluster], seed: int, host_pages: int = 20) -> OffloadingCluster:
     """Rows that are promised no frame outgrow the cluster: preempted ones come back from slots."""
     config = offloading_config(seed)
     scheduler = replace(
         config.scheduler,
         growth_promise="tokens:0",
-        offload_host_pages=20,
+        offload_host_pages=host_pages,
         # In windows of one step a row stops only where a page is full.
         steps_per_window=[1, 4][seed % 2],
     )
     bounds = replace(config.cluster.bounds, max_rows=8, max_attention_rows=8)
     cluster = replace(config.cluster, num_instances=2, num_frames=6, bounds=bounds)
-    crowd = OffloadingCluster(seed, 16, replace(config, cluster=cluster, scheduler=scheduler))
+    crowd = kind(seed, 16, replace(config, cluster=cluster, scheduler=scheduler))
     crowd.talk_share = 0
     for _ in range(12):
         crowd._arrive(crowd.random.randrange(30, 64), crowd.random.randrange(60, 150))
     crowd.abort_share /= 10
-    return played(crowd, f"offload-crowd --seed {seed}")
+    return crowd
+
+
+def play_crowded(seed: int) -> OffloadingCluster:
+    """Play one seed of a crowd."""
+    return played(crowd_of(OffloadingCluster, seed), f"offload-crowd --seed {seed}")
 
 
 def play_losing(seed: int) -> LosingCluster:

@@ -10,6 +10,8 @@ from random import Random
 from harness.hash_cluster import HashCluster
 from harness.hash_drafts import crowd_of
 from harness.hash_failover import FailoverCluster
+from harness.hash_offload import LosingCluster, OffloadingCluster
+from harness.hash_offload import crowd_of as crowd_of_offload
 from harness.hash_operators import OperatedCluster
 from harness.hash_play import played
 from harness.hash_recovery import RecoveringCluster
@@ -53,6 +55,31 @@ def make_states(seed: int) -> HashCluster:
         case 4:
             return StatefulFailovers(seed)
     return StatefulOperators(seed)
+
+
+class StatefulOffload(OffloadingCluster):
+    """Pages and states go to slots and come back."""
+
+    has_states = True
+
+
+class StatefulOffloadLosses(LosingCluster):
+    """Instances are lost with their slots."""
+
+    has_states = True
+
+
+def play_offload(seed: int) -> OffloadingCluster:
+    """Play a seed of clusters with slots."""
+    match seed % 4:
+        case 0:
+            cluster: OffloadingCluster = StatefulOffload(seed)
+        case 1:
+            cluster = StatefulOffloadLosses(seed)
+        case _:
+            # Where memory has few slots, a state may not find one for each of its pages.
+            cluster = crowd_of_offload(StatefulOffload, seed // 2, [20, 4][seed % 2])
+    return played(cluster, f"states-offload --seed {seed}")
 
 
 def play(seed: int) -> HashCluster:

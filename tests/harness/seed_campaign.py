@@ -55,6 +55,7 @@ OTHERS: dict[str, Callable[[int], HashPlay]] = {
     "crowd": hash_seeds.play_crowd,
     "drafts": hash_drafts.play,
     "states": hash_states.play,
+    "states-offload": hash_states.play_offload,
     "regroups": lambda seed: hash_recovery_seeds.play(seed, 0, 20),
     "offload": hash_offload.play_offloading,
     "offload-crowd": hash_offload.play_crowded,

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from control_plane.scheduler.pages.offload import Offload
 from harness import hash_play
 from harness.hash_model import HashModel, fold
 from harness.hash_states import (
@@ -19,6 +20,7 @@ from harness.hash_states import (
     StatefulOperators,
     make_states,
     play,
+    play_offload,
 )
 from nanocp.values.plan import CARRY_PAGE
 
@@ -42,6 +44,27 @@ def test_every_token_is_right_with_states(seeds):
         counts["preemptions"] += cluster.num_preemptions
         counts["losses"] += getattr(cluster, "num_losses", 0)
     assert counts["hand_offs"] >= 20 and counts["preemptions"] >= 5 and counts["losses"] >= 5
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(8), pytest.param(range(NUM_SEEDS // 4), marks=pytest.mark.system)],
+    ids=["quick", "all"],
+)
+def test_states_go_to_slots_and_come_back(seeds, monkeypatch):
+    """A preempted row goes on with its state, or with one that a prefill has made."""
+    num_fetched = []
+    find = Offload._found
+
+    def found(offload, request):
+        pages = find(offload, request)
+        num_fetched.append(sum(page.page >= CARRY_PAGE for _, page in pages))
+        return pages
+
+    monkeypatch.setattr(Offload, "_found", found)
+    clusters = [play_offload(seed) for seed in seeds]
+    assert sum(cluster.num_preemptions for cluster in clusters) >= 3
+    assert sum(num_fetched) >= 3 and 0 in num_fetched
 
 
 @pytest.mark.parametrize("seed", SEEN_BY)

@@ -8,6 +8,7 @@ _MOVES = "tests/control_plane/scheduler/windows/test_carry_moves.py"
 _NATIVE = "tests/data_plane/native/test_delta.py"
 _HELD = "tests/control_plane/scheduler/terms/test_held_requests.py"
 _PREFILL = "tests/data_plane/startup/test_prefill.py"
+_SLOTS = "tests/control_plane/scheduler/pages/test_offload.py"
 
 
 def _played(seed: int) -> tuple[str, ...]:
@@ -233,6 +234,38 @@ OF_STATES = [
         text="self._held.begin_attempt(request, arrival, not self._is_between_terms)",
         fault="self._held.begin_attempt(request, arrival)",
         tests=(_HELD, "-k", "between_two_terms"),
+    ),
+    Mutant(
+        name="state-not-stowed",
+        why="a page of a preempted row's state is not stowed",
+        path="control_plane/scheduler/pages/offload.py",
+        text="runs.append(request.carry)",
+        fault="runs.append(request.carry._replace(num_pages=request.carry.num_pages - 1))",
+        tests=(_SLOTS, "-k", "with_its_state"),
+    ),
+    Mutant(
+        name="half-a-state",
+        why="some pages of a state come from slots and some from the prefill (one state)",
+        path="control_plane/scheduler/pages/offload.py",
+        text="return [each for each in found if each[1].page < CARRY_PAGE]",
+        fault="return found",
+        tests=(_SLOTS, "-k", "with_its_state"),
+    ),
+    Mutant(
+        name="state-of-another-copy",
+        why="pages of two copies of a state are found together (one state)",
+        path="control_plane/scheduler/pages/offload.py",
+        text="own is not None and own[1] == event.ticket",
+        fault="own is not None",
+        tests=(_SLOTS, "-k", "two_copies"),
+    ),
+    Mutant(
+        name="state-in-slots-of-another-position",
+        why="a row goes on with the state that it had at another position",
+        path="control_plane/scheduler/pages/offload.py",
+        text="elif num_then != num_tokens:",
+        fault="elif False:",
+        tests=(_SLOTS, "-k", "with_its_state"),
     ),
     Mutant(
         name="states-in-plan",

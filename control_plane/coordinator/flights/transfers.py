@@ -159,11 +159,9 @@ def num_cached(submission: Submission, plan: Plan) -> int:
     """Tokens of the prompt that nobody computes: other requests have written their pages."""
     for transfer in plan.transfers:
         if transfer.request_id == submission.request_id and transfer.source is None:
-            num_pages = transfer.targets[0].first_page
-            if num_pages >= CARRY_PAGE:  # all pages are shared, and the state is computed alone
-                return 0
-            num_pages += fetched_pages(plan.fetches).get(transfer.ticket, 0)
-            return min(num_pages * PAGE_SIZE, submission.arrival.prompt_len - 1)
+            left = _after(transfer.targets, fetched_pages(plan.fetches).get(transfer.ticket, 0))
+            if left:  # a state that is computed takes the whole prompt, though no page is written
+                return left[0].first_page % CARRY_PAGE * PAGE_SIZE
     return submission.arrival.prompt_len - 1
 
 

@@ -18,14 +18,14 @@ from typing import NamedTuple
 from control_plane.scheduler.pages.prefix_sharing import PrefixSharing
 from control_plane.scheduler.pages.quarantine import Quarantine
 from control_plane.scheduler.pages.tickets import Tickets
-from control_plane.scheduler.pages.tiers import Key, Tier
+from control_plane.scheduler.pages.tiers import Key, OwnPage, Tier
 from control_plane.scheduler.state.answer import Answer
 from control_plane.scheduler.state.cluster_state import ClusterState
 from control_plane.scheduler.state.frame_ledger import FrameRun
 from control_plane.scheduler.state.request import Request
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.offload import Fetch, StoredPage, Stow, TransferMissed, WrittenPage
-from nanocp.values.plan import PAGE_SIZE, TransferDone, TransferFenced
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE, TransferDone, TransferFenced
 
 MAX_COPYING = 16
 """Pages of one instance that are on their way from frames into slots at a time."""
@@ -82,8 +82,9 @@ class Offload:
         """By ticket: pages that are read for it."""
         self.pins: Counter[Key] = Counter()
         """Tickets that each page is read for, at least 1."""
-        self._tails: dict[int, int] = {}
-        """Preempted request -> tokens of KV that it had, if its last page was not full."""
+        self._preempted: dict[int, tuple[int, int]] = {}
+        """Preempted request -> (tokens that it had, ticket of its own pages)."""
+        self._state_pages = range(CARRY_PAGE, CARRY_PAGE + state.cluster.carry_pages)
         self._leaving: deque[Request] = deque()
         """Ended requests that a window in flight may still write pages of."""
         self.num_hit_tokens = 0
@@ -160,26 +161,30 @@ class Offload:
                 self.num_fetched[page.slot >= self._num_slots[0]] += 1
             for instance, of_instance in pages.items():
                 self._answer.fetches.append(Fetch(request.ticket, instance, tuple(of_instance)))
-            end = min((found[-1][1].page + 1) * PAGE_SIZE, request.arrival.prompt_len - 1)
-            self.num_hit_tokens += end - found[0][1].page * PAGE_SIZE
-        if request.request_id not in keys:
+            if kv := [page.page for _, page in found if page.page < CARRY_PAGE]:
+                end = min((kv[-1] + 1) * PAGE_SIZE, request.arrival.prompt_len - 1)
+                self.num_hit_tokens += end - kv[0] * PAGE_SIZE
+        if not keys or isinstance(keys[-1], bytes):
             self.forget(request.request_id)
         self._use(request.page_hashes)
 
     def _found(self, request: Request) -> list[tuple[Key, StoredPage]]:
-        """Pages of the request's ticket, from the first on, that are in slots."""
+        """Pages of the request's ticket, from the first on, that are in slots.
+
+        A state counts as a whole only, and at its position (protocol.md, state of the position).
+        """
         num_tokens = request.arrival.prompt_len - 1
-        has_tail = self._tails.get(request.request_id) == num_tokens
+        num_then, ticket = self._preempted.get(request.request_id, (-1, -1))
         found: list[tuple[Key, StoredPage]] = []
         for run in request.targets(num_tokens):
             for page in range(run.first_page, run.first_page + run.num_pages):
-                key: Key = request.request_id
+                key: Key = OwnPage(request.request_id, ticket, page)
                 if page < len(request.page_hashes):
                     key = request.page_hashes[page]
-                elif page != num_tokens // PAGE_SIZE or not has_tail:
+                elif num_then != num_tokens:
                     return found
                 if key not in self.instance_of:
-                    return found
+                    return [each for each in found if each[1].page < CARRY_PAGE]
                 slot = self._tier_of(key).kept[key]
                 found.append((key, StoredPage(page, slot, run.instance)))
         return found
@@ -195,19 +200,19 @@ class Offload:
             self._unpin(key)
             # A page that another ticket reads stays until that one is over.
             if key not in self.pins and self.instance_of.get(key) == event.instance:
-                self.forget(key)
+                self._drop(key)
 
     def _unpin(self, key: Key) -> None:
         self.pins[key] -= 1
         if not self.pins[key]:
             del self.pins[key]
-            if isinstance(key, int):
-                self.forget(key)
+            if isinstance(key, OwnPage):
+                self.forget(key.request_id)
 
     # --- copies into slots
 
     def stow_all(self, request: Request) -> tuple[int, tuple[int, ...]] | None:
-        """Stow every page of a stopped request that is in no slot, its last one too.
+        """Stow every page of a stopped request that is in no slot, its last one and state too.
 
         Its frames stay until the instances that are returned have answered for the ticket. None if
         there is nothing to copy.
@@ -216,14 +221,21 @@ class Offload:
         if not self.is_on or len(request.page_hashes) < num_full:
             return None
         self.forget(request.request_id)
-        if rest:
-            self._tails[request.request_id] = request.position
         ticket, instances = self._tickets.next_number(), []
+        self._preempted[request.request_id] = request.position, ticket
         pages_on: dict[int, list[tuple[Key, int]]] = {}
-        for run in request.runs:
-            end = min(run.first_page + run.num_pages, num_full + bool(rest))
+        runs = [*request.runs]
+        fits = len(self._state_pages) <= self._num_slots[0]
+        if request.carry is not None and request.carry_source is None and fits:
+            runs.append(request.carry)
+        for run in runs:
+            end = run.first_page + run.num_pages
+            if run.first_page < CARRY_PAGE:
+                end = min(end, num_full + bool(rest))
             for page in range(run.first_page, end):
-                key: Key = request.request_id if page == num_full else request.page_hashes[page]
+                key: Key = OwnPage(request.request_id, ticket, page)
+                if page < num_full:
+                    key = request.page_hashes[page]
                 if key not in self.instance_of and key not in self._copying:
                     frame = run.frame + page - run.first_page
                     pages_on.setdefault(run.instance, []).append((key, frame))
@@ -292,10 +304,11 @@ class Offload:
             slots.append((key, taken.slot))
             if taken.page is None:
                 continue
-            self._dropped(taken.page)
+            del self.instance_of[taken.page]
             place = file.take(self.pins) if isinstance(taken.page, bytes) else None
             if place is not None:
-                self._dropped(place.page)
+                if place.page is not None:
+                    del self.instance_of[place.page]
                 demoted.append((taken.page, place.slot))
                 sources.append(taken.slot)
         if demoted:
@@ -330,7 +343,10 @@ class Offload:
         if not is_demotion:
             self._num_copying[event.instance] -= len(slots)
         for key, slot in slots:
-            if isinstance(event, TransferDone) and (isinstance(key, bytes) or key in self._tails):
+            own = (
+                (0, event.ticket) if isinstance(key, bytes) else self._preempted.get(key.request_id)
+            )
+            if isinstance(event, TransferDone) and own is not None and own[1] == event.ticket:
                 tier.kept[key] = slot
                 self.instance_of[key] = event.instance
                 self.num_stowed[is_demotion] += 1
@@ -350,24 +366,18 @@ class Offload:
                 kept = self._tier_of(key).kept
                 kept[key] = kept.pop(key)
 
-    def _dropped(self, key: Key | None) -> None:
-        """The page has left its slot."""
-        if key is not None:
-            del self.instance_of[key]
-            if isinstance(key, int):
-                self._tails.pop(key, None)
-
-    def forget(self, key: Key) -> None:
-        """The page is of no use any more, or cannot be read.
-
-        key: its hash, or the id of a request for the last page that it had, if any.
-        """
+    def _drop(self, key: Key) -> None:
+        """The page is of no use any more, or cannot be read."""
         if key in self.instance_of:
             tier = self._tier_of(key)
             tier.free.append(tier.kept.pop(key))
-            self._dropped(key)
-        elif isinstance(key, int):
-            self._tails.pop(key, None)
+            del self.instance_of[key]
+
+    def forget(self, request_id: int) -> None:
+        """Pages that a preempted request has alone, if any, are of no use any more."""
+        num_tokens, ticket = self._preempted.pop(request_id, (0, -1))
+        for page in (num_tokens // PAGE_SIZE, *self._state_pages):
+            self._drop(OwnPage(request_id, ticket, page))
 
     # --- terms
 
@@ -381,14 +391,14 @@ class Offload:
         self._fetching.clear()
         self.pins.clear()
         self._leaving.clear()
-        for request_id in list(self._tails):
+        for request_id in list(self._preempted):
             self.forget(request_id)
 
     def lose(self, instance: int) -> None:
         """Another process has the seat, or none: its slots are empty."""
         for tier in self.tiers[instance]:
             for key in tier.kept:
-                self._dropped(key)
+                del self.instance_of[key]
         self.tiers[instance] = self._empty()
         self._queued[instance].clear()
 

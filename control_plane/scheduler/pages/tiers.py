@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import NamedTuple
 
-Key = bytes | int
-"""The hash of a full page, or the id of a preempted request: its last page, which is not full."""
+
+class OwnPage(NamedTuple):
+    """A page that a preempted request has alone: its last one if not full, or one of its state."""
+
+    request_id: int
+    ticket: int
+    """That under which it was stowed: pages of two copies do not belong together."""
+    page: int
+
+
+Key = bytes | OwnPage
+"""A full page has its hash."""
 
 
 class TakenSlot(NamedTuple):

@@ -8,6 +8,7 @@ from control_plane.coordinator.flights.transfers import Transfers, num_cached
 from control_plane.frontend.controller_interface import Submission
 from nanocp.values.commands import CancelPrefill, PagesArrived, PrefillRequest
 from nanocp.values.members import PREFILL
+from nanocp.values.offload import Fetch, StoredPage
 from nanocp.values.plan import CARRY_PAGE, Arrival, Fence, Plan, TargetRun, Transfer, TransferFailed
 
 TWO = (TargetRun(0, 2, 2, 5), TargetRun(2, 1, 3, 0))
@@ -58,6 +59,14 @@ def test_nothing_is_cached_of_a_prompt_whose_state_alone_is_computed():
         for first_page in (1, CARRY_PAGE)
     ]
     assert [num_cached(submission, plan) for plan in plans] == [64, 0]
+    state, kv = TargetRun(CARRY_PAGE, 2, 0, 20), TargetRun(0, 2, 0, 3)
+    stored = [StoredPage(page, page % 64, 0) for page in (0, 1, CARRY_PAGE, CARRY_PAGE + 1)]
+    seen = []
+    for targets, first, end in (((kv, state), 0, 2), ((kv, state), 0, 4), ((state,), 2, 4)):
+        fetches = (Fetch(1, 0, tuple(stored[first:end])),)
+        plan = Plan(0, transfers=(Transfer(1, 7, 128, targets),), fetches=fetches)
+        seen.append(num_cached(submission, plan))
+    assert seen == [0, 128, 128], "a state that comes from slots is not computed"
 
 
 def test_a_new_prefill_gets_what_the_lost_one_had_not_filled(members):

@@ -4,10 +4,12 @@ import pytest
 
 from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import check
+from control_plane.scheduler.pages.tiers import OwnPage
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (
+    CARRY_PAGE,
     AbortRequested,
     Arrival,
     InstanceLost,
@@ -25,8 +27,8 @@ from nanocp.values.plan import (
 class Story:
     """One instance with few frames; a test says what is written and copied."""
 
-    def __init__(self, num_frames=4, host_pages=8, file_pages=0, **config):
-        cluster = ClusterConfig(num_instances=1, num_frames=num_frames)
+    def __init__(self, num_frames=4, host_pages=8, file_pages=0, carry_pages=0, **config):
+        cluster = ClusterConfig(num_instances=1, num_frames=num_frames, carry_pages=carry_pages)
         slots = {"offload_host_pages": host_pages, "offload_file_pages": file_pages}
         self.scheduler = Scheduler(cluster, SchedulerConfig(**(slots | config)))
         self.num_requests = 0
@@ -185,9 +187,10 @@ def test_a_page_that_cannot_be_read_is_forgotten_and_its_request_comes_back():
     assert again.transfers and not again.fetches
 
 
-def preempted():
+def preempted(**config):
     """A story whose request was preempted, and is away: (story, the plan that says so, the ask)."""
-    story = Story(num_frames=2, growth_promise="tokens:0", steps_per_window=4, held_timeout_us=500)
+    promise = {"growth_promise": "tokens:0", "steps_per_window": 4, "held_timeout_us": 500}
+    story = Story(num_frames=2, **promise, **config)
     story.submit([1] * 50, max_tokens=40)
     story.submit([2] * 51, max_tokens=40)
     plan = story.plan(TransferDone(1, 0), TransferDone(2, 0))
@@ -200,15 +203,63 @@ def test_a_preempted_request_comes_back_from_slots_with_its_last_page():
     story, (request_id, num_tokens, *_), stow = preempted()
     assert len(stow.pages) == 1 and story.scheduler.loads()[0].frames_quarantined == 1
     story.plan(TransferDone(stow.ticket, 0))
-    assert story.slots[0] == [request_id]
-    story.plan(AbortRequested(3 - request_id))
-    while story.window < story.last_sent:
-        story.step()
-    plan = story.plan(Arrival(request_id, num_tokens, 20, resumes=True))
+    assert story.slots[0] == [OwnPage(request_id, stow.ticket, 0)]
+    plan = come_back(story, request_id, num_tokens)
     (page,) = plan.fetches[0].pages
     assert (page.page, page.slot) == (0, stow.pages[0][1])
     story.plan(TransferDone(plan.transfers[0].ticket, 0))
     assert story.slots[0] == [], "a last page is read once"
+
+
+def come_back(story, request_id, num_tokens):
+    """The other request ends, and the one that is away comes with so many tokens."""
+    story.plan(AbortRequested(3 - request_id))
+    while story.window < story.last_sent:
+        story.step()
+    return story.plan(Arrival(request_id, num_tokens, 20, resumes=True))
+
+
+@pytest.mark.parametrize(
+    ("host_pages", "num_more", "stowed", "fetched"),
+    [
+        (8, 0, 3, [0, CARRY_PAGE, CARRY_PAGE + 1]),
+        (8, 1, 3, []),  # a state and a last page are of one position
+        (2, 0, 2, [0]),  # half a state is none
+        (1, 0, 1, [0]),
+    ],
+)
+def test_a_preempted_request_comes_back_with_its_state(host_pages, num_more, stowed, fetched):
+    story, (request_id, num_tokens, *_), stow = preempted(carry_pages=2, host_pages=host_pages)
+    frames = [frame for frame, _ in stow.pages]
+    assert len(frames) == stowed and all(frame >= 2 for frame in frames[1:]), "behind KV"
+    assert story.scheduler.loads()[0].frames_quarantined == 1
+    story.plan(TransferDone(stow.ticket, 0))
+    plan = come_back(story, request_id, num_tokens + num_more)
+    pages = [page for fetch in plan.fetches for page in fetch.pages]
+    assert [page.page for page in pages] == fetched
+    assert [page.slot for page in pages] == [slot for _, slot in stow.pages][: len(fetched)]
+    assert plan.transfers[0].targets[-1].first_page == CARRY_PAGE
+    assert story.scheduler.offload.num_hit_tokens == (num_tokens - 1 if fetched else 0)
+    story.plan(TransferDone(plan.transfers[0].ticket, 0))
+    assert story.slots[0] == []
+
+
+def test_pages_of_two_copies_do_not_come_together():
+    """The first may be answered when the request was preempted for the second time."""
+    story = Story(carry_pages=2)
+    story.submit([1] * 50, max_tokens=40)
+    story.plan(TransferDone(1, 0))
+    request, offload = story.scheduler._state.requests[1], story.scheduler.offload
+    (first, _), (second, _) = offload.stow_all(request), offload.stow_all(request)
+    story.plan(TransferDone(first, 0))
+    assert story.slots[0] == []
+    story.plan(TransferDone(second, 0))
+    assert {key.ticket for key in story.slots[0]} == {second} and len(story.slots[0]) == 3
+    request.carry_source = request.carry
+    third, _ = offload.stow_all(request)
+    request.carry_source = None
+    story.plan(TransferDone(third, 0))
+    assert len(story.slots[0]) == 1, "a state that is under way is in neither place as a whole"
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
@@ -226,7 +277,7 @@ def test_a_preempted_request_that_ends_while_it_waits_is_forgotten(end, is_copie
         story.scheduler.plan_window([], 1000)
     if not is_copied:
         story.scheduler.plan_window([TransferDone(stow.ticket, 0)], 1000)
-    assert story.slots == [[], []] and not story.scheduler.offload._tails
+    assert story.slots == [[], []] and not story.scheduler.offload._preempted
 
 
 def test_a_preempted_request_that_stays_away_stops_others_for_a_bounded_time():
