@@ -12,7 +12,7 @@ from typing import Any
 
 KEY = "nanocp"
 """Our key in kv_transfer_params; other connectors have others."""
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of what is sent and answered; both sides must have the same."""
 
 JSON = Mapping[str, Any]
