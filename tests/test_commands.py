@@ -159,11 +159,9 @@ def python(block, service):
     return said.getvalue()
 
 
+@pytest.mark.system
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "document",
-    [*(pytest.param(name, marks=pytest.mark.system) for name in DOCUMENTS[:2]), DOCUMENTS[2]],
-)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_asks_a_service_runs_as_printed(document, service, folder):
     """The examples first: the quick start asks for their requests afterwards."""
     said = [python(block, service) for block in blocks(document, "python")]

@@ -38,7 +38,7 @@ def played(quick, long):
 @pytest.mark.parametrize(
     "first",
     [
-        first if first < NUM_SEEDS // 2 else pytest.param(first, marks=pytest.mark.system)
+        first if first < NUM_SEEDS // 4 else pytest.param(first, marks=pytest.mark.system)
         for first in range(0, NUM_SEEDS, CHUNK)
     ],
 )

@@ -53,6 +53,7 @@ def results(tmp_path_factory):
     return folder
 
 
+@pytest.mark.system
 @without_gpu
 @pytest.mark.parametrize(
     ("name", "kinds"),
@@ -79,6 +80,7 @@ def test_every_measurement_runs_and_is_kept(results, name, kinds):
     assert cells == (expected if name == "gpu_attention" else set())
 
 
+@pytest.mark.system
 @without_gpu
 def test_what_was_measured_becomes_a_set_of_the_simulator_with_its_source(results, tmp_path):
     """It is written twice: the second replaces the first."""

@@ -13,6 +13,9 @@ from harness.kernel_compilation import controls, kernels
 from harness.made_once import made_once
 from harness.paths import TESTS
 
+pytestmark = pytest.mark.system
+"""CI runs them behind `make test`."""
+
 
 class Limit(NamedTuple):
     """The most that a kernel may take."""
@@ -65,8 +68,7 @@ LONG = [
     *("decode fp8", "decode K/V heads bf16, two queries", "grouped gemm fp32"),
     *("decode K/V heads bf16, four queries", "decode bf16", "grouped gemm fp8"),
 ]
-"""They take longer to compile than all others, and belong to `make test-system`; CI runs both."""
-NAMES = [pytest.param(name, marks=pytest.mark.system) if name in LONG else name for name in LIMITS]
+"""They take as long to compile as all others, which another worker compiles meanwhile."""
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def test_every_kernel_is_compiled():
     assert {*kernels(), *controls()} == {*LIMITS, *CONTROLS}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LIMITS)
 def test_resources_are_within_limits(compiled, name):
     kernel, limit = compiled(name), LIMITS[name]
     assert kernel["registers"] <= limit.registers
@@ -125,20 +127,14 @@ def test_resources_are_within_limits(compiled, name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "grouped gemm bf16",
-        *(
-            pytest.param(name, marks=pytest.mark.system)
-            for name in ("decode bf16", "decode fp16", "decode fp8", "grouped gemm fp8")
-        ),
-    ],
+    ["grouped gemm bf16", "decode bf16", "decode fp16", "decode fp8", "grouped gemm fp8"],
 )
 def test_the_16_bit_kernels_use_hoppers_matrix_units_and_asynchronous_copies(compiled, name):
     kernel = compiled(name)
     assert kernel["num_wgmma"] > 0 and kernel["num_async_copies"] > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LIMITS)
 def test_no_flag_is_released_before_what_it_announces(compiled, name):
     assert compiled(name)["unordered_releases"] == []
 
