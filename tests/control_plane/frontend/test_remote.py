@@ -81,7 +81,8 @@ class Remote:
         front_end.start()
         threading.Thread(target=link.converse, args=(front_end, secrets), daemon=True).start()
         self.links[index] = link, front_end
-        until(lambda: index in self.port._attached)
+        # The port may know of the link before the link's thread has its call.
+        until(lambda: index in self.port._attached and hasattr(link, "_call"))
         return front_end
 
     def kill(self, index: int) -> None:
