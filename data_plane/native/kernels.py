@@ -209,6 +209,7 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads, NativeDelta
     def forget(self, layer: LayerWeights) -> None:
         """Keep nothing of this layer's weights: they are given up."""
         self._layers.pop(id(layer), None)
+        self._heads.pop(id(layer), None)
         self._deltas.pop(id(layer.attention), None)
         if layer.moe is not None:
             self.forget_experts(layer.moe)

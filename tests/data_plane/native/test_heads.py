@@ -1,5 +1,7 @@
 """The compiled kernels for K/V heads against the torch functions, their slow references."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +93,20 @@ def test_heads_of_another_width_are_left_to_torch(checkpoints):
     kernels = native((torch.float32, "avx2"))
     config = ModelConfig.from_folder(checkpoints("tiny-llama"))
     assert config.attention.head_dim % 32 and kernels.own_attention(config) is None
+
+
+def test_a_layer_that_is_given_up_is_not_kept(checkpoints):
+    """A stage whose layers move would else keep the weights of those that have left."""
+    kernels, path = native((torch.float32, "avx2")), checkpoints("tiny-qwen3")
+    config = ModelConfig.from_folder(path)
+    weights = load_weights(path, config, torch.float32, range(0), packing=kernels)
+    weights.rope.reach(8)
+    layer, rope = weights.layers[1], weights.rope
+    kernels.attention_rows(torch.zeros(1, config.hidden_size), torch.arange(1), layer, rope, config)
+    kept = weakref.ref(layer.input_norm)
+    kernels.forget(layer)
+    del weights, layer
+    assert kept() is None
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
