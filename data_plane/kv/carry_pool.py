@@ -39,7 +39,8 @@ class CarryRows(NamedTuple):
     """The rows of a step."""
 
     frame_B: Tensor
-    """int64: where each row's state lies; rows that have stopped take the scratch frame."""
+    """Where each row's state lies; rows that have stopped take the scratch frame. int64, or int32
+    on a GPU."""
     position_B: Tensor
     """int64."""
     live_B: Tensor

@@ -10,14 +10,12 @@ convolution, D decays of a head (1 or K).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from data_plane.kv.carry_pool import CarryFields
+from data_plane.kv.carry_pool import CarryFields, CarryRows
 from data_plane.model.attention_kinds.delta import NORM_EPS, DeltaConfig, DeltaWeights
 
 WRONG_STATE = tl.constexpr(32)
@@ -26,29 +24,19 @@ BLOCK_V = 32
 """Columns of a state that a program has in registers at once."""
 
 
-class DeltaRows(NamedTuple):
-    """The rows of a step, on the device."""
-
-    frame_B: Tensor
-    """int32: where each row's state lies."""
-    position_B: Tensor
-    """int64."""
-    live_B: Tensor
-    """bool; the state of a row that has stopped does not change."""
-
-
 def step_states(
     config: DeltaConfig,
     weights: DeltaWeights,
     fields: CarryFields,
-    rows: DeltaRows,
+    rows: CarryRows,
     x_BX: Tensor,
     error: Tensor,
 ) -> Tensor:
     """Run one token of each row; returns heads' outputs, gated, [B, H, V]: 0 for a dead row.
 
-    x_BX: normed hidden rows. error: the exchange's error word; once it is set, nothing is folded or
-    recorded, and outputs are worthless. If a state is not of its row's position it is set.
+    rows: on the device; no state of a dead row is read or written, whatever its frame. x_BX: normed
+    hidden rows. error: the exchange's error word; once it is set, nothing is folded or recorded,
+    and outputs are worthless. If a state is not of its row's position it is set.
     """
     channels_BC, gate, decay, beta = config.projections(x_BX, weights)
     out_BHV = x_BX.new_empty(len(x_BX), config.num_heads, config.value_dim)

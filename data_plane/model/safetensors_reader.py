@@ -190,8 +190,10 @@ class SafetensorsReader:
         Qwen3.5's text model lies in one that sees, and its experts of a layer may be two tensors.
         """
         assert self._file_of is not None
+        if name in self._file_of:
+            return name
         inner = re.sub(r"^model\.", "model.language_model.", name)
-        others = [name, name.replace(".mlp.", ".block_sparse_moe."), inner]
+        others = [name.replace(".mlp.", ".block_sparse_moe."), inner]
         if part := _EXPERT.fullmatch(name):
             fused = f"{part[1]}{'down' if part[3] == 'down' else 'gate_up'}_proj"
             others += [fused, re.sub(r"^model\.", "model.language_model.", fused)]

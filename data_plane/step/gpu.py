@@ -20,8 +20,9 @@ from torch import Tensor
 from data_plane.attention.paged import Attention
 from data_plane.attention.triton_merge import merge_routed
 from data_plane.graph.pool_gpu import GpuContext, GpuPages, GpuPool
+from data_plane.kv.carry_pool import CarryRows
 from data_plane.kv.frame_pool import FramePool
-from data_plane.kv.triton_carry import DeltaRows, step_states
+from data_plane.kv.triton_carry import step_states
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
@@ -291,7 +292,7 @@ class GpuStep:
             delta,
             layer.attention,
             carry.layers[self._places[index]],
-            DeltaRows(context.carry_frame, context.position, context.live),
+            CarryRows(context.carry_frame, context.position, context.live),
             rms_norm(x_BX, layer.input_norm, self._model.norm_eps),
             self._exchange.error,
         )

@@ -176,9 +176,9 @@ class DeltaConfig:
     def projections(
         self, x_BX: Tensor, weights: DeltaWeights
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project normed hidden rows to channels [B, C] and gates [B, H * V].
+        """Project normed hidden rows to channels [B, C], gates, and what makes decays and betas.
 
-        And to what makes decays [B, H * D] and betas [B, H]; columns lie next to each other.
+        Gates are [B, H * V], decays [B, H * D], betas [B, H]; a row's columns lie side by side.
         """
         import torch
 

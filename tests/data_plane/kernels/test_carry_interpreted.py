@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data_plane.kv.carry_pool import CarryPool, CarryRows
-from data_plane.kv.triton_carry import DeltaRows, step_states
+from data_plane.kv.triton_carry import step_states
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
@@ -49,7 +49,7 @@ class Layer:
 
     @torch.inference_mode()
     def kernel(self, position, live=(True, True, True)):
-        rows = DeltaRows(
+        rows = CarryRows(
             torch.tensor(FRAMES, dtype=torch.int32), torch.full((3,), position), torch.tensor(live)
         )
         given = self.config, self.weights, self.pools[1].layers[1], rows, self.inputs[position]
