@@ -230,7 +230,7 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
     """One layer's experts, those of one instance: the weights are what takes the time."""
     from data_plane.moe.deep_gemm import DeepGemm
     from data_plane.moe.grouped import GroupedExperts, GroupedMm
-    from data_plane.moe.triton_gemm import TritonGemm
+    from data_plane.moe.kernels.gemm import TritonGemm
 
     num_experts, hidden, size, slots = shapes.experts
     gate_up = (

@@ -91,7 +91,7 @@ def measured_costs(
     sources |= dict.fromkeys(("weights_gb_per_s", "gemm_tflops"), source)
 
     rest = []
-    for r in (r for r in step if r["kind"] == "step"):
+    for r in (r for r in step if r["kind"] == "step" and r["variant"] == BACKEND):
         layers, moe_layers = r["layers"], r["moe_layers"]
         if (layers, moe_layers) != (model.num_layers, model.num_moe_layers):
             raise ValueError(

@@ -25,7 +25,7 @@ from kit import BenchRun, Claim, Result, at_least, at_most, bench, none
 from torch import Tensor
 
 from data_plane.moe.fused_state import CHOOSE, DISPATCH, GATE, INNER, OUTPUT, ROUTE
-from data_plane.moe.triton_gemm import grouped_gemm_kernel
+from data_plane.moe.kernels.gemm import grouped_gemm_kernel
 from data_plane.transport.exchange import ExchangeTimeout
 from harness import fused_roles
 

@@ -22,12 +22,17 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.fp8_weight import Fp8Weight
 from data_plane.model.linear import PlainLinear
 from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
-from data_plane.moe.all_to_all_gpu import GpuExpertExchange, GpuMixtures
+from data_plane.moe.all_to_all_gpu import (
+    GpuAllToAll,
+    GpuAlone,
+    GpuExpertExchange,
+    GpuMixtures,
+)
 from data_plane.moe.fused import FusedMoe, FusedTiles, GateTiles, fused_weights
 from data_plane.moe.fused_state import FusedRows, FusedWeights
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
-from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
@@ -92,7 +97,7 @@ class MoeCase:
         self.model = model = shapes.model(num_instances * num_here)
         value, per_row = "float32" if is_wide else "uint16", model.num_experts_per_token
         sizes: dict[str, Any] = {
-            "num_instances": num_instances, "dtype": self.dtype, "device": self.device,
+            "num_instances": num_instances, "device": self.device,
         }  # fmt: skip
         # Epochs of the two forms differ, so each has memory of its own. The split path, whose time
         # grows with its bound, gets the least one.
@@ -113,15 +118,16 @@ class MoeCase:
             self.fused.append(
                 FusedMoe(
                     other, model, num_here=num_here, is_fp8=form == "fp8", tiles=shapes.tiles,
-                    max_rows=shapes.max_rows, **sizes,
+                    max_rows=shapes.max_rows, dtype=self.dtype, **sizes,
                 )
             )  # fmt: skip
             programs = self.fused[-1].num_programs // num_instances
             self.fused[-1].num_programs = max(1, programs)
-            all_to_all = GpuExpertExchange(
-                exchange, num_experts=model.num_experts, per_row=per_row,
-                hidden_size=model.hidden_size, max_rows=num_rows, **sizes,
-            )  # fmt: skip
+            all_to_all: GpuAllToAll = GpuAlone()
+            if num_instances > 1:
+                all_to_all = GpuExpertExchange(
+                    exchange, num_experts=model.num_experts, max_rows=num_rows, **sizes
+                )
             layers: Any = SimpleNamespace(layers=[SimpleNamespace(moe=moe)])
             split = GpuWeights(layers, (self.experts[i],))
             self.split.append(GpuMixtures(all_to_all, model, split))
@@ -161,11 +167,12 @@ class MoeCase:
         return moe, GroupedExperts(TritonGemm(), place_E, *both)
 
     def _phases(self, mixture: GpuMixtures, i: int) -> Any:
-        return mixture.phases(self.residual[i], self.x[i], self.live[i], 0)
+        return mixture.phases(self.residual[i], self.x[i], self.live[i], 0, self.x[i][0])
 
     def run_split(self) -> list[Tensor]:
         """Run a layer of all instances by its parts, in turn."""
-        return in_turn([self._phases(mixture, i) for i, mixture in enumerate(self.split)])
+        found = in_turn([self._phases(mixture, i) for i, mixture in enumerate(self.split)])
+        return [rows for rows, _ in found]
 
     def arguments(self, instance: int) -> tuple[FusedRows, FusedWeights]:
         """What a fused launch of an instance takes."""

@@ -5,19 +5,19 @@ Enters: nothing. Leaves: `StepShapes`, weights. Does not know: what is measured 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from data_plane.model.attention_kinds.mla import MlaConfig, MlaWeights
 from data_plane.model.config import ModelConfig
-from data_plane.model.linear import PlainLinear
+from data_plane.model.linear import LinearLayer, PlainLinear
 from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights, slots_of
 from data_plane.moe.gpu_weights import GpuWeights
-from data_plane.moe.grouped import GroupedExperts
-from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.moe.grouped import GroupedExperts, GroupedGemm
 from nanocp.config.cluster import BoundsConfig
 
 PAPER_BOUNDS = BoundsConfig(max_rows=256, max_links=64, max_attention_rows=384, max_partials=256)
@@ -89,17 +89,27 @@ def latent(model: ModelConfig) -> MlaConfig:
 
 
 def random_weights(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device, experts: range
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: range,
+    gemm: GroupedGemm,
+    is_alone: bool,
+    linear: Callable[[torch.Tensor], LinearLayer] = PlainLinear,
 ) -> GpuWeights:
-    """Noise; layers of a kind share theirs, which a card would not hold 61 times."""
+    """Noise; layers of a kind share theirs, which a card would not hold 61 times.
+
+    is_alone: shared experts lie with the experts, as gpu_weights.place_weights has them. linear:
+    makes the dense layers, but the head.
+    """
 
     def weight(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
 
     def mlp(size: int) -> MlpWeights:
         return MlpWeights(
-            PlainLinear(weight(2 * size, model.hidden_size)),
-            PlainLinear(weight(model.hidden_size, size)),
+            linear(weight(2 * size, model.hidden_size)),
+            linear(weight(model.hidden_size, size)),
         )
 
     kind = latent(model)
@@ -110,29 +120,31 @@ def random_weights(
         torch.zeros(model.num_experts, device=device),
         slots_of(experts, model.num_experts).to(device),
         [],
-        mlp(model.expert_size),
+        None if is_alone else mlp(model.expert_size),
     )
     dense = LayerWeights(
         input_norm=ones,
         post_attention_norm=ones,
         attention=MlaWeights(
-            down_proj=PlainLinear(weight(kind.q_latent_dim + kind.kv_width, model.hidden_size)),
+            down_proj=linear(weight(kind.q_latent_dim + kind.kv_width, model.hidden_size)),
             q_norm=ones[: kind.q_latent_dim],
             kv_norm=ones[: kind.kv_lora_rank],
-            q_proj=PlainLinear(weight(heads * (kind.nope_dim + kind.rope_dim), kind.q_latent_dim)),
+            q_proj=linear(weight(heads * (kind.nope_dim + kind.rope_dim), kind.q_latent_dim)),
             k_up=weight(heads, kind.nope_dim, kind.kv_lora_rank),
             v_up=weight(heads, kind.value_dim, kind.kv_lora_rank).transpose(1, 2).contiguous(),
         ),
-        o_proj=PlainLinear(weight(model.hidden_size, heads * kind.value_dim)),
+        o_proj=linear(weight(model.hidden_size, heads * kind.value_dim)),
         mlp=mlp(model.dense_size),
         moe=None,
     )
-    sparse, num_experts, size = replace(dense, mlp=None, moe=moe), len(experts), model.expert_size
+    sparse, size = replace(dense, mlp=None, moe=moe), model.expert_size
+    num_shared = model.num_shared_experts if is_alone else 0
     grouped = GroupedExperts(
-        TritonGemm(),
+        gemm,
         slots_of(experts, model.num_experts).to(device),
-        weight(num_experts, 2 * size, model.hidden_size),
-        weight(num_experts, model.hidden_size, size),
+        weight(len(experts) + num_shared, 2 * size, model.hidden_size),
+        weight(len(experts) + num_shared, model.hidden_size, size),
+        num_shared,
     )
     rope = RopeTable(model.rope, kind.rope_dim)
     rope.place(device, 2**17)

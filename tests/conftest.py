@@ -2,9 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from harness.made_once import made_once
+from harness.paths import ROOT
 
 # Before torch is imported: two workers, and the processes that their tests start, share the
 # machine's cores.
@@ -40,6 +45,29 @@ def tiny_oracle(tiny_checkpoint):
     from data_plane.reference.oracle import Oracle
 
     return Oracle(tiny_checkpoint)
+
+
+OLDEST_TRITON = "3.6.0"
+"""The oldest that the extra `gpu` takes: it comes with torch 2.11."""
+
+
+@pytest.fixture(scope="session")
+def oldest_triton(tmp_path_factory, worker_id):
+    """A folder with the oldest Triton beside the installed one; skips where pip has none."""
+
+    def install(marker):
+        folder = ROOT / f"build/triton-{OLDEST_TRITON}"
+        if not (folder / "triton").exists():
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+            command += [folder, f"triton=={OLDEST_TRITON}"]
+            if subprocess.run(command, timeout=300, check=False).returncode:
+                folder = ""
+        marker.write_text(str(folder))
+
+    folder = made_once(tmp_path_factory, worker_id, "oldest_triton", install).read_text()
+    if not folder:
+        pytest.skip(f"pip finds no Triton {OLDEST_TRITON} for this machine")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -41,22 +41,21 @@ from harness.gpu_kernel_checks import (
     captured_lengths_change,
     fused_checks,
     merge_and_expert_checks,
-    no_spills_in_loops,
     package_checks,
 )
+from harness.gpu_layer_checks import layer_checks
 from harness.gpu_loss_checks import survives_a_kill
 from harness.gpu_token_checks import reference_checks
 
 
 def all_checks():
     """Yield (name, check) of all checks; a fault of one would explain those after it."""
+    yield from layer_checks("cuda")
     yield from attention_checks("cuda", (512, 64), 128)
     yield from merge_and_expert_checks("cuda")
     yield from exchange_checks("cuda", 4, 8, FULL_WIDTHS)
-    yield from fused_checks("cuda")
     yield "routed exchange, captured, a stream each", captured_exchange
     yield "a captured step with new lengths", captured_lengths_change
-    yield "no spilled register in a loop", no_spills_in_loops
     if find_spec("transformers") is None:
         print("no tokens are compared: transformers is not installed")
     else:
@@ -72,6 +71,7 @@ def all_checks():
             )
     yield "routed exchange between two processes", exchange_between_processes
     yield from package_checks()
+    yield from fused_checks("cuda")
 
 
 def one_is_killed(checkpoint):

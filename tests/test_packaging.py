@@ -268,6 +268,13 @@ def test_the_extra_of_the_benchmark_brings_all_that_it_imports(tiny_checkpoint):
     assert "Failed requests:                         1" in result.stdout
 
 
+def test_names_that_are_empty_on_pypi_come_from_their_sources():
+    lines = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
+    for line in lines:
+        name = re.match(r"[\w.-]+", line)[0].replace("_", "-")
+        assert name not in {"flash-mla", "deep-gemm", "deep-ep"} or " @ git+https://" in line
+
+
 def test_the_extra_of_the_service_brings_all_that_its_modules_import():
     """Every third-party module that a file of the packages names is of the base or of an extra."""
     extras = PROJECT["optional-dependencies"]

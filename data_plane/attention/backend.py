@@ -141,10 +141,8 @@ def _flashmla_obstacle(site: AttentionSite) -> str:
     if torch.cuda.get_device_capability(site.device) != (9, 0):
         return "its dense decode kernel runs on Hopper (sm_90) only"
     if find_spec("flash_mla") is None:
-        return (
-            "the package flash_mla is not installed "
-            "(pip install --no-build-isolation '.[flashmla]')"
-        )
+        # With its needs, pip would replace a torch that it runs with (docs/use/gpu.md).
+        return "the package flash_mla is not installed (pip install --no-deps sgl-flash-mla==1.0.0)"
     if not isinstance(site.kind, MlaConfig):
         return "it reads latent KV, and the model has K/V heads"
     widths = site.kind.kv_lora_rank, site.kind.rope_dim

@@ -31,19 +31,22 @@ class FlashAttentionHeads(Attention):
 
     def plan(
         self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """Plan a step, as paged.Attention.plan says; entries after a row's pages become 0.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Plan a step: its page table, lengths, and which rows [A, 1] are empty.
 
-        The kernel loads several pages at once, and nothing promises that it looks up only those
-        that have tokens.
+        Entries after a row's pages become 0. The kernel loads several pages at once, and nothing
+        promises that it looks up only those that have tokens. A row is empty by its length, not by
+        its lse: an overflow must not pass for an empty row.
         """
         page_P = torch.arange(frame_AP.shape[1], device=frame_AP.device)
-        return frame_AP.masked_fill(page_P * PAGE_SIZE >= length_A[:, None], 0), length_A
+        frame_AP = frame_AP.masked_fill(page_P * PAGE_SIZE >= length_A[:, None], 0)
+        return frame_AP, length_A, length_A[:, None] == 0
 
     def run(
-        self, q_AHE: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float
-    ) -> tuple[Tensor, Tensor]:
-        frame_AP, length_A = plan
+        self, q_AHE: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor, Tensor], scale: float,
+        needs_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        frame_AP, length_A, is_empty_A1 = plan
         kv = pool_FSW.view(*pool_FSW.shape[:2], 2, self._num_kv_heads, self._head_dim)
         out, lse, *_ = self._package.flash_attn_with_kvcache(
             q_AHE[:, None],
@@ -55,5 +58,6 @@ class FlashAttentionHeads(Attention):
             causal=False,
             return_softmax_lse=True,
         )
-        # A row is empty by its length, not by its lse: an overflow must not pass for an empty row.
-        return out[:, 0], lse[..., 0].masked_fill(length_A[:, None] == 0, float("-inf"))
+        if needs_lse:
+            lse[..., 0].masked_fill_(is_empty_A1, float("-inf"))
+        return out[:, 0], lse[..., 0]

@@ -3,16 +3,19 @@
 Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
 (partial_o, lse) by our conventions. Does not know: how it computes.
 
-tests/harness/published_packages.py keeps its public signature, with the source. It differs from
-ours in three ways. A row without KV gives lse +inf, and the lse is [A, H, 1]. The first call with
-an empty FlashMLASchedMeta makes the schedule, on the device. So each plan holds a fresh one: where
-the plan is captured in a graph, every replay makes the schedule again, from the new lengths.
+tests/harness/published_packages.py keeps the public signatures of two packages that have the
+module flash_mla: FlashMLA built from source, and the wheel sgl-flash-mla. Both differ from ours in
+three ways. A row without KV gives lse +inf, and the lse is [A, H, 1]. The first call with an empty
+FlashMLASchedMeta makes the schedule, on the device. So each plan holds a fresh one: where the plan
+is captured in a graph, every replay makes the schedule again, from the new lengths.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +29,8 @@ class FlashMlaPlan:
 
     frame_AP: Tensor
     length_A: Tensor
+    is_empty_A1: Tensor
+    """Rows are empty by their length, not by their lse: an overflow must not pass for one."""
     schedule: Any
 
 
@@ -35,16 +40,21 @@ class FlashMla(Attention):
     def __init__(self, rank: int, package: Any = None) -> None:
         """rank: kv_lora_rank. package: flash_mla; a test passes a stand-in."""
         self._package, self._rank = package or import_module("flash_mla"), rank
+        decode = self._package.flash_mla_with_kvcache
+        # The wheel's own kernels are not for Hopper; it has FlashMLA's by this word.
+        is_wheel = "use_legacy" in signature(decode).parameters
+        self._decode = partial(decode, use_legacy=True) if is_wheel else decode
 
     def plan(self, frame_AP: Tensor, length_A: Tensor, num_queries: int = 1) -> FlashMlaPlan:
         """Plan a step, as paged.Attention.plan says: its page table and an empty schedule."""
         schedule, _ = self._package.get_mla_metadata()
-        return FlashMlaPlan(frame_AP, length_A, schedule)
+        return FlashMlaPlan(frame_AP, length_A, length_A[:, None] == 0, schedule)
 
     def run(
-        self, q_AHD: Tensor, pool_FSD: Tensor, plan: FlashMlaPlan, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = self._package.flash_mla_with_kvcache(
+        self, q_AHD: Tensor, pool_FSD: Tensor, plan: FlashMlaPlan, scale: float,
+        needs_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = self._decode(
             q_AHD[:, None],
             pool_FSD[:, :, None],
             plan.frame_AP,
@@ -54,5 +64,6 @@ class FlashMla(Attention):
             softmax_scale=scale,
             causal=False,
         )
-        # A row is empty by its length, not by its lse: an overflow must not pass for an empty row.
-        return out[:, 0], lse[..., 0].masked_fill(plan.length_A[:, None] == 0, float("-inf"))
+        if needs_lse:
+            lse[..., 0].masked_fill_(plan.is_empty_A1, float("-inf"))
+        return out[:, 0], lse[..., 0]

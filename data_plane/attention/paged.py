@@ -27,10 +27,12 @@ class Attention(Protocol):
         """
 
     def run(
-        self, q_AHD: Tensor, pool_FSW: Tensor, plan: Any, scale: float
+        self, q_AHD: Tensor, pool_FSW: Tensor, plan: Any, scale: float, needs_lse: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Attend to a layer's frames: (partial_o [A, H, O] in q's dtype, lse [A, H] fp32).
 
         q_AHD: queries. pool_FSW: the layer's frames; uint8 [F, 64, bytes of a token] in
         FP8. scale: factor of the scores. lse is a natural log; a row of no tokens gives (0, -inf).
+        needs_lse: False: nobody merges this output, so the lse of a row of no tokens may be
+        anything.
         """

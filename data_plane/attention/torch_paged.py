@@ -182,8 +182,9 @@ class TorchPaged(Attention):
         )
 
     def run(
-        self, q_AHD: Tensor, pool_FSW: Tensor, plan: AttentionPlan, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q_AHD: Tensor, pool_FSW: Tensor, plan: AttentionPlan, scale: float,
+        needs_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return paged_attention(q_AHD, pool_FSW, plan, scale, self._layout)
 
 

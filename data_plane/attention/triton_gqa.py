@@ -125,8 +125,9 @@ class TritonHeads(Attention):
         return plan_parts(frame_AP, length_A, num_queries, self._num_parts)
 
     def run(
-        self, q_AHE: Tensor, pool_FSW: Tensor, plan: TritonPlan, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q_AHE: Tensor, pool_FSW: Tensor, plan: TritonPlan, scale: float,
+        needs_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         heads, width = plan.num_queries * self._num_heads, self._head_dim
         num_rows = len(q_AHE) // plan.num_queries
         out = q_AHE.new_empty((num_rows, heads, width))

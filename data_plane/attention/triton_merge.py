@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _add_partial(acc, total, maximum, partial, lse):
+def add_partial(acc, total, maximum, partial, lse):
     """Add one partial: the new (weighted sum, sum of weights, maximum)."""
     new_maximum = tl.maximum(maximum, lse)
     # While all partials are empty the maximum is -inf, and -inf - -inf would be NaN.
@@ -66,63 +66,13 @@ def merge_kernel(
         at = index.to(tl.int64) * num_heads + head
         lse = tl.load(lse_ptr + at)
         partial = tl.load(partial_ptr + at * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        acc, total, maximum = _add_partial(acc, total, maximum, partial, lse)
+        acc, total, maximum = add_partial(acc, total, maximum, partial, lse)
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
     at = row.to(tl.int64) * num_heads + head
     out = (acc / total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at * WIDTH + column, out, mask=inside)
     tl.store(out_lse_ptr + at, tl.where(is_empty, float("-inf"), maximum + tl.log(total)))
-
-
-@triton.jit
-def merge_routed_kernel(
-    out_ptr,
-    lse_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    count_ptr,
-    slot_ptr,
-    num_instances,
-    WIDTH: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Program (row, head): merge what came back for the row into out and lse, in place.
-
-    A row that went nowhere is left alone. Partials are dense, by source, then slot. count_ptr [N],
-    slot_ptr [N, rows]: the rows that were sent, as graph/triton_tables.py writes them.
-    """
-    row, head = tl.program_id(0), tl.program_id(1)
-    num_rows, num_heads = tl.num_programs(0), tl.num_programs(1)
-    source = tl.arange(0, BLOCK_N)
-    slots = tl.load(slot_ptr + source * num_rows + row, mask=source < num_instances, other=-1)
-    if tl.max(slots) < 0:
-        return
-    counts = tl.load(count_ptr + source, mask=source < num_instances, other=0)
-    first = tl.cumsum(counts, 0) - counts
-    column = tl.arange(0, BLOCK_V)
-    inside = column < WIDTH
-    own = row.to(tl.int64) * num_heads + head
-    acc = tl.load(out_ptr + own * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    maximum = tl.load(lse_ptr + own)
-    total = tl.where(maximum == float("-inf"), 0.0, 1.0)
-    for n in range(num_instances):
-        slot = tl.sum(tl.where(source == n, slots, 0))
-        if slot >= 0:
-            at = (tl.sum(tl.where(source == n, first, 0)) + slot).to(tl.int64) * num_heads + head
-            partial = tl.load(partial_ptr + at * WIDTH + column, mask=inside, other=0.0).to(
-                tl.float32
-            )
-            acc, total, maximum = _add_partial(
-                acc, total, maximum, partial, tl.load(partial_lse_ptr + at)
-            )
-    is_empty = total == 0.0
-    total = tl.where(is_empty, 1.0, total)
-    tl.store(
-        out_ptr + own * WIDTH + column, (acc / total).to(out_ptr.dtype.element_ty), mask=inside
-    )
-    tl.store(lse_ptr + own, tl.where(is_empty, float("-inf"), maximum + tl.log(total)))
 
 
 def merge_partials(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,33 +112,4 @@ def merge_splits(
         IS_SPLIT=True,
         WIDTH=width,
         BLOCK_V=triton.next_power_of_2(width),
-    )
-
-
-def merge_routed(
-    out_BHV: Tensor,
-    lse_BH: Tensor,
-    partial_QHV: Tensor,
-    partial_lse_QH: Tensor,
-    count_N: Tensor,
-    slot_NB: Tensor,
-) -> None:
-    """Merge the partials that came back by Res-route into the rows of out and lse, in place.
-
-    partial_QHV, partial_lse_QH: dense, by source, then slot. count_N: int32, how many of this
-    instance's rows went to each source. slot_NB: int32, the slot of each row there, -1 for none.
-    """
-    num_rows, num_heads, width = out_BHV.shape
-    assert out_BHV.is_contiguous() and lse_BH.is_contiguous()
-    merge_routed_kernel[(num_rows, num_heads)](
-        out_BHV,
-        lse_BH,
-        partial_QHV,
-        partial_lse_QH,
-        count_N,
-        slot_NB,
-        len(count_N),
-        WIDTH=width,
-        BLOCK_V=triton.next_power_of_2(width),
-        BLOCK_N=triton.next_power_of_2(len(count_N)),
     )

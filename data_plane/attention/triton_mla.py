@@ -29,12 +29,11 @@ from data_plane.attention.triton_split import (
     tile_lengths,
     weigh,
 )
-from data_plane.model.sizes import token_bytes
+from data_plane.model.sizes import NUM_SCALES
 from nanocp.values.plan import PAGE_SIZE
 
 TILES_16_BIT = Tiles(block_heads=64, block_tokens=64, num_warps=8, num_stages=2)
-TILES_FP8 = Tiles(block_heads=64, block_tokens=32, num_warps=8, num_stages=2)
-"""32 tokens: with 64 the loop would spill registers, since values are widened before products."""
+"""For queries of 16 bits, over frames in their dtype or in FP8."""
 TILES_FP32 = Tiles(block_heads=16, block_tokens=16, num_warps=4, num_stages=1)
 """Exact, for comparisons: no tensor cores."""
 
@@ -50,90 +49,47 @@ def _late_heads(lo, hi, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
+def _load_values(
+    value_ptr, scale_ptr, first, DOT: tl.constexpr, BLOCK_T: tl.constexpr, RANK: tl.constexpr,
+    STRIDE: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Load the values of a block of tokens in the dtype of products, [BLOCK_T, RANK].
+
+    A value in e4m3 is multiplied by its group's scale in fp32, and rounded once. So a block takes
+    no more products than in 16 bits, and none waits for another to be scaled.
+    """
+    token, column, group = tl.arange(0, BLOCK_T), tl.arange(0, RANK), tl.arange(0, SCALES)
+    values = tl.load(value_ptr + first * STRIDE + token[:, None] * STRIDE + column[None, :])
+    if value_ptr.dtype.element_ty == tl.float8e4nv:
+        scales = scale_ptr + first * (STRIDE // 4) + token[:, None] * (STRIDE // 4) + group[None, :]
+        wide = tl.reshape(values.to(tl.float32), [BLOCK_T, SCALES, RANK // SCALES])
+        values = tl.reshape(wide * tl.load(scales)[:, :, None], [BLOCK_T, RANK]).to(DOT)
+    return values
+
+
+@triton.jit
 def decode_kernel(
-    q_ptr, kv_ptr, frame_ptr, length_ptr, query_length_ptr, begin_ptr, slot_ptr, slot_lse_ptr,
-    out_ptr, lse_ptr, scale_log2, page_stride, num_heads, RANK: tl.constexpr, ROPE: tl.constexpr,
-    PAGE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    q_ptr, value_ptr, scale_ptr, k_rope_ptr, frame_ptr, length_ptr, query_length_ptr, begin_ptr,
+    slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, scale_log2, page_stride, num_heads,
+    RANK: tl.constexpr, ROPE: tl.constexpr, STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
+    SCALES: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (head tile, part): attend to the part's pages with one tile of heads.
 
     num_heads: of all QUERIES of a row, the first one's before the second's. Head tiles of a part
     run side by side, so the second reads its KV from the L2 cache. Operands of products have the
-    dtype of the queries and KV; sums are fp32. The frame after a row's last token is read too (it
-    holds finite numbers: FramePool), and weighs nothing.
-    """
-    WIDTH: tl.constexpr = RANK + ROPE
-    BLOCKS: tl.constexpr = PAGE // BLOCK_T
-    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    part = tl.program_id(1)
-    is_head = head < num_heads
-    column, rope_column = tl.arange(0, RANK), RANK + tl.arange(0, ROPE)
-    token = tl.arange(0, BLOCK_T)
-    begin_row, begin_page, end_row, end_page, stop_row = part_bounds(begin_ptr, part)
-    for row in range(begin_row, stop_row):
-        length = tl.load(length_ptr + row)
-        pages = (length + PAGE - 1) // PAGE
-        lo, hi = row_pages(row, pages, begin_row, begin_page, end_row, end_page)
-        if hi > lo:
-            query = head // (num_heads // QUERIES)
-            reach = tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES)
-            q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * WIDTH
-            q = load_queries(q_base, column, is_head)
-            q_rope = load_queries(q_base, rope_column, is_head)
-            maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_H], tl.float32)
-            acc = tl.zeros([BLOCK_H, RANK], tl.float32)
-            for block in range(lo * BLOCKS, tl.minimum(hi * BLOCKS, tl.cdiv(length, BLOCK_T))):
-                frame = tl.load(frame_ptr + row * page_stride + block // BLOCKS).to(tl.int64)
-                base = kv_ptr + frame * (PAGE * WIDTH) + (block % BLOCKS) * (BLOCK_T * WIDTH)
-                kv = tl.load(base + (token[:, None] * WIDTH + column[None, :]))
-                k_rope = tl.load(base + (token[:, None] * WIDTH + rope_column[None, :]))
-                score = tl.dot(q, tl.trans(kv), input_precision="ieee")
-                score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee")
-                is_token = block * BLOCK_T + token[None, :] < reach
-                weight, rescale, maximum, total = weigh(score, is_token, scale_log2, maximum, total)
-                weight = weight.to(kv.dtype)
-                acc = tl.dot(weight, kv, acc * rescale[:, None], input_precision="ieee")
-            late = _late_heads(lo, hi, BLOCK_H)
-            store_piece(
-                acc, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
-                column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
-            )  # fmt: skip
-
-
-@triton.jit
-def _group_score(q, values, scale):
-    """Score a block's tokens by one group of values, [BLOCK_H, BLOCK_T]."""
-    return tl.dot(q, tl.trans(values), input_precision="ieee") * scale[None, :]
-
-
-@triton.jit
-def _add_group(acc, rescale, weight, scale, values):
-    """Add a block's tokens to the output of one group of values, [BLOCK_H, GROUP]."""
-    weight = (weight * scale[None, :]).to(values.dtype)
-    return tl.dot(weight, values, acc * rescale[:, None], input_precision="ieee")
-
-
-@triton.jit
-def decode_fp8_kernel(
-    q_ptr, value_ptr, scale_ptr, k_rope_ptr, frame_ptr, length_ptr, query_length_ptr, begin_ptr,
-    slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, scale_log2, page_stride, num_heads,
-    RANK: tl.constexpr, ROPE: tl.constexpr, TOKEN_BYTES: tl.constexpr, PAGE: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Do decode_kernel's work over FP8 frames (fp8_latent.py: four groups of values, each scaled).
-
-    e4m3 is exact in bf16, so values enter the products as they are. A group's scale multiplies its
-    scores on the way in and the weights on the way out: [BLOCK_H, BLOCK_T] numbers instead of
-    [BLOCK_T, RANK].
+    dtype of the queries; sums are fp32. The frame after a row's last token is read too (it holds
+    finite numbers: FramePool), and weighs nothing. value_ptr, scale_ptr, k_rope_ptr: views of the
+    same frames, with STRIDE values or ROPE_STRIDE numbers of a key from token to token. In e4m3 a
+    token has SCALES scales (fp8_latent.py); in the queries' dtype scale_ptr is not read.
     """
     DOT: tl.constexpr = q_ptr.dtype.element_ty
-    GROUP: tl.constexpr = RANK // 4
     BLOCKS: tl.constexpr = PAGE // BLOCK_T
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     part = tl.program_id(1)
     is_head = head < num_heads
-    column, rope_column = tl.arange(0, GROUP), tl.arange(0, ROPE)
+    column, rope_column = tl.arange(0, RANK), tl.arange(0, ROPE)
     token = tl.arange(0, BLOCK_T)
     begin_row, begin_page, end_row, end_page, stop_row = part_bounds(begin_ptr, part)
     for row in range(begin_row, stop_row):
@@ -144,56 +100,26 @@ def decode_fp8_kernel(
             query = head // (num_heads // QUERIES)
             reach = tile_lengths(length, query_length_ptr, row, query, is_head, QUERIES)
             q_base = q_ptr + (row * num_heads + head).to(tl.int64)[:, None] * (RANK + ROPE)
-            q0 = load_queries(q_base, column, is_head)
-            q1 = load_queries(q_base + GROUP, column, is_head)
-            q2 = load_queries(q_base + 2 * GROUP, column, is_head)
-            q3 = load_queries(q_base + 3 * GROUP, column, is_head)
+            q = load_queries(q_base, column, is_head)
             q_rope = load_queries(q_base + RANK, rope_column, is_head)
             maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
-            acc0 = tl.zeros([BLOCK_H, GROUP], tl.float32)
-            acc1 = tl.zeros([BLOCK_H, GROUP], tl.float32)
-            acc2 = tl.zeros([BLOCK_H, GROUP], tl.float32)
-            acc3 = tl.zeros([BLOCK_H, GROUP], tl.float32)
+            acc = tl.zeros([BLOCK_H, RANK], tl.float32)
             for block in range(lo * BLOCKS, tl.minimum(hi * BLOCKS, tl.cdiv(length, BLOCK_T))):
                 frame = tl.load(frame_ptr + row * page_stride + block // BLOCKS).to(tl.int64)
                 first = frame * PAGE + (block % BLOCKS) * BLOCK_T
-                values = value_ptr + first * TOKEN_BYTES
-                values += token[:, None] * TOKEN_BYTES + column[None, :]
-                v0, v1 = tl.load(values).to(DOT), tl.load(values + GROUP).to(DOT)
-                v2, v3 = tl.load(values + 2 * GROUP).to(DOT), tl.load(values + 3 * GROUP).to(DOT)
-                scales = scale_ptr + first * (TOKEN_BYTES // 4) + token * (TOKEN_BYTES // 4)
-                s0, s1 = tl.load(scales), tl.load(scales + 1)
-                s2, s3 = tl.load(scales + 2), tl.load(scales + 3)
-                rope = k_rope_ptr + first * (TOKEN_BYTES // 2)
-                rope += token[:, None] * (TOKEN_BYTES // 2) + rope_column[None, :]
-                score = tl.dot(q_rope, tl.trans(tl.load(rope).to(DOT)), input_precision="ieee")
-                score += _group_score(q0, v0, s0)
-                score += _group_score(q1, v1, s1)
-                score += _group_score(q2, v2, s2)
-                score += _group_score(q3, v3, s3)
+                kv = _load_values(value_ptr, scale_ptr, first, DOT, BLOCK_T, RANK, STRIDE, SCALES)
+                rope = k_rope_ptr + first * ROPE_STRIDE + token[:, None] * ROPE_STRIDE
+                k_rope = tl.load(rope + rope_column[None, :]).to(DOT)
+                score = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+                score = tl.dot(q, tl.trans(kv), score, input_precision="ieee")
                 is_token = block * BLOCK_T + token[None, :] < reach
                 weight, rescale, maximum, total = weigh(score, is_token, scale_log2, maximum, total)
-                acc0 = _add_group(acc0, rescale, weight, s0, v0)
-                acc1 = _add_group(acc1, rescale, weight, s1, v1)
-                acc2 = _add_group(acc2, rescale, weight, s2, v2)
-                acc3 = _add_group(acc3, rescale, weight, s3, v3)
+                acc = tl.dot(weight.to(DOT), kv, acc * rescale[:, None], input_precision="ieee")
             late = _late_heads(lo, hi, BLOCK_H)
             store_piece(
-                acc0, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
-                0 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
-            )  # fmt: skip
-            store_piece(
-                acc1, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
-                1 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
-            )  # fmt: skip
-            store_piece(
-                acc2, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
-                2 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
-            )  # fmt: skip
-            store_piece(
-                acc3, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
-                3 * GROUP + column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
+                acc, maximum, total, row, lo, hi, pages, part, late, late < num_heads,
+                column, num_heads, slot_ptr, slot_lse_ptr, out_ptr, lse_ptr, RANK,
             )  # fmt: skip
 
 
@@ -216,28 +142,27 @@ class TritonMla(Attention):
         return plan_parts(frame_AP, length_A, num_queries, self._num_parts)
 
     def run(
-        self, q_AHD: Tensor, pool_FSD: Tensor, plan: TritonPlan, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q_AHD: Tensor, pool_FSD: Tensor, plan: TritonPlan, scale: float,
+        needs_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         heads, rank = plan.num_queries * self._num_heads, self._rank
         num_rows = len(q_AHD) // plan.num_queries
         out = q_AHD.new_empty((num_rows, heads, rank))
         lse = q_AHD.new_empty((num_rows, heads), dtype=torch.float32)
         slots = q_AHD.new_empty((2 * self._num_parts, heads, rank), dtype=torch.float32)
         slot_lse = q_AHD.new_empty((2 * self._num_parts, heads), dtype=torch.float32)
-        is_fp8 = pool_FSD.dtype == torch.uint8
-        tiles = (
-            TILES_FP8 if is_fp8 else TILES_FP32 if q_AHD.dtype == torch.float32 else TILES_16_BIT
-        )
-        kernel, kv = (
-            (decode_fp8_kernel, views(pool_FSD, rank)) if is_fp8 else (decode_kernel, (pool_FSD,))
-        )
-        widths = {"TOKEN_BYTES": token_bytes(rank, self._rope_dim)} if is_fp8 else {}
-        kernel[(triton.cdiv(heads, tiles.block_heads), self._num_parts)](
-            q_AHD.contiguous(), *kv, plan.frame_RP, plan.length_R, plan.length_A, plan.begin_N2,
-            slots, slot_lse, out, lse, scale * LOG2_E, plan.frame_RP.stride(0), heads,
-            RANK=rank, ROPE=self._rope_dim, PAGE=PAGE_SIZE, QUERIES=plan.num_queries,
-            BLOCK_H=tiles.block_heads, BLOCK_T=tiles.block_tokens, num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages, **widths,
+        if pool_FSD.dtype == torch.uint8:
+            value, scales, k_rope = views(pool_FSD, rank)
+        else:
+            value, scales, k_rope = pool_FSD, pool_FSD, pool_FSD[..., rank:]
+        tiles = TILES_FP32 if q_AHD.dtype == torch.float32 else TILES_16_BIT
+        decode_kernel[(triton.cdiv(heads, tiles.block_heads), self._num_parts)](
+            q_AHD.contiguous(), value, scales, k_rope, plan.frame_RP, plan.length_R, plan.length_A,
+            plan.begin_N2, slots, slot_lse, out, lse, scale * LOG2_E, plan.frame_RP.stride(0),
+            heads, RANK=rank, ROPE=self._rope_dim, STRIDE=value.stride(1),
+            ROPE_STRIDE=k_rope.stride(1), SCALES=NUM_SCALES, PAGE=PAGE_SIZE,
+            QUERIES=plan.num_queries, BLOCK_H=tiles.block_heads, BLOCK_T=tiles.block_tokens,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         merge_splits(slots, slot_lse, plan.row_parts_R2, out, lse)
         return out.view(len(q_AHD), -1, rank), lse.view(len(q_AHD), -1)

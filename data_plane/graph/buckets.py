@@ -25,6 +25,8 @@ class Bucket:
     """Received attention rows, with padding."""
     width: int = 1
     """Step rows of a row, which read the same pages: one, and one for each of its drafts."""
+    has_links: bool = True
+    """False: no row is sent or received, so that attention asks nothing of peers."""
 
 
 class BucketTable:
@@ -36,13 +38,15 @@ class BucketTable:
         max_attention_rows: int,
         row_buckets: tuple[int, ...] = (),
         widths: Sequence[int] = (1,),
+        num_instances: int = 0,
     ) -> None:
         """Make the buckets for up to `max_rows` step rows and `max_attention_rows` received ones.
 
         row_buckets: the numbers of rows, ascending to max_rows; empty: powers of two. widths: for
-        which there are buckets; a window of another one runs in those of width 1. Raises ValueError
-        if row_buckets does not end at max_rows. A bucket of no rows is always added, so that an
-        instance without rows takes part in a step without computing padding.
+        which there are buckets; a window of another one runs in those of width 1. num_instances:
+        of the cluster, if steps without links are captured apart; 0: every bucket has links. Raises
+        ValueError if row_buckets does not end at max_rows. A bucket of no rows is always added, so
+        that an instance without rows takes part in a step without computing padding.
         """
         self.rows = (0, *(row_buckets or powers_of_two(max_rows)))
         """Step rows of the buckets of width 1."""
@@ -51,6 +55,7 @@ class BucketTable:
                 f"row_buckets ends at {self.rows[-1]}; it must end at max_rows ({max_rows})"
             )
         received = (0, *powers_of_two(max_attention_rows))
+        self._num_instances = num_instances
         self._sizes = {
             width: (_whole_rows(self.rows, width), _whole_rows(received, width)) for width in widths
         }
@@ -62,18 +67,30 @@ class BucketTable:
         """
         return sorted(
             (
-                Bucket(rows, received, width)
+                bucket
                 for width, sizes in self._sizes.items()
                 for rows, received in product(*sizes)
+                for bucket in self._of_shape(rows, received, width)
             ),
             key=lambda bucket: (bucket.width, bucket),
             reverse=True,
         )
 
-    def lookup(self, num_rows: int, num_received: int, width: int = 1) -> Bucket:
+    def _of_shape(self, rows: int, received: int, width: int) -> list[Bucket]:
+        if not self._num_instances:
+            return [Bucket(rows, received, width)]
+        # Whoever is alone has no links; without rows nothing is sent.
+        has_links = self._num_instances > 1 and (rows or received)
+        alone = [] if received else [Bucket(rows, 0, width, has_links=False)]
+        return [*([Bucket(rows, received, width)] if has_links else []), *alone]
+
+    def lookup(
+        self, num_rows: int, num_received: int, width: int = 1, has_links: bool = True
+    ) -> Bucket:
         """The smallest bucket that holds the shape.
 
-        The scheduler never plans beyond the bounds, so a larger shape fails an assertion.
+        has_links: whether rows are sent or received. The scheduler never plans beyond the bounds,
+        so a larger shape fails an assertion.
         """
         width = width if width in self._sizes else 1
         rows, received = self._sizes[width]
@@ -82,6 +99,7 @@ class BucketTable:
             rows[bisect_left(rows, num_rows)],
             received[bisect_left(received, num_received)],
             width,
+            has_links or not self._num_instances,
         )
 
 

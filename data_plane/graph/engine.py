@@ -103,8 +103,10 @@ class GraphEngine:
         if self._is_staged:
             staged = self._pool.staging[self._window & 1]
             self._pool.adopt(self._window & 1)
+            received = int(staged.num_received.sum())
+            has_links = bool(received or staged.num_sent.any())
             self.bucket = self._buckets.lookup(
-                int(staged.num_rows[0]), int(staged.num_received.sum()), self._width
+                int(staged.num_rows[0]), received, self._width, has_links
             )
             self._is_staged = False
 
@@ -143,6 +145,7 @@ class PairedEngine:
         bucket = Bucket(
             max(lane.bucket.num_rows for lane in self._lanes),
             max(lane.bucket.num_received for lane in self._lanes),
+            has_links=any(lane.bucket.has_links for lane in self._lanes),
         )
         for lane in self._lanes:
             lane.bucket = bucket

@@ -55,6 +55,8 @@ class GpuContext:
     """The prefix of the pool that one bucket's captured step reads; see pool_cpu.StepContext."""
 
     bucket: Bucket
+    has_links: bool
+    """False: no row is sent or received; what a step launches for that is left out."""
     num_sent: Tensor
     """[N] int32: number of links to each peer."""
     num_received: Tensor
@@ -199,6 +201,7 @@ class GpuPool:
         start = _Start.views(self._device_start, words.rows)
         return GpuContext(
             bucket=bucket,
+            has_links=bucket.has_links and words.peers > 1,
             num_sent=live[words.num_sent :][: words.peers],
             num_received=live[words.num_received :][: words.peers],
             send_row=words.routes(live),

@@ -8,11 +8,13 @@ Legend: N columns out, X columns in.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from data_plane.model.linear import LinearLayer
 
 FP8 = torch.float8_e4m3fn
 
@@ -49,7 +51,7 @@ class Fp8Weight(NamedTuple):
 class Fp8Linear:
     """A linear layer over an FP8 weight, x [..., in] -> x W^T [..., out]: the slow reference.
 
-    What serves with FP8 weights has a kernel that reads them (moe/triton_gemm.py, deep_gemm.py).
+    What serves with FP8 weights has a kernel that reads them (moe/kernels/gemm.py, deep_gemm.py).
     """
 
     __slots__ = ("weight",)
@@ -64,3 +66,11 @@ class Fp8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self.weight.dequantised()).to(x.dtype)
+
+
+@runtime_checkable
+class Fp8DenseGemm(Protocol):
+    """What multiplies rows with one FP8 weight as it is."""
+
+    def dense(self, weight: Fp8Weight) -> LinearLayer | None:
+        """Make a layer of a weight [N, X] that is on its device; None: it takes no such widths."""

@@ -52,10 +52,19 @@ def finish_attention(partial_BHO: Tensor, layer: LayerWeights, config: ModelConf
 
 def gated_heads(x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:
     """Scale the heads' values by the gates that the layer's input x_BX makes, if it has some."""
-    gate = layer.attention.gate
-    if gate is None:
+    if layer.attention.gate is None:
         return o_BHV
-    gate_BG: Tensor = gate(rms_norm(x_BX, layer.input_norm, config.norm_eps)).sigmoid()
+    normed_BX = rms_norm(x_BX, layer.input_norm, config.norm_eps)
+    return gate_heads(normed_BX, o_BHV, layer, config)
+
+
+def gate_heads(
+    normed_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelConfig
+) -> Tensor:
+    """Scale the heads' values by the gates that the layer's normed input makes, if it has some."""
+    if layer.attention.gate is None:
+        return o_BHV
+    gate_BG: Tensor = layer.attention.gate(normed_BX).sigmoid()
     return o_BHV * gate_BG.view(len(o_BHV), config.attention.num_heads, -1)
 
 

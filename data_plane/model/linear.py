@@ -35,8 +35,8 @@ class Packing(Protocol):
     """How weights are laid out for the kernels of one kind; only those can read the result."""
 
     @property
-    def keeps_fp8_experts(self) -> bool:
-        """Whether experts that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
+    def keeps_fp8(self) -> bool:
+        """Whether layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
 
     @property
     def keeps_bf16(self) -> bool:
@@ -109,9 +109,9 @@ class PlainPacking:
     keeps_bf16 = False
     keeps_heads = True
 
-    def __init__(self, keeps_fp8_experts: bool = False) -> None:
-        self.keeps_fp8_experts = keeps_fp8_experts
-        """Whether experts that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
+    def __init__(self, keeps_fp8: bool = False) -> None:
+        self.keeps_fp8 = keeps_fp8
+        """Whether layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
 
     def linear(self, weight: Tensor) -> LinearLayer:
         """Make a PlainLinear of the weight [out, in]."""
@@ -129,7 +129,7 @@ class PlainPacking:
 class TorchPacking:
     """The Packing for torch's operators on the CPU: it packs linear layers, not heads or gates."""
 
-    keeps_fp8_experts = False
+    keeps_fp8 = False
     keeps_bf16 = False
     keeps_heads = True
 

@@ -22,6 +22,8 @@ NUM_SCALES = 4
 CARRY_DEPTH = 1
 """Newest tokens of a row that are not folded into its state."""
 _CARRY_ALIGNMENT = 64
+_NOT_DENSE = ("kv_b_proj.weight", "eh_proj.weight")
+"""W_UK and W_UV, which are absorbed, and what checkpoints publish in bf16."""
 
 
 def token_bytes(rank: int, rope_dim: int) -> int:
@@ -176,3 +178,20 @@ def output_name(config: ModelConfig, index: int) -> str:
 def is_packed(name: str, shape: Sequence[int]) -> bool:
     """Whether a stored tensor is a matrix in the dtype of the weights; a gate's is fp32."""
     return len(shape) == 2 and not name.endswith(".gate.weight")
+
+
+def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
+    """Whether moe/deep_gemm.py reads a dense layer's weight in FP8, if it is stored so.
+
+    Where it depends on other weights, the answer is no: of layers of hybrid models, and of weights
+    that end inside a block, but for kv_a, the last of its layer.
+    """
+    is_dense = name.startswith("model.layers.") and is_packed(name, shape)
+    return (
+        config.fp8_block == (128, 128)
+        and config.delta is None
+        and is_dense
+        and not name.endswith(_NOT_DENSE)
+        and shape[1] % 128 == 0
+        and (shape[0] % 128 == 0 or name.endswith("kv_a_proj_with_mqa.weight"))
+    )

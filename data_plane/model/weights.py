@@ -190,7 +190,7 @@ def load_weights(
 ) -> ModelWeights:
     """Read a checkpoint's weights and prepare them.
 
-    path: the folder. dtype: of all weights but a gate's, which are fp32, and FP8 experts and bf16
+    path: the folder. dtype: of all weights but a gate's, which are fp32, and FP8 layers and bf16
     matrices that `packing` keeps. packing: by default torch's, for the CPU. It never holds more
     than the result and one tensor as stored (at most a layer's fused projection). Raises ValueError
     naming the tensors that are missing, before any is read, or the file and tensor that is
@@ -298,7 +298,7 @@ class WeightLoader:
         """What makes logits. embedding: if it has been read."""
         final_norm = self.tensor("model.norm.weight")
         if not self._config.tied_embeddings:
-            return HeadWeights(final_norm, self.linear("lm_head.weight"))
+            return HeadWeights(final_norm, self._plain_linear("lm_head.weight"))
         if embedding is None:
             embedding = self.embedding()
         return HeadWeights(final_norm, self.packing.linear(embedding))
@@ -330,7 +330,7 @@ class WeightLoader:
             gate_bias=bias,
             slot_E=slots_of(experts, self._config.num_experts),
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in experts]),
-            shared=self._mlps([mlp_names(prefix + self._config.names.shared)])[0]
+            shared=self._mlp(*mlp_names(prefix + self._config.names.shared))
             if self._config.num_shared_experts
             else None,
             shared_gate=self.tensor(prefix + "shared_expert_gate.weight")
@@ -350,18 +350,26 @@ class WeightLoader:
     def _mlps(self, expert_names: list[tuple[str, str, str]]) -> list[MlpWeights]:
         names = [name for expert in expert_names for name in expert]
         # Either all experts of a layer stay FP8, or none: one grouped GEMM takes them all.
-        if self.packing.keeps_fp8_experts and all(map(self._reader.is_fp8, names)):
-            return [
-                MlpWeights(self._fp8_linear(gate, up), self._fp8_linear(down))
-                for gate, up, down in expert_names
-            ]
-        return [self._mlp(*expert) for expert in expert_names]
+        is_fp8 = self.packing.keeps_fp8 and all(map(self._reader.is_fp8, names))
+        linear = self._fp8_linear if is_fp8 else self._plain_linear
+        return [MlpWeights(linear(gate, up), linear(down)) for gate, up, down in expert_names]
 
     def _mlp(self, gate: str, up: str, down: str) -> MlpWeights:
         return MlpWeights(gate_up=self.linear(gate, up), down=self.linear(down))
 
     def linear(self, *names: str) -> LinearLayer:
         """Make one linear layer of these weights, one under the other."""
+        block = self._config.fp8_block
+        stays_fp8 = (
+            block is not None
+            and self.packing.keeps_fp8
+            and all(map(self._reader.is_fp8, names))
+            # Else a block would have rows of two weights, each with a scale of its own.
+            and not any(self._shapes[name][0] % block[0] for name in names[:-1])
+        )
+        return self._fp8_linear(*names) if stays_fp8 else self._plain_linear(*names)
+
+    def _plain_linear(self, *names: str) -> LinearLayer:
         shapes = [self._shapes[name] for name in names]
         num_rows = sum(rows for rows, _ in shapes)
         weight = staging_tensor((num_rows, shapes[0][1]), self._matrix_dtype)

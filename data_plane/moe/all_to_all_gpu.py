@@ -1,10 +1,11 @@
 """A mixture of experts on a GPU, for captured steps: no count ever reaches the host.
 
-Enters: rows, weights. Leaves: the rows with the weighted sums over their experts. Does not know:
-the gate's arithmetic, which GEMM runs. Every instance puts to every instance, itself included,
-also for no rows. It runs where DeepEP cannot. The CPU's sibling is all_to_all_cpu.py.
+Enters: rows, weights. Leaves: the rows with the weighted sums over their experts, and those normed.
+Does not know: which GEMM runs. Every instance puts to every instance, itself included, also for no
+rows; an instance that is alone puts nothing. It runs where DeepEP cannot. The CPU's sibling is
+all_to_all_cpu.py.
 
-Legend: B rows, K experts a row, X hidden size, T rows that may arrive here, N instances.
+Legend: B rows, K experts a row, X hidden size, N instances.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data_plane.kernels.norm import gated
 from data_plane.model.config import ModelConfig
 from data_plane.model.layers import shared_experts
-from data_plane.moe.gate import gate
+from data_plane.model.weights import MlpWeights
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
-from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
+from data_plane.moe.kernels.gate import gate
+from data_plane.moe.kernels.pairs import Pairs, find_arrived_pairs, find_pairs
+from data_plane.moe.kernels.rows import route_rows
+from data_plane.moe.kernels.sums import return_sums, sum_pairs, sum_returned
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
 from nanocp.values.experts import home_table
@@ -46,12 +51,22 @@ class GpuAllToAll(Protocol):
     def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
         """Run the experts here on all rows that arrived, and send the sums back."""
 
-    def combine(self, dispatched: Any) -> Tensor:
-        """Return y_BX: the weighted sum of each row over its experts, in the dtype of x."""
+    def combine(
+        self, dispatched: Any, x_BX: Tensor, shared_BX: Tensor | None, norm_X: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Add to x_BX the weighted sum of each row over its experts, and shared_BX if there is one.
+
+        Returns (the rows in the dtype of x, the same normed by norm_X with epsilon eps).
+        """
+
+
+def gated_rows(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
+    """Run a gated MLP on rows, as layers.gated_mlp does, in three launches."""
+    return mlp.down(gated(mlp.gate_up(x_BX)))
 
 
 class GpuMixtures:
-    """The mixtures of one instance over an all-to-all: see mixture.MixtureOfExperts."""
+    """The mixtures of one instance over an all-to-all: see mixture.NormedMixture."""
 
     def __init__(self, all_to_all: GpuAllToAll, model: ModelConfig, weights: GpuWeights) -> None:
         self._all_to_all, self._model = all_to_all, model
@@ -65,27 +80,28 @@ class GpuMixtures:
         self._all_to_all.place_experts(seats)
 
     def phases(
-        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
-    ) -> Generator[None, None, Tensor]:
-        """Return x_BX plus the mixture of normed_BX; see mixture.MixtureOfExperts.phases."""
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Return (x_BX plus the mixture of normed_BX, the same normed by norm_X)."""
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
         expert_BK, weight_BK = gate(normed_BX, moe, self._model)
         dispatched = self._all_to_all.dispatch(normed_BX, expert_BK, weight_BK, live_B)
         # While the rows travel.
-        shared_BX = shared_experts(normed_BX, moe)
+        shared_BX = shared_experts(normed_BX, moe, gated_rows)
         yield
         self._all_to_all.run_experts(dispatched, experts)
         yield
-        routed_BX = self._all_to_all.combine(dispatched)
-        return x_BX + (routed_BX if shared_BX is None else routed_BX + shared_BX)
+        return self._all_to_all.combine(dispatched, x_BX, shared_BX, norm_X, self._model.norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuDispatched:
-    """What a combine must know of its dispatch."""
+    """What run_experts and combine must know of a dispatch."""
 
     x_BX: Tensor
+    expert_BK: Tensor
+    weight_BK: Tensor
     count_N: Tensor
     """[N] int32: rows that went to each instance."""
     slot_NB: Tensor
@@ -101,30 +117,19 @@ class GpuExpertExchange:
         *,
         num_instances: int,
         num_experts: int,
-        per_row: int,
-        hidden_size: int,
         max_rows: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate the memory that arriving rows and sums are taken into.
+        """Allocate the tables.
 
-        per_row: experts that a row visits. max_rows: bound of a batch, the same on every instance,
-        since it sizes what arrives from all of them.
+        max_rows: bound of a batch, the same on every instance, since it sizes what arrives.
         """
         self._exchange = exchange
         self._num_instances = num_instances
         home = home_table(num_experts, num_instances)
         self._seat_E = torch.tensor(home.seats, dtype=torch.int64, device=device)
         self._max_rows = max_rows
-        most = num_instances * max_rows
-        self._arrived = {
-            "expert": torch.zeros(most, per_row, dtype=torch.int64, device=device),
-            "weight": torch.zeros(most, per_row, device=device),
-            "hidden": torch.zeros(most, hidden_size, dtype=dtype, device=device),
-        }
         self._arrived_N = torch.zeros(num_instances, dtype=torch.int32, device=device)
-        self._returned = torch.zeros(most, hidden_size, dtype=dtype, device=device)
 
     def place_experts(self, seats: Sequence[int]) -> None:
         """Set the instance of each expert, where captured steps read it."""
@@ -143,22 +148,79 @@ class GpuExpertExchange:
         )
         fields = {"expert": expert_BK, "weight": weight_BK, "hidden": x_BX}
         self._exchange.put(Channel.DISPATCH, fields, count_N, row_NL)
-        return GpuDispatched(x_BX, count_N, slot_NB)
+        return GpuDispatched(x_BX, expert_BK, weight_BK, count_N, slot_NB)
 
     def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
-        """Run the experts here, as GpuAllToAll.run_experts says; the sums go back at once."""
-        arrived, count_N = self._arrived, self._arrived_N
-        self._exchange.wait(Channel.DISPATCH, count_N)
-        self._exchange.take(Channel.DISPATCH, count_N, arrived)
-        x_ETX, count_E, slot_TK = group_arrived(
-            arrived["hidden"], arrived["expert"], count_N, experts.place_E, experts.num_here
-        )
-        y_ETX = experts.run_grouped(x_ETX, count_E)
-        y_TX = ungroup_arrived(y_ETX, slot_TK, arrived["weight"], count_N)
-        self._exchange.put(Channel.COMBINE, {"hidden": y_TX}, count_N)
+        """Run the experts here, as GpuAllToAll.run_experts says; the sums go back at once.
 
-    def combine(self, dispatched: GpuDispatched) -> Tensor:
-        """Sum what came back, as GpuAllToAll.combine says."""
+        Rows are read where they arrived, and sums are written where they are awaited.
+        """
+        sent, count_N = dispatched, self._arrived_N
+        self._exchange.wait(Channel.DISPATCH, count_N)
+        pairs = find_arrived_pairs(
+            sent.x_BX, sent.expert_BK, self._exchange, count_N, experts.place_E, experts.num_here
+        )
+        return_sums(experts.run_pairs(pairs), pairs, count_N, sent.weight_BK, self._exchange)
+
+    def combine(
+        self,
+        dispatched: GpuDispatched,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        norm_X: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Add what came back, as GpuAllToAll.combine says; it is read where it arrived."""
         self._exchange.wait(Channel.COMBINE, dispatched.count_N)
-        self._exchange.take(Channel.COMBINE, dispatched.count_N, {"hidden": self._returned})
-        return sum_returned(self._returned, dispatched.count_N, dispatched.slot_NB)
+        return sum_returned(x_BX, self._exchange, dispatched.slot_NB, shared_BX, norm_X, eps)
+
+
+@dataclass(slots=True)
+class AloneDispatched:
+    """A batch whose experts are all here."""
+
+    x_BX: Tensor
+    expert_BK: Tensor
+    weight_BK: Tensor
+    live_B: Tensor
+    pairs: Pairs | None = None
+    y: Tensor | None = None
+
+
+class GpuAlone:
+    """A GpuAllToAll of an instance that has every expert: no row goes anywhere."""
+
+    def place_experts(self, seats: Sequence[int]) -> None:
+        """Check that all experts are here."""
+        assert not any(seats), "one instance has every expert"
+
+    def dispatch(
+        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
+    ) -> AloneDispatched:
+        """Keep the batch for run_experts."""
+        return AloneDispatched(x_BX, expert_BK, weight_BK, live_B)
+
+    def run_experts(self, dispatched: AloneDispatched, experts: GroupedExperts) -> None:
+        """Run the experts, and shared ones that lie with them."""
+        pairs = dispatched.pairs = find_pairs(
+            dispatched.x_BX,
+            dispatched.expert_BK,
+            dispatched.live_B,
+            experts.place_E,
+            experts.num_here,
+            experts.num_shared,
+        )
+        dispatched.y = experts.run_pairs(pairs)
+
+    def combine(
+        self,
+        dispatched: AloneDispatched,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        norm_X: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Add each row's pairs, as GpuAllToAll.combine says."""
+        pairs, y = dispatched.pairs, dispatched.y
+        assert pairs is not None and y is not None, "run_experts comes before combine"
+        return sum_pairs(x_BX, y, pairs, dispatched.weight_BK, shared_BX, norm_X, eps)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.fp8_weight import Fp8DenseGemm
 from data_plane.moe.deep_ep import deep_ep_obstacle
 from data_plane.moe.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
 from data_plane.moe.mixture import MoeSchedule
@@ -46,7 +47,7 @@ def expert_backend(
     # Packages of the GPU extras are imported only where they run.
     gemm: GroupedGemm = GroupedMm()
     if name == "triton":
-        from data_plane.moe.triton_gemm import TritonGemm
+        from data_plane.moe.kernels.gemm import TritonGemm
 
         gemm = TritonGemm()
     elif name == "deep_gemm":
@@ -57,7 +58,7 @@ def expert_backend(
 
 
 def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool, str]:
-    """Decide whether experts that the checkpoint has in FP8 stay in FP8, and say why.
+    """Decide whether layers that the checkpoint has in FP8 stay in FP8, and say why and which.
 
     dtype: the name of what all other weights are converted to. Returns (False, "") for a checkpoint
     without FP8.
@@ -76,7 +77,8 @@ def fp8_experts(model: ModelConfig, gemm: GroupedGemm, dtype: str) -> tuple[bool
         obstacle = gemm.fp8_obstacle((rows, columns))
     if obstacle:
         return False, f"{stored}, de-quantised to {dtype}, experts too: {obstacle}"
-    return True, f"{stored}; experts stay so, all else is de-quantised to {dtype}"
+    dense = " and dense layers that deep_gemm takes" if isinstance(gemm, Fp8DenseGemm) else ""
+    return True, f"{stored}; experts{dense} stay so, all else is de-quantised to {dtype}"
 
 
 def _expert_obstacle(name: str, is_gpu: bool, dtype: torch.dtype) -> str:

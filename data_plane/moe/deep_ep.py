@@ -95,13 +95,21 @@ class DeepEpExchange:
         """Run the experts here, as GpuAllToAll.run_experts says; combine sends the rows back."""
         dispatched.x_ESX = experts.run_grouped(dispatched.x_ESX, dispatched.count_E)
 
-    def combine(self, dispatched: DeepEpDispatched) -> Tensor:
-        """Return and sum the rows, as GpuAllToAll.combine says."""
+    def combine(
+        self,
+        dispatched: DeepEpDispatched,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        norm_X: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return, sum and add the rows, as GpuAllToAll.combine says."""
+        from data_plane.kernels.norm import add_norm
+
         y_BX, _, _ = self._buffer.low_latency_combine(
             dispatched.x_ESX, dispatched.expert_BK, dispatched.weight_BK, dispatched.handle
         )
-        result: Tensor = y_BX
-        return result
+        return add_norm(x_BX, norm_X, eps, y_BX, shared_BX)
 
 
 def deep_ep_obstacle(

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from data_plane.kernels.norm import add_norm
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import MoeWeights
 from data_plane.moe.fused_kernel import fused_kernel
@@ -248,11 +249,11 @@ def fused_weights(moe: MoeWeights, experts: GroupedExperts) -> FusedWeights:
 
 
 class FusedMixtures:
-    """The mixtures of one instance, each one launch: see mixture.MixtureOfExperts."""
+    """The mixtures of one instance, each one launch: see mixture.NormedMixture."""
 
-    def __init__(self, fused: FusedMoe, weights: GpuWeights) -> None:
+    def __init__(self, fused: FusedMoe, weights: GpuWeights, norm_eps: float) -> None:
         """weights: placed for a fused mixture (gpu_weights.place_weights)."""
-        self.fused = fused
+        self.fused, self._eps = fused, norm_eps
         self._layers, self._experts = weights.weights.layers, weights.experts
         self.takes_turns = weights.weights.embedding.device.type == "cpu"
         """Whether instances take turns in one thread, so that a launch must not wait for peers."""
@@ -266,9 +267,9 @@ class FusedMixtures:
         self.fused.place_experts(seats)
 
     def phases(
-        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
-    ) -> Generator[None, None, Tensor]:
-        """Return x_BX plus the mixture of normed_BX; see mixture.MixtureOfExperts.phases."""
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Return (x_BX plus the mixture of normed_BX, the same normed by norm_X)."""
         moe, experts = self._layers[layer].moe, self._experts[layer]
         assert moe is not None and experts is not None, f"layer {layer} has no experts"
         rows, weights = self.fused.rows(x_BX, normed_BX, live_B), fused_weights(moe, experts)
@@ -276,8 +277,7 @@ class FusedMixtures:
             yield from self.fused.turns(rows, weights)
         else:
             self.fused.launch(rows, weights)
-        result_BX: Tensor = rows.out
-        return result_BX
+        return add_norm(rows.out, norm_X, self._eps)
 
 
 def _resident_programs(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 Enters: rows, the gate's weights. Leaves: each row's experts and weights, the rows of each target.
 Does not know: what experts compute, who claims tasks. The slow reference is gate.gate, then
-triton_rows.route_rows.
+kernels.rows.route_rows.
 
 Legend: see fused_state.py.
 """

@@ -6,13 +6,15 @@ know: checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_plane.model.fp8_weight import Fp8Linear, Fp8Weight
+from data_plane.model.fp8_weight import Fp8DenseGemm, Fp8Linear, Fp8Weight
 from data_plane.model.linear import LinearLayer, PlainLinear
 from data_plane.model.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from data_plane.moe.grouped import GroupedExperts, GroupedGemm
@@ -48,14 +50,17 @@ def place_weights(
     max_len: int,
     is_fused: bool = False,
     num_slots: int = 0,
+    is_alone: bool = False,
 ) -> GpuWeights:
     """Copy weights to the device, layer by layer, and make the rope table reach max_len.
 
     is_fused: shared experts follow the experts, each with a slot of its own, as a fused mixture
-    takes them. num_slots: for experts in a layer; at least those that are here have one. Raises
-    ValueError if they cannot.
+    takes them. num_slots: for experts in a layer; at least those that are here have one. is_alone:
+    no other instance has experts, so nothing travels, and shared experts follow the experts where
+    they can. Raises ValueError if they must and cannot.
     """
     weights.rope.place(device, max_len)
+    linear = partial(_linear, gemm, device, weights.embedding.dtype)
     layers: list[LayerWeights] = []
     experts: list[GroupedExperts | None] = []
     for layer in weights.layers:
@@ -63,34 +68,52 @@ def place_weights(
             experts.append(None)
         else:
             slot_E = layer.moe.slot_E.to(device)
-            experts.append(_experts(layer.moe, slot_E, gemm, is_fused, num_slots))
-            shared = None if is_fused else layer.moe.shared
+            joins = is_fused or (is_alone and _can_join(layer.moe))
+            experts.append(_experts(layer.moe, slot_E, gemm, joins, num_slots))
+            shared = None if joins else layer.moe.shared
             # One table for both: who writes it has moved the expert.
             layer = replace(layer, moe=replace(layer.moe, shared=shared, slot_E=slot_E))
-        layers.append(_placed(layer, device, weights.embedding.dtype))
+        layers.append(_placed(layer, device, linear))
     placed = ModelWeights(
         weights.embedding.to(device),
         tuple(layers),
         weights.final_norm.to(device),
-        _linear(weights.lm_head, device, weights.embedding.dtype),
+        linear(weights.lm_head),
         weights.rope,
-        weights.mtp and _placed(weights.mtp, device, weights.embedding.dtype),
+        weights.mtp and _placed(weights.mtp, device, linear),
     )
     return GpuWeights(placed, tuple(experts))
 
 
 def _experts(
-    moe: MoeWeights, slot_E: Tensor, gemm: GroupedGemm, is_fused: bool, num_slots: int
+    moe: MoeWeights, slot_E: Tensor, gemm: GroupedGemm, joins: bool, num_slots: int
 ) -> GroupedExperts:
     # A slot that no expert of the table is in has any weights.
     mlps = moe.mlps + moe.mlps[-1:] * (num_slots - len(moe.mlps))
     gate_up = [_weight(mlp.gate_up) for mlp in mlps]
     down = [_weight(mlp.down) for mlp in mlps]
-    if is_fused and moe.shared is not None:
+    num_here = len(mlps)
+    if joins and moe.shared is not None:
         shared = shared_slots(moe.shared, moe.mlps[0].down.shape[1])
         gate_up, down = gate_up + shared[0], down + shared[1]
-    device = slot_E.device
-    return GroupedExperts(gemm, slot_E, _stacked(gate_up).to(device), _stacked(down).to(device))
+    device, num_shared = slot_E.device, len(down) - num_here
+    weights = _stacked(gate_up).to(device), _stacked(down).to(device)
+    return GroupedExperts(gemm, slot_E, *weights, num_shared)
+
+
+def _can_join(moe: MoeWeights) -> bool:
+    """Whether shared experts can lie with the experts: weights of one kind and a whole width."""
+    if moe.shared is None or moe.shared_gate is not None or not moe.mlps:
+        return False
+    first, width = moe.mlps[0], moe.mlps[0].down.shape[1]
+    kinds = {
+        isinstance(_weight(weight), Tensor)
+        for mlp in (*moe.mlps, moe.shared)
+        for weight in (mlp.gate_up, mlp.down)
+    }
+    down, size = _weight(first.down), moe.shared.down.shape[1]
+    is_cut = size != width and isinstance(down, Fp8Weight) and width % max(down.block)
+    return len(kinds) == 1 and size % width == 0 and not is_cut
 
 
 def shared_slots(shared: MlpWeights, width: int) -> tuple[list[Weight], list[Weight]]:
@@ -144,7 +167,9 @@ def _stacked(weights: list[Weight]) -> Weight:
     return Fp8Weight.stack(fp8) if fp8 else torch.stack(plain)
 
 
-def _placed(weights: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def _placed(
+    weights: Any, device: torch.device, linear: Callable[[LinearLayer], LinearLayer]
+) -> Any:
     """Copy the weights of a layer or of a part of it to the device, without experts."""
     changes: dict[str, Any] = {}
     for name in weights.__dataclass_fields__:
@@ -152,18 +177,24 @@ def _placed(weights: Any, device: torch.device, dtype: torch.dtype) -> Any:
         if isinstance(value, Tensor):
             changes[name] = value.to(device)
         elif isinstance(value, PlainLinear | Fp8Linear):
-            changes[name] = _linear(value, device, dtype)
+            changes[name] = linear(value)
         elif name == "mlps":
             changes[name] = []
         elif is_dataclass(value):
-            changes[name] = _placed(value, device, dtype)
+            changes[name] = _placed(value, device, linear)
     return replace(weights, **changes)
 
 
-def _linear(linear: LinearLayer, device: torch.device, dtype: torch.dtype) -> PlainLinear:
-    """Copy a layer. Only a grouped GEMM reads FP8, so a shared expert in FP8 is de-quantised."""
-    weight = _weight(linear).to(device)
-    return PlainLinear(weight if isinstance(weight, Tensor) else weight.dequantised().to(dtype))
+def _linear(
+    gemm: GroupedGemm, device: torch.device, dtype: torch.dtype, linear: LinearLayer
+) -> LinearLayer:
+    """Copy a layer; one in FP8 is de-quantised unless the experts' GEMM takes dense ones too."""
+    weight = _weight(linear)
+    if isinstance(weight, Fp8Weight):
+        if isinstance(gemm, Fp8DenseGemm) and (dense := gemm.dense(weight.to(device))):
+            return dense
+        weight = weight.dequantised().to(dtype)
+    return PlainLinear(weight.to(device))
 
 
 def _weight(linear: LinearLayer) -> Weight:

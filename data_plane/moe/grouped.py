@@ -14,13 +14,16 @@ columns.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from data_plane.model.fp8_weight import Fp8Weight
+
+if TYPE_CHECKING:  # Triton is there on GPUs only
+    from data_plane.moe.kernels.pairs import Pairs
 
 
 class GroupedGemm(Protocol):
@@ -45,6 +48,14 @@ class Fp8GroupedGemm(GroupedGemm, Protocol):
 
     def prepare_fp8(self, weight: Fp8Weight) -> Any:
         """Lay FP8 weights [E, N, X] out as `run` reads them; nothing is de-quantised."""
+
+
+@runtime_checkable
+class PairsGemm(Fp8GroupedGemm, Protocol):
+    """A grouped GEMM that also runs whole MLPs on pairs, which it reads where their rows are."""
+
+    def run_pairs(self, pairs: Pairs, gate_up: Any, down: Any) -> Tensor:
+        """Run every expert on its rows: [E * S, X] by slot, not weighted, in the dtype of x."""
 
 
 def group_rows(
@@ -101,13 +112,16 @@ class GroupedExperts:
         place_E: Tensor,
         gate_up_ENX: Tensor | Fp8Weight,
         down_EXI: Tensor | Fp8Weight,
+        num_shared: int = 0,
     ) -> None:
         """Prepare the weights for `gemm`: FP8 ones only for a gemm that takes them.
 
-        place_E: [num_experts] int64, the number of each expert among the E that are here, -1 if it
-        is elsewhere. gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I].
+        place_E: [num_experts] int64, the number of each expert among the num_here that are here, -1
+        if it is elsewhere. gate_up_ENX: [E, 2I, X], gate, then up. down_EXI: [E, X, I]. num_shared:
+        so many shared experts follow those that are here.
         """
-        self._gemm, self.place_E, self.num_here = gemm, place_E, _num_experts(gate_up_ENX)
+        self._gemm, self.place_E, self.num_shared = gemm, place_E, num_shared
+        self.num_here = _num_experts(gate_up_ENX) - num_shared
         self.gate_up, self.down = _prepared(gemm, gate_up_ENX), _prepared(gemm, down_EXI)
 
     def put(self, slot: int, gate_up_NX: Tensor | Fp8Weight, down_XI: Tensor | Fp8Weight) -> None:
@@ -124,6 +138,15 @@ class GroupedExperts:
             x_TX, expert_TK, self.place_E, self.num_here, len(x_TX)
         )
         return ungroup_rows(self.run_grouped(x_ESX, count_E), slot_TK, weight_TK)
+
+    def run_pairs(self, pairs: Pairs) -> Tensor:
+        """Run every expert on its rows, shared ones too: [E * S, X] by slot, not weighted."""
+        if isinstance(self._gemm, PairsGemm):
+            return self._gemm.run_pairs(pairs, self.gate_up, self.down)
+        from data_plane.moe.kernels.pairs import lay_out
+
+        x_ESX, _ = lay_out(pairs.x, pairs.count_E, pairs.row_ES.shape[1], pairs)
+        return self.run_grouped(x_ESX, pairs.count_E).flatten(0, 1)
 
     def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:
         """Run every expert on its own rows: [E, S, X], not weighted."""

@@ -1,4 +1,4 @@
-"""What a step asks of a mixture of experts: one generator a layer, on a CPU and on a GPU.
+"""What a step asks of its mixtures of experts: one generator a layer, on a CPU and on a GPU.
 
 Enters: a layer's rows. Leaves: the rows with the mixture added. Does not know: what carries rows,
 what computes. all_to_all_cpu.py and all_to_all_gpu.py have the implementations.
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
-Wait = TypeVar("Wait", covariant=True)
-"""What the generator yields before a wait: the put that it awaits on a CPU, None on a GPU."""
+from data_plane.transport.exchange import Awaited
 
 
 class MoeSchedule(IntEnum):
@@ -30,8 +29,8 @@ class MoeSchedule(IntEnum):
     """ORDERED, and while rows are awaited, experts begin that will have ended by then."""
 
 
-class MixtureOfExperts(Protocol[Wait]):
-    """The mixture of every MoE layer of an instance."""
+class Mixtures(Protocol):
+    """The mixtures of every MoE layer of an instance, in the terms of a cluster."""
 
     def meet(self, peers: Sequence[int]) -> None:
         """Set the other instances of the term, before its first step."""
@@ -42,12 +41,28 @@ class MixtureOfExperts(Protocol[Wait]):
         Raises ValueError if experts cannot move.
         """
 
+
+class MixtureOfExperts(Mixtures, Protocol):
+    """The mixtures of an instance on a CPU."""
+
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int
-    ) -> Generator[Wait, None, Tensor]:
+    ) -> Generator[Awaited, None, Tensor]:
         """Return x_BX plus the mixture of layer number `layer` of normed_BX; x_BX is not changed.
 
-        live_B: bool; no expert gets a row that is not live. It yields before each wait for peers.
-        Instances that take turns in one thread change turns there. On a CPU a wait raises what the
-        exchange raises.
+        live_B: bool; no expert gets a row that is not live. It yields before each wait for peers
+        the put that it awaits. Instances that take turns in one thread change turns there. A wait
+        raises what the exchange raises.
+        """
+
+
+class NormedMixture(Mixtures, Protocol):
+    """The mixtures of an instance on a GPU, with the norm behind each."""
+
+    def phases(
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Return (x_BX plus the mixture of normed_BX, the same normed by norm_X).
+
+        The rest is as MixtureOfExperts.phases says, but that a failed wait is an error word.
         """

@@ -35,8 +35,9 @@ class NativeAttention:
         return frame_AP.contiguous(), length_A.contiguous()
 
     def run(
-        self, q_AHD: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q_AHD: Tensor, pool_FSW: Tensor, plan: tuple[Tensor, Tensor], scale: float,
+        needs_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(partial output [A, H, O], LSE [A, H]) of the rows; see attention.paged.Attention."""
         frame_AP, length_A = plan
         q_AHD, (rows, heads, width) = q_AHD.contiguous(), q_AHD.shape

@@ -60,8 +60,8 @@ def packed_address(layer: Any) -> int:
 class NativePacking:
     """Packs weights for the kernels of one dtype; see model.linear.Packing."""
 
-    keeps_fp8_experts = False
-    """FP8 experts are converted: the kernels have no FP8 arithmetic."""
+    keeps_fp8 = False
+    """FP8 weights are converted: the kernels have no FP8 arithmetic."""
     keeps_heads = False
 
     def __init__(

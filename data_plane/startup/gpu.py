@@ -91,7 +91,8 @@ def build_gpu_instance(
     slots = _num_slots(cluster, model, moe.has_deep_ep)
     # Behind a last token; where no step row is live, a turn may go on from an older window's.
     max_len = cluster.max_model_len + 2 * config.scheduler.num_drafts
-    placed = place_weights(weights, device, moe.gemm, max_len, is_fused, slots)
+    is_alone = cluster.num_instances == 1
+    placed = place_weights(weights, device, moe.gemm, max_len, is_fused, slots, is_alone)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
     )

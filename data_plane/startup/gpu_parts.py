@@ -14,10 +14,10 @@ from data_plane.attention.paged import Attention
 from data_plane.graph.pool_gpu import GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
-from data_plane.moe.all_to_all_gpu import GpuExpertExchange, GpuMixtures
+from data_plane.moe.all_to_all_gpu import GpuAllToAll, GpuAlone, GpuExpertExchange, GpuMixtures
 from data_plane.moe.fused import FusedMixtures, FusedMoe
 from data_plane.moe.gpu_weights import GpuWeights
-from data_plane.moe.mixture import MixtureOfExperts
+from data_plane.moe.mixture import NormedMixture
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.peer_memory import RegionPlaces
@@ -69,32 +69,27 @@ def gpu_parts(
     pool = GpuPool(cluster, device, frames.scratch_slot)
     places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
     exchange = GpuExchange(places, device, timeout_ms)
-    mixture: MixtureOfExperts[None] | None = None
+    mixture: NormedMixture | None = None
     if model.num_experts:
         sizes: dict[str, Any] = {
             "num_instances": cluster.num_instances,
             "max_rows": cluster.bounds.max_rows,
-            "dtype": dtype,
             "device": device,
         }
         if is_fused:
-            num_slots = max(experts.num_here for experts in weights.experts if experts)
             fused = FusedMoe(
                 exchange,
                 model,
-                num_here=num_slots - model.num_shared_experts,
+                num_here=max(experts.num_here for experts in weights.experts if experts),
                 is_fp8=weights.has_fp8_experts,
+                dtype=dtype,
                 **sizes,
             )
-            mixture = FusedMixtures(fused, weights)
+            mixture = FusedMixtures(fused, weights, model.norm_eps)
         else:
-            all_to_all = GpuExpertExchange(
-                exchange,
-                num_experts=model.num_experts,
-                per_row=model.num_experts_per_token,
-                hidden_size=model.hidden_size,
-                **sizes,
-            )
+            all_to_all: GpuAllToAll = GpuAlone()
+            if cluster.num_instances > 1:
+                all_to_all = GpuExpertExchange(exchange, num_experts=model.num_experts, **sizes)
             mixture = GpuMixtures(all_to_all, model, weights)
     step = GpuStep(
         model,

@@ -24,6 +24,7 @@ from data_plane.model.sizes import (
     item_bytes,
     layer_shapes,
     page_bytes,
+    stays_fp8,
     stored_shapes,
 )
 from data_plane.transport.regions import step_layout
@@ -60,22 +61,26 @@ class MemoryNeed:
 def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> MemoryNeed:
     """Compute what each instance of the cluster that `config` describes needs.
 
-    Experts that a checkpoint has in FP8 stay so on a GPU. stores_bf16: whether the checkpoint has
-    its matrices in bf16, where native kernels keep them. Raises ValueError if the model's KV cannot
-    be kept in FP8.
+    Experts that a checkpoint has in FP8 stay so on a GPU, and with deep_gemm dense layers too.
+    stores_bf16: whether the checkpoint has its matrices in bf16, where native kernels keep them.
+    Raises ValueError if the model's KV cannot be kept in FP8.
     """
     num_instances, data_plane = config.cluster.num_instances, config.data_plane
     redundant = config.cluster.redundant_experts
     each = item_bytes(config)
     matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
     experts = range(model.num_experts and num_slots(model.num_experts, num_instances, redundant))
-    other = _bytes(stored_shapes(model, range(0)), each, matrix_bytes)
+    others = stored_shapes(model, range(0))
+    other = _bytes(others, each, matrix_bytes)
     of_experts = _bytes(stored_shapes(model, experts), each, matrix_bytes) - other
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
         other += model.vocab_size * model.hidden_size * matrix_bytes
     state = carry_pages(model, config) * page_bytes(model, config)
     keeps_fp8 = model.fp8_block is not None and data_plane.device == "cuda"
+    if keeps_fp8 and data_plane.expert_backend == "deep_gemm":
+        dense = {name: shape for name, shape in others.items() if stays_fp8(model, name, shape)}
+        other -= _bytes(dense, each, matrix_bytes - 1)
     layout = step_layout(config.cluster.bounds, data_plane, model)
     region = sum(
         math.prod(field.shape) * np.dtype(field.dtype).itemsize

@@ -33,9 +33,16 @@ def bucket_table(config: Config) -> BucketTable:
     Raises ValueError if row_buckets does not end at max_rows.
     """
     bounds, data_plane = config.cluster.bounds, config.data_plane
-    widest = 1 + config.scheduler.num_drafts if data_plane.device == "cuda" else 1
+    widths, num_instances = range(1, 2), 0
+    if data_plane.device == "cuda":
+        widths = range(1, 2 + config.scheduler.num_drafts)
+        num_instances = config.cluster.num_instances
     return BucketTable(
-        bounds.max_rows, bounds.max_attention_rows, data_plane.row_buckets, range(1, widest + 1)
+        bounds.max_rows,
+        bounds.max_attention_rows,
+        data_plane.row_buckets,
+        widths,
+        num_instances,
     )
 
 
@@ -84,7 +91,9 @@ def moe_backends(
     """
     data_plane, dtype = config.data_plane, torch_dtype(config)
     if not model.num_experts:
-        gemm, _ = expert_backend("auto", device, dtype, expected_rows=1)
+        # It multiplies rows with dense layers too.
+        name = "deep_gemm" if data_plane.expert_backend == "deep_gemm" else "auto"
+        gemm, _ = expert_backend(name, device, dtype, expected_rows=1)
         return MoeBackends(gemm, False, None, ["experts: every layer is dense"])
     num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
     expected_rows = max_rows * num_instances * model.num_experts_per_token // model.num_experts

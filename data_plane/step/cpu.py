@@ -46,7 +46,7 @@ class CpuStep:
         weights: ModelWeights,
         frames: FramePool,
         exchange: TensorExchange,
-        mixtures: MixtureOfExperts[Awaited],
+        mixtures: MixtureOfExperts,
         wire_form: str,
         bounds: BoundsConfig,
         probe: Probe = no_probe,

@@ -33,7 +33,6 @@ from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.mixture import NativeMixtures
 from data_plane.step.probe import Probe, no_probe
-from data_plane.transport.exchange import Awaited
 from data_plane.transport.regions import TensorExchange
 from nanocp.config.data_plane import CPU_KERNELS
 
@@ -179,7 +178,7 @@ def cpu_mixtures(
     kernels: Kernels,
     max_rows: int,
     probe: Probe = no_probe,
-) -> MixtureOfExperts[Awaited]:
+) -> MixtureOfExperts:
     """The mixtures of an instance: each in one native call, or in a call for each part.
 
     schedule: what runs when in one call; None for the parts.

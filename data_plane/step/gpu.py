@@ -18,17 +18,20 @@ import triton
 from torch import Tensor
 
 from data_plane.attention.paged import Attention
-from data_plane.attention.triton_merge import merge_routed
 from data_plane.graph.pool_gpu import GpuContext, GpuPages, GpuPool
+from data_plane.kernels.norm import add_norm, embed_norm
 from data_plane.kv.carry_pool import CarryRows
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.triton_carry import step_states
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
-from data_plane.model.norm import rms_norm
-from data_plane.model.weights import HeadWeights, LayerWeights
+from data_plane.model.linear import PlainLinear
+from data_plane.model.weights import LayerWeights
+from data_plane.moe.all_to_all_gpu import gated_rows
 from data_plane.moe.gpu_weights import GpuWeights
-from data_plane.moe.mixture import MixtureOfExperts
+from data_plane.moe.mixture import NormedMixture
+from data_plane.step.gpu_rows import attention_rows
+from data_plane.step.triton_returned import merge_returned
 from data_plane.step.triton_turns import next_turn_kernel
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
@@ -50,7 +53,7 @@ class GpuStep:
         pool: GpuPool,
         exchange: GpuExchange,
         attention: Attention,
-        mixture: MixtureOfExperts[None] | None,
+        mixture: NormedMixture | None,
         wire_form: str,
         bounds: BoundsConfig,
     ) -> None:
@@ -67,7 +70,7 @@ class GpuStep:
         self._is_latent = wire_form == "latent"
         embedding = self._weights.embedding
         dtype, device = embedding.dtype, embedding.device
-        q_width, v_width = model.attention.wire_widths(wire_form)
+        q_width, _ = model.attention.wire_widths(wire_form)
         self._received = {
             "position": torch.zeros(bounds.max_attention_rows, dtype=torch.int64, device=device),
             "live": torch.zeros(bounds.max_attention_rows, dtype=torch.bool, device=device),
@@ -76,16 +79,10 @@ class GpuStep:
                 bounds.max_attention_rows, model.attention.kv_width, dtype=dtype, device=device
             ),
         }
-        num_heads = model.attention.num_heads
-        self._returned = {
-            "partial": torch.zeros(
-                bounds.max_partials, num_heads, v_width, dtype=dtype, device=device
-            ),
-            "lse": torch.zeros(bounds.max_partials, num_heads, device=device),
-        }
-        self.logits = torch.zeros(bounds.max_rows, model.vocab_size, device=device)
+        self._rows = attention_rows(model, self._weights.rope, frames)
+        self.logits = torch.zeros(bounds.max_rows, model.vocab_size, dtype=dtype, device=device)
         """Logits of the last step, or of the drafting behind it, in its first num_rows rows:
-        [max_rows, vocabulary] fp32."""
+        [max_rows, vocabulary] in the dtype of rows."""
         mtp_size = model.hidden_size if self._weights.mtp else 0
         self.hidden = torch.zeros(bounds.max_rows, mtp_size, dtype=dtype, device=device)
         """What the MTP layer takes beside the next tokens: rows after the model's last norm."""
@@ -114,13 +111,17 @@ class GpuStep:
         Instances that take turns in one thread change turns there.
         """
         self._pool.run_adopt()
-        x_BX = self._weights.embedding[context.token]
-        x_BX = yield from self._layers(context, x_BX, range(self._model.num_layers))
+        weights, num_layers = self._weights, self._model.num_layers
+        x_BX, normed_BX = embed_norm(
+            weights.embedding, context.token, weights.layers[0].input_norm, self._model.norm_eps
+        )
+        _, normed_BX = yield from self._layers(
+            context, x_BX, normed_BX, range(num_layers), weights.final_norm
+        )
         if num_rows := context.bucket.num_rows:
-            self.logits[:num_rows] = ops.logits(x_BX, self._weights, self._model)
-            if self._weights.mtp is not None and context.bucket.width > 1:
-                norm = self._weights.final_norm
-                self.hidden[:num_rows] = rms_norm(x_BX, norm, self._model.norm_eps)
+            self._score(normed_BX)
+            if weights.mtp is not None and context.bucket.width > 1:
+                self.hidden[:num_rows] = normed_BX
                 self._ids[0, :num_rows] = self.logits[:num_rows].argmax(dim=-1)
                 self._turn.zero_()
 
@@ -135,11 +136,14 @@ class GpuStep:
         x_BX = self._weights.embedding[context.token]
         if num_rows:
             x_BX = ops.mtp_rows(x_BX, self.hidden[:num_rows], mtp, self._model)
-        x_BX = yield from self._layers(context, x_BX, range(first, first + 1))
+        norm_X = self._weights.layers[first].input_norm
+        x_BX, normed_BX = add_norm(x_BX, norm_X, self._model.norm_eps)
+        x_BX, normed_BX = yield from self._layers(
+            context, x_BX, normed_BX, range(first, first + 1), mtp.head_norm
+        )
         if num_rows:
             self._drafted[:num_rows] = x_BX
-            head = HeadWeights(mtp.head_norm, self._weights.lm_head)
-            self.logits[:num_rows] = ops.logits(x_BX, head, self._model)
+            self._score(normed_BX)
             self._turn.add_(1)
             drafted = self.logits[:num_rows].argmax(dim=-1)
             self._ids[:, :num_rows].index_copy_(0, self._turn, drafted[None])
@@ -165,46 +169,68 @@ class GpuStep:
             BLOCK_X=min(triton.next_power_of_2(hidden_size), 1024),
         )
 
+    def _score(self, normed_BX: Tensor) -> None:
+        """Write the logits of rows that are normed for the head."""
+        head, logits = self._weights.lm_head, self.logits[: len(normed_BX)]
+        if isinstance(head, PlainLinear):
+            torch.mm(normed_BX, head.weight.t(), out=logits)
+        else:
+            logits.copy_(head(normed_BX))
+
     def _layers(
-        self, context: GpuContext, x_BX: Tensor, layers: range
-    ) -> Generator[None, None, Tensor]:
-        """Run layers of one kind after the other over hidden rows."""
-        num_rows = context.bucket.num_rows
+        self, context: GpuContext, x_BX: Tensor, normed_BX: Tensor, layers: range, norm_X: Tensor
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Run layers one after the other over hidden rows: (the rows, the rows normed by norm_X).
+
+        normed_BX: the rows, normed for the first layer. A norm is computed with the sum before it.
+        """
+        weights, eps, has_links = self._weights, self._model.norm_eps, context.has_links
+        # The norm behind each layer's MLP.
+        norms = [*(weights.layers[index].input_norm for index in layers[1:]), norm_X]
         own, slot_NB = None, torch.empty(0)
-        if num_rows:
+        if context.bucket.num_rows:
             slots, lengths = self._locate(context.own, context.position, context.live)
             own = _Local(slots, self._plan(context.own, lengths, context))
-            slot_NB = self._pool.run_route(context)
+            if has_links:
+                slot_NB = self._pool.run_route(context)
         received: _Local | None = None
-        for index in layers:
-            layer = self._weights.layers[index]
+        for index, next_norm in zip(layers, norms, strict=True):
+            layer = weights.layers[index]
             out_BHV, lse_BH = torch.empty(0), torch.empty(0)
             if index in self._model.linear_layers:
                 if own is not None:
-                    o_BHV = self._linear_attention(context, index, layer, x_BX)
+                    o_BHV = self._linear_attention(context, index, layer, normed_BX)
             else:
                 if own is not None:
-                    out_BHV, lse_BH = self._start_attention(context, index, layer, x_BX, own)
+                    out_BHV, lse_BH = self._start_attention(context, index, layer, normed_BX, own)
+                # Instances that take turns yield equally often, with links and without.
                 yield
-                received = self._answer(context, index, layer, received)
+                if has_links:
+                    received = self._answer(context, index, layer, received)
                 yield
-                self._exchange.wait(Channel.RES, context.num_sent)
+                if has_links:
+                    self._exchange.wait(Channel.RES, context.num_sent)
                 if own is not None:
                     o_BHV = self._merged(context, layer, out_BHV, lse_BH, slot_NB)
-                    o_BHV = ops.gated_heads(x_BX, o_BHV, layer, self._model)
+                    o_BHV = ops.gate_heads(normed_BX, o_BHV, layer, self._model)
             if own is not None:
-                x_BX = x_BX + ops.output_projection(o_BHV, layer)
-            normed_BX = rms_norm(x_BX, layer.post_attention_norm, self._model.norm_eps)
+                delta_BX = ops.output_projection(o_BHV, layer)
+                x_BX, normed_BX = add_norm(x_BX, layer.post_attention_norm, eps, delta_BX)
             if layer.mlp is not None:
-                x_BX = x_BX + ops.gated_mlp(normed_BX, layer.mlp)
+                delta_BX = gated_rows(normed_BX, layer.mlp)
+                x_BX, normed_BX = add_norm(x_BX, next_norm, eps, delta_BX)
             else:
                 assert self.mixture is not None, "the model has experts"
-                x_BX = yield from self.mixture.phases(x_BX, normed_BX, context.live, index)
-        return x_BX
+                x_BX, normed_BX = yield from self.mixture.phases(
+                    x_BX, normed_BX, context.live, index, next_norm
+                )
+        if not has_links:
+            self._exchange.skip_attention(len(set(layers) - set(self._model.linear_layers)))
+        return x_BX, normed_BX
 
     def logits_of(self, rows: list[int]) -> Tensor:
         """The last step's logits of these rows: [rows, vocabulary] fp32, on the GPU."""
-        return self.logits[self._index(rows)]
+        return self.logits[self._index(rows)].float()
 
     def draft_logits_of(self, rows: list[int]) -> Tensor:
         """Logits of the MTP layer's rows: [rows, vocabulary] fp32, on the GPU."""
@@ -253,37 +279,39 @@ class GpuStep:
     def _plan(self, pages: GpuPages, lengths: Tensor, context: GpuContext) -> Any:
         return self._attention.plan(pages.frame, lengths, context.bucket.width)
 
-    def _attend(self, q_AHD: Tensor, place: int, plan: Any) -> tuple[Tensor, Tensor]:
-        return self._attention.run(
-            q_AHD, self._frames.layers[place], plan, self._model.attention.softmax_scale
-        )
+    def _attend(
+        self, q_AHD: Tensor, place: int, plan: Any, needs_lse: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        scale = self._model.attention.softmax_scale
+        return self._attention.run(q_AHD, self._frames.layers[place], plan, scale, needs_lse)
 
     def _start_attention(
-        self, context: GpuContext, index: int, layer: LayerWeights, x_BX: Tensor, own: _Local
+        self, context: GpuContext, index: int, layer: LayerWeights, normed_BX: Tensor, own: _Local
     ) -> tuple[Tensor, Tensor]:
         """Send the rows that other instances read too, append, and attend.
 
         Returns (output [B, H, V], lse [B, H]); in the absorbed form the output is O wide.
         """
-        wire_q_BC, kv_BW, q_BHD = ops.attention_rows(
-            x_BX, context.position, layer, self._weights.rope, self._model
+        place = self._places[index]
+        started = self._rows.start(
+            place, layer, normed_BX, context.position, own.slots, context.has_links
         )
-        sent_B = wire_q_BC if self._is_latent else q_BHD.flatten(1)
-        fields = {
-            "position": context.position,
-            "live": context.live,
-            "q": sent_B.contiguous(),
-            "kv": kv_BW,
-        }
-        self._exchange.put(Channel.Q, fields, context.num_sent, context.send_row)
-        self._frames.append(self._places[index], own.slots, kv_BW)
-        partial, lse_BH = self._attend(q_BHD, self._places[index], own.plan)
+        if context.has_links:
+            sent_B = started.wire_q_BC if self._is_latent else started.q_BHD.flatten(1)
+            fields = {
+                "position": context.position,
+                "live": context.live,
+                "q": sent_B.contiguous(),
+                "kv": started.kv_BW,
+            }
+            self._exchange.put(Channel.Q, fields, context.num_sent, context.send_row)
+        partial, lse_BH = self._attend(started.q_BHD, place, own.plan, context.has_links)
         if self._is_latent:
-            partial = ops.finish_attention(partial, layer, self._model)
+            partial = self._rows.finish(layer, partial)
         return partial.contiguous(), lse_BH
 
     def _linear_attention(
-        self, context: GpuContext, index: int, layer: LayerWeights, x_BX: Tensor
+        self, context: GpuContext, index: int, layer: LayerWeights, normed_BX: Tensor
     ) -> Tensor:
         """Run a token of each row through its state, which is here: heads' values [B, H, V]."""
         delta, carry = self._model.delta, self._frames.carry
@@ -293,7 +321,7 @@ class GpuStep:
             layer.attention,
             carry.layers[self._places[index]],
             CarryRows(context.carry_frame, context.position, context.live),
-            rms_norm(x_BX, layer.input_norm, self._model.norm_eps),
+            normed_BX,
             self._exchange.error,
         )
 
@@ -306,18 +334,15 @@ class GpuStep:
         slot_NB: Tensor,
     ) -> Tensor:
         """Phase 4, LSE merge at the MoE binding: heads' values [B, H, V]."""
-        self._exchange.take(Channel.RES, context.num_sent, self._returned)
-        returned = self._returned["partial"], self._returned["lse"]
-        merge_routed(out_BHV, lse_BH, *returned, context.num_sent, slot_NB)
-        if self._is_latent:
-            return out_BHV
-        return ops.finish_attention(out_BHV, layer, self._model)
+        if context.has_links:
+            merge_returned(out_BHV, lse_BH, self._exchange, slot_NB)
+        return out_BHV if self._is_latent else self._rows.finish(layer, out_BHV)
 
     def _answer(
         self, context: GpuContext, index: int, layer: LayerWeights, local: _Local | None
     ) -> _Local | None:
         """Phases 2 and 3: append and attend for the rows of others, return partials."""
-        model, rope, count = self._model, self._weights.rope, context.bucket.num_received
+        place, count = self._places[index], context.bucket.num_received
         self._exchange.wait(Channel.Q, context.num_received)
         if not count:
             return None
@@ -330,14 +355,14 @@ class GpuStep:
             # it. A wait that fails later leaves the slots, which are of the position in flight.
             slots, lengths = self._locate(context.received, position_A, live_A)
             local = _Local(slots, self._plan(context.received, lengths, context))
-        self._frames.append(self._places[index], local.slots, kv_AW)
+        self._rows.append(place, local.slots, kv_AW)
         if self._is_latent:
-            q_AHD = ops.attention_queries(q_AC, position_A, layer, rope, model)
+            q_AHD = self._rows.queries(layer, q_AC, position_A)
         else:
-            q_AHD = q_AC.view(count, model.attention.num_heads, -1)
-        partial, lse = self._attend(q_AHD, self._places[index], local.plan)
+            q_AHD = q_AC.view(count, self._model.attention.num_heads, -1)
+        partial, lse = self._attend(q_AHD, place, local.plan)
         if self._is_latent:
-            partial = ops.finish_attention(partial, layer, model)
+            partial = self._rows.finish(layer, partial)
         self._exchange.put(
             Channel.RES, {"partial": partial.contiguous(), "lse": lse}, context.num_received
         )

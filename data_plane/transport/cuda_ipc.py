@@ -58,6 +58,20 @@ class _WaitError(NamedTuple):
     """Below 0: the epoch came with a count of rows that no region holds, and this is minus it."""
 
 
+class Region(NamedTuple):
+    """A field of a channel in this instance's memory, [parity, source, slot, width]."""
+
+    table: Tensor
+    """[N + 2] int64: see GpuExchange.table."""
+    epoch: Tensor
+    """[1] int64 or more: the epoch of the channel's last wait, whose last bit is the parity."""
+    offset: int
+    """Bytes from the begin of an instance's memory."""
+    instance: int
+    num_slots: int
+    """Slots of a source."""
+
+
 class GpuExchange:
     """One instance's end of the exchange. Every instance calls it in every layer, rows or not.
 
@@ -202,6 +216,24 @@ class GpuExchange:
             BLOCK_N=_power_of_two(self.places.num_instances),
             **widths,
         )
+
+    def region(self, channel: Channel, name: str) -> Region:
+        """Say where rows of a field are that a wait found, for kernels that read them there."""
+        place = self.places.channels[channel]
+        offset = next(field.offset for field in place.fields if field.name == name)
+        epoch = self.epoch_C[channel:]
+        return Region(self.table, epoch, offset, self.memory.instance, place.num_slots)
+
+    def done(self, channel: Channel) -> Tensor:
+        """[N] int32: programs of puts to each instance that have ended, modulo their number."""
+        return self._done_CN[channel]
+
+    def skip_attention(self, num_layers: int) -> None:
+        """Count layers of a step in which no instance has a link with this one, in one launch.
+
+        Nothing is put, awaited or taken in them; epochs stay equal on all instances.
+        """
+        self.epoch_C[Channel.Q : Channel.RES + 1].add_(num_layers)
 
     def check(self) -> None:
         """Raise TermOver, ExchangeTimeout or EpochError if a wait failed. Waits for the device.

@@ -61,7 +61,8 @@ class DataPlaneConfig:
     """What computes attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else
     torch."""
     expert_backend: str = "auto"
-    """What multiplies the experts' weights: one of EXPERT_BACKENDS."""
+    """What multiplies the experts' weights: one of EXPERT_BACKENDS. deep_gemm: dense layers too,
+    where the checkpoint has them in FP8 (docs/use/gpu.md)."""
     dispatch_backend: str = "auto"
     """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
     mixture of experts is one call, with native kernels on a CPU (docs/develop/mixture.md). auto:

@@ -2,13 +2,19 @@
 
 Enters: (name, check) pairs and the results of an earlier run. Leaves: a result for each check that
 was reached. A check fails by raising. One that faults on the GPU ends all GPU work of its process,
-so no later check runs in that process.
+so no later check runs in that process. One that does not end is ended with its process, which says
+where it was; the next run goes on behind it.
 """
 
+import faulthandler
 import time
 import traceback
 
 import torch
+
+LIMIT_S = 120
+"""Longest time of a check."""
+ENDLESS = f"it did not end within {LIMIT_S} s"
 
 
 def context_is_lost():
@@ -32,7 +38,7 @@ def run(checks, done=(), deadline=float("inf"), keep=lambda results: None, after
     results = [
         result
         for result in done
-        if not result["error"] or (after and result["error"] != "not reached")
+        if result["error"] in ("", ENDLESS) or (after and result["error"] != "not reached")
     ]
     known = {result["check"] for result in results}
     for name, check in checks:
@@ -43,10 +49,14 @@ def run(checks, done=(), deadline=float("inf"), keep=lambda results: None, after
             print("the time limit is over; run the same command again to go on here")
             results.append({"check": name, "seconds": 0.0, "error": "not reached"})
             break
+        keep([*results, {"check": name, "seconds": LIMIT_S, "error": ENDLESS}])
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
             check()
         except Exception:
             error = traceback.format_exc(limit=-2)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         result = {"check": name, "seconds": round(time.monotonic() - begin, 2), "error": error}
         results.append(result)
         print(f"{'FAILED' if error else 'ok'}  {name}  {result['seconds']} s", error, flush=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from control_plane.scheduler.windows.routing import build_routes
 from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
+from data_plane.moe.kernels.pairs import lay_out
 from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import Channel, Field
@@ -68,8 +69,9 @@ class Twice:
         first, num_experts = instance * NUM_EXPERTS, num_instances * NUM_EXPERTS
         self.place_E = slots_of(range(first, first + NUM_EXPERTS), num_experts).to(device)
 
-    def run_grouped(self, x_ESX, count_E):
-        return 2 * x_ESX
+    def run_pairs(self, pairs):
+        x_ESX, _ = lay_out(pairs.x, pairs.count_E, pairs.row_ES.shape[1], pairs)
+        return 2 * x_ESX.flatten(0, 1)
 
 
 def random_requests(num_instances, num_slots, num_requests, generator, max_rows=8):
@@ -130,10 +132,7 @@ class ExchangeCase:
                     member,
                     num_instances=num_instances,
                     num_experts=num_instances * NUM_EXPERTS,
-                    per_row=PER_ROW,
-                    hidden_size=HIDDEN,
                     max_rows=max_rows,
-                    dtype=torch.float32,
                     device=torch.device(device),
                 )
         self.x, self.y, self.weight = (
@@ -227,7 +226,9 @@ class ExchangeCase:
         self.all_to_all[i].run_experts(self.dispatched[i], self.experts[i])
 
     def _combine(self, i):
-        self.y[i].copy_(self.all_to_all[i].combine(self.dispatched[i]))
+        x_BX = torch.zeros_like(self.x[i])
+        y_BX, _ = self.all_to_all[i].combine(self.dispatched[i], x_BX, None, x_BX[0], 1.0)
+        self.y[i].copy_(y_BX)
 
     def run_layer(self):
         """Run a layer of all instances that are here, phase by phase, in turn."""

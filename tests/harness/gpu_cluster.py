@@ -29,7 +29,7 @@ from data_plane.model.weights import expert_range, load_experts, load_weights
 from data_plane.moe.backend import fp8_experts
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.gpu_weights import place_weights
-from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.gpu_parts import gpu_parts
 from data_plane.transport.cuda_runtime import load_runtime
@@ -154,7 +154,9 @@ class GpuCluster:
             packing = PlainPacking(keeps_fp8)
             weights = load_weights(checkpoint, model, self.dtype, experts, packing=packing)
             is_fused = self.data_plane.dispatch_backend == "fused"
-            placed = place_weights(weights, self.device, gemm, max_len, is_fused, slots)
+            placed = place_weights(
+                weights, self.device, gemm, max_len, is_fused, slots, is_alone=num_instances == 1
+            )
             self._held[instance] = partial(
                 load_experts, checkpoint, model, self.dtype, placed.weights, packing=packing,
                 put=placed.put_expert,
@@ -179,7 +181,9 @@ class GpuCluster:
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
         self.instances = self.lanes[0]
         self.forget_requests(seed)
-        self.buckets = BucketTable(bounds.max_rows, bounds.max_attention_rows)
+        self.buckets = BucketTable(
+            bounds.max_rows, bounds.max_attention_rows, num_instances=num_instances
+        )
         # Grids of instances on one card must fit on it together.
         self.num_programs = 16 if self.device.type == "cuda" else 1
         self._take_turns(True)
@@ -402,7 +406,9 @@ class GpuCluster:
             lanes = [lane[index] for lane in self.lanes]
             held = [self._bucket(instance) for instance in lanes]
             bucket = Bucket(
-                max(each.num_rows for each in held), max(each.num_received for each in held)
+                max(each.num_rows for each in held),
+                max(each.num_received for each in held),
+                has_links=any(each.has_links for each in held),
             )
             with torch.cuda.stream(self.streams[index]):
                 for instance in lanes:
@@ -422,7 +428,9 @@ class GpuCluster:
 
     def _bucket(self, instance):
         tables = instance.pool.staging[instance.window & 1]
-        return self.buckets.lookup(int(tables.num_rows[0]), int(tables.num_received.sum()))
+        received = int(tables.num_received.sum())
+        has_links = bool(received or tables.num_sent.any())
+        return self.buckets.lookup(int(tables.num_rows[0]), received, has_links=has_links)
 
 
 def copy_state(to, frame, source, source_frame):

@@ -26,7 +26,7 @@ SEED = 2
 """With it some requests have all pages on the survivor, and others have not."""
 LEAVE_S = 0.5
 """When the survivor hears that the term is over: what a controller needs to see an exit."""
-MOST_S = 10.0
+MOST_S = 40.0
 """When the survivor's wait must have ended; without the word it would end after 60 s or more."""
 
 

@@ -59,6 +59,31 @@ def interpret():
         return known[name]
 
     interpreter._get_np_dtype = np_dtype
+    interpreter._convert_float = _rounding(interpreter._convert_float)
+
+
+def _rounding(convert):
+    """Let fp32 become bf16 and e4m3 as a GPU rounds, to the nearest.
+
+    The interpreter would cut bf16 off, and lose the carry of an e4m3 that rounds up.
+    """
+    import numpy as np
+    import torch
+    import triton.language as tl
+
+    kinds = {
+        tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8),
+    }
+
+    def convert_float(data, source, target, mode):
+        if source != tl.float32 or target not in kinds:
+            return convert(data, source, target, mode)
+        kind, bits, unsigned = kinds[target]
+        values = torch.from_numpy(np.array(data, dtype=np.float32))
+        return values.to(kind).view(bits).numpy().view(unsigned).reshape(data.shape)
+
+    return convert_float
 
 
 class LastingPatch:

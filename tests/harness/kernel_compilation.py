@@ -12,55 +12,19 @@ import sys
 from dataclasses import asdict
 
 from harness.compiled_kernel import compile_kernel
+from harness.layer_compilation import layer_kernels, numbers
 
 
 def kernels():
     """List every kernel: name -> what compiles it."""
     return {
-        **expert_kernels(),
+        **layer_kernels(),
         **attention_kernels(),
         **exchange_kernels(),
         **table_kernels(),
         **row_kernels(),
         **merge_kernels(),
         **linear_kernels(),
-    }
-
-
-def expert_kernels():
-    """The grouped GEMM, for each dtype."""
-    from data_plane.moe import triton_gemm as moe
-
-    def gemm(dtype, num_stages, is_fp8=False):
-        weight, block = ("fp8e4nv", 128) if is_fp8 else (dtype, 0)
-        pointers = {
-            "x_ptr": f"*{dtype}",
-            "weight_ptr": f"*{weight}",
-            "scale_ptr": "*fp32",
-            "count_ptr": "*i32",
-            "y_ptr": f"*{dtype}",
-        }
-        blocks = {
-            "SCALE_N": block,
-            "SCALE_X": block,
-            "BLOCK_S": moe.BLOCK_S,
-            "BLOCK_N": moe.BLOCK_N,
-            "BLOCK_X": moe.BLOCK_X,
-        }
-        sizes = numbers("num_slots", "num_columns", "width")
-        return compile_kernel(
-            moe.grouped_gemm_kernel,
-            pointers | sizes,
-            blocks,
-            moe.NUM_WARPS,
-            num_stages,
-            aligned=sizes,
-        )
-
-    return {
-        "grouped gemm bf16": lambda: gemm("bf16", moe.NUM_STAGES),
-        "grouped gemm fp8": lambda: gemm("bf16", moe.NUM_STAGES, is_fp8=True),
-        "grouped gemm fp32": lambda: gemm("fp32", moe.NUM_STAGES_FP32),
     }
 
 
@@ -86,14 +50,18 @@ def attention_kernels():
         }
         return compile_kernel(kernel, arguments, constants, tiles.num_warps, tiles.num_stages)
 
-    def plain(dtype, tiles, num_queries=1):
-        frames, widths = {"kv_ptr": f"*{dtype}"}, {"RANK": 512, "ROPE": 64}
+    def latent(dtype, tiles, views, strides, num_queries=1):
+        names = ("value_ptr", "scale_ptr", "k_rope_ptr")
+        frames = {name: f"*{kind}" for name, kind in zip(names, views, strict=True)}
+        widths = {"RANK": 512, "ROPE": 64, "STRIDE": strides[0], "ROPE_STRIDE": strides[1]}
+        widths["SCALES"] = 4
         return decode(mla.decode_kernel, tiles, dtype, frames, widths, num_queries)
 
-    def fp8(num_queries=1):
-        frames = {"value_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "k_rope_ptr": "*bf16"}
-        widths = {"RANK": 512, "ROPE": 64, "TOKEN_BYTES": 656}
-        return decode(mla.decode_fp8_kernel, mla.TILES_FP8, "bf16", frames, widths, num_queries)
+    def plain(dtype, tiles, num_queries=1):
+        return latent(dtype, tiles, [dtype] * 3, (576, 576), num_queries)
+
+    def fp8(dtype="bf16", tiles=mla.TILES_16_BIT, num_queries=1):
+        return latent(dtype, tiles, ("fp8e4nv", "fp32", "bf16"), (656, 328), num_queries)
 
     def heads(dtype, tiles, num_queries=1, group=16):
         # Qwen3-235B-A22B: 64 query heads over 4 K/V heads of 128; GLM-4.5: 96 over 8.
@@ -112,7 +80,9 @@ def attention_kernels():
         "decode fp16": lambda: plain("fp16", mla.TILES_16_BIT),
         "decode fp32": lambda: plain("fp32", mla.TILES_FP32),
         "decode fp8": fp8,
-        "decode fp8, two queries": lambda: fp8(2),
+        "decode fp8, fp16 queries": lambda: fp8("fp16"),
+        "decode fp8, fp32 queries": lambda: fp8("fp32", mla.TILES_FP32),
+        "decode fp8, two queries": lambda: fp8(num_queries=2),
         "decode K/V heads bf16": lambda: heads("bf16", gqa.TILES_16_BIT),
         "decode K/V heads bf16, two queries": lambda: heads("bf16", gqa.TILES_16_BIT, 2),
         "decode K/V heads bf16, four queries": lambda: heads("bf16", gqa.TILES_16_BIT, 4, 12),
@@ -211,11 +181,8 @@ def table_kernels():
 
 
 def row_kernels():
-    """Rows to experts and back: 256 rows, 32 instances, top-8 of 256 experts, 7168 wide."""
-    from data_plane.moe import triton_rows as rows
-
-    counts = {"source_count_ptr": "*i32"}
-    wide = {"BLOCK_X": 1024, "BLOCK_N": 32}
+    """Where rows go: 256 rows, 32 instances, top-8 of 256 experts."""
+    from data_plane.moe.kernels import rows as rows
 
     def target():
         arguments = {"expert_ptr": "*i64", "live_ptr": "*u8", "seat_ptr": "*i64"}
@@ -223,35 +190,12 @@ def row_kernels():
         arguments |= numbers("num_rows", "num_slots", "per_row")
         return compile_kernel(rows.target_kernel, arguments, {"BLOCK_B": 256, "BLOCK_K": 8})
 
-    def slot():
-        arguments = {"expert_ptr": "*i64", "place_ptr": "*i64", **counts}
-        arguments |= dict.fromkeys(("slot_ptr", "count_ptr"), "*i32")
-        arguments |= numbers("num_instances", "num_arrived", "per_row")
-        return compile_kernel(
-            rows.slot_kernel, arguments, {"BLOCK_T": 128, "BLOCK_K": 8, "BLOCK_N": 32}
-        )
-
-    def group():
-        arguments = {"x_ptr": "*bf16", "slot_ptr": "*i32", **counts, "grouped_ptr": "*bf16"}
-        arguments |= numbers("num_instances", "width", "per_row")
-        return compile_kernel(rows.group_kernel, arguments, wide)
-
-    def ungroup():
-        arguments = {"y_ptr": "*bf16", "slot_ptr": "*i32", "weight_ptr": "*fp32", **counts}
-        arguments |= {"sum_ptr": "*bf16", **numbers("num_instances", "width", "per_row")}
-        return compile_kernel(rows.ungroup_kernel, arguments, wide)
-
-    def sums():
-        arguments = {"part_ptr": "*bf16", "count_ptr": "*i32", "slot_ptr": "*i32"}
-        arguments |= {"sum_ptr": "*bf16", **numbers("num_instances", "width")}
-        return compile_kernel(rows.sum_kernel, arguments, wide)
-
-    return {"target": target, "slot": slot, "group": group, "ungroup": ungroup, "sum": sums}
+    return {"target": target}
 
 
 def merge_kernels():
-    """The LSE merges: of an attention's parts, of partials, and of routed partials."""
-    from data_plane.attention.triton_merge import merge_kernel, merge_routed_kernel
+    """The LSE merges: of an attention's parts, and of partials."""
+    from data_plane.attention.triton_merge import merge_kernel
 
     def merge(is_split, dtype):
         arguments = {
@@ -266,24 +210,9 @@ def merge_kernels():
             merge_kernel, arguments, {"IS_SPLIT": is_split, "WIDTH": 512, "BLOCK_V": 512}
         )
 
-    def merge_routed():
-        arguments = {
-            "out_ptr": "*bf16",
-            "lse_ptr": "*fp32",
-            "partial_ptr": "*bf16",
-            "partial_lse_ptr": "*fp32",
-            "count_ptr": "*i32",
-            "slot_ptr": "*i32",
-            **numbers("num_instances"),
-        }
-        return compile_kernel(
-            merge_routed_kernel, arguments, {"WIDTH": 128, "BLOCK_V": 128, "BLOCK_N": 32}
-        )
-
     return {
         "merge splits": lambda: merge(True, "bf16"),
         "merge partials": lambda: merge(False, "bf16"),
-        "merge routed": merge_routed,
     }
 
 
@@ -335,11 +264,6 @@ def controls():
         for sem, scope in (("acquire", "sys"), ("relaxed", "sys"), ("acquire", "gpu"))
     }
     return puts | waits
-
-
-def numbers(*names):
-    """The types of 32-bit arguments of these names."""
-    return dict.fromkeys(names, "i32")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Stand-ins for packages that run only on GPUs: published signatures and conventions, in torch.
 
-They were read in the packages' public sources, at the commits that pyproject.toml names. Only what
-our adapters use is here, with every parameter, so that a call that binds here binds there
-(`gpu_check.py` compares signatures where a package is installed).
+They were read in the packages' public sources, at the commits and versions that pyproject.toml
+names; FlashMLA's own at 9241ae3. Only what our adapters use is here, with every parameter, so that
+a call that binds here binds there (`gpu_check.py` compares signatures where a package is
+installed).
 """
 
 import math
@@ -74,6 +75,41 @@ def flash_mla_with_kvcache(
     return out[:, None], lse[..., None]
 
 
+def sgl_flash_mla_with_kvcache(
+    q,
+    k_cache,
+    block_table,
+    cache_seqlens,
+    head_dim_v,
+    tile_scheduler_metadata,
+    num_splits=None,
+    softmax_scale=None,
+    causal=False,
+    is_fp8_kvcache=None,
+    indices=None,
+    attn_sink=None,
+    extra_k_cache=None,
+    extra_indices_in_kvcache=None,
+    topk_length=None,
+    extra_topk_length=None,
+    enable_batch_invariant=False,
+    use_legacy=False,
+    kv_format=None,
+    descale_q=None,
+    descale_k=None,
+):
+    """Decode as FlashMLA does, by the wheel sgl-flash-mla 1.0.0 (flash_mla_interface.py).
+
+    Dense decode is among what it keeps for `use_legacy`; without, it asks for `indices`.
+    """
+    assert use_legacy, "Sparse attention is required: `indices` must be provided"
+    assert kv_format is descale_q is descale_k is None and not is_fp8_kvcache
+    return flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
+        softmax_scale, causal, False, indices,
+    )  # fmt: skip
+
+
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -142,6 +178,11 @@ flash_mla = SimpleNamespace(
     flash_mla_with_kvcache=flash_mla_with_kvcache,
     FlashMLASchedMeta=FlashMLASchedMeta,
 )
+sgl_flash_mla = SimpleNamespace(
+    get_mla_metadata=get_mla_metadata,
+    flash_mla_with_kvcache=sgl_flash_mla_with_kvcache,
+)
+"""The module flash_mla of the wheel sgl-flash-mla."""
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -181,7 +222,42 @@ def m_grouped_fp8_gemm_nt_masked(
         d[group, :count] = (x[group, :count] @ w[group].T).bfloat16()
 
 
-deep_gemm = SimpleNamespace(m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_masked)
+def fp8_gemm_nt(
+    a,
+    b,
+    d,
+    c=None,
+    recipe=None,
+    recipe_a=None,
+    recipe_b=None,
+    compiled_dims="nk",
+    disable_ue8m0_cast=False,
+):
+    """Multiply in FP8, d = a b^T, as DeepGEMM's csrc/apis/gemm.hpp does on Hopper.
+
+    Scales are those of m_grouped_fp8_gemm_nt_masked. In another layout than TMA's, which is checked
+    here, it takes scales of a too, and launches a kernel of its own that lays them out.
+    """
+    (values, scale), (weight, weight_scale) = a, b
+    (rows, width), columns = values.shape, len(weight)
+    assert weight.shape == (columns, width) and d.shape == (rows, columns)
+    assert values.is_contiguous() and weight.is_contiguous() and d.stride(1) == 1
+    assert values.dtype == weight.dtype == torch.float8_e4m3fn and d.dtype == torch.bfloat16
+    assert scale.dtype == weight_scale.dtype == torch.float32
+    assert columns % 8 == 0 and scale.shape == (rows, -(-width // 128))
+    assert weight_scale.shape == (-(-columns // 128), -(-width // 128))
+    assert weight_scale.is_contiguous()
+    assert scale.stride() == (1, -(-rows // 4) * 4) and scale.data_ptr() % 16 == 0
+    x = values.float() * scale.repeat_interleave(128, dim=1)
+    w = weight.float() * weight_scale.repeat_interleave(128, dim=0)[:columns].repeat_interleave(
+        128, dim=1
+    )
+    d.copy_(x @ w.T)
+
+
+deep_gemm = SimpleNamespace(
+    m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_masked, fp8_gemm_nt=fp8_gemm_nt
+)
 
 
 class Buffer:

@@ -9,6 +9,7 @@ import overlap
 from mutant import Mutant as Mutant
 from mutant import seen_by
 from of_drafts import OF_DRAFTS
+from of_layer import OF_LAYER
 from of_offload import OF_OFFLOAD
 from of_pipeline import OF_PIPELINE
 from of_resuming import OF_RESUMING
@@ -408,6 +409,7 @@ MUTANTS = [
     *OF_TERMS,
     *overlap.MUTANTS,
     *of_kernels.MUTANTS,
+    *OF_LAYER,
     *of_mixture.MUTANTS,
     *of_fused.MUTANTS,
     *connector.MUTANTS,

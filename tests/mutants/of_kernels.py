@@ -31,6 +31,14 @@ MUTANTS = [
         tests=(STORED, "-k", "test_linear"),
     ),
     Mutant(
+        name="fp8-latent-scale",
+        why="a group of values of FP8 latent KV is multiplied by the scale of its neighbour",
+        path="data_plane/attention/triton_mla.py",
+        text="(STRIDE // 4) + group[None, :]",
+        fault="(STRIDE // 4) + (group[None, :] ^ 1)",
+        tests=("tests/data_plane/kernels/test_kernels_interpreted.py", "-k", "fp8"),
+    ),
+    Mutant(
         name="append-after-error",
         why="behind a wait that failed, a step writes over committed KV of earlier positions",
         path="data_plane/graph/triton_tables.py",
@@ -69,5 +77,21 @@ MUTANTS = [
         text="is_awaited = tl.where(error == 0, address, 0) != 0",
         fault="is_awaited = tl.where(error == 0, source, num_instances) < num_instances",
         tests=(ROUTED, "-k", "neither_written"),
+    ),
+    Mutant(
+        name="fp8-scales-by-row",
+        why="DeepGEMM launches a kernel that lays out the scales of a dense layer's rows",
+        path="data_plane/kernels/fp8.py",
+        text="return values_BX, scale_KB.T[:num_rows]",
+        fault="return values_BX, scale_KB.T[:num_rows].contiguous()",
+        tests=("tests/data_plane/kernels/test_dense_fp8.py", "-k", "within_the_error"),
+    ),
+    Mutant(
+        name="fp8-broken-blocks",
+        why="two weights of one layer share a block, and one of its scales is lost",
+        path="data_plane/model/weights.py",
+        text="and not any(self._shapes[name][0] % block[0] for name in names[:-1])",
+        fault="and True",
+        tests=("tests/data_plane/model/test_fp8_checkpoint.py", "-k", "broken_blocks"),
     ),
 ]

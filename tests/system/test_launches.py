@@ -17,30 +17,14 @@ from harness.paths import ROOT
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
-OLDEST = "3.6.0"
-"""The oldest Triton that the extra `gpu` takes: it comes with torch 2.11."""
-
-
-@pytest.fixture(scope="module")
-def oldest():
-    """A folder with the oldest Triton beside the installed one; skips where pip has none."""
-    folder = ROOT / f"build/triton-{OLDEST}"
-    if not (folder / "triton").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        ended = subprocess.run([*command, folder, f"triton=={OLDEST}"], timeout=300, check=False)
-        if ended.returncode:
-            pytest.skip(f"pip finds no Triton {OLDEST} for this machine")
-    return folder
-
-
 def test_no_launch_is_refused(tmp_path):
     """One launch must be refused, to show that refusals are seen: its number is not 1."""
     assert_all_compile(tmp_path)
 
 
-def test_no_launch_is_refused_by_the_oldest_triton(tmp_path, oldest):
+def test_no_launch_is_refused_by_the_oldest_triton(tmp_path, oldest_triton):
     """Attributes of a constexpr NamedTuple are plain numbers there, and no shapes."""
-    assert_all_compile(tmp_path, oldest)
+    assert_all_compile(tmp_path, oldest_triton)
 
 
 def assert_all_compile(tmp_path, *packages):

@@ -1,7 +1,12 @@
 """Attention backends: one interface; chosen by name or by auto, with a reason; refused by name."""
 
+import tomllib
+from inspect import signature
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_plane.attention import backend
 from data_plane.attention.backend import AttentionSite, attention_backend
@@ -13,7 +18,11 @@ from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.sizes import token_bytes
 from harness.kernel_cases import LENGTHS, AttentionCase
-from harness.published_packages import flash_attn_interface, flash_mla
+from harness.paths import ROOT
+from harness.published_packages import flash_attn_interface, flash_mla, sgl_flash_mla
+
+FLASHMLA = {"source": flash_mla, "wheel": sgl_flash_mla}
+"""Each gives the module flash_mla."""
 
 
 def site(device="cpu", q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16, rank=512, rope_dim=64):
@@ -46,13 +55,14 @@ def test_torch_agrees_with_the_reference_through_the_interface(name):
     case.check(*case.run(TorchPaged(LatentKv(16))), 5e-6, 5e-6)
 
 
+@pytest.mark.parametrize("package", FLASHMLA)
 @pytest.mark.parametrize("name", LENGTHS)
-def test_flashmla_answers_by_our_conventions(name):
+def test_flashmla_answers_by_our_conventions(name, package):
     """A stand-in has FlashMLA's published signature and conventions: its empty rows are +inf."""
     case = AttentionCase(
         LENGTHS[name], heads=2, rank=512, rope=64, dtype=torch.bfloat16, scale=0.04
     )
-    flashmla = FlashMla(512, flash_mla)
+    flashmla = FlashMla(512, FLASHMLA[package])
     case.check(*case.run(flashmla), 2e-2, 2e-2)
     case.check(*case.run(flashmla), 2e-2, 2e-2)
 
@@ -71,6 +81,45 @@ def test_flash_attention_answers_by_our_conventions(name):
     )
     backend = FlashAttentionHeads(2, 64, flash_attn_interface)
     case.check(*case.run(backend), 2e-2, 2e-2)
+
+
+class Launches(TorchDispatchMode):
+    """Keeps the names of the operations that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [*FLASHMLA, "flash_attention"])
+@pytest.mark.parametrize("needs_lse", [True, False])
+def test_behind_a_packages_kernel_is_one_launch_at_most(kind, needs_lse):
+    """It fills the lse of empty rows in place, and only for who merges; out is as it was."""
+    out, lse = torch.ones(3, 1, 2, 512), torch.full((3, 2, 1), float("inf"))
+    name = "flash_attn_with_kvcache" if kind == "flash_attention" else "flash_mla_with_kvcache"
+
+    def kernel(*_, use_legacy=False, **keys):
+        assert use_legacy == (kind == "wheel")
+        return out, lse
+
+    published = FLASHMLA.get(kind, flash_attn_interface)
+    kernel.__signature__ = signature(getattr(published, name))
+    package = SimpleNamespace(**{**vars(published), name: kernel})
+    backend = FlashMla(512, package) if kind in FLASHMLA else FlashAttentionHeads(1, 4, package)
+    plan = backend.plan(torch.zeros(3, 1, dtype=torch.int32), torch.tensor([5, 0, 7]).int())
+    q, pool = torch.zeros(3, 2, 4), torch.zeros(1, 64, 8)
+    with Launches() as launches:
+        answer = backend.run(q, pool, plan, 0.1, needs_lse)
+    assert launches.names == ["masked_fill_"] * needs_lse
+    assert [each.data_ptr() for each in answer] == [out.data_ptr(), lse.data_ptr()]
+    # An overflow of a row with tokens does not pass for an empty row.
+    empty = float("-inf") if needs_lse else float("inf")
+    assert answer[1].tolist() == [[float("inf")] * 2, [empty] * 2, [float("inf")] * 2]
 
 
 def test_flashmla_plans_anew_for_new_lengths():
@@ -111,6 +160,10 @@ def test_auto_on_hopper_takes_flashmla_where_it_can_else_triton_and_says_why(hop
     hopper.remove("flash_mla")
     chosen, why = attention_backend("auto", site("cuda"))
     assert chosen == "triton" and "not flashmla: the package flash_mla is not installed" in why
+    (wheel,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["flashmla"]
+    assert f"(pip install --no-deps {wheel})" in why
     hopper.remove("triton")
     with pytest.raises(ValueError, match=r"flash_mla is not installed.*triton is not installed"):
         attention_backend("auto", site("cuda"))

@@ -11,7 +11,7 @@ import triton
 from data_plane.moe import fused_kernel
 from data_plane.moe.fused import fused_obstacle
 from data_plane.moe.fused_state import ROUTE
-from data_plane.moe.triton_rows import route_rows
+from data_plane.moe.kernels.rows import route_rows
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, TermOver
 from data_plane.transport.peer_memory import PeerMemory
 from harness.fused_cases import FusedCase, FusedSizes, run_turns

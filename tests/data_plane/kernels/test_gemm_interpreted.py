@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data_plane.moe.triton_gemm import TritonGemm
+from data_plane.moe.kernels.gemm import TritonGemm
 from harness.kernel_cases import ExpertCase
 
 

@@ -127,7 +127,14 @@ def test_constants_are_found_again_in_what_they_made():
     for cell in experts:
         cell["us"] = file.layer_expert_us(costs, cell["rows"])
     step = [
-        {"kind": "step", "rows": r, "context": 8192, "layers": 61, "moe_layers": 58}
+        {
+            "kind": "step",
+            "variant": "triton",
+            "rows": r,
+            "context": 8192,
+            "layers": 61,
+            "moe_layers": 58,
+        }
         for r in (16, 64, 128)
     ]
     for cell in step:
@@ -164,13 +171,15 @@ def test_constants_are_found_again_in_what_they_made():
 
 @without_gpu
 def test_one_that_fails_does_not_keep_the_others_from_being_measured(monkeypatch, tmp_path, capsys):
-    def broken(card, ceilings):
+    def broken():
         raise RuntimeError("out of something")
 
-    def whole(card, ceilings):
+    def whole():
         yield {"kind": "whole"}
 
-    monkeypatch.setattr(gpu_step, "MEASURES", (broken, whole))
+    kinds = {"broken": broken, "whole": whole}
+    listed = [({"kind": kind}, measure) for kind, measure in kinds.items()]
+    monkeypatch.setattr(gpu_step, "measures", lambda card, ceilings: listed)
     with pytest.raises(SystemExit) as ended:
         gpu_step.main(["--tiny", "--json", str(tmp_path / "results.json")])
     assert ended.value.code == 1 and "RuntimeError: out of something" in capsys.readouterr().out
@@ -235,17 +244,19 @@ def test_broken_claims_of_a_fused_mixture_are_said():
 
 
 def test_broken_claims_are_said():
-    step = {"kind": "step", "rows": 64, "replay_cpu_us": 100.0}
-    graphs = {"kind": "graphs", "graphs": 48, "gib": 5.32}
-    assert missed(gpu_step.claims([{**step, "replay_cpu_us": 99.0}, graphs])) == []
-    wrong = [step, {**graphs, "gib": 5.4}, {**graphs, "graphs": 49}]
-    assert len(missed(gpu_step.claims(wrong))) == 3
+    step = {"kind": "step", "variant": "flashmla", "rows": 64, "context": 8192}
+    fine = {**step, "replay_us": 38_000, "replay_cpu_us": 99.0}
+    graphs = {"kind": "graphs", "graphs": 48, "gib": 2.0}
+    assert missed(gpu_step.claims([fine, graphs])) == []
+    late = [{**fine, "replay_us": 38_001}, {**fine, "replay_cpu_us": 100.0}]
+    wrong = [*late, {**graphs, "gib": 2.1}, {**graphs, "graphs": 49}]
+    assert len(missed(gpu_step.claims(wrong))) == 4
 
 
 def test_the_papers_bounds_have_no_more_graphs_than_the_paper():
     bounds = gpu_shapes.PAPER_BOUNDS
     buckets = gpu_step.BucketTable(
-        bounds.max_rows, bounds.max_attention_rows, gpu_shapes.ROW_BUCKETS
+        bounds.max_rows, bounds.max_attention_rows, gpu_shapes.ROW_BUCKETS, num_instances=2
     ).all()
     assert len(buckets) <= gpu_step.MAX_GRAPHS
 

@@ -23,6 +23,7 @@ from harness.fused_cases import SMALL_TILES
 from harness.gpu_cluster import GpuCluster
 from harness.gpu_exchange_checks import exchange_checks
 from harness.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
+from harness.gpu_layer_checks import layer_checks
 from harness.gpu_loss_checks import LEAVE_S, survives_a_kill
 from harness.gpu_machine import command_of
 from harness.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
@@ -53,11 +54,12 @@ def test_without_a_gpu_the_command_says_so():
 @without_gpu
 def test_the_checks_themselves_run():
     checks = [
+        *layer_checks("cpu", is_small=True),
         *attention_checks("cpu", (32, 16), 2, num_parts=2),
         *merge_and_expert_checks("cpu"),
     ]
     exchange = exchange_checks("cpu", 2, 2, NARROW)
-    results = run([*checks[:8], *checks[-4:], *exchange])
+    results = run([*checks[:8], *checks[-5:], *exchange])
     assert not [result for result in results if result["error"]]
 
 
@@ -156,7 +158,7 @@ class OneBucket(BucketTable):
     def all(self):
         return [self.lookup(4, 0)]
 
-    def lookup(self, num_rows, num_received):
+    def lookup(self, num_rows, num_received, width=1, has_links=True):
         return Bucket(4, 4) if num_received else Bucket(4, 0)
 
 
@@ -176,6 +178,26 @@ def test_a_run_goes_on_where_it_stopped_and_says_what_it_did_not_reach():
         "three",
     ]
     assert [result["error"] for result in run(checks, deadline=0.0)] == ["not reached"]
+
+
+def test_a_check_that_does_not_end_is_ended_and_the_next_run_goes_on_behind_it():
+    program = """
+import json, time
+from harness import check_run
+check_run.LIMIT_S = 0.5
+def endless():
+    time.sleep(600)
+checks = [("one", lambda: None), ("two", endless), ("three", lambda: None)]
+check_run.run(checks, keep=lambda results: print(json.dumps(results), flush=True))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "in endless" in ended.stderr, "it says where it was"
+    kept = json.loads([line for line in ended.stdout.splitlines() if line[0] == "["][-1])
+    assert [bool(result["error"]) for result in kept] == [False, True]
+    again = run([("one", pytest.fail), ("two", pytest.fail), ("three", lambda: None)], kept)
+    assert [bool(result["error"]) for result in again] == [False, True, False]
 
 
 def test_behind_a_check_that_lost_the_device_another_process_goes_on(monkeypatch):

@@ -1,24 +1,24 @@
 """The GPU's step, interpreted: several instances in turn give the reference model's tokens."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from data_plane.attention.lse_merge import reference_lse_merge
-from data_plane.attention.triton_merge import merge_routed
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.presets import PRESETS
-from data_plane.model.weights import slots_of
 from data_plane.moe.fused import FusedMixtures
-from data_plane.moe.grouped import group_rows, ungroup_rows
-from data_plane.moe.triton_rows import group_arrived, route_rows, sum_returned, ungroup_arrived
+from data_plane.moe.kernels.rows import route_rows
 from data_plane.reference.oracle import Oracle
+from data_plane.step.triton_returned import merge_returned
+from data_plane.transport.cuda_ipc import Region
 from harness.fp8_twin import make_twin
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned
@@ -265,59 +265,42 @@ def vars_of(pages: GpuPages):
     return pages.num_pages, pages.page, pages.frame
 
 
-def test_rows_visit_their_experts_and_come_back_summed():
-    """Two instances have three experts each, of any table; a row that is not live goes nowhere.
-
-    What did not arrive is not read.
-    """
+def test_rows_go_to_the_instances_of_their_experts():
+    """Two instances have three experts each, of any table; a row that is not live goes nowhere."""
     generator = torch.Generator().manual_seed(3)
     expert_BK = torch.rand(6, 6, generator=generator).argsort(dim=1)[:, :2].contiguous()
     live_B = torch.tensor([True, True, False, True, True, True])
-    x_BX = torch.randn(6, 20, generator=generator)
-    weight_BK = torch.rand(6, 2, generator=generator)
-    held = [[4, 0, 3], [5, 2, 1]]
-    seat_E = torch.tensor([int(expert in held[1]) for expert in range(6)])
+    seat_E = torch.tensor([0, 1, 1, 0, 0, 1])
     with poisoned():
         count_N, row_NL, slot_NB = route_rows(
             expert_BK, live_B, seat_E, num_instances=2, num_slots=8
         )
-    parts = []
     for instance in range(2):
         visits = ((seat_E[expert_BK] == instance).any(dim=1) & live_B).nonzero().flatten()
         assert row_NL[instance, : count_N[instance]].tolist() == visits.tolist()
-        # As if they had come from the second of two sources, with two rows after them that did not.
-        rows = torch.cat((visits, torch.tensor([0, 1])))
-        came_N = torch.tensor([0, len(visits)], dtype=torch.int32)
-        place_E = slots_of(held[instance], 6)
-        with poisoned():
-            x_ETX, count_E, slot_TK = group_arrived(
-                x_BX[rows], expert_BK[rows], came_N, place_E, num_here=3
-            )
-            y_TX = ungroup_arrived(2 * x_ETX, slot_TK, weight_BK[rows], came_N)[: len(visits)]
-        expected_x, expected_count, expected_slot = group_rows(
-            x_BX[visits], expert_BK[visits], place_E, 3, len(visits)
-        )
-        assert count_E.tolist() == expected_count.tolist()
-        for expert, count in enumerate(count_E.tolist()):
-            assert x_ETX[expert, :count].equal(expected_x[expert, :count])
-        torch.testing.assert_close(
-            y_TX, ungroup_rows(2 * expected_x, expected_slot, weight_BK[visits])
-        )
-        parts.append(y_TX)
-    y_BX = sum_returned(torch.cat(parts), count_N, slot_NB)
-    torch.testing.assert_close(
-        y_BX, torch.where(live_B[:, None], 2 * x_BX * weight_BK.sum(dim=1, keepdim=True), 0)
-    )
+        slots = torch.full((6,), -1)
+        slots[visits] = torch.arange(len(visits))
+        assert slot_NB[instance].tolist() == slots.tolist()
 
 
-def test_returned_partials_are_merged_into_their_rows():
+@pytest.mark.parametrize("parity", [0, 1])
+def test_returned_partials_are_merged_into_their_rows(parity):
     """Row 0 went to both others, row 1 to one, row 2 nowhere, row 3 has nothing of its own."""
     partial, lse = make_partials(8, 1, 3, 20, seed=4, empty=(3, 5))
     own, own_lse, came, came_lse = partial[:4, 0], lse[:4, 0], partial[4:, 0], lse[4:, 0]
-    count_N = torch.tensor([0, 2, 2], dtype=torch.int32)
     slot_NB = torch.tensor([[-1] * 4, [1, -1, -1, 0], [0, 1, -1, -1]], dtype=torch.int32)
+    # [parity, source, slot, ...], as the exchange lays fields out; what is not there is NaN.
+    places = torch.full((2, 3, 2, 3, 20), float("nan")), torch.full((2, 3, 2, 3), float("nan"))
+    for field, values in zip(places, (came, came_lse), strict=True):
+        field[parity, 1:] = values.view(2, 2, *values.shape[1:])
+    base = places[0].data_ptr()
+    table, epoch = torch.tensor([0, base, 0]), torch.tensor([6 + parity])
+    offsets = {"partial": 0, "lse": places[1].data_ptr() - base}
+    exchange = SimpleNamespace(
+        region=lambda channel, name: Region(table, epoch, offsets[name], 1, num_slots=2)
+    )
     out, out_lse = own.clone(), own_lse.clone()
-    merge_routed(out, out_lse, came, came_lse, count_N, slot_NB)
+    merge_returned(out, out_lse, exchange, slot_NB)
     for row, indices in enumerate([(1, 2), (3,), (), (0,)]):
         parts = torch.stack([own[row], *(came[i] for i in indices)])[:, None]
         lses = torch.stack([own_lse[row], *(came_lse[i] for i in indices)])[:, None]

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from data_plane.attention.fp8_latent import dequantise
 from data_plane.attention.lse_merge import reference_lse_merge
 from data_plane.attention.torch_paged import KvHeads
 from data_plane.attention.triton_gqa import TritonHeads
@@ -67,9 +68,13 @@ def test_queries_of_a_row_read_its_pages_once(kind, num_parts, num_queries):
     case.check(*case.run(kernel), *TOLERANCE[torch.float32])
 
 
-def test_fp8_frames_are_read_as_exactly_as_they_are_written():
-    case = AttentionCase([3, 200, 0, 70], HEADS, RANK, ROPE, torch.float32, is_fp8=True)
-    case.check(*case.run(backend(3)), *TOLERANCE[torch.float32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_fp8_frames_are_read_as_frames_of_their_values_rounded_to_the_queries_dtype(dtype):
+    case = AttentionCase([3, 200, 0, 70], HEADS, RANK, ROPE, dtype, is_fp8=True)
+    read = case.run(backend(3))
+    case.check(*read, *TOLERANCE[dtype])
+    case.pool = dequantise(case.pool, RANK).to(dtype)
+    assert all(map(torch.equal, read, case.run(backend(3))))
 
 
 def test_heads_fill_several_tiles():

@@ -62,6 +62,18 @@ def test_a_lost_row_is_seen():
         case.check()
 
 
+def test_the_programs_of_each_put_are_counted_apart():
+    """A flag is released by the last program of its own put, of which there may be more."""
+    case = ExchangeCase(2, 2, has_experts=True)
+    case.fill([(0, 1, (0, 1)), (1, 1, (0, 1))], torch.Generator().manual_seed(1))
+    case.live[:] = True
+    case.run_layer()
+    case.check()
+    for exchange in case.members.values():
+        for channel in (Channel.DISPATCH, Channel.COMBINE):
+            assert exchange.done(channel).any(), channel.name
+
+
 def one_link():
     """Make a case where instance 0 sends a row to instance 1."""
     case, _ = filled(2, 2, [(0, 0, (0, 1))])

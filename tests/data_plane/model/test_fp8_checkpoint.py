@@ -167,9 +167,9 @@ def test_shards_hold_what_one_file_does(checkpoint, tmp_path):
         assert torch.equal(one.down(x), other.down(x))
 
 
-# --- experts that stay in FP8 ---
+# --- weights that stay in FP8 ---
 
-KEPT = PlainPacking(keeps_fp8_experts=True)
+KEPT = PlainPacking(keeps_fp8=True)
 
 
 def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint, monkeypatch):
@@ -206,6 +206,57 @@ def test_kept_experts_are_the_stored_bytes_and_are_never_dequantised(checkpoint,
     assert weights.layers[2].moe.shared.down.weight.values.dtype == FP8
 
 
+def test_kept_dense_layers_are_the_stored_bytes_and_no_block_has_rows_of_two_weights(tmp_path):
+    """With 128 rows q_a ends where a block does; 96 rows of kv_a, the last part, need not."""
+    make_checkpoint(tmp_path, "tiny", dtype=FP8, overrides={"q_lora_rank": 128})
+    stored = load_file(tmp_path / "model.safetensors")
+    config = ModelConfig.from_folder(tmp_path)
+    weights = load_weights(tmp_path, config, torch.bfloat16, range(2), packing=KEPT)
+    dense, sparse = weights.layers[0], weights.layers[1]
+    for layer, prefix, names in (
+        (dense.attention.down_proj, "0.self_attn.", ("q_a_proj", "kv_a_proj_with_mqa")),
+        (sparse.attention.q_proj, "1.self_attn.", ("q_b_proj",)),
+        (sparse.o_proj, "1.self_attn.", ("o_proj",)),
+        (dense.mlp.gate_up, "0.mlp.", ("gate_proj", "up_proj")),
+        (sparse.moe.shared.down, "1.mlp.shared_experts.", ("down_proj",)),
+    ):
+        values, scale = (
+            torch.cat([stored[f"model.layers.{prefix}{name}.weight{kind}"] for name in names])
+            for kind in ("", "_scale_inv")
+        )
+        assert layer.weight.values.view(torch.uint8).equal(values.view(torch.uint8))
+        assert layer.weight.scale.equal(scale)
+    assert dense.attention.k_up.dtype == weights.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_fused_weights_of_broken_blocks_or_of_two_dtypes_are_dequantised(damaged):
+    """In preset tiny q_a has 96 rows; a plain up makes gate and up plain, and leaves down.
+
+    The head is always de-quantised.
+    """
+    name, head = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+
+    def change(tensors):
+        tensors[name] = tensors[name].to(torch.bfloat16)
+        tensors[head], tensors[head + "_scale_inv"] = tensors[head].to(FP8), torch.ones(4, 2)
+
+    damage(damaged, change)
+    config = ModelConfig.from_folder(damaged)
+    kept, plain = (
+        load_weights(damaged, config, torch.float32, range(2), packing=packing)
+        for packing in (KEPT, PlainPacking())
+    )
+    assert kept.lm_head.weight.equal(plain.lm_head.weight)
+    kept, plain = kept.layers[0], plain.layers[0]
+    for layer, expected in (
+        (kept.attention.down_proj, plain.attention.down_proj),
+        (kept.mlp.gate_up, plain.mlp.gate_up),
+    ):
+        assert layer.weight.equal(expected.weight)
+    assert kept.mlp.down.weight.values.dtype == FP8
+    assert kept.mlp.down.weight.dequantised().equal(plain.mlp.down.weight)
+
+
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
 def test_an_expert_that_is_no_number_in_fp8_is_refused_by_name(damaged, byte):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -239,11 +290,11 @@ def test_a_layer_with_an_expert_that_is_no_fp8_is_dequantised_as_a_whole(damaged
         ),
     ],
 )
-def test_whether_experts_stay_in_fp8_is_said(checkpoint, gemm, change, said):
+def test_whether_weights_stay_in_fp8_is_said(checkpoint, gemm, change, said):
     model = replace(ModelConfig.from_folder(checkpoint), **change)
     kept, sentence = fp8_experts(model, gemm, "bfloat16")
     assert kept == (said is None)
-    assert (said or "experts stay so, all else is de-quantised to bfloat16") in sentence
+    assert (said or "experts and dense layers that deep_gemm takes stay so, all else") in sentence
     assert fp8_experts(replace(model, fp8_block=None), gemm, "bfloat16") == (False, "")
 
 

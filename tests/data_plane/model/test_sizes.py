@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.sizes import page_bytes
+from data_plane.model.sizes import page_bytes, stays_fp8, stored_shapes
 from data_plane.model.weights import load_weights, stores_bf16
 from data_plane.startup import memory_need
 from data_plane.startup.memory_need import check_memory
@@ -105,3 +106,19 @@ def test_an_instance_that_needs_more_than_the_machine_has_says_what_for(
     )
     with pytest.raises(ValueError, match=sentence):
         check_memory(model, too_large, stores_bf16=False)
+
+
+def test_matrices_that_stay_in_fp8_in_the_published_checkpoint_are_known_by_name(tmp_path):
+    """Experts are counted apart; the rest is bf16 in the folder, or absorbed into queries."""
+    published = Path(__file__).parent / "published/deepseek-v3.json"
+    shutil.copy(published, tmp_path / "config.json")
+    model = ModelConfig.from_folder(tmp_path, has_mtp=True)
+    shapes = stored_shapes(model, range(0))
+    kept = {name for name, shape in shapes.items() if stays_fp8(model, name, shape)}
+    assert {re.sub(r"model.layers.\d+.|_proj.*|shared_experts.", "", name) for name in kept} == {
+        *(f"self_attn.{name}" for name in ("q_a", "q_b", "kv_a", "o")),
+        *(f"mlp.{name}" for name in ("gate", "up", "down")),
+    }
+    assert len(kept) == 62 * 7
+    in_halves = replace(model, fp8_block=(64, 128))
+    assert not any(stays_fp8(in_halves, *item) for item in shapes.items())

@@ -66,7 +66,7 @@ def published(seeing, tmp_path):
 
 def load(path):
     config = ModelConfig.from_folder(path)
-    packing = PlainPacking(keeps_fp8_experts=False)
+    packing = PlainPacking(keeps_fp8=False)
     return config, load_weights(path, config, torch.float32, range(1, 4), packing=packing)
 
 

@@ -3,12 +3,17 @@
 DeepEP's exchange and the choice of backends are tested here too.
 """
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.model.config import ModelConfig
+from data_plane.model.fp8_weight import Fp8DenseGemm
+from data_plane.model.norm import rms_norm
 from data_plane.model.weights import slots_of
 from data_plane.moe import backend, deep_ep
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
@@ -23,6 +28,7 @@ from data_plane.moe.grouped import (
 )
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.instance import build_instance
+from data_plane.startup.shared_parts import moe_backends
 from harness.kernel_cases import ExpertCase, in_fp8
 from harness.published_packages import deep_ep as package
 from harness.published_packages import deep_gemm
@@ -126,9 +132,11 @@ def test_deep_ep_carries_live_rows_and_combines_them_by_weight():
     experts = GroupedExperts(GroupedMm(), case.place_E, *case.weights)
     dispatched = exchange.dispatch(x_TX, expert_TK, weight_TK, live_T)
     exchange.run_experts(dispatched, experts)
-    y_TX = exchange.combine(dispatched)
-    expected = case.expected.masked_fill(~live_T[:, None], 0)
+    norm_X = torch.ones(48, dtype=torch.bfloat16)
+    y_TX, normed_TX = exchange.combine(dispatched, x_TX, x_TX, norm_X, 1e-6)
+    expected = case.expected.masked_fill(~live_T[:, None], 0) + 2 * x_TX.float()
     torch.testing.assert_close(y_TX.float(), expected, atol=3e-2, rtol=3e-2)
+    assert normed_TX.equal(rms_norm(y_TX, norm_X, 1e-6))
 
 
 SITE = {
@@ -209,6 +217,16 @@ def test_a_gpu_takes_triton_where_it_is_and_never_loops(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     gemm, why = expert_backend("auto", GPU, torch.bfloat16, 8)
     assert isinstance(gemm, GroupedMm) and why == "grouped_mm, because triton is not installed"
+
+
+def test_a_dense_model_has_deep_gemm_for_its_layers_if_configured(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(backend, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
+    model = replace(ModelConfig.from_folder(tiny_checkpoint), num_experts=0)
+    for name in ("deep_gemm", "grouped_mm"):
+        data_plane = DataPlaneConfig(device="cuda", dtype="bfloat16", expert_backend=name)
+        chosen = moe_backends(Config(data_plane=data_plane), model, range(0), GPU, "")
+        assert isinstance(chosen.gemm, Fp8DenseGemm) == (name == "deep_gemm")
 
 
 def test_start_up_refuses_what_the_cpu_cannot_have(tiny_checkpoint):
