@@ -31,8 +31,9 @@ setup: $(STAMP)  ## make the environment .venv, 2 minutes; TORCH_INDEX=https://d
 demo: $(STAMP)  ## four instances on local Ray tell tales of short and long prompts, greedy ones exactly; under 60 s
 	$(BIN)/nanocp demo $(CHECKPOINT)
 
-mutants: $(STAMP)  ## plant every fault of tests/mutants; each must turn the suite red, 7 minutes on 2 cores
-	$(BIN)/python tests/mutants/run.py
+THIRD :=
+mutants: $(STAMP)  ## plant every fault of tests/mutants, or a THIRD of them (0 to 2); each must turn the suite red
+	$(BIN)/python tests/mutants/run.py $(if $(THIRD),--third $(THIRD))
 
 SEEDS := 10000
 KIND :=

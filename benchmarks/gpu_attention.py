@@ -231,8 +231,9 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
     from data_plane.moe.deep_gemm import DeepGemm
     from data_plane.moe.grouped import GroupedExperts, GroupedMm
     from data_plane.moe.kernels.gemm import TritonGemm
+    from data_plane.moe.kernels.pairs import find_pairs
 
-    num_experts, hidden, size, slots = shapes.experts
+    num_experts, hidden, size, _ = shapes.experts
     gate_up = (
         torch.randn(num_experts, 2 * size, hidden, dtype=torch.bfloat16, device=device())
         / hidden**0.5
@@ -242,14 +243,13 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
     if find_spec("deep_gemm"):
         gemms["deep_gemm"] = DeepGemm(32)
     for rows in shapes.expert_rows:
-        x = torch.randn(num_experts, slots, hidden, dtype=torch.bfloat16, device=device())
-        count = torch.full((num_experts,), rows, dtype=torch.int32, device=device())
+        x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device())
+        place = torch.arange(num_experts, device=device())
+        live = torch.ones(rows, dtype=torch.bool, device=device())
+        pairs = find_pairs(x, place.expand(rows, -1).contiguous(), live, place, num_experts)
         for name, gemm in gemms.items():
-            experts = GroupedExperts(gemm, range(num_experts), gate_up, down)
-            us = replay_us(
-                [lambda experts=experts, x=x, count=count: experts.run_grouped(x, count)],
-                shapes.rounds,
-            )
+            experts = GroupedExperts(gemm, place, gate_up, down)
+            us = replay_us([partial(experts.run_pairs, pairs)], shapes.rounds)
             weights = gate_up.nbytes + down.nbytes
             flops = 2 * num_experts * rows * 3 * hidden * size
             num_bytes = weights // (2 if name == "deep_gemm" else 1)

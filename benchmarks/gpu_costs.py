@@ -26,8 +26,8 @@ from nanocp.simulator.cluster_file import ClusterFile, Costs, cluster_path, load
 from nanocp.simulator.fit.fit import fit, rounded
 
 NAME = "measured"
-BACKEND = "triton"
-"""Whose attention and expert GEMMs count: what `auto` takes without packages from source."""
+ATTENTION, EXPERTS = ("flashmla", "triton"), "triton"
+"""Whose attention counts, the first that was measured, and whose expert GEMMs: as `auto` takes."""
 
 Result = dict[str, Any]
 
@@ -55,13 +55,11 @@ def measured_costs(
     costs, model = file.costs_of(base), file.model
     sources = dict.fromkeys(asdict(costs), f"as {base}: not measured on one card")
 
-    cells = [
-        r
-        for r in attention
-        if r["kind"] == "attention" and r["backend"] == BACKEND and r["kv"] == "bf16"
-    ]
+    rows = [r for r in attention if r["kind"] == "attention" and r["kv"] == "bf16"]
+    backend = next((b for b in ATTENTION if any(r["backend"] == b for r in rows)), ATTENTION[-1])
+    cells = [r for r in rows if r["backend"] == backend]
     (fixed_us, us_per_token, us_per_row), source = _line(
-        f"gpu_attention, {BACKEND}, bf16 KV",
+        f"gpu_attention, {backend}, bf16 KV",
         cells,
         [[1, r["batch"] * r["context"], r["batch"]] for r in cells],
     )
@@ -75,11 +73,11 @@ def measured_costs(
         ("attention_us", "attention_ps_per_token", "attention_ns_per_row"), source
     )
 
-    gemms = [r for r in attention if r["kind"] == "experts" and r["backend"] == BACKEND]
+    gemms = [r for r in attention if r["kind"] == "experts" and r["backend"] == EXPERTS]
     # A row visits as many experts as an instance of the cluster has: each sees as many rows as the
     # mean instance.
     (fixed_us, us_per_row), source = _line(
-        f"gpu_attention, experts, {BACKEND}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
+        f"gpu_attention, experts, {EXPERTS}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
     )
     local_mb = model.expert_mb * model.num_experts / file.cluster.num_instances
     row_mflop = model.expert_mflop * model.experts_per_token
@@ -91,7 +89,7 @@ def measured_costs(
     sources |= dict.fromkeys(("weights_gb_per_s", "gemm_tflops"), source)
 
     rest = []
-    for r in (r for r in step if r["kind"] == "step" and r["variant"] == BACKEND):
+    for r in (r for r in step if r["kind"] == "step" and r["variant"] == backend):
         layers, moe_layers = r["layers"], r["moe_layers"]
         if (layers, moe_layers) != (model.num_layers, model.num_moe_layers):
             raise ValueError(

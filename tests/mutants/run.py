@@ -2,6 +2,7 @@
 
     python tests/mutants/run.py                 every mutant, two at a time
     python tests/mutants/run.py quarantine      those that are named
+    python tests/mutants/run.py --third 2       the third, sixth, ... of all; 0 and 1 are the others
     python tests/mutants/run.py --list
 
 Prints how long each took and which test saw it. Exits 0 if every mutant that ran was caught. If a
@@ -199,6 +200,8 @@ def judge(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
 
 def main(names: list[str]) -> int:
     """Run the named mutants, or all; returns the exit code."""
+    third = int(names[1]) if names[:1] == ["--third"] else None
+    names = names[2:] if third is not None else names
     known = {mutant.name: mutant for mutant in MUTANTS}
     if names == ["--list"]:
         for mutant in MUTANTS:
@@ -208,6 +211,8 @@ def main(names: list[str]) -> int:
     if unknown:
         raise SystemExit(f"no mutant is called {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [known[name] for name in names] or MUTANTS
+    if third is not None:
+        chosen = MUTANTS[third % 3 :: 3]
     begin_s, survivors = time.monotonic(), list[str]()
     for mutant, is_caught, seconds, seen_by in judge(chosen):
         survivors += [] if is_caught else [mutant.name]

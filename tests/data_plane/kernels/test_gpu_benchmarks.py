@@ -58,7 +58,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("gpu_step", {"ceilings", "exchange", "step", "widths", "graphs", "wire"}),
+        ("gpu_step", {"ceilings", "exchange", "step", "widths", "graphs", "replay", "wire"}),
         ("gpu_attention", {"ceilings", "merge", "experts", "attention"}),
     ],
 )
@@ -245,10 +245,11 @@ def test_broken_claims_of_a_fused_mixture_are_said():
 
 def test_broken_claims_are_said():
     step = {"kind": "step", "variant": "flashmla", "rows": 64, "context": 8192}
-    fine = {**step, "replay_us": 38_000, "replay_cpu_us": 99.0}
+    fine = {**step, "replay_us": 38_000}
     graphs = {"kind": "graphs", "graphs": 48, "gib": 2.0}
-    assert missed(gpu_step.claims([fine, graphs])) == []
-    late = [{**fine, "replay_us": 38_001}, {**fine, "replay_cpu_us": 100.0}]
+    replay = {"kind": "replay", "part": "whole", "cpu_us": 99.9}
+    assert missed(gpu_step.claims([fine, replay, graphs])) == []
+    late = [{**fine, "replay_us": 38_001}, {**replay, "cpu_us": 100.0}]
     wrong = [*late, {**graphs, "gib": 2.1}, {**graphs, "graphs": 49}]
     assert len(missed(gpu_step.claims(wrong))) == 4
 
