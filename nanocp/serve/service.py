@@ -76,12 +76,8 @@ def member_environment(config: Config) -> dict[str, str]:
     kept = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     environment[kept] = os.environ.get(kept, "64")
     if config.data_plane.device == "cuda":
-        # Ray would show each actor one GPU, as number 0. Streams of several instances on one GPU
-        # need a queue each.
-        environment |= {
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-        }
+        # Ray would show each actor one GPU, as number 0.
+        environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return environment
 
 

@@ -67,8 +67,23 @@ def test_deep_ep_has_no_redundant_slots():
     assert [gpu._num_slots(cluster, model, has_deep_ep) for has_deep_ep in (False, True)] == [4, 0]
 
 
-def test_members_on_gpus_see_all_of_them_and_have_a_queue_for_every_stream():
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in member_environment(Config())
-    environment = member_environment(Config(data_plane=DataPlaneConfig(device="cuda")))
-    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+def test_members_on_gpus_see_all_of_them():
+    name = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    assert name not in member_environment(Config())
+    on_gpus = Config(data_plane=DataPlaneConfig(device="cuda"))
+    assert member_environment(on_gpus)[name] == "1"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "own", "queues"), [(1, {}, "32"), (2, {}, None), (1, {"": "16"}, "16")]
+)
+def test_streams_of_instances_that_share_a_gpu_have_a_queue_each(
+    monkeypatch, num_gpus, own, queues
+):
+    """Unless the operator has set another number."""
+    gpu = pytest.importorskip("data_plane.startup.gpu")
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    environment = {name + key: value for key, value in own.items()}
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: num_gpus)
+    gpu._set_queues(ClusterConfig(num_instances=2, instances_per_node=2), environment)
+    assert environment.get(name) == queues
