@@ -155,12 +155,13 @@ class Coordinator:
             self.happened(event)
         # Before the window: a front end refuses tokens of an instance that it does not know as the
         # request's MoE binding.
+        cached = self.flights.cached_tokens(plan) if plan.placements else {}
         for placement in plan.placements:
             submission = self._submitted.pop(placement.request_id, None)
             if submission is not None:
                 self._metrics.scheduling.placed(placement.cp_degree)
-                num_cached = self.flights.num_cached(submission, plan)
                 arrival = submission.arrival
+                num_cached = cached.get(placement.request_id, arrival.prompt_len - 1)
                 self._metrics.recovery.placed(arrival.attempt, arrival.prompt_len, num_cached)
                 self._front_end.placed(placement, num_cached)
             else:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from control_plane.coordinator.flights.flights import Flights
-from control_plane.coordinator.flights.transfers import Transfers, fetched_pages, num_cached
+from control_plane.coordinator.flights.transfers import Transfers, cached_tokens, fetched_pages
 from control_plane.coordinator.flights.windows import WindowsInFlight
 from control_plane.coordinator.members.members import Members
 from control_plane.frontend.controller_interface import Submission
@@ -82,8 +82,8 @@ class DecodeFlights(Flights):
             self.transfers.fence(fence)
         self._metrics.engines.awaited(self.transfers.num_pages_awaited)
 
-    def num_cached(self, submission: Submission, plan: Plan) -> int:
-        return num_cached(submission, plan)
+    def cached_tokens(self, plan: Plan) -> Mapping[int, int]:
+        return cached_tokens(plan)
 
     def send(self, plan: Plan) -> None:
         self._windows.sent(plan.instances)

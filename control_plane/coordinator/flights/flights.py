@@ -46,8 +46,11 @@ class Flights(Protocol):
         submitted: requests that were submitted and not placed before.
         """
 
-    def num_cached(self, submission: Submission, plan: Plan) -> int:
-        """Tokens of a prompt, which is placed now, that other requests have written."""
+    def cached_tokens(self, plan: Plan) -> Mapping[int, int]:
+        """Request that is placed now -> tokens of its prompt that other requests have written.
+
+        A request without an entry computes its last token only.
+        """
 
     def send(self, plan: Plan) -> None:
         """Send the plan's window or pass, of which there is one."""

@@ -101,9 +101,8 @@ class PipelineFlights(Flights):
                 self._members.send(Member("instance", stage), prompt)
         return ()
 
-    def num_cached(self, submission: Submission, plan: Plan) -> int:
-        spans = _pass_of(plan).spans
-        return next(span.first for span in spans if span.request_id == submission.request_id)
+    def cached_tokens(self, plan: Plan) -> Mapping[int, int]:
+        return {span.request_id: span.first for span in reversed(_pass_of(plan).spans)}
 
     def send(self, plan: Plan) -> None:
         pass_plan = _pass_of(plan)

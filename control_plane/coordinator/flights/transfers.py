@@ -155,14 +155,20 @@ def fetched_pages(fetches: Sequence[Fetch]) -> dict[int, int]:
     return numbers
 
 
-def num_cached(submission: Submission, plan: Plan) -> int:
-    """Tokens of the prompt that nobody computes: other requests have written their pages."""
+def cached_tokens(plan: Plan) -> dict[int, int]:
+    """Request -> tokens of its prompt that nobody computes: pages of other requests.
+
+    A request without an entry computes its last token only.
+    """
+    num_fetched, cached = fetched_pages(plan.fetches), dict[int, int]()
     for transfer in plan.transfers:
-        if transfer.request_id == submission.request_id and transfer.source is None:
-            left = _after(transfer.targets, fetched_pages(plan.fetches).get(transfer.ticket, 0))
+        if transfer.source is None:
+            number = num_fetched.get(transfer.ticket, 0)
+            left = _after(transfer.targets, number) if number else transfer.targets
             if left:  # a state that is computed takes the whole prompt, though no page is written
-                return left[0].first_page % CARRY_PAGE * PAGE_SIZE
-    return submission.arrival.prompt_len - 1
+                tokens = left[0].first_page % CARRY_PAGE * PAGE_SIZE
+                cached.setdefault(transfer.request_id, tokens)
+    return cached
 
 
 def _after(targets: Sequence[TargetRun], num_pages: int) -> tuple[TargetRun, ...]:

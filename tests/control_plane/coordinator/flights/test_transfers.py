@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from control_plane.coordinator.flights.transfers import Transfers, num_cached
+from control_plane.coordinator.flights.transfers import Transfers, cached_tokens
 from control_plane.frontend.controller_interface import Submission
 from nanocp.values.commands import CancelPrefill, PagesArrived, PrefillRequest
 from nanocp.values.members import PREFILL
@@ -53,20 +53,36 @@ def test_with_drafts_a_prefill_gets_the_token_after_the_last_one_with_kv(
 
 def test_nothing_is_cached_of_a_prompt_whose_state_alone_is_computed():
     """Pages are those of other requests, but the prefill runs over every token."""
-    submission = Submission(Arrival(7, 129, 8), range(129))
     plans = [
         Plan(0, transfers=(Transfer(1, 7, 128, (TargetRun(first_page, 2, 0, 20),)),))
         for first_page in (1, CARRY_PAGE)
     ]
-    assert [num_cached(submission, plan) for plan in plans] == [64, 0]
+    assert [cached_tokens(plan) for plan in plans] == [{7: 64}, {7: 0}]
     state, kv = TargetRun(CARRY_PAGE, 2, 0, 20), TargetRun(0, 2, 0, 3)
     stored = [StoredPage(page, page % 64, 0) for page in (0, 1, CARRY_PAGE, CARRY_PAGE + 1)]
     seen = []
     for targets, first, end in (((kv, state), 0, 2), ((kv, state), 0, 4), ((state,), 2, 4)):
         fetches = (Fetch(1, 0, tuple(stored[first:end])),)
         plan = Plan(0, transfers=(Transfer(1, 7, 128, targets),), fetches=fetches)
-        seen.append(num_cached(submission, plan))
-    assert seen == [0, 128, 128], "a state that comes from slots is not computed"
+        seen.append(cached_tokens(plan))
+    assert seen == [{7: 0}, {}, {}], "a state that comes from slots is not computed"
+
+
+def test_what_is_cached_is_looked_up_once_for_all_placements_of_a_plan():
+    """A burst after a loss places thousands of requests; each walked over all transfers before."""
+
+    class Counted(tuple):
+        walks = 0
+
+        def __iter__(self):
+            Counted.walks += 1
+            return super().__iter__()
+
+    transfers = Counted(
+        Transfer(ticket, ticket, 128, (TargetRun(1, 1, 0, ticket),)) for ticket in range(50)
+    )
+    assert cached_tokens(Plan(0, transfers=transfers)) == dict.fromkeys(range(50), 64)
+    assert Counted.walks == 1
 
 
 def test_a_new_prefill_gets_what_the_lost_one_had_not_filled(members):
