@@ -193,5 +193,11 @@ def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
         and is_dense
         and not name.endswith(_NOT_DENSE)
         and shape[1] % 128 == 0
-        and (shape[0] % 128 == 0 or name.endswith("kv_a_proj_with_mqa.weight"))
+        and (shape[0] % 128 == 0 or _ends_its_layer(config, name))
     )
+
+
+def _ends_its_layer(config: ModelConfig, name: str) -> bool:
+    """Whether a weight is the last of a layer, and begins where a block of 128 does."""
+    begin = getattr(config.attention, "q_lora_rank", None) or 0
+    return name.endswith("kv_a_proj_with_mqa.weight") and begin % 128 == 0

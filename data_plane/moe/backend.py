@@ -19,13 +19,14 @@ from data_plane.moe.mixture import MoeSchedule
 
 
 def expert_backend(
-    name: str, device: torch.device, dtype: torch.dtype, expected_rows: int
+    name: str, device: torch.device, dtype: torch.dtype, expected_rows: int, max_rows: int
 ) -> tuple[GroupedGemm | None, str]:
     """Choose the experts' GEMM; return it, and a sentence that says which it is and why.
 
     name: auto, loop, grouped_mm, triton or deep_gemm (nanocp/config/data_plane.py refuses anything
-    else). expected_rows: about how many rows an expert gets in a step. The GEMM is None for the
-    loop of moe/experts.py. Raises ValueError naming what the backend cannot do here.
+    else). expected_rows: about how many rows an expert gets in a step of max_rows rows an instance.
+    The GEMM is None for the loop of moe/experts.py. Raises ValueError naming what the backend
+    cannot do here.
     """
     is_gpu = device.type == "cuda"
     if name in ("auto", "loop") and not is_gpu:
@@ -49,7 +50,7 @@ def expert_backend(
     if name == "triton":
         from data_plane.moe.kernels.gemm import TritonGemm
 
-        gemm = TritonGemm()
+        gemm = TritonGemm(expected_rows / max_rows)
     elif name == "deep_gemm":
         from data_plane.moe.deep_gemm import DeepGemm
 

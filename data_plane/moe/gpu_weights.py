@@ -68,7 +68,7 @@ def place_weights(
             experts.append(None)
         else:
             slot_E = layer.moe.slot_E.to(device)
-            joins = is_fused or (is_alone and _can_join(layer.moe))
+            joins = is_fused or (is_alone and _can_join(layer.moe, gemm))
             experts.append(_experts(layer.moe, slot_E, gemm, joins, num_slots))
             shared = None if joins else layer.moe.shared
             # One table for both: who writes it has moved the expert.
@@ -101,8 +101,11 @@ def _experts(
     return GroupedExperts(gemm, slot_E, *weights, num_shared)
 
 
-def _can_join(moe: MoeWeights) -> bool:
-    """Whether shared experts can lie with the experts: weights of one kind and a whole width."""
+def _can_join(moe: MoeWeights, gemm: GroupedGemm) -> bool:
+    """Whether shared experts can lie with the experts: weights of one kind and a whole width.
+
+    Plain ones do not join experts that the GEMM would round to FP8: they stay plain elsewhere too.
+    """
     if moe.shared is None or moe.shared_gate is not None or not moe.mlps:
         return False
     first, width = moe.mlps[0], moe.mlps[0].down.shape[1]
@@ -113,7 +116,8 @@ def _can_join(moe: MoeWeights) -> bool:
     }
     down, size = _weight(first.down), moe.shared.down.shape[1]
     is_cut = size != width and isinstance(down, Fp8Weight) and width % max(down.block)
-    return len(kinds) == 1 and size % width == 0 and not is_cut
+    is_rounded = isinstance(gemm, Fp8DenseGemm) and True in kinds
+    return len(kinds) == 1 and size % width == 0 and not is_cut and not is_rounded
 
 
 def shared_slots(shared: MlpWeights, width: int) -> tuple[list[Weight], list[Weight]]:

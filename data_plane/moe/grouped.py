@@ -149,7 +149,8 @@ class GroupedExperts:
         return self.run_grouped(x_ESX, pairs.count_E).flatten(0, 1)
 
     def run_grouped(self, x_ESX: Tensor, count_E: Tensor) -> Tensor:
-        """Run every expert on its own rows: [E, S, X], not weighted."""
+        """Run every expert on its own rows: [E, S, X], not weighted; shared ones need rows too."""
+        assert len(count_E) == self.num_here + self.num_shared, "an expert without a count"
         gate_ESI, up_ESI = self._gemm.run(x_ESX, self.gate_up, count_E).chunk(2, dim=-1)
         return self._gemm.run(F.silu(gate_ESI) * up_ESI, self.down, count_E)
 

@@ -71,10 +71,11 @@ def build_gpu_instance(
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config)
     if data_plane.exchange_backend == "nvshmem":
         raise ValueError(_NVSHMEM)
+    _set_queues(cluster, os.environ)
     obstacle = cuda_ipc_obstacle(torch.device("cuda"))
     if obstacle:
         raise ValueError(f"device is cuda: {obstacle}")
-    device = _own_device(cluster, instance)
+    torch.cuda.set_device(device := device_of(cluster, instance))
     model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kv_dtype = torch.uint8 if data_plane.kv_dtype == "fp8" else dtype
@@ -90,7 +91,7 @@ def build_gpu_instance(
     slots = _num_slots(cluster, model, moe.has_deep_ep)
     # Behind a last token; where no step row is live, a turn may go on from an older window's.
     max_len = cluster.max_model_len + 2 * config.scheduler.num_drafts
-    is_alone = cluster.num_instances == 1
+    is_alone = cluster.num_instances == 1 and not moe.has_deep_ep
     placed = place_weights(weights, device, moe.gemm, max_len, is_fused, slots, is_alone)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
@@ -145,20 +146,12 @@ def build_gpu_instance(
     return built
 
 
-def _own_device(cluster: ClusterConfig, instance: int) -> torch.device:
-    """Make the instance's GPU the current one."""
-    _set_queues(cluster, os.environ)
-    device = device_of(cluster, instance)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _set_queues(cluster: ClusterConfig, environment: MutableMapping[str, str]) -> None:
-    """Give streams of instances that share a GPU a queue each, before CUDA makes its context.
+    """Give streams of instances that share a GPU a queue each, before anything asks CUDA.
 
     With the driver's 8 queues a replay takes a third of the processor time (docs/use/gpu.md).
     """
-    if cluster.instances_per_node > torch.cuda.device_count():
+    if min(cluster.num_instances, cluster.instances_per_node) > torch.cuda.device_count():
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 

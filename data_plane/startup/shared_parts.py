@@ -93,11 +93,13 @@ def moe_backends(
     if not model.num_experts:
         # It multiplies rows with dense layers too.
         name = "deep_gemm" if data_plane.expert_backend == "deep_gemm" else "auto"
-        gemm, _ = expert_backend(name, device, dtype, expected_rows=1)
+        gemm, _ = expert_backend(name, device, dtype, expected_rows=1, max_rows=1)
         return MoeBackends(gemm, False, None, ["experts: every layer is dense"])
     num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
     expected_rows = max_rows * num_instances * model.num_experts_per_token // model.num_experts
-    gemm, why_gemm = expert_backend(data_plane.expert_backend, device, dtype, max(1, expected_rows))
+    gemm, why_gemm = expert_backend(
+        data_plane.expert_backend, device, dtype, max(1, expected_rows), max_rows
+    )
     dispatch = dispatch_backend(
         data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
     )

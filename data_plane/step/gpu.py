@@ -171,11 +171,9 @@ class GpuStep:
 
     def _score(self, normed_BX: Tensor) -> None:
         """Write the logits of rows that are normed for the head."""
-        head, logits = self._weights.lm_head, self.logits[: len(normed_BX)]
-        if isinstance(head, PlainLinear):
-            torch.mm(normed_BX, head.weight.t(), out=logits)
-        else:
-            logits.copy_(head(normed_BX))
+        head = self._weights.lm_head
+        assert isinstance(head, PlainLinear), "a head is not in FP8"
+        torch.mm(normed_BX, head.weight.t(), out=self.logits[: len(normed_BX)])
 
     def _layers(
         self, context: GpuContext, x_BX: Tensor, normed_BX: Tensor, layers: range, norm_X: Tensor

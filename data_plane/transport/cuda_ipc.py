@@ -59,7 +59,12 @@ class _WaitError(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A field of a channel in this instance's memory, [parity, source, slot, width]."""
+    """A field of a channel in this instance's memory, [parity, source, slot, width].
+
+    Kernels read it there from its wait until they have answered: a region of RES until it is
+    merged, of DISPATCH until the sums are returned, of COMBINE until they are added. All of that is
+    launched before the next put of the channel's pair, so no peer writes what is still read.
+    """
 
     table: Tensor
     """[N + 2] int64: see GpuExchange.table."""
@@ -73,10 +78,12 @@ class Region(NamedTuple):
 
 
 class GpuExchange:
-    """One instance's end of the exchange. Every instance calls it in every layer, rows or not.
+    """One instance's end of the exchange; an instance that is alone calls nothing of it.
 
-    The calls of a layer are: put, wait and take Q, then put, wait and take RES, on streams that
-    keep this order. In a mixture of experts the same follows with DISPATCH and COMBINE.
+    The calls of a layer of attention are: put, wait and take Q, then put and wait for RES, rows or
+    not, on streams that keep this order. A step without links leaves them out and calls
+    `skip_attention` instead. A mixture of experts puts and awaits DISPATCH, and returns sums by a
+    kernel that writes to its peers as a put of COMBINE does (moe/kernels/sums.py).
     """
 
     def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:

@@ -148,7 +148,8 @@ def choose_kernel(
         best = _best(choice, is_left, number)
         is_left = is_left & (number != best)
         chosen = tl.where(k == each, best, chosen)
-        own = tl.sum(tl.sum(tl.where(number == best, score, 0.0), 1), 0)
+        # A place behind a group's last expert has the number of the next group's first.
+        own = tl.sum(tl.sum(tl.where(is_expert & (number == best), score, 0.0), 1), 0)
         weight = tl.where(k == each, own, weight)
     if IS_NORMALISED:
         weight = weight / (tl.sum(weight, 0) + 1e-20)

@@ -137,7 +137,11 @@ def grouped_gemm_kernel(
 
 
 class TritonGemm(PairsGemm):
-    """A grouped.Fp8GroupedGemm by the kernel of this file."""
+    """A grouped.PairsGemm by the kernel of this file."""
+
+    def __init__(self, rows_a_row: float = 1.0) -> None:
+        """rows_a_row: about how many rows an expert gets for each row of an instance's batch."""
+        self._rows_a_row = rows_a_row
 
     def prepare(self, weight_ENX: Tensor) -> Tensor:
         return weight_ENX.contiguous()
@@ -161,8 +165,7 @@ class TritonGemm(PairsGemm):
         self, pairs: Pairs, gate_up: Tensor | Fp8Weight, down: Tensor | Fp8Weight
     ) -> Tensor:
         """Run an MLP on pairs in two launches, as PairsGemm.run_pairs says."""
-        # An expert gets about as many rows as an instance has, whatever the number of instances.
-        num_slots, expected = pairs.row_ES.shape[1], len(pairs.x)
+        num_slots, expected = pairs.row_ES.shape[1], round(len(pairs.x) * self._rows_a_row)
         inner = _product(pairs.x, gate_up, pairs.count_E, num_slots, expected, pairs)
         return _product(inner, down, pairs.count_E, num_slots, expected)
 

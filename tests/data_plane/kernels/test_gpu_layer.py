@@ -1,5 +1,6 @@
 """The launches of a captured layer, interpreted, against the slow references."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +23,12 @@ from data_plane.model.linear import PlainLinear
 from data_plane.model.norm import rms_norm
 from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
-from data_plane.model.weights import slots_of
+from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
 from data_plane.moe.deep_gemm import DeepGemm, _quantise
 from data_plane.moe.gate import gate as plain_gate
+from data_plane.moe.gpu_weights import _can_join
 from data_plane.moe.grouped import GroupedExperts, ReferenceGemm, group_rows
+from data_plane.moe.kernels import gemm as gemm_kernels
 from data_plane.moe.kernels.gate import gate, gate_scores
 from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.moe.kernels.pairs import find_pairs, lay_out
@@ -158,11 +161,14 @@ def gate_of(config, num_experts, hidden, seed=0):
 
 
 @pytest.mark.parametrize("softmax", [False, True])
-@pytest.mark.parametrize("groups, groups_a_row", [(1, 1), (4, 2), (3, 2)])
-def test_the_gate_chooses_what_the_plain_one_does(softmax, groups, groups_a_row):
+@pytest.mark.parametrize(
+    "groups, groups_a_row, size", [(1, 1, 4), (4, 2, 4), (3, 2, 4), (2, 1, 12), (3, 2, 5)]
+)
+def test_the_gate_chooses_what_the_plain_one_does(softmax, groups, groups_a_row, size):
     config = SimpleNamespace(
         softmax_gate=softmax, num_groups=groups, num_groups_per_token=groups_a_row,
-        num_experts=groups * 4, num_experts_per_token=3, weights_normalised=True, routed_scale=2.5,
+        num_experts=groups * size, num_experts_per_token=3, weights_normalised=True,
+        routed_scale=2.5,
     )  # fmt: skip
     moe = gate_of(config, config.num_experts, 200)
     x = normal(7, 200, seed=5)
@@ -274,6 +280,26 @@ def test_one_instance_alone_gives_the_reference_models_tokens(mini):
             cluster.step()
     for request in cluster.requests:
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+
+
+def test_shared_experts_do_not_join_where_that_would_round_them():
+    """DeepGEMM rounds plain experts to FP8; a plain shared expert stays plain beside them."""
+    mlp = MlpWeights(PlainLinear(normal(256, 128)), PlainLinear(normal(128, 128)))
+    moe = MoeWeights(normal(2, 128), None, slots_of([0, 1], 2), [mlp, mlp], mlp)
+    assert _can_join(moe, TritonGemm()) and not _can_join(moe, DeepGemm(4, MaskedGemm))
+    assert not _can_join(replace(moe, shared_gate=normal(1, 128)), TritonGemm())
+
+
+def test_tiles_follow_the_rows_that_an_expert_gets(monkeypatch):
+    """On 8 instances of DeepSeek-V3 a quarter of what an instance has, on 32 as many."""
+    pairs = SimpleNamespace(row_ES=torch.zeros(1, 8), x=normal(128, 8), count_E=None)
+    seen = []
+    monkeypatch.setattr(gemm_kernels, "_product", lambda *given: seen.append(given[4]))
+    for rows_a_row in (0.25, 1.0):
+        TritonGemm(rows_a_row).run_pairs(pairs, None, None)
+    assert seen == [32, 32, 128, 128]
+    assert gemm_kernels._tiles(torch.bfloat16, True, False, 32) == gemm_kernels.GATED
+    assert gemm_kernels._tiles(torch.bfloat16, True, False, 128) == gemm_kernels.GATED_MANY
 
 
 def test_buckets_without_links():

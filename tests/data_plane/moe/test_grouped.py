@@ -192,8 +192,8 @@ def test_experts_start_as_configured_and_early_only_in_a_fused_mixture():
 
 def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_checkpoint):
     model = ModelConfig.from_folder(tiny_checkpoint)
-    assert expert_backend("auto", CPU, torch.float32, 8)[0] is None
-    assert "runs on the CPU" in expert_backend("auto", CPU, torch.float32, 8)[1]
+    assert expert_backend("auto", CPU, torch.float32, 8, 8)[0] is None
+    assert "runs on the CPU" in expert_backend("auto", CPU, torch.float32, 8, 8)[1]
     site = (CPU, torch.float32, model, 4, 64)
     obstacle = "it needs native kernels"
     assert dispatch_backend("auto", *site, obstacle).startswith("exchange, because not deep_ep: ")
@@ -205,17 +205,17 @@ def test_the_cpu_loops_over_its_experts_and_uses_the_exchange_and_says_why(tiny_
     assert dispatch_backend("exchange", *site, "") == "exchange, as configured"
     for name in ("grouped_mm", "triton", "deep_gemm"):
         with pytest.raises(ValueError, match=f"expert_backend is {name}: it needs an NVIDIA GPU"):
-            expert_backend(name, CPU, torch.float32, 8)
+            expert_backend(name, CPU, torch.float32, 8, 8)
 
 
 def test_a_gpu_takes_triton_where_it_is_and_never_loops(monkeypatch):
     with pytest.raises(ValueError, match="expert_backend is loop: it reads counts on the host"):
-        expert_backend("loop", GPU, torch.bfloat16, 8)
-    assert isinstance(expert_backend("grouped_mm", GPU, torch.bfloat16, 8)[0], GroupedMm)
+        expert_backend("loop", GPU, torch.bfloat16, 8, 8)
+    assert isinstance(expert_backend("grouped_mm", GPU, torch.bfloat16, 8, 8)[0], GroupedMm)
     with pytest.raises(ValueError, match="deep_gemm is not installed"):
-        expert_backend("deep_gemm", GPU, torch.bfloat16, 8)
+        expert_backend("deep_gemm", GPU, torch.bfloat16, 8, 8)
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    gemm, why = expert_backend("auto", GPU, torch.bfloat16, 8)
+    gemm, why = expert_backend("auto", GPU, torch.bfloat16, 8, 8)
     assert isinstance(gemm, GroupedMm) and why == "grouped_mm, because triton is not installed"
 
 

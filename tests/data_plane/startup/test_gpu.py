@@ -85,5 +85,5 @@ def test_streams_of_instances_that_share_a_gpu_have_a_queue_each(
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     environment = {name + key: value for key, value in own.items()}
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: num_gpus)
-    gpu._set_queues(ClusterConfig(num_instances=2, instances_per_node=2), environment)
+    gpu._set_queues(ClusterConfig(num_instances=2, instances_per_node=4), environment)
     assert environment.get(name) == queues
