@@ -55,8 +55,6 @@ class GpuContext:
     """The prefix of the pool that one bucket's captured step reads; see pool_cpu.StepContext."""
 
     bucket: Bucket
-    has_links: bool
-    """False: no row is sent or received; what a step launches for that is left out."""
     num_sent: Tensor
     """[N] int32: number of links to each peer."""
     num_received: Tensor
@@ -77,6 +75,11 @@ class GpuContext:
     """[B] int32: see pool_cpu.StepTables."""
     by_host: Tensor
     """[1] int64: not 0 if these three are for a turn of drafting, and the host set them up."""
+
+    @property
+    def has_links(self) -> bool:
+        """False: no row is sent or received; what a step launches for that is left out."""
+        return self.bucket.has_links and len(self.num_sent) > 1
 
 
 class _Start(NamedTuple):
@@ -201,7 +204,6 @@ class GpuPool:
         start = _Start.views(self._device_start, words.rows)
         return GpuContext(
             bucket=bucket,
-            has_links=bucket.has_links and words.peers > 1,
             num_sent=live[words.num_sent :][: words.peers],
             num_received=live[words.num_received :][: words.peers],
             send_row=words.routes(live),

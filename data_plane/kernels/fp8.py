@@ -17,14 +17,18 @@ BLOCK = 128
 """Columns of a row that share a scale, and rows and columns of a weight."""
 _BLOCKS, _NUM_WARPS = 8, 4
 """Blocks of a row's columns that one program rounds, and its warps."""
+LEAST_SCALE = tl.constexpr(1e-10)
 _TMA_SCALES = 4
 """Scales of 16 bytes: TMA takes tensors whose rows are multiples of that."""
 
 
 @triton.jit
-def divided(x):
-    """Divide blocks of numbers [blocks, columns] by their scales: (quotients, scales [blocks])."""
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), 448.0), 1e-10)
+def divided(x, LEAST: tl.constexpr):
+    """Divide blocks of numbers [blocks, columns] by their scales: (quotients, scales [blocks]).
+
+    The largest of a block becomes e4m3's largest. LEAST: of a scale, so that none is 0.
+    """
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), 448.0), LEAST)
     return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), scale
 
 
@@ -41,9 +45,14 @@ def quantise_kernel(
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     at = row.to(tl.int64) * num_blocks * BLOCK + column
     x = tl.load(x_ptr + at, mask=is_block[:, None], other=0.0).to(tl.float32)
-    value, scale = divided(x)
+    value, scale = divided(x, LEAST_SCALE)
     tl.store(value_ptr + at, value.to(value_ptr.dtype.element_ty), mask=is_block[:, None])
     tl.store(scale_ptr + block * scale_rows + row, scale, mask=is_block)
+
+
+def padded_scales(num_rows: int) -> int:
+    """Count the scales of so many rows that lie side by side in memory, with padding."""
+    return -(-num_rows // _TMA_SCALES) * _TMA_SCALES
 
 
 def quantised_rows(x_BX: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +62,7 @@ def quantised_rows(x_BX: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_BX = x_BX.contiguous()
     num_rows, num_blocks = len(x_BX), x_BX.shape[1] // BLOCK
-    padded = triton.cdiv(num_rows, _TMA_SCALES) * _TMA_SCALES
+    padded = padded_scales(num_rows)
     values_BX = torch.empty_like(x_BX, dtype=torch.float8_e4m3fn)
     scale_KB = x_BX.new_empty(num_blocks, padded, dtype=torch.float32)
     quantise_kernel[(num_rows, triton.cdiv(num_blocks, _BLOCKS))](

@@ -104,6 +104,12 @@ def _launch(
 
 
 @triton.jit
+def gated_product(gate, up):
+    """Multiply in fp32: silu(gate) * up."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def gated_kernel(gate_up_ptr, out_ptr, width, BLOCK_I: tl.constexpr):
     """Program (row, column block): silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
@@ -112,7 +118,7 @@ def gated_kernel(gate_up_ptr, out_ptr, width, BLOCK_I: tl.constexpr):
     at = gate_up_ptr + row * 2 * width + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = gated_product(gate, up)
     tl.store(out_ptr + row * width + column, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.attention.fp8_latent import views
+from data_plane.kernels.fp8 import divided
 from data_plane.model.rope import RopeTable
 from data_plane.model.sizes import NUM_SCALES, token_bytes
 
 GROUPS = tl.constexpr(NUM_SCALES)
 """Pieces of c_kv, each with a scale in FP8."""
-_FP8_MAX = tl.constexpr(448.0)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _BLOCK_H = 16
 
@@ -35,12 +35,20 @@ def _store_token(
     at = group[:, None] * IN_GROUP + column[None, :]
     kind = value_ptr.dtype.element_ty
     if IS_FP8:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(c), 1), _FP8_MAX), _TINY)
-        scaled = tl.div_rn(c, tl.broadcast_to(scale[:, None], c.shape))
+        scaled, scale = divided(c, _TINY)
         tl.store(value_ptr + slot * TOKEN + at, scaled.to(kind), mask=inside)
         tl.store(scale_ptr + slot * (TOKEN // 4) + group, scale)
     else:
         tl.store(value_ptr + slot * TOKEN + at, c.to(kind), mask=inside)
+
+
+@triton.jit
+def _pair_at(pair, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """Find both numbers of rotated pairs: side by side, or in the two halves."""
+    if IS_INTERLEAVED:
+        return 2 * pair, 2 * pair + 1
+    else:
+        return pair, HALF + pair
 
 
 @triton.jit
@@ -81,10 +89,7 @@ def latent_kernel(
     )
     pair = tl.arange(0, BLOCK_P)
     in_p = pair < HALF
-    if IS_INTERLEAVED:
-        first_at, second_at = 2 * pair, 2 * pair + 1
-    else:
-        first_at, second_at = pair, HALF + pair
+    first_at, second_at = _pair_at(pair, HALF, IS_INTERLEAVED)
     turn = tl.load(position_ptr + row) * HALF + pair
     cos = tl.load(cos_ptr + turn, mask=in_p, other=0.0)
     sin = tl.load(sin_ptr + turn, mask=in_p, other=0.0)
@@ -155,10 +160,7 @@ def rotate_kernel(
         turned = tl.join(first * cos - second * sin, second * cos + first * sin)
         tl.store(out_row + p[None, :], tl.reshape(turned, [BLOCK_H, P]).to(kind), mask=is_head)
     else:
-        if IS_INTERLEAVED:
-            first_at, second_at = 2 * pair, 2 * pair + 1
-        else:
-            first_at, second_at = pair, HALF + pair
+        first_at, second_at = _pair_at(pair, HALF, IS_INTERLEAVED)
         inside = is_head & in_p[None, :]
         first = tl.load(q_row + first_at[None, :], mask=inside, other=0.0).to(tl.float32)
         second = tl.load(q_row + second_at[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -54,8 +54,7 @@ def gated_heads(x_BX: Tensor, o_BHV: Tensor, layer: LayerWeights, config: ModelC
     """Scale the heads' values by the gates that the layer's input x_BX makes, if it has some."""
     if layer.attention.gate is None:
         return o_BHV
-    normed_BX = rms_norm(x_BX, layer.input_norm, config.norm_eps)
-    return gate_heads(normed_BX, o_BHV, layer, config)
+    return gate_heads(rms_norm(x_BX, layer.input_norm, config.norm_eps), o_BHV, layer, config)
 
 
 def gate_heads(

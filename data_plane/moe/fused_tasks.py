@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from data_plane.kernels.norm import gated_product
 from data_plane.moe.fused_state import (
     OUTPUT,
     PAIRS_LEFT,
@@ -151,7 +152,7 @@ def inner_task(item, task, state, rows, weights, own, epoch, S: tl.constexpr):
             up, x, weights.gate_up, weights.gate_up_scale, expert, I + column, column < I, begin,
             k, X, 2 * I, S,
         )  # fmt: skip
-    inner = gate / (1.0 + tl.exp(-gate)) * up
+    inner = gated_product(gate, up)
     tl.store(
         state.inner + pair[:, None] * I + column[None, :],
         inner.to(state.inner.dtype.element_ty),

@@ -1,8 +1,7 @@
 """The experts of one instance on a GPU: grouped GEMMs over rows that are laid out by expert.
 
-Enters: rows that arrived, their expert ids and weights, or rows that are grouped already. Leaves:
-sums, or grouped rows. Does not know: what sent the rows, which GEMM runs. The CPU's sibling is
-experts.py.
+Enters: grouped rows, or pairs. Leaves: grouped rows. Does not know: what sent the rows, which GEMM
+runs. The CPU's sibling is experts.py.
 
 The layout is that of DeepEP's low-latency kernels and of DeepGEMM's masked GEMMs: [E, S, X] and a
 count for each expert. Slots after a count are not read and not written. Shapes follow from bounds,
@@ -131,13 +130,6 @@ class GroupedExperts:
             one = _prepared(self._gemm, one)
             for target, source in zip(_tensors(held), _tensors(one), strict=True):
                 target[slot].copy_(source[0])
-
-    def __call__(self, x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Run the experts on rows, as experts.experts_forward does: [T, X]."""
-        x_ESX, count_E, slot_TK = group_rows(
-            x_TX, expert_TK, self.place_E, self.num_here, len(x_TX)
-        )
-        return ungroup_rows(self.run_grouped(x_ESX, count_E), slot_TK, weight_TK)
 
     def run_pairs(self, pairs: Pairs) -> Tensor:
         """Run every expert on its rows, shared ones too: [E * S, X] by slot, not weighted."""

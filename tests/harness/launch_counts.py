@@ -11,13 +11,11 @@ from dataclasses import replace
 
 import gpu_shapes
 import gpu_step
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from data_plane.graph.buckets import Bucket
-from harness.launch_compilation import META, StandInDriver
+from harness.launch_compilation import META, stand_in_for_a_card
 
 FREE = {
     *("view", "_unsafe_view", "transpose", "t", "slice", "select", "expand", "split", "permute"),
@@ -69,11 +67,8 @@ def launches_of_step(num_layers, num_instances, bucket):
 
 
 def main():
-    driver.set_active(StandInDriver())
+    stand_in_for_a_card()
     JITFunction.run = lambda *args, **keys: None
-    torch.cuda.get_device_properties = lambda *_: collections.namedtuple(
-        "Properties", "multi_processor_count"
-    )(132)
     counts = {}
     for case, (num_instances, bucket) in CASES.items():
         four, five = (

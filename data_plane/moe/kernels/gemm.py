@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from data_plane.kernels.norm import gated_product
 from data_plane.model.fp8_weight import Fp8Weight
 from data_plane.moe.grouped import PairsGemm
 from data_plane.moe.kernels.pairs import Pairs, count_tiles, first_row_of
@@ -131,7 +132,7 @@ def grouped_gemm_kernel(
                 else:
                     up = tl.dot(x, weight, up, input_precision="ieee")
         if IS_GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
+            acc = gated_product(acc, up)
         y = y_ptr + slot[:, None] * num_columns + column[None, :]
         tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from data_plane.kernels.fp8 import BLOCK, divided
+from data_plane.kernels.fp8 import BLOCK, LEAST_SCALE, divided, padded_scales
+from data_plane.kernels.norm import gated_product
 from data_plane.transport.cuda_ipc import GpuExchange, Region
 from data_plane.transport.exchange import Channel
 
@@ -141,11 +142,11 @@ def lay_out_kernel(
         if IS_GATED:
             gate = tl.load(x_base + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(x_base + row * 2 * width + width + at, mask=inside, other=0.0)
-            x = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+            x = gated_product(gate, up.to(tl.float32))
         else:
             x = tl.load(x_base + row * width + at, mask=inside, other=0.0).to(tl.float32)
         if IS_FP8:
-            x, scale = divided(x)
+            x, scale = divided(x, LEAST_SCALE)
             first_scale = expert.to(tl.int64) * tl.cdiv(width, GROUP) * scale_slots + place
             tl.store(
                 scale_ptr + first_scale + group * scale_slots, scale, mask=group * GROUP < width
@@ -254,7 +255,7 @@ def lay_out(
     the dtype of x, and scales mean nothing.
     """
     num_experts, width = len(count_E), x.shape[-1] // (2 if is_gated else 1)
-    groups, padded = triton.cdiv(width, BLOCK), triton.cdiv(num_slots, 4) * 4
+    groups, padded = triton.cdiv(width, BLOCK), padded_scales(num_slots)
     out = x.new_empty(
         num_experts, num_slots, width, dtype=torch.float8_e4m3fn if is_fp8 else x.dtype
     )

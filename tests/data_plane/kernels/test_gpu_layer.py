@@ -35,7 +35,7 @@ from data_plane.moe.kernels.pairs import find_pairs, lay_out
 from data_plane.moe.kernels.sums import sum_pairs
 from data_plane.step.gpu_rows import LatentRows, PlainRows
 from harness.gpu_cluster import GpuCluster
-from harness.kernel_cases import poisoned
+from harness.kernel_cases import poisoned, visited
 from nanocp.config.data_plane import DataPlaneConfig
 
 
@@ -219,7 +219,7 @@ def test_pairs_are_those_of_the_live_rows(num_shared):
         other = sum_pairs(x, slowly.run_pairs(pairs), pairs, weight, None, norm, 1e-6)
     rows = GroupedExperts(ReferenceGemm(), place, gate_up[:3], down[:3])
     y = torch.zeros_like(x)
-    y[live] = rows(x[live], expert[live], weight[live])
+    y[live] = visited(rows, x[live], expert[live], weight[live])
     if num_shared:
         gate, up = (x @ gate_up[3].T).chunk(2, dim=1)
         y += ((F.silu(gate) * up) @ down[3].T) * live[:, None]

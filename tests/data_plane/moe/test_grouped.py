@@ -29,7 +29,7 @@ from data_plane.moe.grouped import (
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import moe_backends
-from harness.kernel_cases import ExpertCase, in_fp8
+from harness.kernel_cases import ExpertCase, in_fp8, visited
 from harness.published_packages import deep_ep as package
 from harness.published_packages import deep_gemm
 from nanocp.config.data_plane import DataPlaneConfig
@@ -69,7 +69,7 @@ def test_an_expert_in_a_slot_gives_way_to_another_and_weights_stay_where_they_ar
     anew = GroupedExperts(gemm, slots_of(held, 4), gate_up_ENX[held], down_EXI[held])
     rows = torch.randn(5, 16), torch.tensor([[0, 3], [3, 2], [1, 0], [2, 3], [1, 1]])
     weight_TK = torch.rand(5, 2)
-    assert experts(*rows, weight_TK).equal(anew(*rows, weight_TK))
+    assert visited(experts, *rows, weight_TK).equal(visited(anew, *rows, weight_TK))
 
 
 def test_an_expert_in_fp8_brings_its_scales():
