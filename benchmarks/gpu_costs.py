@@ -118,13 +118,13 @@ def measured_costs(
     ), sources
 
 
-def with_measured(text: str, costs: Costs, sources: dict[str, str], origin: str) -> str:
-    """Add the set to the text of a cluster file, whose last key is `costs`.
+def with_set(text: str, name: str, costs: Costs, sources: dict[str, str], origin: str) -> str:
+    """Add a set to the text of a cluster file, whose last key is `costs`.
 
     A set of the same name is replaced.
     """
-    text = re.sub(rf"(?m)^  {NAME}:.*\n(?:    .*\n)*", "", text.rstrip("\n") + "\n")
-    lines = [f"  {NAME}:  # {origin}"]
+    text = re.sub(rf"(?m)^  {name}:.*\n(?:    .*\n)*", "", text.rstrip("\n") + "\n")
+    lines = [f"  {name}:  # {origin}"]
     for name, value in asdict(costs).items():
         lines.append(f"    {name}: {json.dumps(value)}  # {sources[name]}")
     return text + "\n".join(lines) + "\n"
@@ -170,8 +170,8 @@ def main(
             found.append(json.loads(path.read_text()))
             origins.append(origin_of(json.loads(path.with_suffix(".machine.json").read_text())))
         costs, sources = measured_costs(found[0], found[1], file, base)
-        text = cluster_path(cluster).read_text()
-        out.write_text(with_measured(text, costs, sources, "; ".join(dict.fromkeys(origins))))
+        text, origin = cluster_path(cluster).read_text(), "; ".join(dict.fromkeys(origins))
+        out.write_text(with_set(text, NAME, costs, sources, origin))
         load_cluster_file(str(out))
     except (ValueError, OSError) as error:
         sys.exit(f"gpu_costs: {error}")

@@ -2,14 +2,13 @@
 
 Enters: the simulator. Leaves: a table for each workload, which claims hold, and one object:
 {"max_rate": {WORKLOAD: {POLICY: requests a second}}, "tpot_ms_p99": the same shape, and more of
-that shape}; under the peak constants a workload is called WORKLOAD@peak, in the absorbed wire form
-WORKLOAD/absorbed. Does not know: how a policy decides.
+that shape}; with other constants than the cluster file's default a workload is called
+WORKLOAD@CONSTANTS. Does not know: how a policy decides.
 
-Fluid and cost_aware are searched for, also with a target for the time per token where a claim says
-so (POLICY+tpot). Of any other policy a run for each seed shows that it does not sustain what
-cost_aware does, or 1/1.15 of that where so much is claimed: that rate is in "fails_at". As in a
-search, higher rates are taken to fail too. Only if one of these runs is sustained, the policy is
-searched for.
+Fluid and cost_aware are searched for. Of any other policy a run for each seed shows that it does
+not sustain what cost_aware does, or as little of that as is claimed: that rate is in "fails_at". As
+in a search, higher rates are taken to fail too. Only if one of these runs is sustained, the policy
+is searched for.
 
 Runs are those of `nanocp simulate sweep`: each begins as full as it would be after a long time. A
 search that was interrupted goes on with --resume.
@@ -32,7 +31,6 @@ from scheduling_claims import (
     CLOSE,
     COST_AWARE,
     FLUID,
-    ON_TARGET,
     POLICIES,
     RIVALS,
     Results,
@@ -42,13 +40,10 @@ from scheduling_claims import (
 )
 
 from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
-from nanocp.simulator.outcome import Slo
 from nanocp.simulator.sweep import NUM_SEEDS, Sweep, attempts, seeds_of, sweep
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import MIXES, Workload
 
-FORMS = ("latent", "absorbed")
-"""Wire forms: the service's default, and the paper's."""
 QUICK_POLICIES = (FLUID, COST_AWARE, "dual_balanced", "least_batch", "uniform_cp:4")
 FIRST_RATES = {
     "issue-0": 48.0,
@@ -91,34 +86,23 @@ class SearchTask:
     precision: float
     bounds: tuple[float, ...] = ()
     """A rate for each seed. If none is sustained, that is the answer, and nothing is searched."""
-    more_forms: tuple[str, ...] = ()
-    """Other wire forms that have the same answer: fluid sends nothing, in whatever form."""
 
     @property
     def key(self) -> str:
-        """Key of the workload with its constants and wire form."""
-        return self._key(self.trial.wire_form)
-
-    @property
-    def keys(self) -> list[str]:
-        """Keys of all workloads that have the answer."""
-        return [self.key, *map(self._key, self.more_forms)]
+        """Key of the workload with its constants."""
+        constants = self.trial.constants
+        return f"{self.name}@{constants}" if constants else self.name
 
     @property
     def policy(self) -> str:
-        """Name of the policy in the results, and with a target for its time per token."""
-        return self.trial.policy + (ON_TARGET if self.trial.file.tpot_target_ms else "")
-
-    def _key(self, form: str) -> str:
-        constants = self.trial.constants
-        key = self.name if constants == "fitted" else f"{self.name}@{constants}"
-        return key if form == FORMS[0] else f"{key}/{form}"
+        """Name of the policy in the results."""
+        return self.trial.policy
 
     def near(self, results: Results) -> SearchTask:
         """The task with what is known of its neighbours.
 
-        If cost_aware is known, its rival has bounds. Else the search begins at the rate of the same
-        policy in another wire form, or else of the last policy of the same row.
+        If cost_aware is known, its rival has bounds. Else the search begins at the rate of the last
+        policy of the same row.
         """
         rates, policy = results["max_rate"], self.policy
         row = rates.get(self.key, {})
@@ -127,9 +111,8 @@ class SearchTask:
         if policy in RIVALS and all(by_seed):
             least = least_ratio(self.key, policy)
             return replace(self, bounds=tuple(rate / least for rate in by_seed))
-        known = [of[policy] for form in FORMS if policy in (of := rates.get(self._key(form), {}))]
-        known += reversed(row.values())
-        rate = next((rate for rate in known if rate), self.trial.workload.rate_per_s)
+        known = [rate for rate in reversed(row.values()) if rate]
+        rate = next(iter(known), self.trial.workload.rate_per_s)
         return replace(self, trial=self.trial.at_rate(rate))
 
 
@@ -140,7 +123,6 @@ class Question:
     file: ClusterFile
     names: Sequence[str]
     constants: Sequence[str]
-    forms: Sequence[str]
     policies: Sequence[str]
     mooncake: Path | None
     warm_up_s: float
@@ -151,34 +133,28 @@ class Question:
     """None: as the workload asks."""
 
     def tasks(self) -> list[SearchTask]:
-        """One for each row and policy, row after row; fluid has one for all wire forms."""
+        """One for each row and policy, row after row."""
         return [
             SearchTask(
                 name,
-                self._trial(name, policy, constants, form),
+                self._trial(name, policy, constants),
                 self.num_seeds,
                 self.precision or (CLOSE_PRECISION if name in CLOSE else PRECISION),
-                more_forms=tuple(self.forms[1:]) if policy.startswith(FLUID) else (),
             )
-            for form in self.forms
             for constants in self.constants
             for name in self.names
             for policy in self.policies
-            if form == self.forms[0] or not policy.startswith(FLUID)
-            if name in CLOSE or not policy.endswith(ON_TARGET)
         ]
 
-    def _trial(self, name: str, policy: str, constants: str, form: str) -> Trial:
+    def _trial(self, name: str, policy: str, constants: str) -> Trial:
         measure_s = self.measure_s or MEASURE_S.get(name)
         trace = name if name in MIXES else f"mooncake:{self.mooncake}"
         scale = 8.0 if name.endswith("-x8") else 1.0
-        target_ms = Slo().tpot_us // 1000 if policy.endswith(ON_TARGET) else 0
         return Trial(
-            replace(self.file, tpot_target_ms=target_ms),
-            policy.removesuffix(ON_TARGET),
+            self.file,
+            policy,
             Workload(trace, FIRST_RATES[name], length_scale=scale),
             constants=constants,
-            wire_form=form,
             warm_up_us=round(self.warm_up_s * 1e6),
             measure_us=None if measure_s is None else round(measure_s * 1e6),
         )
@@ -214,7 +190,9 @@ def search(task: SearchTask) -> SearchAnswer:
 def main(
     run: BenchRun,
     cluster: Annotated[str, "Name or path of a cluster file."] = "h200x32-deepseek-v3",
-    constants: Annotated[list[str] | None, "Sets of them; fitted and peak if not given."] = None,
+    constants: Annotated[
+        list[str] | None, "Sets of them; the cluster file's default if not given."
+    ] = None,
     workload: Annotated[
         list[str] | None,
         f"Of {', '.join(FIRST_RATES)}; all if not given, the trace's only with --mooncake.",
@@ -240,8 +218,7 @@ def main(
     question = Question(
         file=load_cluster_file(cluster),
         names=workload or (["issue-1"] if run.is_quick else all_names),
-        constants=constants or (["fitted"] if run.is_quick else ["fitted", "peak"]),
-        forms=FORMS[:1] if run.is_quick else FORMS,
+        constants=constants or [""],
         policies=policy or (QUICK_POLICIES if run.is_quick else POLICIES),
         mooncake=mooncake,
         precision=QUICK_PRECISION if run.is_quick else None,
@@ -270,9 +247,7 @@ def collect(
         results.setdefault(name, {})
     known = (results["max_rate"], results["fails_at"])
     missing = [
-        task
-        for task in tasks
-        if not all(any(task.policy in of.get(key, {}) for of in known) for key in task.keys)
+        task for task in tasks if not any(task.policy in of.get(task.key, {}) for of in known)
     ]
     for answer in run.track(_answers(missing, results, processes), "searching", len(missing)):
         _note(results, answer, run.say)
@@ -322,14 +297,13 @@ def _note(results: Results, answer: SearchAnswer, say: Callable[[str], None]) ->
     for name in MEASURES if found.outcomes else ():
         numbers[name] = round(fmean(getattr(one, name) for one in found.outcomes), 4)
     for name, value in numbers.items():
-        for key in task.keys:
-            results[name].setdefault(key, {})[policy] = value
+        results[name].setdefault(task.key, {})[policy] = value
 
 
 def _in_order(
     by_key: dict[str, dict[str, Any]], tasks: Sequence[SearchTask]
 ) -> dict[str, dict[str, Any]]:
-    ranks = {(key, task.policy): n for n, task in enumerate(tasks) for key in task.keys}
+    ranks = {(task.key, task.policy): n for n, task in enumerate(tasks)}
     last = len(ranks)
     values = [
         ((key, policy), value)

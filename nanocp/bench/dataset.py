@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanocp.bench.names import DATASETS, GO_ON, OTHER_DATASETS, TRACES
 from nanocp.config.choices import check_one_of
-from nanocp.simulator.traces import read_azure, read_mooncake
+from nanocp.simulator.request_logs import read_trace
 from nanocp.simulator.workload import SHORT_LENGTHS, draw_len, draw_output_len
 
 if TYPE_CHECKING:
@@ -222,18 +222,13 @@ def _sharegpt(options: DatasetOptions, random: Random, tokenizer: Any) -> list[S
 
 def _trace(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[SampleRequest]:
     assert options.path is not None
-    read = read_mooncake if options.name == "mooncake" else read_azure
-    first_us: int | None = None
-    for number, request in enumerate(read(options.path)):
-        if number == options.num_prompts:
-            return
-        first_us = request.arrival_us if first_us is None else first_us
+    for request in read_trace(options.name, options.path).requests[: options.num_prompts]:
         num_tokens = max(1, round(request.prompt_len * options.length_scale))
         yield SampleRequest(
             _ids(num_tokens, random, options, tokenizer),
             num_tokens,
             options.output_len or request.output_len,
-            (request.arrival_us - first_us) / 1e6 * options.time_scale,
+            request.arrival_us / 1e6 * options.time_scale,
         )
 
 

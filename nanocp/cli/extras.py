@@ -19,7 +19,7 @@ EXTRAS = {
     "demo": "serve",
     "make-checkpoint": "serve",
     "overlap": "search",
-    "plan": "serve",
+    "plan": "serve,simulate",
     "prefill-flags": "serve",
     "profile": "serve",
     "serve": "serve",

@@ -18,8 +18,9 @@ from nanocp.cli.demo import demo
 from nanocp.cli.extras import Commands
 from nanocp.cli.generate import generate
 from nanocp.cli.make_checkpoint import make_checkpoint
+from nanocp.cli.options import with_options
 from nanocp.cli.overlap.app import app as overlap
-from nanocp.cli.plan import plan
+from nanocp.cli.plan.app import plan
 from nanocp.cli.prefill_flags import prefill_flags
 from nanocp.cli.profile import profile
 from nanocp.cli.seats import drain, layout, scale, upgrade
@@ -67,7 +68,7 @@ for command in (
     why,
     make_checkpoint,
     prefill_flags,
-    plan,
+    with_options(plan),
     profile,
     demo,
     chaos,

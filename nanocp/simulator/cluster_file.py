@@ -6,12 +6,9 @@ ClusterFile, or a ValueError that names the key. Does not know: schedulers, work
 
 from __future__ import annotations
 
-import difflib
-import json
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
@@ -19,10 +16,11 @@ from control_plane.scheduler.queue.waiting_queue import invalidity
 from nanocp.config.choices import check_at_least
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import check_ttft_targets
-from nanocp.simulator.yaml_file import names_in, read_tree, validated
+from nanocp.simulator.yaml_file import names_in, nearest_of, read_tree, sentence, validated
 from nanocp.values.plan import PAGE_SIZE, Arrival
 
 SHIPPED = Path(__file__).parent / "clusters"
+_DEFAULTS = ("operators", "fitted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,10 @@ class Costs:
     """Once a step: embedding, lm_head, sampling."""
     attention_ps_per_query: float = 0.0
     """Per KV token and query of a row: what it computes, if the KV is there. Drafts are queries."""
+    hides_queries: bool = False
+    """Whether an exchange is charged in the order of the engine's step: Q travels behind own
+    attention, which is taken to be attention's share by rows, and received rows attend in a launch
+    of their own. A set that was fitted to what an exchange adds has that in its constants."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.dispatch_combine_us_at_128_rows]
@@ -114,14 +116,18 @@ class WireForm:
 
     bytes_per_link: int
     """Q there and partial back."""
+    query_bytes: int = 0
+    """Those of Q among them."""
     projection_mb: float = 0.0
     """Weights that a holder reads to project queries and partials."""
     projection_mflop: float = 0.0
     """For each row received."""
 
     def __post_init__(self) -> None:
-        if min(self.bytes_per_link, self.projection_mb, self.projection_mflop) < 0:
+        if min(self.query_bytes, self.projection_mb, self.projection_mflop) < 0:
             raise ValueError(f"{self} has a negative number; none may be")
+        if self.query_bytes > self.bytes_per_link:
+            raise ValueError(f"{self} has more bytes of Q than bytes in all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ class ModelShape:
     expert_mflop: float
     """One row through one expert."""
     wire_forms: dict[str, WireForm]
-    """By name, the default first."""
+    """By name: latent and absorbed."""
     num_linear_layers: int = 0
     """How many layers are linear attention, in which a row has a state, and no KV."""
     linear_us_per_row: float = 0.0
@@ -198,7 +204,7 @@ class ModelShape:
     def wire_form(self, name: str) -> WireForm:
         """The form of that name; the first if the name is empty. Raises ValueError."""
         if name and name not in self.wire_forms:
-            raise ValueError(f"wire form is {name!r}; {_nearest(name, list(self.wire_forms))}")
+            raise ValueError(f"wire form is {name!r}; {nearest_of(name, list(self.wire_forms))}")
         return self.wire_forms[name or next(iter(self.wire_forms))]
 
 
@@ -363,10 +369,18 @@ class ClusterFile:
         mflop = share * mean_rows * model.experts_per_token * model.expert_mflop
         return costs.gemm_us(num_local * model.expert_mb, mflop)
 
+    @property
+    def default_constants(self) -> str:
+        """Name of the set that is taken if none is named: operators, where the file has it."""
+        return next((name for name in _DEFAULTS if name in self.costs), next(iter(self.costs)))
+
     def costs_of(self, constants: str) -> Costs:
-        """The named set. Raises ValueError naming the nearest."""
+        """The named set, or the default one for an empty name. Raises ValueError for another."""
+        constants = constants or self.default_constants
         if constants not in self.costs:
-            raise ValueError(f"constants is {constants!r}; {_nearest(constants, list(self.costs))}")
+            raise ValueError(
+                f"constants is {constants!r}; {nearest_of(constants, list(self.costs))}"
+            )
         return self.costs[constants]
 
 
@@ -385,7 +399,7 @@ def cluster_path(name_or_path: str) -> Path:
         return path
     if name_or_path not in shipped_names():
         raise ValueError(
-            f"cluster is {name_or_path!r}; {_nearest(name_or_path, shipped_names())}, or a .yaml "
+            f"cluster is {name_or_path!r}; {nearest_of(name_or_path, shipped_names())}, or a .yaml "
             "file"
         )
     return SHIPPED / f"{name_or_path}.yaml"
@@ -403,7 +417,9 @@ def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> Cl
         file = validated(ClusterFile, tree)
     except ValidationError as error:
         details = [dict(detail) for detail in error.errors()]
-        raise ValueError("\n".join(f"{path}: {_sentence(detail)}" for detail in details)) from error
+        raise ValueError(
+            "\n".join(f"{path}: {sentence(detail, ClusterFile)}" for detail in details)
+        ) from error
     if file.memory is not None and "num_frames" in tree["cluster"]:
         raise ValueError(
             f"{path}: cluster.num_frames is given beside memory, from which frames are derived; "
@@ -413,34 +429,3 @@ def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> Cl
         return file.of_size(num_instances or file.cluster.num_instances)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _sentence(detail: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        nearest = _nearest(str(detail["loc"][-1]), _known_keys(detail["loc"][:-1]))
-        return f"{where} is no key of a cluster file; {nearest}"
-    if detail["type"] == "value_error":
-        message = str(detail["ctx"]["error"])
-        return f"{where}: {message}" if where else message
-    if detail["type"] == "missing":
-        return f"{where} is missing"
-    wanted = (
-        "a mapping of keys"
-        if detail["type"] == "dataclass_type"
-        else detail["msg"].removeprefix("Input should be ")
-    )
-    return f"{where or 'the file'} is {json.dumps(detail['input'])[:80]}; it must be {wanted}"
-
-
-def _known_keys(loc: tuple[Any, ...]) -> list[str]:
-    kind: Any = ClusterFile
-    for part in loc:
-        kind = get_type_hints(kind)[part] if is_dataclass(kind) else get_args(kind)[1]
-        kind = next((one for one in get_args(kind) if one is Memory), kind)  # it may be None
-    return [item.name for item in fields(kind)]
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    return f"it must be one of {', '.join(names)} (nearest: {nearest})"

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from nanocp.config.cluster import ClusterConfig
@@ -99,7 +99,8 @@ class CostModel:
         """Read what a step costs from a cluster file.
 
         num_shares: how many equal instances each instance of the loads stands for (the fluid
-        bound). wire_form: what travels between instances, by default the file's first.
+        bound). wire_form: what travels between instances, by default the cheapest for an instance
+        that has a request of the widest degree.
         """
         costs = file.costs_of(constants)
         self._file = file
@@ -114,14 +115,31 @@ class CostModel:
         if file.model.num_experts:
             self._dispatch_us = costs.dispatch_combine_us
             self._us_per_row = _dispatch_combine_us_per_row(costs, file.cluster.num_instances)
-        form = file.model.wire_form(wire_form)
-        self._us_per_link = form.bytes_per_link / (1e3 * costs.exchange_gb_per_s_within_node)
-        self._us_per_link_between = form.bytes_per_link / (
-            1e3 * costs.exchange_gb_per_s_between_nodes
-        )
+        forms = [wire_form] if wire_form else list(file.model.wire_forms)
+        self._set_form(forms[0])
+        if len(forms) > 1:
+            num_links = max(1, max(file.cp_degrees) - 1)
+
+            def cost_us(form: str) -> float:
+                self._set_form(form)
+                return self.exchange_us(num_links, 0, num_links)
+
+            self._set_form(min(forms, key=cost_us))
+        self._without_tokens = lru_cache(_NUM_CACHED)(self._first_phase_without_tokens)
+
+    def _set_form(self, name: str) -> None:
+        form, costs = self._model.wire_form(name), self._costs
+        self.wire_form = name
+        """Name of what travels between instances."""
+        bytes_there, bytes_back = form.query_bytes, form.bytes_per_link - form.query_bytes
+        us_per_byte = 1 / (1e3 * costs.exchange_gb_per_s_within_node)
+        us_per_byte_between = 1 / (1e3 * costs.exchange_gb_per_s_between_nodes)
+        self._us_per_query = bytes_there * us_per_byte
+        self._us_per_query_between = bytes_there * us_per_byte_between
+        self._us_per_partial = bytes_back * us_per_byte
+        self._us_per_partial_between = bytes_back * us_per_byte_between
         self._projection_us = costs.gemm_us(form.projection_mb, 0)
         self._projection_us_per_row = costs.gemm_us(0, form.projection_mflop)
-        self._without_tokens = lru_cache(_NUM_CACHED)(self._first_phase_without_tokens)
 
     def step(self, loads: Loads, num_queries: int = 1) -> StepTime:
         """The step's time: every layer waits for the slowest instance of each phase.
@@ -243,12 +261,13 @@ class CostModel:
             loads.links_between_nodes,
             strict=True,
         ):
-            rows_us, exchange_us, other_us = without_tokens(*rest)
+            rows_us, exchange_us, query_us, other_us = without_tokens(*rest)
             attention_us = 0.0
             if rest[1]:
                 # As in `Costs.layer_attention_us`, in its order.
                 tokens_us = ps_per_token * (kv_tokens / shares) / 1e6
                 attention_us = costs.attention_us + tokens_us + rows_us
+                exchange_us += max(0.0, query_us - attention_us * rest[0] / rest[1])
             total_us = attention_us + exchange_us + other_us
             if total_us > longest_us:
                 slowest, longest_us = (attention_us, exchange_us, other_us), total_us
@@ -256,13 +275,18 @@ class CostModel:
 
     def _first_phase_without_tokens(
         self, rows: int, attention_rows: int, links: int, links_between_nodes: int
-    ) -> tuple[float, float, float]:
-        """Microseconds of attention by its rows, of the exchange, and of the rest."""
+    ) -> tuple[float, float, float, float]:
+        """Microseconds of attention by its rows, of the exchange, of Q's route, and of the rest.
+
+        Own attention hides Q's route, which is not in the exchange if the constants say so.
+        """
         costs, shares = self._costs, self._num_shares
         padded = _padded(attention_rows / shares, self._attention_buckets)
-        exchange_us = self.exchange_us(links, links_between_nodes, attention_rows - rows)
+        query_us, exchange_us = self._routes_us(links, links_between_nodes, attention_rows - rows)
+        if not costs.hides_queries:
+            query_us, exchange_us = 0.0, query_us + exchange_us
         rows_us = costs.attention_ns_per_row * padded / 1e3
-        return rows_us, exchange_us, self._other_us(rows / shares)
+        return rows_us, exchange_us, query_us, self._other_us(rows / shares)
 
     def _first_phase(self, loads: Loads, instance: int) -> tuple[float, float, float]:
         shares = self._num_shares
@@ -273,6 +297,7 @@ class CostModel:
             loads.links[instance],
             loads.links_between_nodes[instance],
             loads.attention_rows[instance] - loads.rows[instance],
+            attention * loads.rows[instance] / max(1, loads.attention_rows[instance]),
         )
         return attention, exchange, self._other_us(loads.rows[instance] / shares)
 
@@ -288,20 +313,35 @@ class CostModel:
             kv_tokens, _padded(attention_rows, self._attention_buckets), num_queries
         )
 
-    def exchange_us(self, num_links: int, num_between_nodes: int, num_received: int) -> float:
-        """Time both routes of an instance and its projection of received rows; 0 without links."""
+    def exchange_us(
+        self, num_links: int, num_between_nodes: int, num_received: int, own_us: float = inf
+    ) -> float:
+        """Time what both routes of an instance and its received rows add; 0 without links.
+
+        own_us: attention of own rows, which hides as much of Q's route if the constants are in the
+        engine's order.
+        """
+        query_us, rest_us = self._routes_us(num_links, num_between_nodes, num_received)
+        hidden_us = own_us if self._costs.hides_queries else 0.0
+        return max(0.0, query_us - hidden_us) + rest_us
+
+    def _routes_us(
+        self, num_links: int, num_between_nodes: int, num_received: int
+    ) -> tuple[float, float]:
+        """Microseconds of Q's route, and of the rest of an exchange."""
         if not num_links:
-            return 0.0
-        us = self._projection_us_per_row * num_received
+            return 0.0, 0.0
+        costs = self._costs
+        hop_us = (costs.exchange_us + bool(num_between_nodes) * costs.exchange_us_between_nodes) / 2
+        num_near = num_links - num_between_nodes
+        query_us = hop_us + num_near * self._us_per_query
+        rest_us = hop_us + num_near * self._us_per_partial
+        query_us += num_between_nodes * self._us_per_query_between
+        rest_us += num_between_nodes * self._us_per_partial_between
         if num_received:
-            us += self._projection_us
-        us += self._costs.exchange_us + (num_links - num_between_nodes) * self._us_per_link
-        if num_between_nodes:
-            us += (
-                self._costs.exchange_us_between_nodes
-                + num_between_nodes * self._us_per_link_between
-            )
-        return us
+            rest_us += self._projection_us + self._projection_us_per_row * num_received
+            rest_us += costs.hides_queries * costs.attention_us
+        return query_us, rest_us
 
     def dispatch_combine_us(self, rows: float) -> float:
         """Dispatch and combine of an instance with `rows` rows; 0 for a dense model."""
@@ -313,12 +353,21 @@ class CostModel:
         num_drafts: of a row, each of which is one row more on a link and in a mixture.
         """
         costs, width = self._costs, 1 + num_drafts
-        link_us = width * (self._us_per_link + self._projection_us_per_row)
-        far_link_us = width * (self._us_per_link_between + self._projection_us_per_row)
+        link_us, far_link_us = self._us_per_partial, self._us_per_partial_between
+        first_us, first_far_us = costs.exchange_us, costs.exchange_us_between_nodes
+        if costs.hides_queries:
+            first_us, first_far_us = first_us / 2 + costs.attention_us, first_far_us / 2
+        else:
+            link_us, far_link_us = (
+                link_us + self._us_per_query,
+                far_link_us + self._us_per_query_between,
+            )
+        link_us = width * (link_us + self._projection_us_per_row)
+        far_link_us = width * (far_link_us + self._projection_us_per_row)
         us_per_token = max(costs.ps_per_token(width), 1e-3) / 1e6
         return CostConfig(
-            exchange_tokens=round((costs.exchange_us + self._projection_us) / us_per_token),
-            exchange_tokens_between_nodes=round(costs.exchange_us_between_nodes / us_per_token),
+            exchange_tokens=round((first_us + self._projection_us) / us_per_token),
+            exchange_tokens_between_nodes=round(first_far_us / us_per_token),
             link_tokens=round(link_us / us_per_token),
             link_tokens_between_nodes=round(far_link_us / us_per_token),
             dispatch_tokens_per_row=round(width * self._us_per_row / us_per_token),
@@ -358,7 +407,7 @@ def profile_cp_degrees(
 
 def _alone_us(model: CostModel, length: int, degree: int, width: int) -> float:
     attention_us = model.attention_us(length / degree, width, width)
-    return attention_us + model.exchange_us(width * (degree - 1), 0, width)
+    return attention_us + model.exchange_us(width * (degree - 1), 0, width, attention_us)
 
 
 def _dispatch_combine_us_per_row(costs: Costs, ep_size: int) -> float:

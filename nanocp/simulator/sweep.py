@@ -31,7 +31,7 @@ class Sustained:
     """The answer of a search."""
 
     rate_per_s: float
-    """0 if not even MIN_RATE is sustained."""
+    """0 if not even the least that was to be tried is sustained."""
     outcome: Outcome | None
     num_runs: int
 
@@ -65,6 +65,7 @@ def highest_sustained_rate(
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
     slo: Slo | None = None,
+    least_rate: float = MIN_RATE,
 ) -> Sustained:
     """Find the highest rate, in requests a second, that is sustained.
 
@@ -72,10 +73,11 @@ def highest_sustained_rate(
     rates below some one are sustained and none above. From first_rate it goes up or down until one
     rate is sustained and one is not, then narrows that down. A run's time per token, compared with
     that of the SLO, says how far to go. on_run gets each rate tried and whether it was sustained.
+    Rates below least_rate are not tried.
     """
     if not MIN_RATE <= first_rate <= MAX_RATE:
         raise ValueError(f"first_rate is {first_rate}; it must be from {MIN_RATE} to {MAX_RATE}")
-    lowest = math.ceil(math.log(MIN_RATE, precision))
+    lowest = math.ceil(math.log(max(MIN_RATE, least_rate), precision))
     highest = math.floor(math.log(MAX_RATE, precision))
     best, failed = lowest - 1, highest + 1
     best_outcome = None
@@ -115,6 +117,7 @@ def sweep(
     on_run: Callable[[float, bool], None] | None = None,
     precision: float = PRECISION,
     num_seeds: int = NUM_SEEDS,
+    least_rate: float = MIN_RATE,
 ) -> Sweep:
     """The highest rate that the trial's policy sustains, for its workload's seed and the next ones.
 
@@ -129,7 +132,9 @@ def sweep(
     found: list[Sustained] = []
     for here in seeds_of(trial, num_seeds):
         rate = found[-1].rate_per_s if found and found[-1].rate_per_s else workload.rate_per_s
-        found.append(highest_sustained_rate(attempts(here), rate, on_run, precision, trial.slo))
+        found.append(
+            highest_sustained_rate(attempts(here), rate, on_run, precision, trial.slo, least_rate)
+        )
     return Sweep(tuple(found))
 
 

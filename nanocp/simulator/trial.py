@@ -44,7 +44,8 @@ class Trial(Mechanisms):
     file: ClusterFile
     policy: str
     workload: Workload
-    constants: str = "fitted"
+    constants: str = ""
+    """Name of a set in the cluster file. Empty: its default."""
     slo: Slo = field(default_factory=Slo)
     warm_up_us: int = WARM_UP_US
     measure_us: int | None = None

@@ -15,7 +15,7 @@ from itertools import accumulate, count
 from pathlib import Path
 from random import Random
 
-from nanocp.simulator.traces import read_azure, read_mooncake
+from nanocp.simulator.request_logs import STRICT, read_trace
 from nanocp.simulator.workload_request import WorkloadRequest
 
 # Table 1 of the paper (arXiv 2605.21100), in percent. It bounds the lengths; within a range they
@@ -54,7 +54,7 @@ class Workload:
 
     name: str
     """issue-0, issue-1, issue-5, issue-100, static-1, -3, -5, -7, sharegpt, fixed:PROMPT:OUTPUT,
-    mooncake:PATH or azure:PATH."""
+    mooncake:PATH, azure:PATH; or log, of `given`."""
     rate_per_s: float
     """Requests a second. A trace is scaled in time to have it on average; the static scenario has
     none."""
@@ -68,6 +68,8 @@ class Workload:
     """A mix or a trace begins as if it had run for ever at this time per token: with as many
     requests as that would leave running (Little's law), each with the rest of its output to go.
     0: it begins empty. `nanocp.simulator.steady` finds the time."""
+    given: tuple[WorkloadRequest, ...] = ()
+    """Requests of a log, in order of arrival; it repeats as a trace does."""
     num_instances: int = 32
     """Instances of the cluster that the static scenario fills."""
     instances_per_node: int = 8
@@ -86,9 +88,12 @@ class Workload:
         kind, _, path = self.name.partition(":")
         if self.name in MIXES or self.name in STATIC or self.name == "sharegpt":
             return
-        if (kind in ("mooncake", "azure") and path) or (kind == "fixed" and _fixed_lens(path)):
+        if self.name == "log" and self.given:
             return
-        names = [*MIXES, *STATIC, "sharegpt", "fixed:PROMPT:OUTPUT", "mooncake:PATH", "azure:PATH"]
+        if (kind in STRICT and path) or (kind == "fixed" and _fixed_lens(path)):
+            return
+        names = [*MIXES, *STATIC, "sharegpt", "fixed:PROMPT:OUTPUT"]
+        names += [f"{kind}:PATH" for kind in STRICT]
         nearest = difflib.get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
@@ -158,11 +163,10 @@ class Workload:
     def _trace(self) -> Iterator[tuple[float, WorkloadRequest]]:
         kind, _, path = self.name.partition(":")
         changed_ns = Path(path).stat().st_mtime_ns if Path(path).exists() else 0
-        requests = _read(kind, Path(path), changed_ns)
+        requests = self.given or _read(kind, Path(path), changed_ns)
         if not requests:
             raise ValueError(f"{path} holds no request")
-        first_us = requests[0].arrival_us
-        span_us = max(requests[-1].arrival_us - first_us, 1)
+        span_us = max(requests[-1].arrival_us, 1)
         scale = len(requests) / (span_us / 1e6) / self.rate_per_s
         period_us = scale * span_us + 1e6 / self.rate_per_s
         num_ids = 1 + max((max(request.hash_ids, default=-1) for request in requests), default=-1)
@@ -171,7 +175,7 @@ class Workload:
         for cycle in count():
             cycle_us = (cycle - num_past) * period_us
             for request in requests:
-                at_us = cycle_us + scale * (request.arrival_us - first_us)
+                at_us = cycle_us + scale * request.arrival_us
                 if at_us >= begins_us and request.output_len > self._num_done(at_us):
                     hash_ids = tuple(cycle * num_ids + number for number in request.hash_ids)
                     yield at_us, replace(request, arrival_us=0, hash_ids=hash_ids)
@@ -199,9 +203,9 @@ _draws = lru_cache(_NUM_KEPT)(_Draws)
 
 
 @lru_cache(_NUM_KEPT)
-def _read(kind: str, path: Path, changed_ns: int) -> list[WorkloadRequest]:
+def _read(kind: str, path: Path, changed_ns: int) -> tuple[WorkloadRequest, ...]:
     """The requests of a trace. changed_ns: when the file was written, since it may change."""
-    return list((read_mooncake if kind == "mooncake" else read_azure)(path))
+    return read_trace(kind, path).requests
 
 
 def _draw_lens(name: str, random: Random) -> tuple[int, int]:
@@ -224,18 +228,6 @@ def _fixed_lens(words: str) -> tuple[int, ...]:
     lens = words.split(":")
     is_pair = len(lens) == 2 and all(n.isascii() and n.isdigit() and int(n) > 0 for n in lens)
     return tuple(map(int, lens)) if is_pair else ()
-
-
-def own_rate(name: str) -> float:
-    """Requests a second of a trace as it was recorded. Raises ValueError for what is no trace."""
-    kind, _, path = name.partition(":")
-    if kind not in ("mooncake", "azure"):
-        raise ValueError(f"workload {name} has no rate of its own; give --rate")
-    requests = list((read_mooncake if kind == "mooncake" else read_azure)(Path(path)))
-    span_us = requests[-1].arrival_us - requests[0].arrival_us if requests else 0
-    if not span_us:
-        raise ValueError(f"{path} holds no two requests at different times; give --rate")
-    return len(requests) / (span_us / 1e6)
 
 
 def static_scenario(

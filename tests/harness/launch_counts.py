@@ -1,8 +1,9 @@
 """Counts the launches of a layer on a GPU, without one: tensors are meta tensors, nothing runs.
 
 `python tests/harness/launch_counts.py` prints one JSON object: case -> the launches of a MoE layer,
-by name, at DeepSeek-V3's widths. It is a process of its own because the interpreter is chosen when
-a kernel is decorated. What only makes views or allocates launches nothing.
+by name, at DeepSeek-V3's widths; and `order`, the names of one layer in order. It is a process of
+its own because the interpreter is chosen when a kernel is decorated. What only makes views or
+allocates launches nothing.
 """
 
 import collections
@@ -76,6 +77,9 @@ def main():
             for num_layers in (4, 5)
         )
         counts[case] = dict(five - four)
+    # The last layer's, in order; what comes before its attention is of the layer before.
+    last = launches_of_step(4, *CASES["two, sends and receives"])
+    counts["order"] = last[-last[::-1].index("latent_kernel") :]
     print(json.dumps(counts))
 
 

@@ -1,4 +1,4 @@
-"""Request-level baselines: a request is on one instance, that with the fewest rows or least KV.
+"""Request-level baselines: a request is on one instance, by rows, by KV, or in turn.
 
 Enters: the decided state. Leaves: proposals. Does not know: CP, except for a request that no single
 instance can hold. (The paper's section 2.3.1.)
@@ -22,9 +22,9 @@ from nanocp.values.plan import Arrival
 
 
 class OneInstance(Policy):
-    """Policies `least_batch` and `least_cache`. They never re-bind: there is nowhere to go."""
+    """Policies that never re-bind: there is nowhere to go."""
 
-    def __init__(self, load: Callable[[ClusterState, int], tuple[int, int]]) -> None:
+    def __init__(self, load: Callable[[ClusterState, Arrival, int], tuple[int, int]]) -> None:
         """load: what an instance is compared by; the least is chosen, the first of equals."""
         self._load = load
 
@@ -34,7 +34,7 @@ class OneInstance(Policy):
         It proposes several only if no instance could ever hold the request.
         """
         pages = num_pages(arrival.prompt_len)
-        instance = min(state.open, key=lambda i: self._load(state, i))
+        instance = min(state.open, key=lambda i: self._load(state, arrival, i))
         degree = min(num_instances_needed(state, pages), degree_limit(state, pages))
         members = choose_members(state, instance, degree)
         shares = (
@@ -49,9 +49,16 @@ class OneInstance(Policy):
 
 def least_batch() -> OneInstance:
     """Policy `least_batch`: the fewest rows, by KV among equals. What vLLM does by default."""
-    return OneInstance(lambda state, i: (state.loads.num_rows[i], state.loads.kv_tokens(i)))
+    return OneInstance(lambda state, _, i: (state.loads.num_rows[i], state.loads.kv_tokens(i)))
 
 
 def least_cache() -> OneInstance:
     """Policy `least_cache`: the least KV, by rows among equals."""
-    return OneInstance(lambda state, i: (state.loads.kv_tokens(i), state.loads.num_rows[i]))
+    return OneInstance(lambda state, _, i: (state.loads.kv_tokens(i), state.loads.num_rows[i]))
+
+
+def round_robin() -> OneInstance:
+    """Policy `round_robin`: instances in turn, whatever they hold. What SGLang does by default."""
+    return OneInstance(
+        lambda state, arrival, i: ((i - arrival.request_id) % state.cluster.num_instances, i)
+    )

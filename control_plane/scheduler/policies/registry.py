@@ -12,7 +12,7 @@ from control_plane.scheduler.policies.chaos import Chaos
 from control_plane.scheduler.policies.cost_aware import CostAware
 from control_plane.scheduler.policies.dual_balanced import DualBalanced
 from control_plane.scheduler.policies.fixed_degree import FixedDegree
-from control_plane.scheduler.policies.one_instance import least_batch, least_cache
+from control_plane.scheduler.policies.one_instance import least_batch, least_cache, round_robin
 from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.policies.uniform_cp import UniformCp
 from nanocp.config.scheduler import SchedulerConfig
@@ -23,6 +23,7 @@ POLICY_NAMES = (
     "cost_aware",
     "least_batch",
     "least_cache",
+    "round_robin",
     "uniform_cp:N",
     "fixed_degree:N",
     "chaos",
@@ -42,6 +43,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
             return least_batch()
         case ["least_cache"]:
             return least_cache()
+        case ["round_robin"]:
+            return round_robin()
         case ["chaos"]:
             return Chaos(config)
         case ["uniform_cp", *argument]:

@@ -53,7 +53,9 @@ def search(
         str,
         typer.Option(help="An MoE layer of a simulated cluster, for nanocp simulate --schedule."),
     ] = "",
-    constants: Annotated[str, typer.Option(help="With --cluster: peak or fitted.")] = "fitted",
+    constants: Annotated[
+        str, typer.Option(help="With --cluster: a set of its file. Default: operators, or fitted.")
+    ] = "",
     rows: Annotated[int, typer.Option(min=1, help="With --cluster: of each instance.")] = 64,
     tokens: Annotated[
         int, typer.Option(min=1, help="With --cluster: KV tokens that each instance reads.")
@@ -136,6 +138,7 @@ def _of_cluster(cluster: str, constants: str, rows: int, tokens: int, links: int
     from nanocp.simulator.cost import CostModel
 
     file = load_cluster_file(cluster)
+    constants = constants or file.default_constants
     model = CostModel(file, constants)
     case = nano_batches.Case(cluster, constants, rows, tokens, links)
     return _Case(

@@ -10,7 +10,6 @@ import typer
 from nanocp.cli.options import with_options
 from nanocp.cli.simulate.replay import replay
 from nanocp.cli.simulate.run import run
-from nanocp.cli.simulate.size import size
 from nanocp.cli.simulate.sweep import sweep
 
 app = typer.Typer(
@@ -18,5 +17,4 @@ app = typer.Typer(
 )
 app.callback()(with_options(run))
 app.command()(with_options(sweep))
-app.command()(with_options(size))
 app.command()(replay)

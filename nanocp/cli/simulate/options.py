@@ -33,8 +33,12 @@ class Scenario:
         "h200x32-deepseek-v3"
     )
     constants: Annotated[
-        str, typer.Option(help="Set of cost constants in the cluster file: peak or fitted.")
-    ] = "fitted"
+        str,
+        typer.Option(
+            help="Set of cost constants in the cluster file: operators, peak, fitted. Default: the "
+            "first of operators and fitted that it has."
+        ),
+    ] = ""
     instances: Annotated[
         int | None,
         typer.Option(min=1, help="Number of instances. Default: the cluster file's."),
@@ -42,8 +46,7 @@ class Scenario:
     wire_form: Annotated[
         str,
         typer.Option(
-            help="What travels between instances: latent or absorbed. Default: the cluster file's "
-            "first."
+            help="What travels between instances: latent or absorbed. Default: the cheaper one."
         ),
     ] = ""
     workload: Annotated[
@@ -153,6 +156,7 @@ class Scenario:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
         file = load_cluster_file(self.cluster, self.instances)
+        constants = self.constants or file.default_constants
         if self.ingest_tail_share is not None:
             file = replace(file, ingest_tail_share=self.ingest_tail_share)
         if self.ttft_target_ms is not None:
@@ -172,8 +176,8 @@ class Scenario:
             from nanocp.simulator.cost import CostModel
             from nanocp.simulator.nano_batches import read
 
-            model = CostModel(file, self.constants, wire_form=self.wire_form)
-            schedule = read(self.schedule, self.cluster, self.constants, model)
+            model = CostModel(file, constants, wire_form=self.wire_form)
+            schedule = read(self.schedule, self.cluster, constants, model)
         workload = Workload(
             self.workload,
             rate,
@@ -188,7 +192,7 @@ class Scenario:
                 file,
                 policy,
                 workload,
-                constants=self.constants,
+                constants=constants,
                 slo=Slo(round(self.slo_tpot_ms * 1e3), round(self.slo_ttft_ms * 1e3)),
                 warm_up_us=round(self.warm_up * 1e6),
                 measure_us=None if self.seconds is None else round(self.seconds * 1e6),

@@ -137,7 +137,7 @@ def _play(
     trial = PipelineTrial(
         file,
         policy,
-        constants=scenario.constants,
+        constants=scenario.constants or "fitted",
         passes=options.passes,
         predictor=options.predictor,
         layout_window=options.layout_window,

@@ -9,7 +9,7 @@ import pytest
 from data_plane.model.config import ModelConfig
 from data_plane.startup.memory_need import memory_need
 from harness.paths import TESTS
-from nanocp.cli.plan import DEVICES
+from nanocp.cli.plan.memory import DEVICES
 from nanocp.config.whole import Config
 from nanocp.simulator.cluster_file import load_cluster_file, shipped_names
 

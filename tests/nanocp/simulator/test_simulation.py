@@ -292,7 +292,7 @@ def test_windows_run_in_two_lanes_where_the_cost_model_says_that_they_pay():
     outcomes = {}
     for policy, lanes in (("dual_balanced", False), ("dual_balanced", True), ("fluid", True)):
         simulation = make_simulation(
-            SMALL, "fitted", policy, Run(0, 800_000), Mechanisms(lanes=lanes)
+            SMALL, "fitted", policy, Run(0, 800_000), Mechanisms(lanes=lanes, wire_form="latent")
         )
         outcomes[policy, lanes] = simulation.run(Workload("issue-0", 600, 1).requests(20_000))
     one, two, fluid = outcomes.values()

@@ -55,6 +55,7 @@ def test_a_run_that_ends_as_soon_as_it_cannot_pass_has_the_verdict_of_the_whole_
         replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8),
         "fluid",
         Workload("fixed:1000:50", 10.0, seed=1),
+        constants="fitted",
         slo=Slo(tpot_us=25_000),
         warm_up_us=1_000_000,
         measure_us=6_000_000,

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from harness.paths import ROOT
-from nanocp.simulator.traces import read_azure, read_mooncake
+from nanocp.simulator.request_logs import read_trace
 from nanocp.simulator.workload import Workload, static_scenario
 
 SAMPLES = ROOT / "benchmarks/traces"
@@ -39,7 +39,7 @@ def test_a_malformed_mooncake_line_is_named(tmp_path, line, named):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 3, "output_length": 1}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=f"line 3: {named}"):
-        list(read_mooncake(path))
+        read_trace("mooncake", path)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_malformed_azure_line_is_named(tmp_path, line, named):
         f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n{line}\n"
     )
     with pytest.raises(ValueError, match=f"line 3: {named}"):
-        list(read_azure(path))
+        read_trace("azure", path)
 
 
 def test_an_azure_file_without_its_header_and_a_missing_file_are_named(tmp_path):
@@ -66,9 +66,9 @@ def test_an_azure_file_without_its_header_and_a_missing_file_are_named(tmp_path)
     with pytest.raises(
         ValueError, match="line 1: the header lacks ContextTokens, GeneratedTokens, TIMESTAMP"
     ):
-        list(read_azure(path))
+        read_trace("azure", path)
     with pytest.raises(ValueError, match=r"none\.jsonl cannot be read"):
-        list(read_mooncake(tmp_path / "none.jsonl"))
+        read_trace("mooncake", tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,14 @@ def test_least_batch_levels_rows_and_least_cache_levels_kv():
     assert sorted(kv_tokens["least_cache"])[:4] == pytest.approx([15 * 64] * 4, rel=0.05)
 
 
-@pytest.mark.parametrize("policy", ["least_batch", "least_cache"])
+def test_round_robin_takes_instances_in_turn_whatever_they_hold():
+    scheduler = make_scheduler("round_robin")
+    arrive(scheduler, *([4000] + [64] * 7) * 2)
+    assert [scheduler.placement(i).moe_binding for i in range(1, 17)] == [*range(1, 8), 0] * 2
+    assert sorted(load.kv_tokens for load in scheduler.loads())[-1] > 8000
+
+
+@pytest.mark.parametrize("policy", ["least_batch", "least_cache", "round_robin"])
 def test_a_request_level_policy_spans_only_what_no_instance_could_ever_hold(policy):
     scheduler = make_scheduler(policy)
     arrive(scheduler, 250 * 64, 256 * 64 * 2 + 1)

@@ -1,14 +1,13 @@
-"""`nanocp plan`: whether a checkpoint fits a cluster, before anything is loaded.
+"""Whether a checkpoint fits a cluster, before anything is loaded.
 
 Enters: a checkpoint folder (its config.json is enough), a number of instances, a device. Leaves: a
-table of an instance's memory, and what would make the model fit; exit status 1 if it does not, 2 if
-it cannot run at all. Does not know: how weights are loaded.
+table of an instance's memory, and what would make the model fit. Does not know: how weights are
+loaded, loads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from nanocp.config.whole import Config
 
 _GB = 1e9
-_GPUS_OF_A_NODE = 8
+_GPUS_OF_A_NODE, _INSTANCES = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,87 +54,83 @@ class ModelDtype(StrEnum):
     float32 = "float32"
 
 
-def plan(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder; its config.json is enough.")
-    ],
-    instances: Annotated[int, typer.Option(help="Instances of the cluster.", min=1)] = 4,
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a checkpoint is to run on."""
+
+    instances: Annotated[
+        int | None,
+        typer.Option(help="Instances. Default: 4 for a folder, a cluster's own number.", min=1),
+    ] = None
     device: Annotated[
         DeviceName, typer.Option(help="What an instance runs on; cpu: a share of this machine.")
-    ] = _CPU,
+    ] = _CPU
     memory_gb: Annotated[
         float | None, typer.Option(help="GB of an instance's memory, in place of the device's.")
-    ] = None,
+    ] = None
     dtype: Annotated[
         ModelDtype | None, typer.Option(help="By default bfloat16 on a GPU and float32 on a CPU.")
-    ] = None,
-    kv_dtype: Annotated[
-        str, typer.Option(help="auto: as dtype; fp8: latent KV on a GPU.")
-    ] = "auto",
+    ] = None
+    kv_dtype: Annotated[str, typer.Option(help="auto: as dtype; fp8: latent KV on a GPU.")] = "auto"
     layout: Annotated[
         str, typer.Option(help="instances; or pipeline, whose stages have some layers each.")
-    ] = "instances",
+    ] = "instances"
     lanes: Annotated[
         bool, typer.Option("--lanes", help="Windows may run in two lanes, each with its regions.")
-    ] = False,
+    ] = False
     drafts: Annotated[
         bool, typer.Option("--drafts", help="The model's MTP layer drafts (scheduler.num_drafts).")
-    ] = False,
-) -> None:
-    """Say what each instance needs, how many tokens fit, and what would make the model fit."""
+    ] = False
+
+    def config(self) -> Config:
+        """The configuration of a service on it."""
+        from nanocp.config.whole import Config
+
+        config, is_gpu, num = Config(), self.device != _CPU, self.instances or _INSTANCES
+        chosen = self.dtype or (ModelDtype.bfloat16 if is_gpu else ModelDtype.float32)
+        return replace(
+            config,
+            cluster=replace(
+                config.cluster, num_instances=num, instances_per_node=num, layout=self.layout
+            ),
+            scheduler=replace(
+                config.scheduler,
+                lanes="always" if self.lanes else "off",
+                num_drafts=int(self.drafts),
+            ),
+            data_plane=replace(
+                config.data_plane,
+                device="cuda" if is_gpu else "cpu",
+                dtype=chosen.value,
+                kv_dtype=self.kv_dtype,
+                # The only one that both lanes can use on a GPU.
+                dispatch_backend="exchange" if self.lanes else config.data_plane.dispatch_backend,
+            ),
+        )
+
+
+def report_folder(folder: Path, hardware: Hardware) -> bool:
+    """Print what each instance needs; return whether the model fits and can run.
+
+    Raises ValueError for a checkpoint or a configuration that cannot be.
+    """
     from control_plane.frontend.tokenizer import load_tokenizer
     from data_plane.model.config import ModelConfig
 
-    try:
-        model = ModelConfig.from_folder(checkpoint, drafts)
-        tokenizer = load_tokenizer(checkpoint)
-        config = _config(instances, device, dtype, kv_dtype, layout, lanes, drafts)
-        report = _report_stages if layout == "pipeline" else _report
-        fits = report(checkpoint, model, config, device, memory_gb)
-        if fits and device != _CPU and instances > _GPUS_OF_A_NODE:
-            typer.echo(
-                "It cannot run yet: GPUs exchange only within one node so far (docs/use/gpu.md), "
-                f"and that has {_GPUS_OF_A_NODE}."
-            )
-            fits = False
-    except ValueError as error:
-        print(f"nanocp plan: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    model = ModelConfig.from_folder(folder, hardware.drafts)
+    tokenizer = load_tokenizer(folder)
+    config, device = hardware.config(), hardware.device
+    report = _report_stages if hardware.layout == "pipeline" else _report
+    fits = report(folder, model, config, device, hardware.memory_gb)
+    if fits and device != _CPU and config.cluster.num_instances > _GPUS_OF_A_NODE:
+        typer.echo(
+            "It cannot run yet: GPUs exchange only within one node so far (docs/use/gpu.md), "
+            f"and that has {_GPUS_OF_A_NODE}."
+        )
+        fits = False
     if tokenizer is None:
         typer.echo("No tokenizer here: prompts are token ids, and chats are refused.")
-    raise typer.Exit(0 if fits else 1)
-
-
-def _config(
-    instances: int,
-    device: str,
-    dtype: ModelDtype | None,
-    kv_dtype: str,
-    layout: str,
-    has_lanes: bool,
-    has_drafts: bool,
-) -> Config:
-    from nanocp.config.whole import Config
-
-    config, is_gpu = Config(), device != "cpu"
-    chosen = dtype or (ModelDtype.bfloat16 if is_gpu else ModelDtype.float32)
-    return replace(
-        config,
-        cluster=replace(
-            config.cluster, num_instances=instances, instances_per_node=instances, layout=layout
-        ),
-        scheduler=replace(
-            config.scheduler, lanes="always" if has_lanes else "off", num_drafts=int(has_drafts)
-        ),
-        data_plane=replace(
-            config.data_plane,
-            device="cuda" if is_gpu else "cpu",
-            dtype=chosen.value,
-            kv_dtype=kv_dtype,
-            # The only one that both lanes can use on a GPU.
-            dispatch_backend="exchange" if has_lanes else config.data_plane.dispatch_backend,
-        ),
-    )
+    return fits
 
 
 def _report(

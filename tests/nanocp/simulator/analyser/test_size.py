@@ -1,19 +1,16 @@
-"""How many instances a load needs: what does not fit, is too small, is enough; the command."""
+"""How many instances a load needs: what does not fit, is too small, is enough."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from nanocp.cli.main import app
+from nanocp.simulator.analyser.size import size, sizes
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
 from nanocp.simulator.outcome import Slo
-from nanocp.simulator.size import size, sizes
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload, own_rate
+from nanocp.simulator.workload import Workload
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
 
@@ -36,12 +33,10 @@ def test_sizes_are_whole_nodes_and_no_more_instances_than_experts():
 def test_a_number_that_does_not_divide_the_experts_can_be_enough(monkeypatch, least, answer, tried):
     """The search alone: a trial sustains its load from `least` instances on."""
 
-    def play(trial, timeline):
+    def play(trial, recorder):
         return SimpleNamespace(is_sustained=trial.file.cluster.num_instances >= least)
 
     monkeypatch.setattr(Trial, "play", play)
-    monkeypatch.setattr("nanocp.simulator.size.sweep", lambda trial, **_: None)
-    monkeypatch.setattr("nanocp.simulator.size._guest", lambda trial: None)
     found = size(Trial(H200, "least_batch", Workload("issue-1", rate_per_s=1), begins_empty=True))
     assert [one.num_instances for one in found.tried] == tried
     assert (found.answer.num_instances if found.answer else None) == answer
@@ -77,38 +72,4 @@ def test_the_smallest_size_that_is_enough_is_found(files):
     assert "does not fit 2 H200" in first.why_not and first.outcome is None
     assert [(one.outcome is not None, one.is_enough) for one in between] == [(True, False)] * 2
     assert last.is_enough and found.answer is last
-    assert found.most.rate_per_s >= 20 and found.guest is None, "no million tokens fit this model"
-    hopeless = size(replace(trial, slo=Slo(1)))
-    assert hopeless.answer is None and hopeless.most is None
-
-
-def test_the_command_says_what_the_answer_costs(files):
-    arguments = ["simulate", "size", "--cluster", str(files / "cluster.yaml"), "--seconds", "2"]
-    arguments += ["--trace", str(files / "trace.jsonl"), "--usd-per-gpu-hour", "3"]
-    arguments += ["--warm-up", "0.5", "--slo-tpot-ms", "1000", "--html", str(files / "page.html")]
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    assert result.exit_code == 0, result.output
-    values = json.loads(result.stdout)
-    assert values["num_instances"] == 4 and values["rate"] == pytest.approx(20, rel=0.01)
-    assert values["usd_per_hour"] == 12 and values["usd_per_million_output_tokens"] > 0
-    page = (files / "page.html").read_text()
-    assert page.count("data:image/png;base64,") == 6 and "4 H200 sustain it." in page
-    assert 'src="http' not in page and "href=" not in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--workload", "issue-1"], "issue-1 has no rate of its own; give --rate"),
-        (["--rate", "1", "--policy", "fluid", "--policy", "chaos"], "for one policy; 2 are given"),
-        (["--trace", "/nowhere.jsonl"], "cannot be read"),
-    ],
-)
-def test_what_cannot_be_sized_is_answered_in_a_sentence(arguments, named):
-    result = CliRunner().invoke(app, ["simulate", "size", *arguments])
-    assert result.exit_code == 2
-    assert named in " ".join(result.output.replace("\u2502", " ").split())
-
-
-def test_a_trace_has_a_rate(files):
-    assert own_rate(f"mooncake:{files / 'trace.jsonl'}") == pytest.approx(200 / 9.95)
+    assert size(replace(trial, slo=Slo(1))).answer is None

@@ -1,0 +1,191 @@
+"""`nanocp plan`: whether a model fits a cluster, and what a load would gain there.
+
+Enters: a checkpoint folder or a cluster of the simulator; maybe a log of requests, or gauges of
+ranks. Leaves: pages, one JSON object, an HTML file; exit status 1 if the model does not fit, 2 if
+something cannot be. Does not know: what is printed where.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanocp.cli.plan.memory import Hardware, report_folder
+from nanocp.cli.simulate.options import AsJson
+
+if TYPE_CHECKING:
+    from nanocp.simulator.request_logs import RequestLog
+    from nanocp.simulator.trial import Trial
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """What a service is asked today."""
+
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requests: a log of vLLM's benchmark, Dynamo, NanoCP, Mooncake, Azure, or other "
+            "JSON lines or CSV. The page says what per-request CP would give them.",
+            dir_okay=False,
+        ),
+    ] = None
+    fields: Annotated[
+        str, typer.Option(help="How the log calls them: arrival=T,prompt=P,output=O.")
+    ] = ""
+    gauges: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the ranks' /metrics answered, once or often, or a range query of "
+            "Prometheus: how uneven they are.",
+            dir_okay=False,
+        ),
+    ] = None
+    rate: Annotated[float | None, typer.Option(help="Requests a second. Default: the log's.")] = (
+        None
+    )
+    length_scale: Annotated[float, typer.Option(help="Factor on prompt lengths.")] = 1.0
+    slo_tpot_ms: Annotated[
+        float, typer.Option(help="Most milliseconds for a token after the first (TPOT).")
+    ] = 50.0
+    slo_ttft_ms: Annotated[
+        float, typer.Option(help="Most milliseconds from arrival to the first token (TTFT).")
+    ] = 500.0
+    constants: Annotated[
+        str, typer.Option(help="Set of cost constants. Default: operators, or fitted.")
+    ] = ""
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Rates to 25% in place of 10%, no numbers of GPUs.")
+    ] = False
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page with pictures there.", dir_okay=False),
+    ] = None
+
+    def trial(self, log: RequestLog, cluster: str, instances: int | None) -> Trial:
+        """The log's load on a cluster, at the log's rate or that of --rate.
+
+        Raises ValueError for a cluster or a number that cannot be.
+        """
+        from nanocp.simulator.cluster_file import load_cluster_file
+        from nanocp.simulator.outcome import Slo
+        from nanocp.simulator.trial import Trial
+        from nanocp.simulator.workload import Workload
+
+        file = load_cluster_file(cluster, instances)
+        file.costs_of(self.constants)
+        rate = log.rate_per_s if self.rate is None else self.rate
+        workload = Workload("log", rate, length_scale=self.length_scale, given=log.requests)
+        return Trial(
+            file,
+            "cost_aware",
+            workload,
+            constants=self.constants or file.default_constants,
+            slo=Slo(round(1e3 * self.slo_tpot_ms), round(1e3 * self.slo_ttft_ms)),
+        )
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face folder (its config.json is enough), or a cluster of `nanocp "
+            "simulate`: a name, or a .yaml file."
+        ),
+    ],
+    hardware: Hardware,
+    load: LogOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a model fits, and with --log what per-request CP would give your requests."""
+    try:
+        fits = True
+        if load.log is not None:
+            _analyse(model, hardware, load, as_json)
+        else:
+            _check_no_log(load, as_json)
+            fits = _report(model, hardware)
+            if load.gauges is not None:
+                from nanocp.cli.plan.page import gauges_sentence
+
+                typer.echo(gauges_sentence(load.gauges))
+    except (ValueError, OSError) as error:
+        print(f"nanocp plan: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if fits else 1)
+
+
+def _check_no_log(load: LogOptions, as_json: bool) -> None:
+    plain = replace(LogOptions(), gauges=load.gauges)
+    if load != plain or as_json:
+        raise ValueError(
+            "--log is missing; --fields, --rate, --length-scale, --slo-tpot-ms, --slo-ttft-ms, "
+            "--constants, --quick, --html and --json say how a log is looked at"
+        )
+
+
+def _is_cluster(model: str) -> bool:
+    from nanocp.simulator.cluster_file import shipped_names
+
+    is_file = Path(model).suffix in (".yaml", ".yml")
+    return is_file or (model in shipped_names() and not Path(model).is_dir())
+
+
+def _report(model: str, hardware: Hardware) -> bool:
+    if not _is_cluster(model):
+        return report_folder(Path(model), hardware)
+    from nanocp.cli.plan.page import cluster_sentences
+    from nanocp.simulator.cluster_file import load_cluster_file
+
+    for sentence in cluster_sentences(load_cluster_file(model, hardware.instances)):
+        typer.echo(sentence)
+    return True
+
+
+def _analyse(model: str, hardware: Hardware, load: LogOptions, as_json: bool) -> None:
+    from nanocp.cli.console import progress
+    from nanocp.cli.plan.page import show
+    from nanocp.simulator.analyser.analysis import analyse
+    from nanocp.simulator.request_logs import read_log
+
+    assert load.log is not None
+    pairs = [pair.partition("=") for pair in load.fields.split(",") if pair]
+    log = read_log(load.log, {what: name for what, _, name in pairs})
+    cluster = model if _is_cluster(model) else _cluster_of(Path(model), hardware)
+    trial = load.trial(log, cluster, hardware.instances)
+    if load.html is not None:
+        load.html.touch()
+    with progress() as bars:
+        task = bars.add_task("playing", total=None)
+        analysis = analyse(
+            trial, log.requests, load.quick, lambda way: bars.update(task, description=way)
+        )
+    show(analysis, trial, log, load.log, load.gauges, load.html, as_json)
+
+
+def _cluster_of(folder: Path, hardware: Hardware) -> str:
+    """The name of a shipped cluster with the checkpoint's model. Raises ValueError."""
+    from data_plane.model.config import ModelConfig
+    from nanocp.simulator.cluster_file import load_cluster_file, shipped_names
+
+    model = ModelConfig.from_folder(folder)
+    names = [name for name in shipped_names() if name.startswith(f"{hardware.device.value}x")]
+    for name in names:
+        shape = load_cluster_file(name).model
+        if (shape.num_layers, shape.num_experts, shape.experts_per_token) == (
+            model.num_layers,
+            model.num_experts,
+            model.num_experts_per_token,
+        ):
+            return name
+    raise ValueError(
+        f"the costs of this model on --device {hardware.device.value} are not known; known are "
+        f"{', '.join(shipped_names())}. Describe the cluster in a .yaml file like these "
+        "(nanocp/simulator/clusters), or measure it with `nanocp profile`, and give that file"
+    )

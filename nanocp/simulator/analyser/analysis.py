@@ -1,0 +1,251 @@
+"""What a load loses to imbalance in today's ways, and what CP chosen by request would give.
+
+Enters: a trial of the load on a cluster. Leaves: an Analysis with a verdict, which may be that
+nothing is gained. Does not know: files, tables, pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from nanocp.simulator.analyser.size import size
+from nanocp.simulator.cluster_file import Costs
+from nanocp.simulator.cost import CostModel
+from nanocp.simulator.outcome import Outcome, percentile
+from nanocp.simulator.reports.timeline import TimelineRecorder
+from nanocp.simulator.simulation import FLUID
+from nanocp.simulator.sweep import sweep
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.values.plan import PAGE_SIZE
+
+OURS = "cost_aware"
+LEAST_GAIN = 1.10
+"""Less is not worth another system."""
+LEAST_SURE = 1.05
+"""A gain below it with other constants hangs on these."""
+LEAST_LOAD = 0.5
+"""Below this share of what today's best way sustains, fewer GPUs help first."""
+PRECISION, QUICK_PRECISION = 1.1, 1.25
+_LEAST_SHARE = 0.1
+"""Today's ways are searched down to this share of our rate."""
+_QUICK_US = 20_000_000
+_FACTORS = (0.5, 2.0)
+_MS = 1e3
+COST_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("attention_ps_per_token",),
+    "rest of a layer": ("other_us", "other_ns_per_row"),
+    "exchange": ("exchange_us", "exchange_us_between_nodes"),
+    "dispatch and combine": ("dispatch_combine_us", "dispatch_combine_us_at_128_rows"),
+    "experts": ("weights_gb_per_s",),
+}
+
+
+class LoadVerdict(StrEnum):
+    """What a load gains."""
+
+    NOT_NEEDED = "not needed"
+    FEWER_GPUS = "fewer GPUs first"
+    PAYS = "pays"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSummary:
+    """What the log asks; tokens are (p50, p99, most)."""
+
+    num_requests: int
+    rate_per_s: float
+    prompt: tuple[int, int, int]
+    output: tuple[int, int, int]
+    rank_tokens: int
+    """KV tokens that one rank holds."""
+    num_too_long: int
+    """Requests that no rank holds, empty or not."""
+    share_of_longest: float
+    """Share of all prompt tokens that the longest 1% of the requests have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run it."""
+
+    policy: str
+    outcome: Outcome
+    """At the log's rate."""
+    timeline: TimelineRecorder
+    waits_ms: float
+    """Milliseconds of a step for attention over what KV the fullest rank has beyond the mean."""
+    rate_per_s: float
+    """Sustained within the SLO; 0 if less than a tenth of what per-request CP sustains is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Step time of today's best way over ours, the least and the most.
+
+    A group of constants is halved and doubled.
+    """
+
+    group: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """All of it."""
+
+    load: LoadSummary
+    ways: tuple[Way, ...]
+    """Today's ways, then ours, then the bound."""
+    best: Way
+    """Today's that sustains most."""
+    ours: Way
+    sensitivities: tuple[Sensitivity, ...]
+    num_gpus: tuple[int | None, int | None] | None
+    """Whole nodes that sustain the log's rate: in today's best way and in ours; None of them: no
+    number does. None: it was not searched for."""
+
+    @property
+    def gain(self) -> float:
+        """Rate over that of today's best way."""
+        return self.ours.rate_per_s / self.best.rate_per_s if self.best.rate_per_s else float("inf")
+
+    @property
+    def weak_groups(self) -> list[str]:
+        """Groups of constants on which the gain hangs."""
+        return [one.group for one in self.sensitivities if one.low < LEAST_SURE]
+
+    @property
+    def verdict(self) -> LoadVerdict:
+        """By the rate over today's best way, static CP included."""
+        if self.gain < LEAST_GAIN:
+            return LoadVerdict.NOT_NEEDED
+        if self.load.rate_per_s < LEAST_LOAD * self.best.rate_per_s:
+            return LoadVerdict.FEWER_GPUS
+        return LoadVerdict.PAYS
+
+
+def ways_today(num_per_node: int) -> dict[str, str]:
+    """Policy -> what it stands for: DP attention by three rules, and static CP of a node."""
+    return {
+        "least_batch": "DP, fewest running (vLLM)",
+        "round_robin": "DP, round robin (SGLang)",
+        "least_cache": "DP, least KV",
+        f"uniform_cp:{num_per_node}": f"static CP of {num_per_node}",
+    }
+
+
+def analyse(
+    trial: Trial,
+    requests: Sequence[WorkloadRequest],
+    is_quick: bool = False,
+    on_way: Callable[[str], None] = lambda _: None,
+) -> Analysis:
+    """Play the load each way at its own rate, and search for the rate that each sustains.
+
+    requests: the log's, as they are. is_quick: rates to 25% instead of 10% from shorter runs, and
+    no number of GPUs.
+    """
+    policies = [OURS, *ways_today(trial.file.cluster.instances_per_node), FLUID]
+    if is_quick and trial.measure_us is None:
+        trial = replace(trial, warm_up_us=_QUICK_US // 2, measure_us=_QUICK_US)
+    ways: list[Way] = []
+    for policy in policies:
+        on_way(policy)
+        here = replace(trial, policy=policy)
+        ours_rate = ways[0].rate_per_s if ways else 0.0
+        found = sweep(
+            here.at_rate(ours_rate or trial.workload.rate_per_s),
+            precision=QUICK_PRECISION if is_quick else PRECISION,
+            num_seeds=1,
+            least_rate=_LEAST_SHARE * ours_rate,
+        )
+        ways.append(_way(here, found.rate_per_s))
+    ours, *today, bound = ways
+    best = max(today, key=lambda way: (way.rate_per_s, -way.outcome.step_ms_mean))
+    num_gpus = None
+    if not is_quick and trial.file.memory is not None:
+        on_way("numbers of GPUs")
+        answers = [size(replace(trial, policy=way.policy)).answer for way in (best, ours)]
+        num_gpus = tuple(answer.num_instances if answer else None for answer in answers)
+    return Analysis(
+        _load(trial, requests),
+        (*today, ours, bound),
+        best,
+        ours,
+        tuple(_sensitivities(trial, best, ours)),
+        num_gpus,  # type: ignore[arg-type]
+    )
+
+
+def _load(trial: Trial, requests: Sequence[WorkloadRequest]) -> LoadSummary:
+    prompts = sorted(
+        max(1, round(one.prompt_len * trial.workload.length_scale)) for one in requests
+    )
+    outputs = sorted(one.output_len for one in requests)
+    rank_tokens = trial.file.cluster.num_frames * PAGE_SIZE
+    longest = prompts[-max(1, len(prompts) // 100) :]
+
+    def three(lens: list[int]) -> tuple[int, int, int]:
+        return int(percentile(lens, 50)), int(percentile(lens, 99)), lens[-1]
+
+    scale = trial.workload.length_scale
+    return LoadSummary(
+        num_requests=len(requests),
+        rate_per_s=trial.workload.rate_per_s,
+        prompt=three(prompts),
+        output=three(outputs),
+        rank_tokens=rank_tokens,
+        num_too_long=sum(one.prompt_len * scale + one.output_len > rank_tokens for one in requests),
+        share_of_longest=sum(longest) / sum(prompts),
+    )
+
+
+def _way(trial: Trial, rate_per_s: float) -> Way:
+    here = trial.filled()
+    timeline = TimelineRecorder(here.run)
+    outcome = here.play(timeline)
+    waits_ms = 0.0
+    if timeline.samples and trial.policy != FLUID:
+        loads = [sample.loads.kv_tokens for sample in timeline.samples]
+        extra = fmean(max(tokens) - fmean(tokens) for tokens in loads)
+        us_a_token = trial.file.costs_of(trial.constants).attention_ps_per_token / 1e6
+        waits_ms = trial.file.model.num_full_layers * extra * us_a_token / _MS
+    return Way(trial.policy, outcome, timeline, waits_ms, rate_per_s)
+
+
+def _sensitivities(trial: Trial, best: Way, ours: Way) -> Iterator[Sensitivity]:
+    """Time the sampled loads of both again; nothing is placed anew."""
+    costs = trial.file.costs_of(trial.constants)
+    if not best.timeline.samples or not ours.timeline.samples:
+        return
+    for group, names in COST_GROUPS.items():
+        ratios = []
+        for factor in _FACTORS:
+            changed = changed_costs(costs, names, factor)
+            file = replace(trial.file, costs={"": changed})
+            step_us = partial(_step_us, CostModel(file, "", wire_form=trial.wire_form))
+            ratios.append(step_us(best) / step_us(ours))
+        yield Sensitivity(group, min(ratios), max(ratios))
+
+
+def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
+    """Constants with those of a group so many times as long."""
+
+    def scaled(name: str) -> Any:
+        value = getattr(costs, name)
+        if isinstance(value, tuple):
+            return tuple((ep_size, factor * us) for ep_size, us in value)
+        return value / factor if name.endswith("_per_s") else value * factor
+
+    return replace(costs, **{name: scaled(name) for name in names})
+
+
+def _step_us(model: CostModel, way: Way) -> float:
+    return fmean(model.step(sample.loads).step_us for sample in way.timeline.samples)

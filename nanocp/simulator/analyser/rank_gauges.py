@@ -1,0 +1,128 @@
+"""What a running cluster's own gauges say of its ranks: rows, KV and waiting requests of each.
+
+Enters: scrapes in Prometheus' text form, or the JSON of a range query, with the gauges of vLLM,
+SGLang or NanoCP. Leaves: imbalances over time, or a ValueError. Does not know: requests, costs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+ROWS, WAITING, KV = "rows", "waiting", "kv"
+GAUGES: Mapping[str, str] = {
+    "vllm:num_requests_running": ROWS,
+    "sglang:num_running_reqs": ROWS,
+    "nanocp:rows": ROWS,
+    "vllm:num_requests_waiting": WAITING,
+    "sglang:num_queue_reqs": WAITING,
+    "vllm:kv_cache_usage_perc": KV,
+    "vllm:gpu_cache_usage_perc": KV,
+    "sglang:token_usage": KV,
+}
+RANK_LABELS = ("instance", "pod", "engine", "engine_index", "dp_rank")
+
+_Ranks = dict[str, float]
+_Sample = tuple[str, Mapping[str, str], float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RankGauges:
+    """Means over the moments at which two ranks or more were seen."""
+
+    num_ranks: int
+    num_moments: int
+    rows_mean: float
+    """Requests that run on a rank."""
+    row_imbalance: float
+    """(max - mean) / mean."""
+    kv_used: float
+    kv_imbalance: float
+    kv_free_while_waiting: float
+    """Share of all KV that is free while a request waits somewhere; 0 if none waited."""
+    one_waits_another_has_room: float
+    """Share of the moments at which the fullest rank that has requests waiting has twice the KV in
+    use of a rank that has none."""
+
+
+def read_gauges(path: Path) -> RankGauges:
+    """Raises ValueError if there are no gauges of two ranks or more."""
+    try:
+        text = path.read_text("utf-8")
+        samples = list(_query(text) if text.lstrip().startswith("{") else _scrapes(text))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is neither what /metrics answers nor a range query's JSON: {error!r:.200}"
+        ) from error
+    series: dict[float, dict[str, _Ranks]] = defaultdict(lambda: defaultdict(dict))
+    for name, labels, at, value in samples:
+        if name in GAUGES and value >= 0:
+            rank = "/".join(labels[label] for label in RANK_LABELS if label in labels)
+            series[at][GAUGES[name]][rank] = value
+    moments = [of for of in series.values() if len(of[ROWS]) > 1]
+    if not moments:
+        raise ValueError(
+            f"{path} has no gauge of two ranks or more; rows are {' or '.join(_of(ROWS))}, ranks "
+            f"differ in one of the labels {', '.join(RANK_LABELS)}"
+        )
+    kv = [list(of[KV].values()) for of in moments if of[KV]]
+    waiting = [of for of in moments if any(of[WAITING].values()) and of[KV]]
+    rows = [list(of[ROWS].values()) for of in moments]
+    return RankGauges(
+        num_ranks=max(map(len, rows)),
+        num_moments=len(moments),
+        rows_mean=fmean(map(fmean, rows)),
+        row_imbalance=fmean(map(_imbalance, rows)),
+        kv_used=fmean(map(fmean, kv)) if kv else 0.0,
+        kv_imbalance=fmean(map(_imbalance, kv)) if kv else 0.0,
+        kv_free_while_waiting=fmean(1 - fmean(of[KV].values()) for of in waiting) if waiting else 0,
+        one_waits_another_has_room=sum(map(_has_room_elsewhere, waiting)) / len(moments),
+    )
+
+
+def _of(kind: str) -> list[str]:
+    return [name for name, one in GAUGES.items() if one == kind]
+
+
+def _imbalance(values: list[float]) -> float:
+    mean = fmean(values)
+    return max(values) / mean - 1 if mean > 0 else 0.0
+
+
+def _has_room_elsewhere(of: Mapping[str, _Ranks]) -> bool:
+    kv, waits = of[KV], of[WAITING]
+    fullest = max(kv.get(rank, 0.0) for rank, number in waits.items() if number)
+    return any(not waits.get(rank) and used <= fullest / 2 for rank, used in kv.items())
+
+
+def _scrapes(text: str) -> Iterator[_Sample]:
+    """Samples of one scrape, or of several behind one another.
+
+    A sample that comes again begins the next scrape, unless it has a time of its own.
+    """
+    scrape = 0
+    seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = sample.name, tuple(sorted(sample.labels.items()))
+            if key in seen and sample.timestamp is None:
+                scrape, seen = scrape + 1, set()
+            seen.add(key)
+            at = scrape if sample.timestamp is None else float(sample.timestamp)
+            yield sample.name, sample.labels, at, sample.value
+
+
+def _query(text: str) -> Iterator[_Sample]:
+    """Samples of the JSON of a query, at a moment or over a range."""
+    result: list[dict[str, Any]] = json.loads(text)["data"]["result"]
+    for one in result:
+        labels = one["metric"]
+        for at, value in one.get("values") or [one["value"]]:
+            yield labels.get("__name__", ""), labels, float(at), float(value)

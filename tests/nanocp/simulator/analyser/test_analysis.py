@@ -1,0 +1,182 @@
+"""What a load would gain: the verdict, what it hangs on, and the command's page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from nanocp.cli.main import app
+from nanocp.simulator.analyser.analysis import (
+    COST_GROUPS,
+    Analysis,
+    LoadSummary,
+    LoadVerdict,
+    Sensitivity,
+    Way,
+    analyse,
+    changed_costs,
+)
+from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.outcome import Slo
+from nanocp.simulator.request_logs import read_log
+from nanocp.simulator.sweep import Sustained, Sweep
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
+
+LOAD = LoadSummary(100, 10.0, (1, 2, 3), (1, 2, 3), 1000, 0, 0.5)
+LINE = '{"timestamp": %d, "input_length": %d, "output_length": 30}\n'
+
+
+def way(rate):
+    return Way("any", None, None, 0.0, rate)
+
+
+@pytest.mark.parametrize(
+    ("best", "ours", "verdict"),
+    [
+        (10.0, 10.9, LoadVerdict.NOT_NEEDED),
+        (10.0, 11.1, LoadVerdict.PAYS),
+        (19.0, 40.0, LoadVerdict.PAYS),
+        (21.0, 40.0, LoadVerdict.FEWER_GPUS),
+        (0.0, 11.1, LoadVerdict.PAYS),
+    ],
+)
+def test_the_verdict_is_the_rate_over_todays_best_way(best, ours, verdict):
+    found = Analysis(LOAD, (), way(best), way(ours), (), None)
+    assert found.verdict == verdict
+
+
+def test_a_gain_hangs_on_what_takes_it_away():
+    weak, sure = Sensitivity("attention", 1.04, 1.4), Sensitivity("experts", 1.2, 1.4)
+    assert Analysis(LOAD, (), way(1), way(2), (weak, sure), None).weak_groups == ["attention"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Write a cluster of two nodes of 4 instances, and a log with a few long prompts."""
+    folder = tmp_path_factory.mktemp("plan")
+    tree = yaml.safe_load((SHIPPED / "h200x32-deepseek-v3.yaml").read_text())
+    tree["cluster"] |= {"num_instances": 8, "instances_per_node": 4, "max_model_len": 262_144}
+    tree["model"] |= {"num_experts": 64}
+    tree["memory"] |= {"hbm_gb": 100.0}
+    tree["cp_degrees"] = [1, 2, 4]
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(tree))
+    lines = (LINE % (40 * i, 200_000 if i % 50 == 0 else 700) for i in range(400))
+    (folder / "log.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Rates that a search would find; the search has tests of its own."""
+    found = {"cost_aware": 40.0, "uniform_cp:4": 30.0, "fluid": 50.0}
+    monkeypatch.setattr(
+        "nanocp.simulator.analyser.analysis.sweep",
+        lambda trial, **_: Sweep((Sustained(found.get(trial.policy, 0.0), None, 1),)),
+    )
+
+
+def trial_of(files, **changes):
+    log = read_log(files / "log.jsonl")
+    workload = Workload("log", log.rate_per_s, given=log.requests)
+    times = {"warm_up_us": 1_000_000, "measure_us": 4_000_000}
+    trial = Trial(load_cluster_file(str(files / "cluster.yaml")), "cost_aware", workload, **times)
+    return replace(trial, slo=Slo(60_000, 5_000_000), **changes), log
+
+
+def test_todays_ways_and_ours_are_played_and_timed_again(files, rates):
+    trial, log = trial_of(files)
+    seen = []
+    found = analyse(trial, log.requests, is_quick=True, on_way=seen.append)
+    policies = ["least_batch", "round_robin", "least_cache", "uniform_cp:4", "cost_aware", "fluid"]
+    assert [one.policy for one in found.ways] == policies and sorted(seen) == sorted(policies)
+    assert found.ours.rate_per_s == 40 and found.best.policy == "uniform_cp:4"
+    assert found.gain == pytest.approx(4 / 3) and found.verdict is LoadVerdict.PAYS
+    assert found.load.prompt == (700, 200_000, 200_000) and found.num_gpus is None
+    assert found.load.share_of_longest > 0.3
+    waits = {one.policy: one.waits_ms for one in found.ways}
+    assert waits["fluid"] == 0 < waits["cost_aware"] < waits["least_batch"]
+    assert [one.group for one in found.sensitivities] == list(COST_GROUPS)
+    dear = next(one for one in found.sensitivities if one.group == "attention")
+    assert dear.low <= found.best.outcome.step_ms_mean / found.ours.outcome.step_ms_mean * 1.1
+    assert dear.high > dear.low
+
+
+@pytest.mark.parametrize(("group", "factor"), [("attention", 2.0), ("exchange", 0.5)])
+def test_timing_samples_again_says_what_whole_runs_would(files, rates, group, factor):
+    """Two points of the sensitivity against runs under the changed constants."""
+    trial, log = trial_of(files)
+    found = analyse(trial, log.requests, is_quick=True)
+    costs = changed_costs(trial.file.costs_of(""), COST_GROUPS[group], factor)
+    there = replace(trial, file=replace(trial.file, costs={"operators": costs}))
+    steps = [
+        replace(there, policy=one.policy).filled().play().step_ms_mean
+        for one in (found.best, found.ours)
+    ]
+    sampled = next(one for one in found.sensitivities if one.group == group)
+    nearer = min((sampled.low, sampled.high), key=lambda ratio: abs(ratio - steps[0] / steps[1]))
+    assert steps[0] / steps[1] == pytest.approx(nearer, rel=0.1)
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_page_of_a_log(files, rates):
+    gauges = files / "metrics"
+    gauges.write_text("".join(f'vllm:num_requests_running{{engine="{i}"}} 1\n' for i in range(3)))
+    words = [files / "cluster.yaml", "--log", files / "log.jsonl", "--quick", "--gauges", gauges]
+    words += ["--slo-tpot-ms", 60, "--slo-ttft-ms", 5000]
+    page = plan(*words, "--html", files / "page.html")
+    assert page.exit_code == 0, page.output
+    lines = page.stdout.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 120, page.stdout
+    assert "log.jsonl: 400 requests, 25.1/s (read timestamp (ms), input_length" in lines[0]
+    assert (
+        sum(line.startswith(("DP, ", "static CP of 4 ", "CP by request ")) for line in lines) == 5
+    )
+    assert "Measured, metrics: 3 ranks, 1 times" in " ".join(lines)
+    html = (files / "page.html").read_text()
+    assert html.count("data:image/png;base64,") == 6 and "CP by request" in html
+    assert 'src="http' not in html and "href=" not in html
+    values = json.loads(plan(*words, "--json").stdout)
+    assert values["verdict"] in set(LoadVerdict) and values["gauges"]["num_ranks"] == 3
+    assert values["ways"]["cost_aware"]["rate_per_s"] == 40 and values["skipped"] == 0
+    assert values["gain"] == pytest.approx(4 / 3)
+
+
+def test_a_cluster_says_what_it_holds(files):
+    page = plan("h200x32-deepseek-v3", "--instances", 16)
+    assert page.exit_code == 0 and "16 x H200 of 141 GB, 126.9 of them usable" in page.output
+    assert "KV: 648,640 tokens" in page.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["h200x32-deepseek-v3", "--rate", 3], "--log is missing"),
+        (["h200x32-deepseek-v3", "--json"], "--log is missing"),
+        (["h200x32-deepseek-v3", "--log", "/none"], "/none cannot be read"),
+        (["cluster.yaml", "--log", "log.jsonl", "--constants", "x"], "constants is 'x'"),
+        (["cluster.yaml", "--log", "log.jsonl", "--fields", "when=x"], "a log has no when"),
+        (["cluster.yaml", "--log", "log.jsonl", "--slo-tpot-ms", 0], "both must be positive"),
+        (["cluster.yaml", "--log", "log.jsonl", "--rate", -1], "rate_per_s is -1"),
+        (["h200x32-deepseek-v3", "--gauges", "log.jsonl"], "neither what /metrics answers nor"),
+    ],
+)
+def test_what_cannot_be_planned_is_answered_in_a_sentence(files, monkeypatch, arguments, named):
+    monkeypatch.chdir(files)
+    result = plan(*arguments)
+    assert result.exit_code == 2 and named in result.stderr, result.output
+
+
+def test_a_folder_has_the_costs_of_its_model_or_is_told_which_there_are(files, tmp_path):
+    tiny = {"num_hidden_layers": 61, "hidden_size": 64, "architectures": ["LlamaForCausalLM"]}
+    tiny |= {"num_key_value_heads": 4, "max_position_embeddings": 512, "model_type": "llama"}
+    tiny |= {"num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(tiny | {"rms_norm_eps": 1e-6}))
+    result = plan(tmp_path, "--log", files / "log.jsonl", "--device", "h200")
+    assert result.exit_code == 2
+    assert "the costs of this model on --device h200 are not known" in result.stderr, result.output

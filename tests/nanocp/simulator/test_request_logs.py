@@ -1,0 +1,165 @@
+"""Logs of other systems: each maker's shape is read, what is no log is refused in a sentence."""
+
+import csv
+import gzip
+import io
+import json
+from random import Random
+
+import pytest
+
+from harness.paths import ROOT
+from nanocp.simulator.request_logs import STRICT, read_log, read_trace
+
+SAMPLES = ROOT / "benchmarks/traces"
+REQUESTS = [(0.0, 300, 20), (0.5, 1000, 7), (2.25, 64, 110)]
+"""(seconds, prompt, output) of what every file here has."""
+
+
+def dynamo(seconds, prompt, output):
+    received_ms = 1_764_000_000_000 + 1000 * seconds
+    return {
+        "schema": "dynamo.request.trace.v1",
+        "timestamp": received_ms + 900,
+        "event": {
+            "request": {
+                "request_received_ms": received_ms,
+                "output_tokens": output,
+                "replay": {"input_length": prompt, "trace_block_size": 64},
+            }
+        },
+    }
+
+
+def own(seconds, prompt, output):
+    return {
+        "time": f"2026-11-22T10:20:{10 + seconds:06.3f}Z",
+        "level": "info",
+        "message": "request ended",
+        "tenant": "a",
+        "tokens_in": prompt,
+        "tokens_out": output,
+        "total_s": 4.0,
+    }
+
+
+BENCH = {
+    "backend": "vllm",
+    "request_throughput": 1.1,
+    "input_lens": [prompt for _, prompt, _ in REQUESTS],
+    "output_lens": [output for *_, output in REQUESTS],
+    "start_times": [5000.5 + seconds for seconds, *_ in REQUESTS],
+}
+
+
+def json_lines(make):
+    return "".join(json.dumps(make(*request)) + "\n" for request in REQUESTS)
+
+
+def azure():
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(STRICT["azure"].values())
+    for seconds, prompt, output in REQUESTS:
+        rows.writerow([f"2023-11-16 18:15:{46.6805900 + seconds:010.7f}", prompt, output])
+    return text.getvalue()
+
+
+FILES = {
+    "mooncake": json_lines(
+        lambda s, p, o: {"timestamp": int(1000 * s), "input_length": p, "output_length": o}
+    ),
+    "azure": azure(),
+    "vllm bench": json.dumps(BENCH),
+    "vllm bench, indented": json.dumps(BENCH, indent=2),
+    "dynamo": json_lines(dynamo),
+    "nanocp": "2026-11-22 a message before them\n" + json_lines(own),
+    "openai usage": json_lines(
+        lambda s, p, o: {
+            "ts": 1.7e9 + s,
+            "usage": {"prompt_tokens": p, "completion_tokens": o, "total_tokens": p + o},
+        }
+    ),
+    "list": json.dumps([{"arrival_time": s, "isl": p, "osl": o} for s, p, o in REQUESTS]),
+    "csv": "start_time_ns,input_tokens,output_tokens\n"
+    + "".join(f"{int(1e18 + 1e9 * s)},{p},{o}\n" for s, p, o in REQUESTS),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_makers_log_is_read(tmp_path, name, is_packed):
+    path = tmp_path / "log"
+    text = FILES[name].encode()
+    path.write_bytes(gzip.compress(text) if is_packed else text)
+    log = read_log(path)
+    assert [(r.arrival_us / 1e6, r.prompt_len, r.output_len) for r in log.requests] == REQUESTS
+    assert log.num_skipped == 0 and log.rate_per_s == pytest.approx(3 / 2.25)
+    assert all(log.fields)
+    if name == "nanocp":
+        assert {r.tenant for r in log.requests} == {"a"}
+
+
+@pytest.mark.parametrize("kind", STRICT)
+def test_a_trace_is_the_log_of_its_file(kind):
+    (path,) = SAMPLES.glob(f"{kind}*")
+    assert read_trace(kind, path) == read_log(path)
+
+
+def test_lines_are_in_order_of_arrival_and_what_is_no_request_is_counted(tmp_path):
+    lines = FILES["nanocp"].splitlines()
+    failed = own(1, 5, 0)
+    other = {"time": "2026-11-22T10:20:00Z", "message": "an instance started"}
+    path = tmp_path / "log"
+    path.write_text("\n".join([json.dumps(failed), json.dumps(other), *reversed(lines), '{"cut']))
+    log = read_log(path)
+    assert [r.prompt_len for r in log.requests] == [300, 1000, 64]
+    assert log.num_skipped == 3 and log.fields == ("time (a date)", "tokens_in", "tokens_out")
+
+
+def test_fields_may_be_named(tmp_path):
+    path = tmp_path / "log"
+    lines = [{"when_ms": 1000 * s, "in": p, "made": o, "prompt_tokens": 9} for s, p, o in REQUESTS]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ValueError, match=r"name the fields: --fields arrival=T"):
+        read_log(path)
+    log = read_log(path, {"arrival": "when_ms", "prompt": "in", "output": "made"})
+    assert [r.prompt_len for r in log.requests] == [300, 1000, 64]
+    assert log.fields[0] == "when_ms (ms)" and log.requests[-1].arrival_us == 2_250_000
+    with pytest.raises(ValueError, match="a log has no begin; it has arrival, prompt, output"):
+        read_log(path, {"begin": "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "no line has an arrival"),
+        ('10.0.0.1 - - [22/Nov/2026:10:00:00] "POST /v1/completions" 200 512\n', "An access log"),
+        ('{"input_lens": [1, 2], "request_throughput": 3}', "no output_lens and start_times"),
+        ('{"ts": 1, "isl": 1.5, "osl": 3}', "line 1: isl is 1.5; it must be a whole number"),
+        ('{"ts": "noon", "isl": 1, "osl": 3}', "line 1: ts is 'noon'; it must be a number, or"),
+        ('{"ts": -1, "isl": 1, "osl": 3}', "line 1: ts is -1"),
+        ('{"ts": 1, "isl": 1, "osl": 3, "total_s": "x"}', "total_s is 'x'"),
+        ('{"ts": 1, "isl": 1, "osl": 3, "tenant": 5}', "tenant is 5"),
+    ],
+)
+def test_what_is_no_log_is_answered_in_a_sentence(tmp_path, text, named):
+    path = tmp_path / "log"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        read_log(path)
+
+
+def test_a_cut_or_a_changed_file_is_read_or_refused_and_nothing_else(tmp_path):
+    random, path = Random(7), tmp_path / "log"
+    for text in map(str.encode, FILES.values()):
+        for _ in range(60):
+            changed = bytearray(text[: random.randrange(len(text) + 1)])
+            for _ in range(random.choice([0, 0, 1, 5])):
+                if changed:
+                    changed[random.randrange(len(changed))] = random.randrange(256)
+            path.write_bytes(bytes(changed) if random.random() < 0.8 else b"\x1f\x8b" + changed)
+            try:
+                assert read_log(path).requests
+            except ValueError as error:
+                assert str(path) in str(error)
