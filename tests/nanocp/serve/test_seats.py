@@ -25,9 +25,7 @@ def command(*words, target):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [SMALL, pytest.param(BY_RAY, marks=pytest.mark.system)],
-    ids=["processes", "ray"],
+    "options", [SMALL, pytest.param(BY_RAY, marks=pytest.mark.system)], ids=["processes", "ray"]
 )
 def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path, monkeypatch):
     """At the word of an operator, whom the log names."""
