@@ -41,7 +41,8 @@ seeds: $(STAMP)  ## play simulated clusters that lose processes, SEEDS of them (
 	PYTHONPATH=tests $(BIN)/python -m harness.seed_campaign --seeds $(SEEDS) $(if $(KIND),--kind $(KIND))
 
 test: $(STAMP)  ## the CPU tests, unprivileged, three at a time since some only wait, under 10 minutes on 2 cores
-	$(BIN)/pytest -n 3 --dist worksteal -m "not system and not gpu"
+	@# Without bytecode each worker compiles every test, and each process that a test starts all it imports.
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 3 --dist worksteal -m "not system and not gpu"
 
 # Its pins and ours differ.
 $(GUIDELLM)/bin/guidellm: constraints.txt

@@ -141,10 +141,7 @@ def test_modules_exist():
     assert not said_in_vain(lambda path: path.suffix in (".py", ".md"), unknown_modules)
     assert list(
         unknown_modules("See door.Instance; nanocp.gone.away; nanocp.values.plan.Plan")
-    ) == [
-        "nanocp.gone.away",
-        "door.Instance",
-    ]
+    ) == ["nanocp.gone.away", "door.Instance"]
 
 
 RETIRED = [

@@ -7,7 +7,8 @@ from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.values.experts import ExpertTable
 from nanocp.values.sampling import SamplingParams
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
+"""A row gets another page if its prompt ends fewer before a page's edge."""
 CLUSTER = ClusterConfig(
     num_instances=4,
     num_frames=192,
@@ -16,13 +17,13 @@ CLUSTER = ClusterConfig(
 )
 
 
-def make_prompts(lengths, seed, arrival_gap=0):
+def make_prompts(lengths, seed, arrival_gap=0, num_tokens=NUM_TOKENS):
     """Make greedy requests of random prompts, that many windows apart."""
     rng = random.Random(seed)
     return [
         Prompt(
             ids=[rng.randrange(2, 512) for _ in range(length)],
-            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
+            params=SamplingParams(max_tokens=num_tokens, temperature=0.0),
             arrives_at_window=number * arrival_gap,
         )
         for number, length in enumerate(lengths)

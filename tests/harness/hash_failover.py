@@ -113,10 +113,7 @@ class FailoverCluster(RecoveringCluster):
 
     def expect(self, submission: Submission) -> None:
         """The judge: an attempt goes on from what its client was given."""
-        request_id, row = (
-            submission.request_id,
-            decode_row_input(submission.arrival.row_start),
-        )
+        request_id, row = (submission.request_id, decode_row_input(submission.arrival.row_start))
         known_ids = list(submission.prompt_ids)
         self.known_ids[request_id] = known_ids
         prompt_ids = known_ids[: len(known_ids) - len(row.output_ids)]

@@ -18,14 +18,7 @@ from harness.hash_coordinator import HashCoordinator
 from harness.hash_parts import Story, row_start
 from nanocp.config.whole import Config
 from nanocp.values.members import Member, Ready, Said
-from nanocp.values.plan import (
-    AbortRequested,
-    Arrival,
-    Ended,
-    FinishReason,
-    Placement,
-    Preempted,
-)
+from nanocp.values.plan import AbortRequested, Arrival, Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import SamplingParams, Token
 
 MAX_TURNS = 1_500_000

@@ -10,18 +10,10 @@ from random import Random
 
 from control_plane.scheduler.invariants import check
 from harness.hash_cluster import HashCluster
-from harness.hash_parts import (
-    draw_config,
-    levelling_config,
-    small_moves_between_nodes,
-)
+from harness.hash_parts import draw_config, levelling_config, small_moves_between_nodes
 from harness.hash_play import played
 from nanocp.config.whole import Config
-from nanocp.values.plan import (
-    Arrival,
-    ClusterLost,
-    FinishReason,
-)
+from nanocp.values.plan import Arrival, ClusterLost, FinishReason
 
 
 def lose_an_instance(seed: int, config: Config | None = None) -> HashCluster:

@@ -179,8 +179,7 @@ flash_mla = SimpleNamespace(
     FlashMLASchedMeta=FlashMLASchedMeta,
 )
 sgl_flash_mla = SimpleNamespace(
-    get_mla_metadata=get_mla_metadata,
-    flash_mla_with_kvcache=sgl_flash_mla_with_kvcache,
+    get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=sgl_flash_mla_with_kvcache
 )
 """The module flash_mla of the wheel sgl-flash-mla."""
 

@@ -16,13 +16,7 @@ from harness.local_pages import LocalPageRing, local_peer_rings
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
-from nanocp.values.plan import (
-    Arrival,
-    TargetRun,
-    Transfer,
-    TransferDone,
-    TransferFenced,
-)
+from nanocp.values.plan import Arrival, TargetRun, Transfer, TransferDone, TransferFenced
 from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.wire.rows import encode_row_input
 

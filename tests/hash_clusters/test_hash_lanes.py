@@ -80,12 +80,7 @@ def test_the_table_of_what_was_measured_decides():
     config = SchedulerConfig(lanes="measured", lane_table=table)
     assert [
         config.lanes_pay(rows, links) for rows, links in ((3, 0), (5, 0), (16, 3), (64, 0))
-    ] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    ] == [False, True, False, False]
     assert not any(plan.two_lanes for plan in plans(4, lanes="measured", lane_table=table))
     assert all(plan.two_lanes for plan in plans(20, lanes="measured", lane_table=table))
     with pytest.raises(ValueError, match="nanocp profile --overlap writes it"):

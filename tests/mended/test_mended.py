@@ -28,7 +28,7 @@ SAID = {
     ],
     "flags-in-readme": [("README.md", r"`nanocp --help` lists the commands")],
     "output-of-the-quick-start": [
-        ("docs/use/quick-start.md", r'native \(avx512\).*\{"requests": 8, "exact": 8'),
+        ("docs/use/quick-start.md", r'native \(avx512\).*\{"requests": 8, "exact": 8')
     ],
     "prometheus": [
         ("deploy/prometheus/prometheus.yml", r"promtool check config.*--syntax-only"),

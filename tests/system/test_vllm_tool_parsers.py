@@ -48,7 +48,7 @@ HABITS = {
         "kimi_k2.TestStreamingEdgeCases.test_content_after_tool_section",
     ],
     "white space before a call stays, as vLLM's tests of kimi_k2 say": [
-        "glm4_moe.test_extract_tool_calls_with_glm45_newline_format",
+        "glm4_moe.test_extract_tool_calls_with_glm45_newline_format"
     ],
     "forced calls are held to a schema with any model, and not to its form": [
         "qwen3coder.test_get_vllm_registry_structural_tag_returns_structural_tag[chat_completion]",
@@ -57,10 +57,10 @@ HABITS = {
         "qwen3coder.test_adjust_request_required_prefers_structural_tag[responses_api]",
     ],
     "there is no Responses API": [
-        "glm47_moe.TestGlm47ExtractToolCalls.test_namespace_tool_call_round_trip_to_responses_output",
+        "glm47_moe.TestGlm47ExtractToolCalls.test_namespace_tool_call_round_trip_to_responses_output"
     ],
     "it is expected to fail in vLLM, and passes": [
-        "deepseekv3.TestDeepSeekV3ToolParser.test_malformed_input[False]",
+        "deepseekv3.TestDeepSeekV3ToolParser.test_malformed_input[False]"
     ],
 }
 """Tests that fail, by the reason."""

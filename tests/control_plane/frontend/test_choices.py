@@ -13,14 +13,7 @@ from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.open_requests import OpenRequests, RequestError
 from control_plane.frontend.streams import ClientStreams
-from harness.frontend_fakes import (
-    LIMITS,
-    TOKENIZER,
-    FakeController,
-    Recorder,
-    Service,
-    running,
-)
+from harness.frontend_fakes import LIMITS, TOKENIZER, FakeController, Recorder, Service, running
 from harness.waits import WAIT_S
 from nanocp.client import (
     Aborted,

@@ -14,13 +14,7 @@ import pytest
 
 import nanocp.serve.service
 from control_plane.frontend.front_end import FrontEnd
-from harness.frontend_fakes import (
-    LIMITS,
-    MEMBER_SECRETS,
-    Recorder,
-    make_config,
-    running,
-)
+from harness.frontend_fakes import LIMITS, MEMBER_SECRETS, Recorder, make_config, running
 from harness.hash_service import CONFIG, MODEL, expected, hash_service, prompt
 from harness.service_recovery import until
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable

@@ -34,12 +34,7 @@ from harness.service_recovery import until
 from harness.waits import WAIT_S
 from nanocp.client import Client
 from nanocp.values.members import Member
-from nanocp.values.plan import (
-    ClusterLoad,
-    FinishReason,
-    InstanceLoad,
-    Placement,
-)
+from nanocp.values.plan import ClusterLoad, FinishReason, InstanceLoad, Placement
 from nanocp.wire.member_metadata import member_metadata
 
 HELD_S = 0.5

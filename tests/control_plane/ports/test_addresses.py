@@ -66,11 +66,7 @@ def config(host, num_instances=5, per_node=2):
 
 def test_instances_of_a_node_of_the_plan_are_one_group():
     groups = [[str(member) for member in group] for group in _groups(config("10.0.0.1"))]
-    assert groups == [
-        ["instance 0", "instance 1"],
-        ["instance 2", "instance 3"],
-        ["instance 4"],
-    ]
+    assert groups == [["instance 0", "instance 1"], ["instance 2", "instance 3"], ["instance 4"]]
     assert _groups(config("127.0.0.1")) == (), "nobody elsewhere could dial the controller"
 
 

@@ -184,10 +184,7 @@ def test_a_member_that_hangs_while_nothing_runs_is_noticed():
 
 
 def test_a_window_that_nobody_reports_has_a_limit():
-    with (
-        hash_service(IMPATIENT, SLOW) as service,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with hash_service(IMPATIENT, SLOW) as service, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(generate, service.address, prompt(300, 1), 1500)
         until_decoding(service)
         processes = [

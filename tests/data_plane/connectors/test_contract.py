@@ -226,10 +226,7 @@ def test_a_receiver_that_is_lost_costs_its_ticket_only():
         ({"fingerprint": {"rope": "plain"}}, "rope is yarn in this engine and plain in NanoCP"),
         ({"fingerprint": {"rope": "yarn", "x": "1"}}, "x is None in this engine and 1 in NanoCP"),
         ({"num_tokens": 199}, "the prompt has 200 tokens, its ticket 199"),
-        (
-            {"page_backend": "nixl"},
-            "page_backend is nixl, and NIXL is not installed beside vLLM",
-        ),
+        ({"page_backend": "nixl"}, "page_backend is nixl, and NIXL is not installed beside vLLM"),
     ],
 )
 def test_a_ticket_that_does_not_fit_is_refused_with_both_values(changed, sentence, monkeypatch):

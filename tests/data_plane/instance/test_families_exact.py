@@ -14,7 +14,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
 from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from harness.exact_runs import CLUSTER, NUM_TOKENS, assert_exact, make_prompts
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
@@ -57,7 +57,7 @@ def run(
     lengths,
     seed,
     arrival_gap=0,
-    num_tokens=40,
+    num_tokens=NUM_TOKENS,
     num_frames=192,
     wire_form="latent",
     **scheduler,
@@ -71,9 +71,7 @@ def run(
             cpu_kernels="torch" if scheduler.get("steps_per_window") == 4 else "auto",
         ),
     )
-    prompts = make_prompts(lengths, seed, arrival_gap)
-    for prompt in prompts:
-        prompt.params = replace(prompt.params, max_tokens=num_tokens)
+    prompts = make_prompts(lengths, seed, arrival_gap, num_tokens)
     with DecodeCluster(config, checkpoint) as cluster:
         cluster.run(prompts)
     return prompts, cluster
@@ -135,7 +133,7 @@ def shared(checkpoint, policy):
     config = Config(
         cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, growth_promise="tokens:0")
     )
-    (first,) = make_prompts([400], seed=5)
+    (first,) = make_prompts([420], seed=5)
     others = [[*first.ids[:200], 7, 8, 9], first.ids, first.ids[:257]]
     with DecodeCluster(config, checkpoint) as cluster:
         prompts = cluster.run([first, *(Prompt(ids, first.params, 20) for ids in others[:2])])

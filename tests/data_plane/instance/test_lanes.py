@@ -93,11 +93,9 @@ def run(checkpoint, scheduler, cpu_kernels, num_instances, lengths):
         scheduler=scheduler,
         data_plane=DataPlaneConfig(cpu_kernels=cpu_kernels),
     )
-    prompts = make_prompts(lengths, seed=3)
-    for prompt in prompts:
-        # `always` gives rows that come one after the other the same lane: they are to overlap.
-        max_tokens = 96 if scheduler.lanes == "always" else 24
-        prompt.params = replace(prompt.params, max_tokens=max_tokens)
+    # `always` gives rows that come one after the other the same lane: they are to overlap.
+    num_tokens = 96 if scheduler.lanes == "always" else 24
+    prompts = make_prompts(lengths, seed=3, num_tokens=num_tokens)
     with DecodeCluster(config, checkpoint) as cluster:
         cluster.run(prompts)
         plans = [plan for each in cluster.plans for plan in each.instances]

@@ -17,7 +17,7 @@ from data_plane.kv import page_ring
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.segments import Segments
-from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from data_plane.transport.shared_memory import sweep_stale
 from harness.page_writers import (
     assert_written,
     page_payload,
@@ -36,15 +36,6 @@ from harness.transport_processes import (
 
 PAGE_BYTES = 1000
 RING_PAGES = 4
-
-
-@pytest.fixture
-def cluster_id():
-    """A fresh id, of which no segment may be left at the end."""
-    cluster_id = f"test-{uuid.uuid4().hex}"
-    yield cluster_id
-    left = unlink_cluster(cluster_id)
-    assert not left
 
 
 @pytest.fixture

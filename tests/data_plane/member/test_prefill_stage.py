@@ -13,13 +13,7 @@ import pytest
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
 from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop, StageEnd
-from data_plane.member.stage_messages import (
-    BeginPrompt,
-    JoinTerm,
-    StageGaveUp,
-    StageRan,
-    StageSpec,
-)
+from data_plane.member.stage_messages import BeginPrompt, JoinTerm, StageGaveUp, StageRan, StageSpec
 from data_plane.member.staged_prefill import StagedPrefillLoop
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import Term

@@ -202,12 +202,7 @@ def test_pages_of_several_prompts_are_the_references_in_one_term_and_the_next(
             first = 10 * term
             # Page 0 of the first prompt is shared: it is there already.
             transfers = [
-                prefill(
-                    prompts[0],
-                    TargetRun(1, 2, 0, 0),
-                    TargetRun(3, 2, 1, 5),
-                    ticket=first,
-                ),
+                prefill(prompts[0], TargetRun(1, 2, 0, 0), TargetRun(3, 2, 1, 5), ticket=first),
                 prefill(prompts[1], TargetRun(0, 1, 0, 7), ticket=first + 1),
                 prefill(prompts[2], TargetRun(0, 1, 1, 9), ticket=first + 2),
                 prefill(prompts[3], TargetRun(0, 4, 0, 12), ticket=first + 3),

@@ -48,12 +48,7 @@ def test_the_published_config(tmp_path):
         config.num_dense_layers,
         config.num_experts,
         config.num_experts_per_token,
-    ) == (
-        61,
-        3,
-        256,
-        8,
-    )
+    ) == (61, 3, 256, 8)
     assert (config.attention.kv_width, config.attention.q_latent_dim) == (576, 1536)
     assert config.eos_token_ids == (1,)
     assert (

@@ -230,11 +230,7 @@ def test_rows_on_their_way_to_experts_and_back(form, num_rows, num_instances, pe
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @settings(max_examples=20)
-@given(
-    st.data(),
-    st.integers(1, 19),
-    st.sampled_from([(64, 32), (96, 64), (160, 160)]),
-)
+@given(st.data(), st.integers(1, 19), st.sampled_from([(64, 32), (96, 64), (160, 160)]))
 def test_attention(form, data, num_heads, widths):
     """Any lengths, frames in any order, an empty row, any number of heads."""
     kernels, dtype, (width, rank) = native(form), form[0], widths

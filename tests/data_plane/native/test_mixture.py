@@ -27,14 +27,7 @@ from data_plane.transport.exchange import (
     PeerLost,
 )
 from data_plane.transport.regions import TensorExchange
-from harness.mixture_cases import (
-    MAX_ROWS,
-    PATIENT,
-    MixtureCase,
-    exchanges,
-    moe_layout,
-    result_of,
-)
+from harness.mixture_cases import MAX_ROWS, PATIENT, MixtureCase, exchanges, moe_layout, result_of
 from harness.native_cases import FORMS, available_forms, native
 
 FASTEST = (torch.float32, "")

@@ -45,13 +45,7 @@ def run(driver, *arguments):
 
 def test_outputs_are_those_of_one_processor(tmp_path):
     driver = build_driver(tmp_path, "-O1")
-    for instances, processors, schedule in [
-        (1, 3, 0),
-        (2, 2, 0),
-        (2, 2, 1),
-        (4, 2, 2),
-        (4, 1, 2),
-    ]:
+    for instances, processors, schedule in [(1, 3, 0), (2, 2, 0), (2, 2, 1), (4, 2, 2), (4, 1, 2)]:
         run(driver, instances, processors, 40, schedule, instances + processors)
 
 

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -33,15 +32,6 @@ from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.values.members import Peer
 
 NUM_LAYERS, WIDTH, NUM_PAGES = 3, 40, 50
-
-
-@pytest.fixture
-def cluster_id():
-    """A fresh id; nothing of it may be left."""
-    cluster_id = f"test-{uuid.uuid4().hex}"
-    yield cluster_id
-    left = unlink_cluster(cluster_id)
-    assert not left
 
 
 def test_pages_of_real_frames_reach_another_process_whole_and_in_order(cluster_id):

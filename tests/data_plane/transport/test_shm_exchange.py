@@ -9,7 +9,6 @@ import signal
 import tempfile
 import threading
 import time
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,15 +32,6 @@ from harness.transport_processes import (
     processes,
     receive,
 )
-
-
-@pytest.fixture
-def cluster_id():
-    """A fresh id; nothing of it may be left."""
-    cluster_id = f"test-{uuid.uuid4().hex}"
-    yield cluster_id
-    left = unlink_cluster(cluster_id)
-    assert not left
 
 
 def segments_of(cluster_id):

@@ -4,7 +4,6 @@ import socket
 import struct
 import threading
 import time
-import uuid
 from contextlib import closing
 
 import pytest
@@ -14,7 +13,7 @@ from data_plane.native.receiver import receive_puts
 from data_plane.transport import tcp_messages
 from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
 from data_plane.transport.segments import Segments, node_identity
-from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
+from data_plane.transport.shared_memory import sweep_stale
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.page_writers import assert_written, page_payload, write_pages, written_page
@@ -31,15 +30,6 @@ from harness.transport_processes import (
 from nanocp.values.members import Peer
 
 PAGE_BYTES = 1000
-
-
-@pytest.fixture
-def cluster_id():
-    """A fresh id; nothing of it may be left."""
-    cluster_id = f"test-{uuid.uuid4().hex}"
-    yield cluster_id
-    left = unlink_cluster(cluster_id)
-    assert not left
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-import uuid
 from contextlib import closing
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field, Term, TermOver
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
-from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.transport_processes import LIMITS
@@ -21,13 +19,6 @@ from nanocp.values.members import Peer
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "float32", (4, 8)),)}
 PATIENT = replace(LIMITS, exchange_timeout_ms=12_000, plan_timeout_ms=10_000)
-
-
-@pytest.fixture
-def cluster_id():
-    cluster_id = f"test-{uuid.uuid4().hex}"
-    yield cluster_id
-    assert not unlink_cluster(cluster_id)
 
 
 def ended_soon(term):

@@ -303,10 +303,7 @@ def test_an_openai_endpoint_is_measured_message_by_message(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ("--backend", "tgi"),
-            "--backend is 'tgi'; it must be openai, openai-chat, vllm or grpc",
-        ),
+        (("--backend", "tgi"), "--backend is 'tgi'; it must be openai, openai-chat, vllm or grpc"),
         (("--dataset-name", "sonet"), "--dataset-name is 'sonet'; it must be random, sharegpt"),
         (("--dataset-name", "sonnet"), "not here: give random with --random-prefix-len"),
         (("--dataset-name", "custom"), "--dataset-name custom needs --dataset-path"),

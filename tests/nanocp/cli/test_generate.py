@@ -84,10 +84,7 @@ def test_several_choices_are_shown_by_index(server: ScriptedService) -> None:
     assert [
         (choice["text"], choice["token_ids"], choice["stop_reason"])
         for choice in summary["choices"]
-    ] == [
-        ("text 0", [7], "q"),
-        ("text 1", [8], "q"),
-    ]
+    ] == [("text 0", [7], "q"), ("text 1", [8], "q")]
     assert (summary["prompt_tokens"], summary["prompt_logprobs"]) == (
         2,
         [{"logprob": -2.5, "top": []}],

@@ -79,8 +79,10 @@ def short_sweep(cluster_file, folder):
     trace = folder / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": 500, "output_length": 10}\n'
     trace.write_text("".join(line % (10 * number) for number in range(2000)))
-    words = f"--workload mooncake:{trace} --seconds 0.5 --warm-up 0.2 --slo-tpot-ms 25".split()
-    return ("sweep", "--cluster", cluster_file, *words, "--policy", "dual_balanced")
+    words = f"--workload mooncake:{trace} --seconds 0.5 --warm-up 0.2 --slo-tpot-ms 25"
+    # It begins between the two rates that are found.
+    words = f"{words} --first-rate 700 --policy dual_balanced".split()
+    return ("sweep", "--cluster", cluster_file, *words)
 
 
 def test_a_sweep_finds_a_rate_for_every_policy(small, tmp_path):

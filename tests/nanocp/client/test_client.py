@@ -70,9 +70,7 @@ def test_options_reach_the_service_and_absent_ones_stay_absent(server: ScriptedS
     assert not server.script.last.sampling.HasField("temperature")
 
 
-def test_every_control_reaches_the_service(
-    server: ScriptedService,
-) -> None:
+def test_every_control_reaches_the_service(server: ScriptedService) -> None:
     penalties = {
         "min_p": 0.5,
         "repetition_penalty": 1.5,

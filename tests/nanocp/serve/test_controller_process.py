@@ -196,10 +196,7 @@ def instance_is_replaced(supervisor, member):
 
 def test_the_controller_is_lost_while_a_spare_takes_a_seat():
     cluster = replace(DEFAULT.cluster, spares=1)
-    with (
-        supervised(cluster=cluster) as (supervisor, targets),
-        ThreadPoolExecutor(8) as pool,
-    ):
+    with supervised(cluster=cluster) as (supervisor, targets), ThreadPoolExecutor(8) as pool:
         host = supervisor.hosts[MEMBERS]
         until(lambda: host.call("spares", []) == (True,))
         (spare,) = [each.process.pid for each in host._launcher._spares]
@@ -215,10 +212,7 @@ def test_the_controller_is_lost_while_a_spare_takes_a_seat():
 def test_prompts_of_engines_go_on_under_the_next_controller():
     with EngineProcess() as engine:
         prefill = PrefillConfig(engines=(engine.url,), ring_pages=2)
-        with (
-            supervised(prefill=prefill) as (supervisor, targets),
-            ThreadPoolExecutor(8) as pool,
-        ):
+        with supervised(prefill=prefill) as (supervisor, targets), ThreadPoolExecutor(8) as pool:
             prefill_pid = supervisor.hosts[MEMBERS].call("pid", [PREFILL])
             for _ in range(2):
                 running = answers(pool, targets)
@@ -230,10 +224,7 @@ def test_prompts_of_engines_go_on_under_the_next_controller():
 def test_actors_of_ray_outlive_the_controller():
     environment = ENVIRONMENT | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     launcher = RayLauncher(MemberActor, None, environment)
-    with (
-        supervised(launcher) as (supervisor, targets),
-        ThreadPoolExecutor(8) as pool,
-    ):
+    with supervised(launcher) as (supervisor, targets), ThreadPoolExecutor(8) as pool:
         running = answers(pool, targets)
         os.kill(supervisor.process.pid, signal.SIGKILL)
         check(running)

@@ -163,8 +163,7 @@ def test_a_pipeline_serves_while_its_layers_move(tiny_checkpoint, tiny_oracle, t
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("lost", "number"),
-    [((0,), signal.SIGKILL), ((0, 1), signal.SIGKILL), ((1,), signal.SIGSTOP)],
+    ("lost", "number"), [((0,), signal.SIGKILL), ((0, 1), signal.SIGKILL), ((1,), signal.SIGSTOP)]
 )
 def test_stages_that_are_lost_while_layers_move_are_replaced(
     tiny_checkpoint, tiny_oracle, lost, number

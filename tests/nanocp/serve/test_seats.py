@@ -5,10 +5,12 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from typer.testing import CliRunner
 
 from harness.hash_service import expected, prompt
-from harness.serve_process import NANOCP, SMALL, WAIT_S, Serve, Stream, seats, status_of, until
+from harness.serve_process import SMALL, WAIT_S, Serve, Stream, seats, status_of, until
 from nanocp.chaos.judge import ReferenceJudge
+from nanocp.cli.main import app
 from nanocp.client import Client
 from nanocp.serve.process import serving
 from nanocp.values.sampling import SamplingParams
@@ -18,16 +20,12 @@ BY_RAY = [word for word in SMALL if word != "--no-ray"]
 
 
 def command(*words, target):
-    done = subprocess.run(
-        [*NANOCP, *words, "--target", target], capture_output=True, text=True, timeout=600
-    )
-    return done.returncode, done.stdout.splitlines(), done.stderr
+    done = CliRunner().invoke(app, [*words, "--target", target])
+    return done.exit_code, done.stdout.splitlines(), done.stderr
 
 
 @pytest.mark.parametrize(
-    "options",
-    [SMALL, pytest.param(BY_RAY, marks=pytest.mark.system)],
-    ids=["processes", "ray"],
+    "options", [SMALL, pytest.param(BY_RAY, marks=pytest.mark.system)], ids=["processes", "ray"]
 )
 def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path, monkeypatch):
     """At the word of an operator, whom the log names."""

@@ -67,14 +67,14 @@ def test_an_idle_service_rests_and_wakes():
 @pytest.mark.parametrize(("number", "front_ends"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_drains_and_exits_0(number, front_ends):
     """The last front end is asked; two are processes."""
-    with Serve(*TWO, "--front-ends", str(front_ends)) as serve:
-        stream = Stream(serve.address, max_tokens=800)
+    with Serve(*TWO, "--front-ends", str(front_ends), factory="build_slow") as serve:
+        stream = Stream(serve.address, max_tokens=400)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
         serve.process.send_signal(number)
         assert serve.wait(150) == 0
         stream.join()
-        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 800), "")
+        assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 400), "")
         assert len(members) == (3 if front_ends == 1 else 5)
         assert_nothing_is_left(members, segments, num_instances=2)
         begins = "draining: finishing 1 request, refusing new ones"

@@ -25,9 +25,7 @@ def config_for(*urls, limits=None, **prefill):
     limits = replace(CONFIG.limits, exchange_timeout_ms=3000, plan_timeout_ms=2500, **limits or {})
     limits = replace(limits, retry_ms=200)
     return replace(
-        CONFIG,
-        prefill=PrefillConfig(engines=tuple(urls), ring_pages=2, **prefill),
-        limits=limits,
+        CONFIG, prefill=PrefillConfig(engines=tuple(urls), ring_pages=2, **prefill), limits=limits
     )
 
 

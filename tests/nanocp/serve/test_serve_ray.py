@@ -41,11 +41,7 @@ def test_four_actors_serve_and_nothing_is_left():
         assert len(at_once) <= 12, serve.lines
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, signal.SIGSTOP],
-    ids=lambda each: each.name,
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
 @pytest.mark.system
 def test_a_lost_actor_is_replaced_and_the_stream_goes_on(number):
     with Serve(*OPTIONS, factory="build_slow") as serve:

@@ -19,10 +19,7 @@ from nanocp.serve.supervisor import Supervisor
 from nanocp.values.members import Member
 
 ONE, TWO = Member("instance", 1), Member("instance", 2)
-SUPERVISED = replace(
-    CONFIG,
-    service=replace(CONFIG.service, controller_process=True),
-)
+SUPERVISED = replace(CONFIG, service=replace(CONFIG.service, controller_process=True))
 
 
 @pytest.fixture

@@ -140,10 +140,7 @@ def edited(tmp_path, edit):
             lambda tree: tree["cluster"].update(num_frames=17_500),
             "num_frames is given beside memory",
         ),
-        (
-            lambda tree: tree["memory"].update(hbm=80),
-            r"memory\.hbm is no key .*nearest: hbm_gb",
-        ),
+        (lambda tree: tree["memory"].update(hbm=80), r"memory\.hbm is no key .*nearest: hbm_gb"),
         (lambda tree: tree["memory"].update(usable_share=1.1), "usable_share 1.1"),
         (lambda tree: tree["memory"].update(rest_gb=-1.0), "rest_gb is -1"),
         (lambda tree: tree["model"].update(num_experts=0), "num_experts 0 .* all must be 0, for a"),

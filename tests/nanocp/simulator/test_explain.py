@@ -68,12 +68,7 @@ def stories_of(policy):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        "dual_balanced",
-        "cost_aware",
-        pytest.param("least_batch", marks=pytest.mark.system),
-        "chaos",
-    ],
+    ["dual_balanced", "cost_aware", pytest.param("least_batch", marks=pytest.mark.system), "chaos"],
 )
 def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path):
     explainer = Explainer(list(map(str, range(1, NUM_REQUESTS + 1))), first_long_from_us=0)

@@ -5,13 +5,7 @@ from dataclasses import replace
 import pytest
 
 from control_plane.coordinator.members.start import StartError
-from harness.hash_service import (
-    CONFIG,
-    forked_service,
-    process_launcher,
-    served,
-    shared_memory_of,
-)
+from harness.hash_service import CONFIG, forked_service, process_launcher, served, shared_memory_of
 from nanocp.serve.service import Service
 from nanocp.values.members import PREFILL, Member
 

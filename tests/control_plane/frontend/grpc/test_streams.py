@@ -8,14 +8,8 @@ import grpc
 import pytest
 
 from control_plane.frontend.validation import ModelLimits
-from harness.frontend_fakes import (
-    TOKENIZER,
-    Service,
-    running,
-)
-from nanocp.client import (
-    InvalidArgument,
-)
+from harness.frontend_fakes import TOKENIZER, Service, running
+from nanocp.client import InvalidArgument
 from nanocp.values.plan import Ended, FinishReason, Placement
 from nanocp.values.sampling import Token, TokenBatch, TokenLogprobs
 from nanocp.wire.members import TOKENS
@@ -45,10 +39,7 @@ def test_tokens_and_text_stream_and_the_last_message_says_where_the_request_live
     assert (first.request_id, list(first.token_ids), first.finish) == ("fox", ids[:1], None)
     for index in range(1, len(ids)):
         instance.deliver(
-            submission.request_id,
-            index,
-            [ids[index]],
-            LENGTH if index == len(ids) - 1 else None,
+            submission.request_id, index, [ids[index]], LENGTH if index == len(ids) - 1 else None
         )
     rest = list(chunks)
     instance.close()

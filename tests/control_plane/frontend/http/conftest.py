@@ -9,10 +9,7 @@ import pytest
 from openai import OpenAI
 
 from harness.frontend_fakes import Service, running
-from harness.openai_service import (
-    MODEL,
-    client_of,
-)
+from harness.openai_service import MODEL, client_of
 
 
 @pytest.fixture(scope="module")

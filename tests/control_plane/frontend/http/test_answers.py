@@ -17,15 +17,7 @@ from openai import OpenAI
 
 from control_plane.frontend.http.served_model import open_model
 from harness.frontend_fakes import LIMITS, TOKENIZER, Service, running
-from harness.openai_service import (
-    HELLO,
-    LENGTH,
-    MODEL,
-    STOP,
-    client_of,
-    deliver,
-    deliver_logprobs,
-)
+from harness.openai_service import HELLO, LENGTH, MODEL, STOP, client_of, deliver, deliver_logprobs
 from harness.waits import WAIT_S
 from nanocp.values.plan import Placement
 from nanocp.wire.rows import decode_row_input
@@ -190,11 +182,7 @@ def test_fields_of_vllm_reach_the_row(
         submission.arrival.priority,
         submission.queue_timeout_us,
         submission.arrival.max_tokens,
-    ) == (
-        -3,
-        9_000_000,
-        16,
-    )
+    ) == (-3, 9_000_000, 16)
     params = decode_row_input(submission.arrival.row_start).params
     assert (params.temperature, params.top_k, params.min_p, params.top_p) == (0.5, 7, 0.25, 0.5)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (

@@ -31,11 +31,7 @@ def service() -> Iterator[Service]:
 @pytest.mark.parametrize(
     ("body", "sentence", "param"),
     [
-        (
-            {"prompt": [5] * 100},
-            "prompt has 100 tokens, and the output needs one",
-            "prompt",
-        ),
+        ({"prompt": [5] * 100}, "prompt has 100 tokens, and the output needs one", "prompt"),
         (
             {"prompt": [5] * 90, "max_tokens": 11},
             "max_tokens is 11; after a prompt of 90 tokens it must be at most 10",

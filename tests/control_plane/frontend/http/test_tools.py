@@ -274,11 +274,7 @@ def test_earlier_calls_reach_the_template_as_objects(
             "the tools are weather, time",
         ),
         (
-            {
-                "tools": TOOLS,
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
             "tool_choice",
             "only one of them can be",
         ),

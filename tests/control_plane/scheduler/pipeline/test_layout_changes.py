@@ -21,11 +21,7 @@ LONG_TAIL = PassTimes(1.0, 2.0)
 def changes(window: int = 3, **fields) -> LayoutChanges:
     return LayoutChanges(
         PipelineConfig(
-            num_stages=2,
-            num_layers=4,
-            layer_policy="delta",
-            layout_window=window,
-            **fields,
+            num_stages=2, num_layers=4, layer_policy="delta", layout_window=window, **fields
         )
     )
 

@@ -99,11 +99,7 @@ def test_steps_have_to_be_clearly_shorter_before_it_is_placed():
 
 @pytest.mark.parametrize(
     "arrival",
-    [
-        {"length": 100},
-        {"needs_prefill": False},
-        {"priority": -1},
-    ],
+    [{"length": 100}, {"needs_prefill": False}, {"priority": -1}],
     ids=["short", "already there", "of a class before the default one"],
 )
 def test_others_do_not_wait(arrival):

@@ -125,11 +125,7 @@ def test_a_request_that_ends_gives_the_frames_of_both_places_back(has_arrived):
 
 @pytest.mark.parametrize(
     "wish",
-    [
-        (range(9, 11), 1),
-        (range(2, 5), 0),
-        (range(2, 2), 1),
-    ],
+    [(range(9, 11), 1), (range(2, 5), 0), (range(2, 2), 1)],
     ids=["a page that is not full", "where it is", "no page"],
 )
 def test_what_cannot_move_stays(wish):

@@ -85,11 +85,7 @@ FAMILIES = {
     ),
     "gpt2 with a mask": ("GPT2LMHeadModel", GPT2, padded),
     "gptneox": ("GPTNeoXForCausalLM", LLAMA, prompt),
-    "t5": (
-        "T5ForConditionalGeneration",
-        T5 | {"num_heads": 4, "decoder_start_token_id": 0},
-        pair,
-    ),
+    "t5": ("T5ForConditionalGeneration", T5 | {"num_heads": 4, "decoder_start_token_id": 0}, pair),
     "vit": ("ViTForImageClassification", VISION, image),
     "whisper": ("WhisperForConditionalGeneration", WHISPER, sound),
     "gptoss": (
