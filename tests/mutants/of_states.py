@@ -130,7 +130,7 @@ OF_STATES = [
         path="data_plane/instance/window_edge.py",
         text="if self._carry is not None and start.position == 0:",
         fault="if False:",
-        tests=_played(71013),
+        tests=_played(71004),
     ),
     Mutant(
         name="state-of-another-position",
