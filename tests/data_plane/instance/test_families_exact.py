@@ -57,14 +57,14 @@ SAMPLE = (
     ("tiny-glm4-moe", "chaos, absorbed", How()),
     ("tiny-mixtral", "preempted", IN_TORCH),
     ("tiny-qwen3-moe in bfloat16", "chaos", How()),
-    ("tiny-qwen3-next", "chaos", How(1, "torch", 1)),
+    ("tiny-qwen3-next", "shared pages, chaos", How(1, "torch", 1)),
     ("tiny-qwen3-next", "chaos", How(4, "native", 4)),
     ("tiny-qwen3.5", "shared pages, chaos", How(1, "native", 1)),
-    ("tiny-qwen3.5", "preempted", How(4, "torch", 4)),
-    ("tiny-kimi-linear", "chaos, absorbed", How(4, "torch", 1)),
-    ("tiny-kimi-linear", "shared pages", How(1, "native", 4)),
+    ("tiny-qwen3.5", "forced degree 2", How(4, "torch", 4)),
+    ("tiny-kimi-linear", "forced degree 4", How(4, "torch", 1)),
+    ("tiny-kimi-linear", "chaos, absorbed", How(1, "native", 4)),
     ("tiny-ling", "chaos", How(4, "native", 1)),
-    ("tiny-ling", "preempted", How(1, "torch", 4)),
+    ("tiny-ling", "forced degree 4", How(1, "torch", 4)),
 )
 """Models with states have each pair of family, window, kernels and depth."""
 
