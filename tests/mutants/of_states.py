@@ -9,6 +9,7 @@ _NATIVE = "tests/data_plane/native/test_delta.py"
 _HELD = "tests/control_plane/scheduler/terms/test_held_requests.py"
 _PREFILL = "tests/data_plane/startup/test_prefill.py"
 _KEPT = "tests/data_plane/instance/test_kept_pages.py"
+_TRANSFERS = "tests/data_plane/instance/test_page_transfers.py"
 _FAMILIES = "tests/data_plane/instance/test_families_exact.py"
 _SLOTS = "tests/control_plane/scheduler/pages/test_offload.py"
 
@@ -366,5 +367,21 @@ OF_STATES = [
         fault="o_BHV = self._linear_attention(x_BX, step, index)\n"
         "self._exchange.attention_epoch += 1",
         tests=(_FAMILIES, "-k", "test_a_story and ling and chaos"),
+    ),
+    Mutant(
+        name="page-that-comes-early",
+        why="a page, of KV or of a state, that comes before its ticket is dropped",
+        path="data_plane/instance/page_transfers.py",
+        text="if ticket > self._newest_ticket:\nbreak",
+        fault="if ticket > self._newest_ticket:\n                continue",
+        tests=(_TRANSFERS, "-k", "newer_ticket"),
+    ),
+    Mutant(
+        name="page-that-comes-twice",
+        why="a page, of KV or of a state, counts each time that it comes",
+        path="data_plane/instance/page_transfers.py",
+        text="if page not in frames or offset in parts:",
+        fault="if False:",
+        tests=(_TRANSFERS, "-k", "pages_come_once"),
     ),
 ]
