@@ -80,9 +80,12 @@ def test_a_story_of_each_family(checkpoints, preset, story, how):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    ("story", "how"),
+    [*((story, How()) for story in STORIES), ("chaos", IN_TORCH), ("preempted", IN_TORCH)],
+    ids=[*STORIES, "chaos, windows of four steps", "preempted, windows of four steps"],
+)
 @pytest.mark.parametrize("preset", FAMILIES)
-@pytest.mark.parametrize("how", [How(), IN_TORCH], ids=["one step", "four steps"])
 def test_every_story_of_each_family(checkpoints, preset, story, how):
     checkpoint, oracle = checkpoints(preset)
     assert_exact(oracle, STORIES[story](checkpoint, how))
