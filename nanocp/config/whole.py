@@ -240,11 +240,11 @@ def _of_carries(config: Config) -> _Refusals:
     scheduler = config.scheduler
     return (
         _of_instances(config),
+        (scheduler.num_drafts != 0, f"scheduler.num_drafts {scheduler.num_drafts}: it must be 0"),
         (
-            scheduler.num_drafts != 0,
-            f"scheduler.num_drafts {scheduler.num_drafts}: a state takes one token a step so far",
+            bool(config.prefill.engines),
+            "prefill.engines is set: leave it empty, as only the embedded prefill sends states",
         ),
-        (bool(config.prefill.engines), "prefill.engines is set: engines send no states yet"),
     )
 
 

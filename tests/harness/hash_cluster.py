@@ -31,7 +31,7 @@ from harness.hash_parts import (
     with_states,
 )
 from harness.hash_play import HashPlay
-from harness.hash_state_pool import pages_of
+from harness.hash_state_pool import MAX_DEPTH, pages_of
 from harness.local_exchange import LocalExchange
 from harness.local_pages import LocalPageRing, local_peer_rings
 from harness.lost_changes import corrupted
@@ -61,6 +61,8 @@ class HashCluster(HashPlay):
     has_drafts = has_states = False
     draft_percent = 60
     """How many drafts of 100 are right."""
+    depth = 1
+    """Newest tokens of a row that are never folded into its state."""
     check_every = 8
     """Calls of the scheduler from one check of it to the next, which costs more than all the rest.
     What is wrong in a count or a table stays wrong.
@@ -92,6 +94,7 @@ class HashCluster(HashPlay):
             num_dense_layers += 1
             num_layers = num_dense_layers + num_moe_layers
             linear = of_states.sample(range(num_layers), of_states.randrange(1, num_layers))
+            self.depth = of_states.choice([1, 1, MAX_DEPTH])
         self.model = HashModel(
             num_layers=num_dense_layers + num_moe_layers,
             num_dense_layers=num_dense_layers,
@@ -137,6 +140,8 @@ class HashCluster(HashPlay):
     def _start_process(self, index: int, ends: TermEnds) -> Process:
         instance = HashInstance(self.config, self.model, ends.exchange, ends.rings, ends.moves)
         instance.token_after, instance.draft_percent = self._token_after, self.draft_percent
+        if instance._carry is not None:
+            instance._carry.depth = self.depth
         return Process(index, instance, ends.rings[0])
 
     def _token_after(self, row: Row) -> int:

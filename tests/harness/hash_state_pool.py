@@ -17,13 +17,16 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.values.plan import PAGE_SIZE
 
 _MASK = (1 << 64) - 1
-_DEPTH = 1
-_WORDS = 2 + _DEPTH + 1
+MAX_DEPTH = 4
+_WORDS = 2 + MAX_DEPTH + 1
 """Words of a layer in a page: its part of the state, tokens folded, and records."""
 
 
 class HashStates:
     """The states of one instance."""
+
+    depth = 1
+    """Newest tokens of a row that are never folded."""
 
     def __init__(self, cluster: ClusterConfig, model: HashModel) -> None:
         num_frames, num_words = cluster.bounds.max_rows + 1, words_of_page(model)
@@ -48,13 +51,15 @@ class HashStates:
         begin = _WORDS * self._place_of[layer]
         parts = self._pages[frame, :, begin]
         folded = self._pages[frame, 0, begin + 1 : begin + 2]
-        records = self._pages[frame, -1, begin + 2 : begin + _WORDS]
+        records = self._pages[frame, -1, begin + 2 : begin + 3 + self.depth]
         state = int(parts.sum())
         assert folded[0] <= position, "a state has tokens after its row's position"
-        while folded[0] <= position - _DEPTH:
+        while folded[0] <= position - self.depth:
             state = fold(state, int(records[int(folded[0]) % len(records)]))
             folded += np.uint64(1)
         parts[0] = (state - int(parts[1:].sum())) & _MASK
+        for at in range(int(folded[0]), position):
+            state = fold(state, int(records[at % len(records)]))
         records[position % len(records)] = record
         return fold(state, record)
 

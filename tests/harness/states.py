@@ -1,13 +1,18 @@
-"""States of rows in linear attention layers, compared.
+"""States of rows in linear attention layers, compared, and how late they are folded.
 
-Enters: two pools. Leaves: a failed assertion. Does not know: how a state got there.
+Enters: two pools; a depth. Leaves: a failed assertion. Does not know: how a state got there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 
 from data_plane.kv.carry_pool import CarryPool
+from data_plane.model.sizes import carry_bytes
 
 
 def assert_same_state(seen: CarryPool, expected: CarryPool, num_tokens: int) -> None:
@@ -18,3 +23,19 @@ def assert_same_state(seen: CarryPool, expected: CarryPool, num_tokens: int) -> 
         places = [position % ours.channels.shape[1] for position in range(num_tokens)[-3:]]
         channels = [fields.channels[0, places] for fields in (ours, theirs)]
         torch.testing.assert_close(*channels, atol=2e-5, rtol=1e-4)
+
+
+@contextmanager
+def depth_of_states(depth: int) -> Iterator[None]:
+    """Let all that is built meanwhile in this process keep so many newest tokens as records.
+
+    Sizes of states and their pages follow. No configuration asks for another depth than
+    CARRY_DEPTH: drafts, which would, are refused for models with states.
+    """
+    pool = CarryPool.__init__
+    (page_bytes, _, *others) = pool.__defaults__ or ()
+    with (
+        mock.patch.object(pool, "__defaults__", (page_bytes, depth, *others)),
+        mock.patch.object(carry_bytes, "__defaults__", (depth,)),
+    ):
+        yield

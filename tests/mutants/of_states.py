@@ -8,6 +8,9 @@ _MOVES = "tests/control_plane/scheduler/windows/test_carry_moves.py"
 _NATIVE = "tests/data_plane/native/test_delta.py"
 _HELD = "tests/control_plane/scheduler/terms/test_held_requests.py"
 _PREFILL = "tests/data_plane/startup/test_prefill.py"
+_KEPT = "tests/data_plane/instance/test_kept_pages.py"
+_TRANSFERS = "tests/data_plane/instance/test_page_transfers.py"
+_FAMILIES = "tests/data_plane/instance/test_families_exact.py"
 _SLOTS = "tests/control_plane/scheduler/pages/test_offload.py"
 
 
@@ -128,7 +131,7 @@ OF_STATES = [
         path="data_plane/instance/window_edge.py",
         text="if self._carry is not None and start.position == 0:",
         fault="if False:",
-        tests=_played(71013),
+        tests=_played(71004),
     ),
     Mutant(
         name="state-of-another-position",
@@ -274,5 +277,111 @@ OF_STATES = [
         text="return self.experts + self.other_weights + self.exchange + self.states",
         fault="return self.experts + self.other_weights + self.exchange",
         tests=("tests/nanocp/cli/test_plan.py", "-k", "states"),
+    ),
+    Mutant(
+        name="ring-of-depth-places",
+        why="records have no place for the newest beside those not folded (late fold)",
+        path="data_plane/model/sizes.py",
+        text="places, heads = depth + 1, delta.num_heads",
+        fault="places, heads = depth, delta.num_heads",
+        tests=(_KERNEL, "-k", "steps_are"),
+    ),
+    Mutant(
+        name="native-other-depth",
+        why="compiled code of depth 1 runs states of another (late fold)",
+        path="data_plane/native/delta.py",
+        text="if carry.depth != 1 or config.value_dim % 16:",
+        fault="if config.value_dim % 16:",
+        tests=(_NATIVE, "-k", "another_depth"),
+    ),
+    Mutant(
+        name="gpu-row-that-stopped",
+        why="padding and rows that stopped change states on a GPU (late fold)",
+        path="data_plane/kv/triton_carry.py",
+        text="if (tl.load(live_ptr + row) == 0) | (tl.load(error_ptr) != 0):",
+        fault="if tl.load(error_ptr) != 0:",
+        tests=(_KERNEL, "-k", "dead_row"),
+    ),
+    Mutant(
+        name="state-page-dropped",
+        why="a ticket for a state leaves its last page behind (one state)",
+        path="control_plane/scheduler/windows/carry_moves.py",
+        text="targets = (request.carry,)",
+        fault="targets = (request.carry._replace(num_pages=1),)",
+        tests=(_MOVES, "-k", "stands_still"),
+    ),
+    Mutant(
+        name="state-page-over-another",
+        why="every page of a state that comes is taken for its first (one state)",
+        path="data_plane/instance/window_edge.py",
+        text="return self._carry.page(*self._config.cluster.carry_place(frame))",
+        fault="return self._carry.page(self._config.cluster.carry_place(frame)[0], 0)",
+        tests=_played(71004),
+    ),
+    Mutant(
+        name="state-not-awaited",
+        why="a row goes on before its state has come (one state)",
+        path="control_plane/scheduler/windows/carry_moves.py",
+        text="self._tickets.issue(request, request.position, targets, source.instance)",
+        fault="self._tickets.issue(request, request.position, targets, source.instance)\n"
+        "self.arrived.append(request)",
+        tests=(_MOVES, "-k", "stands_still"),
+    ),
+    Mutant(
+        name="state-stays-behind",
+        why="a state that has come is not written to its place (one state)",
+        path="data_plane/instance/decode.py",
+        text="copy_bytes(payload, carried[offset : offset + len(payload)])",
+        fault="pass",
+        tests=(_FAMILIES, "-k", "test_a_story and ling and chaos"),
+    ),
+    Mutant(
+        name="state-of-the-whole-prompt",
+        why="a prefill sends the state of the prompt's last token too (state of the position)",
+        path="control_plane/scheduler/scheduler.py",
+        text="self._tickets.issue(request, num_tokens, request.targets(num_tokens))",
+        fault="self._tickets.issue(request, num_tokens + 1, request.targets(num_tokens))",
+        tests=_played(71004),
+    ),
+    Mutant(
+        name="state-restart-by-one",
+        why="an instance says that a state has a token less (state of the position)",
+        path="data_plane/instance/window_edge.py",
+        text="self._carry.num_folded(self._carry_frame(request_id)), row.position",
+        fault="self._carry.num_folded(self._carry_frame(request_id)) - 1, row.position",
+        tests=(_KEPT, "-k", "may_go_on"),
+    ),
+    Mutant(
+        name="state-for-the-old-binding",
+        why="a lost state is made again at another instance than the row's (one state)",
+        path="control_plane/scheduler/terms/held_requests.py",
+        text="request.carry = frames.carries.take(request.moe_binding)",
+        fault="request.carry = frames.carries.take(1 - request.moe_binding)",
+        tests=(_HELD, "-k", "made_again_and_pages_stay"),
+    ),
+    Mutant(
+        name="epoch-of-linear-layers",
+        why="instances that have rows count attention epochs in linear layers too (equal epochs)",
+        path="data_plane/step/cpu.py",
+        text="o_BHV = self._linear_attention(x_BX, step, index)",
+        fault="o_BHV = self._linear_attention(x_BX, step, index)\n"
+        "self._exchange.attention_epoch += 1",
+        tests=(_FAMILIES, "-k", "test_a_story and ling and chaos"),
+    ),
+    Mutant(
+        name="page-that-comes-early",
+        why="a page, of KV or of a state, that comes before its ticket is dropped",
+        path="data_plane/instance/page_transfers.py",
+        text="if ticket > self._newest_ticket:\nbreak",
+        fault="if ticket > self._newest_ticket:\n                continue",
+        tests=(_TRANSFERS, "-k", "newer_ticket"),
+    ),
+    Mutant(
+        name="page-that-comes-twice",
+        why="a page, of KV or of a state, counts each time that it comes",
+        path="data_plane/instance/page_transfers.py",
+        text="if page not in frames or offset in parts:",
+        fault="if False:",
+        tests=(_TRANSFERS, "-k", "pages_come_once"),
     ),
 ]

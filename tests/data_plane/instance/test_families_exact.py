@@ -1,10 +1,11 @@
 """Every family in a real cluster: each token is the reference model's.
 
 `make test` runs each family once, in the stories that disturb it most. The whole matrix of families
-and stories takes several minutes: `make test-system`.
+and stories takes several minutes: `make test-system`. That of models with states, which has depths
+and kernels too, takes 40: `python -m harness.states_matrix`.
 """
 
-from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -13,11 +14,9 @@ from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import CLUSTER, NUM_TOKENS, assert_exact, make_prompts
-from nanocp.config.data_plane import DataPlaneConfig
-from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
+from harness.exact_runs import assert_exact
+from harness.exact_stories import STORIES, How
+from harness.states_matrix import FAMILIES as WITH_STATES
 
 FAMILIES = (
     "tiny-qwen3-moe",
@@ -26,10 +25,7 @@ FAMILIES = (
     "tiny-qwen3",
     "tiny-glm4-moe",
     "tiny-mixtral",
-    "tiny-qwen3-next",
-    "tiny-qwen3.5",
-    "tiny-kimi-linear",
-    "tiny-ling",
+    *WITH_STATES,
     "tiny-qwen3-moe in bfloat16",
 )
 """Presets; one is stored in bf16, which the kernels keep, and computed in fp32 like the others."""
@@ -52,146 +48,56 @@ def checkpoints(tmp_path_factory):
     return of
 
 
-def run(
-    checkpoint,
-    lengths,
-    seed,
-    arrival_gap=0,
-    num_tokens=NUM_TOKENS,
-    num_frames=192,
-    wire_form="latent",
-    **scheduler,
-):
-    """Play prompts of these lengths; returns them and the cluster, ended."""
-    config = Config(
-        cluster=replace(CLUSTER, num_frames=num_frames),
-        scheduler=SchedulerConfig(**scheduler),
-        data_plane=DataPlaneConfig(
-            wire_form=wire_form,
-            cpu_kernels="torch" if scheduler.get("steps_per_window") == 4 else "auto",
-        ),
-    )
-    prompts = make_prompts(lengths, seed, arrival_gap, num_tokens)
-    with DecodeCluster(config, checkpoint) as cluster:
-        cluster.run(prompts)
-    return prompts, cluster
-
-
-def forced(checkpoint, degree):
-    lengths = [length for length in (1, 63, 64, 65, 500) if length > 64 * degree or degree == 1]
-    policy = f"fixed_degree:{degree}"
-    prompts, _ = run(checkpoint, [*lengths, 300], degree, policy=policy)
-    assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
-    return prompts
-
-
-def mixed(checkpoint, wire_form):
-    """Degrees 1, 2 and 4 in a batch; requests arrive and end while others run."""
-    lengths = (1, 17, 64, 65, 129, 511, 1023, 1500, 3001)
-    prompts, _ = run(checkpoint, lengths, 11, 4, wire_form=wire_form, policy="dual_balanced")
-    assert {prompt.placements[0].cp_degree for prompt in prompts} == {1, 2, 4}
-    return prompts
-
-
-def chaos(checkpoint, num_steps, wire_form):
-    """Re-bindings, extensions and page moves every few windows."""
-    prompts, cluster = run(
-        checkpoint,
-        (1, 40, 64, 130, 400, 900),
-        num_steps,
-        3,
-        wire_form=wire_form,
-        policy="chaos",
-        steps_per_window=num_steps,
-        chaos_seed=num_steps,
-        chaos_period_windows=2 if num_steps == 1 else 1,
-        growth_promise="tokens:0",
-    )
-    moved = sum(len({p.moe_binding for p in prompt.placements}) > 1 for prompt in prompts)
-    # How many, the threads decide.
-    assert moved and cluster.num_moves, "the story must contain what it is about"
-    return prompts
-
-
-def preempted(checkpoint, num_steps):
-    """Rows that are promised no frame outgrow the cluster together."""
-    prompts, _ = run(
-        checkpoint,
-        range(45, 61, 2),
-        7,
-        num_tokens=90,
-        num_frames=3,
-        growth_promise="tokens:0",
-        steps_per_window=num_steps,
-    )
-    assert sum(prompt.num_preemptions for prompt in prompts) >= 1
-    return prompts
-
-
-def shared(checkpoint, policy):
-    """Whole prompts and beginnings, while their writer runs and after all requests have ended."""
-    config = Config(
-        cluster=CLUSTER, scheduler=SchedulerConfig(policy=policy, growth_promise="tokens:0")
-    )
-    (first,) = make_prompts([420], seed=5)
-    others = [[*first.ids[:200], 7, 8, 9], first.ids, first.ids[:257]]
-    with DecodeCluster(config, checkpoint) as cluster:
-        prompts = cluster.run([first, *(Prompt(ids, first.params, 20) for ids in others[:2])])
-        prompts += cluster.run([Prompt(ids, first.params) for ids in others[2:]])
-        assert cluster.scheduler.prefix_sharing.num_hit_tokens >= 64 * (3 + 6)
-    return prompts
-
-
-STORIES = {
-    "forced degree 1": (forced, 1),
-    "forced degree 2": (forced, 2),
-    "forced degree 4": (forced, 4),
-    "mixed degrees": (mixed, "latent"),
-    "mixed degrees, absorbed": (mixed, "absorbed"),
-    "chaos": (chaos, 1, "latent"),
-    "chaos, absorbed": (chaos, 1, "absorbed"),
-    "chaos, windows of four steps": (chaos, 4, "latent"),
-    "preempted": (preempted, 1),
-    "preempted, windows of four steps": (preempted, 4),
-    "shared pages": (shared, "fixed_degree:2"),
-    "shared pages, chaos": (shared, "chaos"),
-}
+IN_TORCH = How(4, "torch")
 SAMPLE = (
-    ("tiny-qwen3-moe", "chaos, windows of four steps"),
-    ("tiny-llama", "chaos, windows of four steps"),
-    ("tiny-qwen2", "shared pages, chaos"),
-    ("tiny-qwen3", "mixed degrees, absorbed"),
-    ("tiny-glm4-moe", "chaos, absorbed"),
-    ("tiny-mixtral", "preempted, windows of four steps"),
-    ("tiny-qwen3-next", "chaos, windows of four steps"),
-    ("tiny-qwen3-next", "chaos"),
-    ("tiny-qwen3.5", "shared pages, chaos"),
-    ("tiny-kimi-linear", "chaos, absorbed"),
-    ("tiny-ling", "chaos"),
-    ("tiny-qwen3-moe in bfloat16", "chaos"),
+    ("tiny-qwen3-moe", "chaos", IN_TORCH),
+    ("tiny-llama", "chaos", IN_TORCH),
+    ("tiny-qwen2", "shared pages, chaos", How()),
+    ("tiny-qwen3", "mixed degrees, absorbed", How()),
+    ("tiny-glm4-moe", "chaos, absorbed", How()),
+    ("tiny-mixtral", "preempted", IN_TORCH),
+    ("tiny-qwen3-moe in bfloat16", "chaos", How()),
+    ("tiny-qwen3-next", "shared pages, chaos", How(1, "torch", 1)),
+    ("tiny-qwen3-next", "chaos", How(4, "native", 4)),
+    ("tiny-qwen3.5", "shared pages, chaos", How(1, "native", 1)),
+    ("tiny-qwen3.5", "forced degree 2", How(4, "torch", 4)),
+    ("tiny-kimi-linear", "forced degree 4", How(4, "torch", 1)),
+    ("tiny-kimi-linear", "chaos, absorbed", How(1, "native", 4)),
+    ("tiny-ling", "chaos", How(4, "native", 1)),
+    ("tiny-ling", "forced degree 4", How(1, "torch", 4)),
 )
+"""Models with states have each pair of family, window, kernels and depth."""
 
 
-@pytest.mark.parametrize(("preset", "story"), SAMPLE)
-def test_a_story_of_each_family(checkpoints, preset, story):
-    judge(checkpoints, preset, story)
+@pytest.mark.parametrize(
+    ("preset", "story", "how"),
+    SAMPLE,
+    ids=[" ".join(map(str, (preset, story, *how[:3]))) for preset, story, how in SAMPLE],
+)
+def test_a_story_of_each_family(checkpoints, preset, story, how):
+    checkpoint, oracle = checkpoints(preset)
+    assert_exact(oracle, STORIES[story](checkpoint, how))
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    ("story", "how"),
+    [*((story, How()) for story in STORIES), ("chaos", IN_TORCH), ("preempted", IN_TORCH)],
+    ids=[*STORIES, "chaos, windows of four steps", "preempted, windows of four steps"],
+)
 @pytest.mark.parametrize("preset", FAMILIES)
-def test_every_story_of_each_family(checkpoints, preset, story):
-    judge(checkpoints, preset, story)
-
-
-def judge(checkpoints, preset, story):
+def test_every_story_of_each_family(checkpoints, preset, story, how):
     checkpoint, oracle = checkpoints(preset)
-    play, *arguments = STORIES[story]
-    assert_exact(oracle, play(checkpoint, *arguments))
+    assert_exact(oracle, STORIES[story](checkpoint, how))
 
 
 def test_the_sample_has_every_family():
-    assert {preset for preset, _ in SAMPLE} == set(FAMILIES)
+    assert {preset for preset, _, _ in SAMPLE} == set(FAMILIES)
+    for first, second in combinations(range(4), 2):
+        cells = [(preset, *how[:3]) for preset, _, how in SAMPLE if preset in WITH_STATES]
+        pairs = {(cell[first], cell[second]) for cell in cells}
+        values = [{cell[which] for cell in cells} for which in (first, second)]
+        assert pairs == set(product(*values))
 
 
 def test_the_numbers_are_unusual(checkpoints):

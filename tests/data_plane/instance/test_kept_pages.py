@@ -1,5 +1,8 @@
 """What an instance tells the next controller of its pages."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from harness.hash_instance import HashInstance, region_layout
@@ -8,7 +11,7 @@ from harness.local_exchange import LocalExchange
 from harness.local_pages import LocalPageRing, local_peer_rings
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
-from nanocp.values.plan import InstancePlan, TargetRun, Transfer
+from nanocp.values.plan import CARRY_PAGE, InstancePlan, TargetRun, Transfer
 from nanocp.values.table import InstanceTable
 from nanocp.values.table_changes import PageRun, TableChanges
 
@@ -20,10 +23,10 @@ OF_8 = PageRun(8, 3, 1, 6)
 class Story:
     """Instance 0, and its table as the controller knows it."""
 
-    def __init__(self):
-        exchange = LocalExchange.create_all(2, region_layout(CONFIG), CONFIG.limits)[0]
-        moves = local_peer_rings(2)[0]
-        self.instance = HashInstance(CONFIG, HashModel(), exchange, [LocalPageRing()], moves)
+    def __init__(self, config=CONFIG, linear_layers=()):
+        exchange = LocalExchange.create_all(2, region_layout(config), config.limits)[0]
+        model, moves = HashModel(linear_layers=linear_layers), local_peer_rings(2)[0]
+        self.instance = HashInstance(config, model, exchange, [LocalPageRing()], moves)
         self.table, self.window = InstanceTable(0, 2), 0
 
     def begin(self, **changes):
@@ -94,3 +97,18 @@ def test_tickets_are_forgotten_when_every_plan_made_before_them_was_applied(stor
     story.begin(pages=(PageRun(7, 0, 1, 9),))
     assert not story.instance._given
     assert story.kept() == [OF_8, PageRun(7, 0, 1, 9)]
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_row_may_go_on_from_where_its_state_is_folded_to_where_it_was(depth):
+    cluster = replace(CONFIG.cluster, carry_pages=1)
+    story = Story(replace(CONFIG, cluster=cluster), linear_layers=(1,))
+    story.begin(pages=(PageRun(7, 0, 1, 4), PageRun(7, CARRY_PAGE, 1, cluster.num_frames)))
+    states = story.instance._carry
+    states.depth = depth
+    for position in range(9):
+        states.step(0, 1, position, position)
+    story.instance._rows[7] = SimpleNamespace(position=9)
+    assert story.instance.restarts() == [(7, 9 - depth, 9)]
+    states.step(0, 1, 9, 9)  # of a step that is abandoned in a later layer
+    assert story.instance.restarts() == [(7, 10 - depth, 9)]

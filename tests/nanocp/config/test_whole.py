@@ -5,6 +5,7 @@ import pytest
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -69,3 +70,20 @@ def test_numbers_and_ways_of_drafting_that_there_are_not_are_refused():
         ValueError, match="drafting is 'often'; it must be measured, always or random"
     ):
         SchedulerConfig(drafting="often")
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"scheduler": SchedulerConfig(num_drafts=1)}, "num_drafts 1: it must be 0"),
+        (
+            {"prefill": PrefillConfig(engines=("http://prefill:8000",))},
+            "engines is set: leave it empty, as only the embedded prefill sends states",
+        ),
+        ({"cluster": ClusterConfig(layout="pipeline")}, "it must be instances"),
+    ],
+)
+def test_what_rows_with_states_do_not_go_with_is_refused(sections, sentence):
+    config = Config(**sections)
+    with pytest.raises(ValueError, match=f"linear attention layers, and .*{sentence}"):
+        config.with_carry(2)
