@@ -11,7 +11,7 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 24_700, "control_plane": 25_300, "data_plane": 31_640}
+MAX_LINES = {"nanocp": 24_690, "control_plane": 25_285, "data_plane": 31_284}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 302
 """Options of all commands together."""
@@ -19,7 +19,7 @@ MAX_ROOMS = 16
 LARGE_FOLDERS = {
     "control_plane/frontend": 21,
     "control_plane/frontend/http": 24,
-    "control_plane/observe": 19,
+    "control_plane/observe": 18,
     "data_plane/moe": 17,
     "data_plane/transport": 18,
     "nanocp/cli": 25,

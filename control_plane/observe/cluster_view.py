@@ -15,16 +15,15 @@ import heapq
 import json
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from control_plane.observe.load_log import LoadLog, num_prefilling
 from control_plane.observe.observed import ObservedScheduler
 from control_plane.observe.request_values import request_values
-from control_plane.observe.tenant_loads import TenantLoad, tenant_loads
 from control_plane.observe.timelines import NOTHING_NOTED, Timeline, Timelines, sentences
 from control_plane.scheduler.state.request import TRANSFERRING, Request, num_pages
 from nanocp.config.whole import Config
@@ -42,6 +41,7 @@ _MAX_REQUESTS = 256
 for each instance."""
 _MAX_WAITING = 32
 """Waiting requests shown, the first of the queue first."""
+_MAX_TENANTS = 8
 _NUM_POINTS = 240
 """Points of a curve."""
 
@@ -62,6 +62,21 @@ class _Shown:
     """(instance, pages of it that hold no KV yet): for coming tokens, or on their way."""
     parts_s: dict[str, float] | None = None
     """Seconds in each part of an ended request (timelines.Part)."""
+
+
+class TenantLoad(NamedTuple):
+    """What one tenant has in the cluster."""
+
+    tenant: str
+    """`Arrival.tenant`; empty for requests without a key and a user."""
+    placed: int
+    """Requests that are placed and have not ended."""
+    queued: int
+    """Requests in the waiting queue."""
+    kv_tokens: int
+    """Tokens that its frames have room for."""
+    served_tokens: int
+    """The virtual token counter, by which tenants are ordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +308,28 @@ class ClusterView:
             "tpot_ms": [None if ms is None else round(ms, 3) for ms, _ in now.curves],
             "tokens_per_s": [round(rate, 1) for _, rate in now.curves],
         }
+
+
+def tenant_loads(scheduler: ObservedScheduler) -> tuple[TenantLoad, ...]:
+    """The tenants with most placed and queued requests; at most 8, the most first."""
+    state, queue = scheduler.decided
+    placed: Counter[str] = Counter()
+    pages: Counter[str] = Counter()
+    for request in state.requests.values():
+        placed[request.arrival.tenant] += 1
+        pages[request.arrival.tenant] += request.num_pages
+    queued = Counter(entry.arrival.tenant for entry in queue)
+    counters = scheduler.fair_share.counters
+    return tuple(
+        TenantLoad(
+            tenant,
+            placed[tenant],
+            queued[tenant],
+            pages[tenant] * PAGE_SIZE,
+            counters.get(tenant, 0),
+        )
+        for tenant, _ in (placed + queued).most_common(_MAX_TENANTS)
+    )
 
 
 def _promised_on(request: Request, step: int) -> tuple[tuple[int, int], ...]:

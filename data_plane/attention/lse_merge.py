@@ -8,7 +8,6 @@ Legend: Q partials, B rows, H heads, V width.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -25,15 +24,3 @@ def lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
     # An empty row has lse -inf. -inf - -inf would be NaN where the weight is 0.
     weight_QBH = (lse_QBH - lse_BH.masked_fill(lse_BH == float("-inf"), 0.0)).exp()
     return (partial_QBHV.float() * weight_QBH[..., None]).sum(dim=0), lse_BH
-
-
-def reference_lse_merge(partial_QBHV: Tensor, lse_QBH: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge as lse_merge does, but slowly: two partials at a time, in fp64."""
-    out = torch.zeros(partial_QBHV.shape[1:], dtype=torch.float64)
-    lse = torch.full(lse_QBH.shape[1:], float("-inf"), dtype=torch.float64)
-    for partial, other in zip(partial_QBHV.double(), lse_QBH.double(), strict=True):
-        both = torch.logaddexp(lse, other)
-        safe = torch.where(both == float("-inf"), 0.0, both)
-        out = out * (lse - safe).exp()[..., None] + partial * (other - safe).exp()[..., None]
-        lse = both
-    return out.float(), lse.float()

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the fast path of the CPU, and its slow reference.
+"""Paged attention in plain torch: the fast path of the CPU.
 
 Enters: queries, a layer's frames, a plan of which frames each row reads. Leaves:
 (partial_o, lse) of each row: lse is a natural log in fp32, and a row that reads nothing gives
@@ -89,9 +89,6 @@ class KvLayout(Protocol):
         mask: [A, 1, 1, T], added to the scores.
         """
 
-    def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Show each query head its keys [H, T, D] and values [H, T, O]: for the slow reference."""
-
     def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
         """Show each query head its keys [H, T, D] and values [H, T, D], the first O of them valid.
 
@@ -121,10 +118,6 @@ class LatentKv(KvLayout):
         out, lse = _flash(q_AHD[:, None], kv, kv, scale, mask)
         return out[:, 0, :, : self.rank], lse[:, 0]
 
-    def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        kv_HTW = kv_TW.expand(num_heads, -1, -1)
-        return kv_HTW, kv_HTW[..., : self.rank]
-
     def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
         kv_HTW = kv_TW.expand(num_heads, -1, -1)
         return kv_HTW, kv_HTW
@@ -152,15 +145,12 @@ class KvHeads(KvLayout):
         out, lse = _flash(q, key, value, scale, mask)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
-    def keys_and_values(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
         key, value = (
             heads[0].repeat_interleave(num_heads // self.num_kv_heads, dim=0)
             for heads in self._heads(kv_TW[None])
         )
         return key, value
-
-    def chunk_heads(self, kv_TW: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        return self.keys_and_values(kv_TW, num_heads)
 
     def _heads(self, kv_ATW: Tensor) -> tuple[Tensor, Tensor]:
         rows, tokens, _ = kv_ATW.shape
@@ -248,30 +238,6 @@ def causal_attention(
 def _of_width(x: Tensor, width: int) -> Tensor:
     """The kernel wants queries, keys and values of one width. Padding is a copy."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def reference_attention(
-    q_AHD: Tensor,
-    pool_FSW: Tensor,
-    frames: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    scale: float,
-    layout: KvLayout,
-) -> tuple[Tensor, Tensor]:
-    """Attend as paged_attention does, but slowly, in fp64: one row after the other.
-
-    frames, lengths: as AttentionPlan takes them.
-    """
-    partial = torch.zeros(len(q_AHD), q_AHD.shape[1], layout.out_width, dtype=torch.float64)
-    lse = torch.full(q_AHD.shape[:2], float("-inf"), dtype=torch.float64)
-    for row, length in enumerate(lengths):
-        if length:
-            kv_TW = torch.cat([pool_FSW[frame] for frame in frames[row]])[:length].double()
-            key_HTD, value_HTO = layout.keys_and_values(kv_TW, q_AHD.shape[1])
-            score_HT = (key_HTD @ q_AHD[row].double()[..., None])[..., 0] * scale
-            lse[row] = score_HT.logsumexp(dim=-1)
-            partial[row] = (score_HT.softmax(dim=-1)[:, None] @ value_HTO)[:, 0]
-    return partial.to(q_AHD.dtype), lse.float()
 
 
 def _flash(

@@ -15,35 +15,16 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from data_plane.connectors.requests import PagePart
-from data_plane.connectors.ticket import EngineTicket
+from data_plane.connectors.rings import PageWriters
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from nanocp.values.plan import PAGE_SIZE
 
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-
-
-class PagePlaces(Protocol):
-    """Where pages go: rings.PageWriters."""
-
-    def write(
-        self,
-        ticket: EngineTicket,
-        instance: int,
-        *,
-        page: int,
-        num_tokens: int,
-        payload: Any,
-        is_cancelled: Callable[[], bool],
-    ) -> bool:
-        """Write a page; False if it was cancelled. Raises PeerLost, ExchangeTimeout, ValueError."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +37,7 @@ class _Queued:
 class PageSender:
     """Sends parts in order, in a thread of its own."""
 
-    def __init__(self, read_page: Callable[[PagePart, int, int], Any], places: PagePlaces) -> None:
+    def __init__(self, read_page: Callable[[PagePart, int, int], Any], places: PageWriters) -> None:
         """read_page: (part, page, tokens in it) -> payload, which is valid until the next call."""
         self._read_page = read_page
         self._places = places

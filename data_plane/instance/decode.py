@@ -34,7 +34,6 @@ from data_plane.instance.window_edge import StepRow, Window, WindowEdge
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_copier import PageCopier
 from data_plane.kv.page_ring import PageRing, copy_bytes
-from data_plane.kv.peer_rings import PeerRings
 from data_plane.kv.slots import Slots
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
@@ -62,9 +61,8 @@ class Startup:
     lanes: Sequence[StepLane]
     """One, or two where windows may have two."""
     frames: FramePool
-    rings: Sequence[PageRing]
-    """None with synthetic KV."""
-    moves: PeerRings
+    ends: TermEnds
+    """What is shared with others in the first term."""
     selected: list[str]
     """What was selected and why, one sentence each."""
     load_experts: Callable[[Mapping[int, int]], int]
@@ -92,8 +90,7 @@ class DecodeInstance(WindowEdge):
     def __init__(self, config: Config, startup: Startup) -> None:
         """Everything is made; `connect` attaches it to the peers."""
         first, *others = startup.lanes
-        ends = TermEnds(first.exchange.exchange, startup.rings, startup.moves)
-        super().__init__(config, ends, first.exchange.sent_bytes, startup.new_ends)
+        super().__init__(config, startup.ends, first.exchange.sent_bytes, startup.new_ends)
         self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""
         self._frames = frames = startup.frames

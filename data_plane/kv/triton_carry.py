@@ -173,6 +173,32 @@ def _kept_decay(
 
 
 @triton.jit
+def _of_position(
+    state_ptr, decays_ptr, keys_ptr, u_ptr, position, folded, head, key_head, k, is_k, columns,
+    is_v, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    PLACES: tl.constexpr, BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Load these columns of a state and run them through the records up to a position.
+
+    The pointers are the frame's. If all places have a record, the oldest is folded in.
+    """
+    tile = state_ptr + (head * KEY + k[:, None]) * VALUE + columns[None, :]
+    is_tile = is_k[:, None] & is_v[None, :]
+    state = tl.load(tile, mask=is_tile, other=0.0)
+    for back in tl.static_range(PLACES - 1, 0, -1):
+        at = position - back
+        if at >= folded:
+            of_head, of_key = at % PLACES * HEADS + head, at % PLACES * KEY_HEADS + key_head
+            kept = _kept(decays_ptr + of_head * (KEY if BY_CHANNEL else 1), k, is_k, BY_CHANNEL)
+            then = tl.load(keys_ptr + of_key * KEY + k, mask=is_k, other=0.0)
+            u = tl.load(u_ptr + of_head * VALUE + columns, mask=is_v, other=0.0)
+            state = state * kept + then[:, None] * u[None, :]
+            if back == PLACES - 1:
+                tl.store(tile, state, mask=is_tile)
+    return state
+
+
+@triton.jit
 def delta_step_kernel(
     channels_ptr, gate_ptr, decay_ptr, beta_ptr, conv_ptr, rate_ptr, bias_ptr, norm_ptr, frame_ptr,
     position_ptr, live_ptr, error_ptr, state_ptr, decays_ptr, keys_ptr, u_ptr, ring_ptr, folded_ptr,
@@ -232,19 +258,11 @@ def delta_step_kernel(
     squares = 0.0
     for begin in range(0, VALUE, BLOCK_V):
         columns, is_v = begin + v, begin + v < VALUE
-        tile = state_ptr + words + (head * KEY + k[:, None]) * VALUE + columns[None, :]
-        is_tile = is_k[:, None] & is_v[None, :]
-        state = tl.load(tile, mask=is_tile, other=0.0)
-        for back in tl.static_range(PLACES - 1, 0, -1):
-            at = position - back
-            if at >= folded:
-                of_head, of_key = at % PLACES * HEADS + head, at % PLACES * KEY_HEADS + key_head
-                kept = _kept(decays_ptr + words + of_head * DECAYS, k, is_k, BY_CHANNEL)
-                then = tl.load(keys_ptr + words + of_key * KEY + k, mask=is_k, other=0.0)
-                u = tl.load(u_ptr + words + of_head * VALUE + columns, mask=is_v, other=0.0)
-                state = state * kept + then[:, None] * u[None, :]
-                if back == PLACES - 1:
-                    tl.store(tile, state, mask=is_tile)
+        state = _of_position(
+            state_ptr + words, decays_ptr + words, keys_ptr + words, u_ptr + words, position,
+            folded, head, key_head, k, is_k, columns, is_v, HEADS, KEY_HEADS, KEY, VALUE, PLACES,
+            BY_CHANNEL,
+        )  # fmt: skip
         of_value = 2 * KEY_HEADS * KEY + head * VALUE + columns
         value = _convolved(
             channels, conv_ptr, ring, position, of_value, is_v, is_v, CONV, RING, CHANNELS

@@ -73,17 +73,6 @@ class ClusterInstance(Instance, Protocol):
         """Join a term together with its peers, who do the same; returns the number of graphs."""
 
 
-class Driven(Protocol):
-    """What a loop drives: a ClusterInstance, or a stage of a pipeline."""
-
-    @property
-    def awaited(self) -> int | None:
-        """The instance that a wait is blocked for now; None if none is. Any thread may read it."""
-
-    def close(self) -> None:
-        """Release everything. Idempotent."""
-
-
 MakeLoop = Callable[[Any, ControllerLink, TokenStreams, Segments, LimitsConfig], TermLoop]
 
 

@@ -103,29 +103,6 @@ class PlainLinear:
         return F.linear(x, self.weight)
 
 
-class PlainPacking:
-    """The Packing for weights that go to a GPU: nothing is laid out."""
-
-    keeps_bf16 = False
-    keeps_heads = True
-
-    def __init__(self, keeps_fp8: bool = False) -> None:
-        self.keeps_fp8 = keeps_fp8
-        """Whether layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
-
-    def linear(self, weight: Tensor) -> LinearLayer:
-        """Make a PlainLinear of the weight [out, in]."""
-        return PlainLinear(weight)
-
-    def head_weight(self, weight_HKN: Tensor) -> Tensor:
-        """Make the heads' weight contiguous, [H, in, out]."""
-        return weight_HKN.contiguous()
-
-    def gate_weight(self, weight_EX: Tensor) -> Tensor:
-        """Take the gate's weight as it is."""
-        return weight_EX
-
-
 class TorchPacking:
     """The Packing for torch's operators on the CPU: it packs linear layers, not heads or gates."""
 
@@ -144,3 +121,15 @@ class TorchPacking:
     def gate_weight(self, weight_EX: Tensor) -> Tensor:
         """Take the gate's weight as it is."""
         return weight_EX
+
+
+class PlainPacking(TorchPacking):
+    """The Packing for weights that go to a GPU: nothing is laid out."""
+
+    def __init__(self, keeps_fp8: bool = False) -> None:
+        self.keeps_fp8 = keeps_fp8
+        """Whether layers that a checkpoint has in FP8 become Fp8Linear, without `linear`."""
+
+    def linear(self, weight: Tensor) -> LinearLayer:
+        """Make a PlainLinear of the weight [out, in]."""
+        return PlainLinear(weight)

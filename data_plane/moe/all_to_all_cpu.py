@@ -19,7 +19,7 @@ from torch import Tensor
 from data_plane.model.config import ModelConfig
 from data_plane.model.layers import shared_experts
 from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
-from data_plane.moe.rows import Region, RowMoves
+from data_plane.moe.rows import Region
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
 from nanocp.values.experts import home_table
@@ -42,7 +42,7 @@ class Dispatched:
     """For each instance, how many rows those are."""
 
 
-class ExpertKernels(RowMoves, Protocol):
+class ExpertKernels(Protocol):
     """What chooses experts, moves rows and runs experts: torch's functions, or compiled kernels."""
 
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -50,6 +50,28 @@ class ExpertKernels(RowMoves, Protocol):
 
     def gated_mlp(self, x_BX: Tensor, mlp: MlpWeights) -> Tensor:
         """Run the MLP of the shared expert; see model.layers.gated_mlp."""
+
+    def pack_rows(
+        self,
+        x_BX: Tensor,
+        expert_BK: Tensor,
+        weight_BK: Tensor,
+        live_B: Tensor,
+        seat_E: Tensor,
+        regions: Sequence[Region | None],
+    ) -> tuple[Tensor, list[int]]:
+        """Choose and send the rows that each instance gets; see rows.pack_rows."""
+
+    def combine_sums(
+        self,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        own_sum: Tensor,
+        rows_NB: Tensor,
+        counts: Sequence[int],
+        regions: Sequence[Region | None],
+    ) -> Tensor:
+        """Add what the experts returned to their rows; see rows.combine_sums."""
 
     def visit_experts(
         self,

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_plane.model.layers import gated_mlp
 from data_plane.model.weights import MoeWeights
 from data_plane.moe.rows import Region
 
@@ -78,17 +77,3 @@ def visit_experts(
     for region, count, rows in zip(answers, counts, sums, strict=True):
         region["hidden"][:count] = rows
     return own_sum, counts
-
-
-def reference_experts_forward(
-    x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: MoeWeights
-) -> Tensor:
-    """Run the experts as experts_forward does, but slowly: one row and one expert at a time."""
-    y_TX = torch.zeros_like(x_TX)
-    for row, (experts, weights) in enumerate(zip(expert_TK.tolist(), weight_TK, strict=True)):
-        for expert, weight in zip(experts, weights, strict=True):
-            slot = int(moe.slot_E[expert])
-            if slot >= 0:
-                mlp = moe.mlps[slot]
-                y_TX[row] += weight.to(x_TX.dtype) * gated_mlp(x_TX[row : row + 1], mlp)[0]
-    return y_TX

@@ -57,51 +57,6 @@ class PairsGemm(Fp8GroupedGemm, Protocol):
         """Run every expert on its rows: [E * S, X] by slot, not weighted, in the dtype of x."""
 
 
-def group_rows(
-    x_TX: Tensor, expert_TK: Tensor, place_E: Tensor, num_here: int, num_slots: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay rows out by expert: (x [E, S, X], count [E] int32, slot [T, K] int64).
-
-    place_E: [num_experts] int64, the number of each expert among the num_here that are here, -1 if
-    it is elsewhere. A slot is the place of a pair of row and expert in x.flatten(0, 1); E * S if
-    the expert is not here. Rows of an expert keep their order. num_slots: S, at least T, since a
-    row visits an expert at most once.
-    """
-    num_experts, num_rows = num_here, len(x_TX)
-    assert num_slots >= num_rows, (num_slots, num_rows)
-    local_TK = place_E[expert_TK]
-    is_here_TK = local_TK >= 0
-    # A last column takes the pairs whose expert is elsewhere.
-    visits_TE = torch.zeros(num_rows, num_experts + 1, dtype=torch.int32, device=x_TX.device)
-    visits_TE.scatter_(1, torch.where(is_here_TK, local_TK, num_experts), 1)
-    visits_TE = visits_TE[:, :num_experts]
-    before_TE = visits_TE.cumsum(dim=0) - visits_TE
-    expert = local_TK.clamp(0, num_experts - 1)
-    slot_TK = torch.where(
-        is_here_TK, expert * num_slots + before_TE.gather(1, expert), num_experts * num_slots
-    )
-    # One more row takes what has no place.
-    x_grouped = x_TX.new_zeros(num_experts * num_slots + 1, x_TX.shape[1])
-    x_grouped.index_copy_(0, slot_TK.flatten(), x_TX.repeat_interleave(expert_TK.shape[1], dim=0))
-    return (
-        x_grouped[:-1].view(num_experts, num_slots, x_TX.shape[1]),
-        visits_TE.sum(dim=0, dtype=torch.int32),
-        slot_TK,
-    )
-
-
-def ungroup_rows(y_ESX: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Sum each row over its experts that are here, weighted: [T, X] in the dtype of y.
-
-    slot_TK: as group_rows gives it. The sum is computed in fp32.
-    """
-    num_slots = y_ESX.shape[0] * y_ESX.shape[1]
-    is_here_TK = slot_TK < num_slots
-    y_TKX = y_ESX.flatten(0, 1)[slot_TK.clamp_max(num_slots - 1)].float()
-    y_TKX = y_TKX.masked_fill(~is_here_TK[..., None], 0.0)
-    return torch.einsum("tkx,tk->tx", y_TKX, weight_TK.float()).to(y_ESX.dtype)
-
-
 class GroupedExperts:
     """The experts of one instance in one layer, as grouped GEMMs."""
 
@@ -180,21 +135,4 @@ class GroupedMm(GroupedGemm):
         y_ESN: Tensor = (
             torch.empty_like(y).index_copy_(0, order, y).view(num_experts, num_slots, y.shape[1])
         )
-        return y_ESN
-
-
-class ReferenceGemm:
-    """Grouped GEMM, slowly: one expert at a time, its count read by the host."""
-
-    def prepare(self, weight_ENX: Tensor) -> Tensor:
-        """Take the weights as they are, as GroupedGemm.prepare says."""
-        return weight_ENX
-
-    def run(self, x_ESX: Tensor, prepared: Tensor, count_E: Tensor) -> Tensor:
-        """Multiply in fp64, as GroupedGemm.run says; rows that are not defined are NaN."""
-        y_ESN = x_ESX.new_full((*x_ESX.shape[:2], prepared.shape[1]), float("nan"))
-        for expert, count in enumerate(count_E.tolist()):
-            y_ESN[expert, :count] = (
-                x_ESX[expert, :count].double() @ prepared[expert].double().T
-            ).to(x_ESX.dtype)
         return y_ESN

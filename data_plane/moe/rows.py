@@ -10,39 +10,12 @@ Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden siz
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Region = Mapping[str, Tensor]
 """The fields of one region: of DISPATCH (count, expert, weight, hidden) or of COMBINE (hidden)."""
-
-
-class RowMoves(Protocol):
-    """What moves rows; the contract of each call is that of the function of the same name."""
-
-    def pack_rows(
-        self,
-        x_BX: Tensor,
-        expert_BK: Tensor,
-        weight_BK: Tensor,
-        live_B: Tensor,
-        seat_E: Tensor,
-        regions: Sequence[Region | None],
-    ) -> tuple[Tensor, list[int]]:
-        """Choose and send the rows that each instance gets; see rows.pack_rows."""
-
-    def combine_sums(
-        self,
-        x_BX: Tensor,
-        shared_BX: Tensor | None,
-        own_sum: Tensor,
-        rows_NB: Tensor,
-        counts: Sequence[int],
-        regions: Sequence[Region | None],
-    ) -> Tensor:
-        """Add what the experts returned to their rows; see rows.combine_sums."""
 
 
 def pack_rows(

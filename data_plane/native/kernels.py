@@ -27,12 +27,12 @@ from data_plane.native.build import native_library
 from data_plane.native.calls import LayerFields
 from data_plane.native.delta import NativeDelta
 from data_plane.native.experts import NativeExpertKernels
-from data_plane.native.heads import NativeHeads
+from data_plane.native.heads import heads_fields
 from data_plane.native.packing import NativePacking, packed_address
 from data_plane.native.processors import Processors
 
 
-class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads, NativeDelta):
+class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
     """The compiled kernels of one dtype; see step.cpu_kernels.Kernels.
 
     Raises NativeUnavailable if this machine has none for the dtype.
@@ -53,10 +53,10 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads, NativeDelta
         processors = Processors(library, num_processors)
         NativePacking.__init__(self, library, dtype, processors, keeps_bf16)
         NativeExpertKernels.__init__(self, self._calls)
-        NativeHeads.__init__(self, self._calls)
         NativeDelta.__init__(self, self._calls)
         # By the id of a layer. The layer is kept too, so that no other object can get its id.
         self._layers: dict[int, tuple[LayerWeights, Any]] = {}
+        self._heads: dict[int, tuple[LayerWeights, Any]] = {}
         self.calls = self._calls
         """The compiled functions, for NativeMixtures."""
         self.attention_call = self._calls.attention
@@ -74,25 +74,28 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads, NativeDelta
 
         The rope table must reach every position.
         """
-        if isinstance(config.attention, GqaConfig):
-            return self.heads_rows(x_BX, position_B, layer, rope, config)
-        kind = _latent(config)
-        x_BX, rows = x_BX.contiguous(), x_BX.shape[0]
-        latent_BC = x_BX.new_empty(rows, kind.q_latent_dim)
-        kv_BD = x_BX.new_empty(rows, kind.kv_width)
-        q_BHD = x_BX.new_empty(rows, kind.num_heads, kind.kv_width)
-        self._calls.attention_rows(
-            self._layer(layer, rope, config),
+        kind, x_BX, rows = config.attention, x_BX.contiguous(), x_BX.shape[0]
+        if isinstance(kind, GqaConfig):
+            call, fields = self._calls.heads_rows, self._heads_of(layer, rope, config)
+            wire_width, q_width = kind.hidden_size, kind.head_dim
+        else:
+            call, fields = self._calls.attention_rows, self._layer(layer, rope, config)
+            wire_width, q_width = _latent(config).q_latent_dim, kind.kv_width
+        wire_q_BC = x_BX.new_empty(rows, wire_width)
+        kv_BW = x_BX.new_empty(rows, kind.kv_width)
+        q_BHD = x_BX.new_empty(rows, kind.num_heads, q_width)
+        call(
+            fields,
             x_BX.data_ptr(),
             position_B.data_ptr(),
             rope.cos.data_ptr(),
             rope.sin.data_ptr(),
             rows,
-            latent_BC.data_ptr(),
-            kv_BD.data_ptr(),
+            wire_q_BC.data_ptr(),
+            kv_BW.data_ptr(),
             q_BHD.data_ptr(),
         )
-        return latent_BC, kv_BD, q_BHD
+        return wire_q_BC, kv_BW, q_BHD
 
     def attention_queries(
         self,
@@ -106,13 +109,16 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads, NativeDelta
 
         The rope table must reach every position.
         """
-        if isinstance(config.attention, GqaConfig):
-            return self.heads_queries(wire_q_BC, position_B, layer, rope, config)
-        kind = _latent(config)
-        wire_q_BC, rows = wire_q_BC.contiguous(), wire_q_BC.shape[0]
-        q_BHD = wire_q_BC.new_empty(rows, kind.num_heads, kind.kv_width)
-        self._calls.absorbed_q(
-            self._layer(layer, rope, config),
+        kind, wire_q_BC, rows = config.attention, wire_q_BC.contiguous(), wire_q_BC.shape[0]
+        if isinstance(kind, GqaConfig):
+            call, fields = self._calls.heads_queries, self._heads_of(layer, rope, config)
+            q_width = kind.head_dim
+        else:
+            call, fields = self._calls.absorbed_q, self._layer(layer, rope, config)
+            q_width = kind.kv_width
+        q_BHD = wire_q_BC.new_empty(rows, kind.num_heads, q_width)
+        call(
+            fields,
             wire_q_BC.data_ptr(),
             position_B.data_ptr(),
             rope.cos.data_ptr(),
@@ -213,6 +219,13 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeHeads, NativeDelta
         self._deltas.pop(id(layer.attention), None)
         if layer.moe is not None:
             self.forget_experts(layer.moe)
+
+    def _heads_of(self, layer: LayerWeights, rope: RopeTable, config: ModelConfig) -> Any:
+        known = self._heads.get(id(layer))
+        if known is None:
+            fields = heads_fields(layer, rope, config)
+            known = self._heads[id(layer)] = layer, ctypes.pointer(fields)
+        return known[1]
 
     def _layer(self, layer: LayerWeights, rope: RopeTable, config: ModelConfig) -> Any:
         known = self._layers.get(id(layer))

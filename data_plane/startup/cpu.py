@@ -6,6 +6,7 @@ yet connected. Does not know: what starts it, gRPC, Ray.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from data_plane.graph.engine import GraphEngine
 from data_plane.graph.pool_cpu import ContextPool
 from data_plane.instance.decode import DecodeInstance, Startup
-from data_plane.instance.interface import TermEnds
 from data_plane.instance.step_lane import StepLane
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.weights import (
@@ -32,7 +32,7 @@ from data_plane.startup.shared_parts import (
     moe_backends,
     new_carry,
     page_choice,
-    page_ways,
+    term_ends,
     torch_dtype,
 )
 from data_plane.step.cpu import CpuStep
@@ -40,7 +40,6 @@ from data_plane.step.cpu_kernels import Arithmetic, cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
-from data_plane.transport.shm import ShmExchange
 from nanocp.config.whole import Config
 
 
@@ -82,18 +81,11 @@ def build_cpu_instance(
     layout = region_layout(cluster, config.data_plane, model)
     if config.scheduler.has_lanes:
         layout = in_two_lanes(layout)
-
-    def new_exchange() -> ShmExchange:
-        num = cluster.num_instances
-        return ShmExchange.create(segments, instance, num, layout, config.limits)
-
-    def new_ends() -> TermEnds:
-        return TermEnds(new_exchange(), *page_ways(config, instance, segments, frames))
-
-    exchange = new_exchange()
+    new_ends = partial(term_ends, config, instance, segments, layout, frames)
+    ends = new_ends()
 
     def new_lane(number: int) -> StepLane:
-        tensors = TensorExchange(exchange, layout, number)
+        tensors = TensorExchange(ends.exchange, layout, number)
         mixtures = cpu_mixtures(
             moe.schedule, tensors, model, weights, kernels, cluster.bounds.max_rows
         )
@@ -103,7 +95,6 @@ def build_cpu_instance(
         engine = GraphEngine(ContextPool(cluster), bucket_table(config), step.capture)
         return StepLane(engine, step, tensors)
 
-    rings, moves = page_ways(config, instance, segments, frames)
     selected = [
         *sentences,
         _exchange_choice(config),
@@ -121,8 +112,7 @@ def build_cpu_instance(
         Startup(
             lanes=[new_lane(number) for number in range(1 + config.scheduler.has_lanes)],
             frames=frames,
-            rings=rings,
-            moves=moves,
+            ends=ends,
             selected=selected,
             load_experts=lambda held: load_experts(
                 checkpoint, model, dtype, weights, held, kernels

@@ -20,7 +20,6 @@ from data_plane.attention.backend import AttentionSite, attention_backend
 from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.graph.engine import GraphEngine, PairedEngine
 from data_plane.instance.decode import DecodeInstance, Startup
-from data_plane.instance.interface import TermEnds
 from data_plane.instance.step_lane import StepLane
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
@@ -38,7 +37,7 @@ from data_plane.startup.shared_parts import (
     moe_backends,
     new_carry,
     page_choice,
-    page_ways,
+    term_ends,
     torch_dtype,
 )
 from data_plane.transport.cuda_runtime import load_runtime
@@ -48,7 +47,6 @@ from data_plane.transport.mailbox import mailbox_layout
 from data_plane.transport.peer_memory import cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
-from data_plane.transport.shm import ShmExchange
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
 from nanocp.values.experts import num_slots
@@ -102,16 +100,8 @@ def build_gpu_instance(
     if config.scheduler.has_lanes:
         lanes.append(new_parts(frames=parts.frames))
     mailbox = mailbox_layout(cluster)
-
-    def new_exchange() -> ShmExchange:
-        num = cluster.num_instances
-        return ShmExchange.create(segments, instance, num, mailbox, config.limits)
-
-    def new_ends() -> TermEnds:
-        return TermEnds(new_exchange(), *page_ways(config, instance, segments, parts.frames))
-
-    exchange = new_exchange()
-    rings, moves = page_ways(config, instance, segments, parts.frames)
+    new_ends = partial(term_ends, config, instance, segments, mailbox, parts.frames)
+    ends = new_ends()
     capture = _capture(config, lanes)
     weights_choice = weights_choice if model.fp8_block is not None else ""
     sentences = [*moe.sentences, *carry_choice(model, dtype)]
@@ -120,15 +110,14 @@ def build_gpu_instance(
     else:
         meeting = _Meeting(config, instance, segments, lanes)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
-    tensors = TensorExchange(exchange, mailbox)
+    tensors = TensorExchange(ends.exchange, mailbox)
     startup = Startup(
         lanes=[
             StepLane(engine, lane.step, tensors)
             for engine, lane in zip(engines, lanes, strict=True)
         ],
         frames=parts.frames,
-        rings=rings,
-        moves=moves,
+        ends=ends,
         selected=_selected(config, attention_choice, sentences, weights_choice),
         load_experts=lambda held: load_experts(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert

@@ -19,8 +19,8 @@ from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.sizes import page_bytes, token_bytes
 from data_plane.model.weights import Progress, load_weights, say_nothing
-from data_plane.prefill.pages import payload_of, prefill_pages
-from data_plane.prefill.probe import NUM_TOKENS, LatentProbe, probe_token_ids
+from data_plane.prefill.pages import kv_before_experts, payload_of
+from data_plane.prefill.probe import LatentProbe, probe_token_ids
 from data_plane.startup.memory_need import prefill_bytes
 from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.startup.stage import build_stage
@@ -95,7 +95,6 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     first = replace(model, num_layers=model.num_dense_layers + 1, num_mtp_layers=0)
     weights = load_weights(checkpoint, first, dtype, range(0), progress)
     token_ids = probe_token_ids(model.vocab_size)
-    pages = [kv for _, kv in prefill_pages(weights, first, token_ids, NUM_TOKENS, NUM_TOKENS)]
     is_fp8 = config.data_plane.kv_dtype == "fp8"
     width = attention.kv_width * dtype.itemsize
     if is_fp8:
@@ -103,7 +102,7 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     return LatentProbe(
         fingerprint=fingerprint(checkpoint, config.data_plane.dtype),
         token_ids=token_ids,
-        expected=torch.cat(pages, dim=1)[:, :NUM_TOKENS].clone(),
+        expected=kv_before_experts(weights, first, token_ids),
         num_layers=model.num_kept_layers,
         rank=attention.kv_lora_rank,
         is_fp8=is_fp8,

@@ -13,6 +13,7 @@ import torch
 
 from data_plane.graph.buckets import BucketTable
 from data_plane.instance.grammar import GrammarMasks, load_grammar_masks
+from data_plane.instance.interface import TermEnds
 from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, prefill_rings
@@ -22,8 +23,10 @@ from data_plane.model.sizes import carry_bytes, carry_pages, page_bytes
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.grouped import GroupedGemm
 from data_plane.moe.mixture import MoeSchedule
+from data_plane.transport.exchange import RegionLayout
 from data_plane.transport.nixl import nixl_package
 from data_plane.transport.segments import Segments
+from data_plane.transport.shm import ShmExchange
 from nanocp.config.whole import Config
 
 
@@ -56,6 +59,15 @@ def page_ways(
     return rings, PeerRings(
         segments, instance, config.cluster.num_instances, frames.page_bytes, config.limits
     )
+
+
+def term_ends(
+    config: Config, instance: int, segments: Segments, layout: RegionLayout, frames: FramePool
+) -> TermEnds:
+    """Make what an instance shares with others in a term. layout: of the exchange's regions."""
+    num_instances = config.cluster.num_instances
+    exchange = ShmExchange.create(segments, instance, num_instances, layout, config.limits)
+    return TermEnds(exchange, *page_ways(config, instance, segments, frames))
 
 
 def page_choice(config: Config) -> str:

@@ -1,12 +1,11 @@
 """Messages between the stages of a pipeline: hidden rows forwards, sampled tokens back.
 
 Enters: messages of a stage. Leaves: the same, in order, at the stage they are for. Does not know:
-layers, what hidden rows are. LocalStageLinks is the form within one process.
+layers, what hidden rows are.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, NamedTuple, Protocol
 
 
@@ -60,46 +59,3 @@ class StageLinks(Protocol):
 
         Raises PeerLost as `receive_hidden` does.
         """
-
-
-class LocalStageLinks(StageLinks):
-    """Links within one process; the queues hold no more than the passes in flight."""
-
-    def __init__(
-        self, stage: int, hidden: list[deque[HiddenRows]], tokens: deque[PassTokens]
-    ) -> None:
-        """hidden: for each stage, what comes from the stage before."""
-        self._stage = stage
-        self._hidden = hidden
-        self._tokens = tokens
-
-    @classmethod
-    def create_all(cls, num_stages: int) -> list[LocalStageLinks]:
-        """Make the ends of all stages."""
-        hidden: list[deque[HiddenRows]] = [deque() for _ in range(num_stages)]
-        tokens: deque[PassTokens] = deque()
-        return [cls(stage, hidden, tokens) for stage in range(num_stages)]
-
-    def connect(self) -> None:
-        """Nothing: queues need none."""
-
-    def wait(self, timeout_ms: float) -> None:
-        """Return: what can come in one process is here."""
-
-    def close(self) -> None:
-        """Nothing: queues need none."""
-
-    def send_hidden(self, rows: HiddenRows) -> None:
-        waiting = self._hidden[self._stage + 1]
-        assert len(waiting) < len(self._hidden), f"more than {len(waiting)} passes are in flight"
-        waiting.append(rows)
-
-    def receive_hidden(self) -> HiddenRows | None:
-        waiting = self._hidden[self._stage]
-        return waiting.popleft() if waiting else None
-
-    def send_tokens(self, tokens: PassTokens) -> None:
-        self._tokens.append(tokens)
-
-    def receive_tokens(self) -> PassTokens | None:
-        return self._tokens.popleft() if self._tokens else None

@@ -21,7 +21,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.values.plan import PAGE_SIZE
 
-SECRETS = ("api_key", "api_keys", "tenant_keys")
+SECRETS = ("api_key", "api_keys")
 """Keys whose values are never shown, in whatever section."""
 
 

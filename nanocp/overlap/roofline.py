@@ -1,7 +1,8 @@
 """NanoFlow's cost model: what compute, memory and network ask of an iteration (its section 3).
 
-Enters: a GPU and how many, a dense model, a workload, a batch. Leaves: equations 1 to 5, and one
-line for each operation (its Table 2). Does not know: kernels, how operations overlap.
+Enters: a GPU and how many, a dense model, a workload, a batch. Leaves: the optimal throughput
+(equation 5), and one line for each operation (its Table 2). Does not know: kernels, how operations
+overlap.
 """
 
 from __future__ import annotations
@@ -92,27 +93,9 @@ class Machine:
     gpu: Gpu
     num_gpus: int
 
-    def memory_s(self) -> float:
-        """Equation 1, T_mem: seconds to read all memory once."""
-        return self.gpu.mem_gb / self.gpu.mem_gb_per_s
-
-    def compute_s(self, model: DenseModel, batch: int) -> float:
-        """Equation 2, T_compute: seconds of the dense operations of `batch` tokens."""
-        gflop_per_s = self.num_gpus * self.gpu.fp16_gflop_per_s
-        return 2e-9 * batch * model.num_parameters / gflop_per_s
-
-    def network_s(self, model: DenseModel, batch: int) -> float:
-        """Equation 3, T_net: seconds of two all-gathers and one all-reduce a layer."""
-        num_bytes = 4 * self.num_gpus * batch * model.hidden_size * _BYTES * model.num_layers
-        return 1e-9 * num_bytes / (self.num_gpus * self.gpu.net_gb_per_s)
-
     def kv_room_gb(self, model: DenseModel) -> float:
         """Memory that the weights leave for KV, over all GPUs; below 0 they do not fit."""
         return self.num_gpus * self.gpu.mem_gb - 1e-9 * _BYTES * model.num_parameters
-
-    def memory_to_compute(self, model: DenseModel, batch: int) -> float:
-        """Equation 4, T_R: memory time by compute time; below 1 the workload is compute-bound."""
-        return self.memory_s() / self.compute_s(model, batch)
 
     def optimal_tokens_per_s(self, model: DenseModel, gflop_per_s: float | None = None) -> float:
         """Equation 5: the throughput of one GPU, in tokens a second, when compute never waits.

@@ -81,6 +81,17 @@ def member_environment(config: Config) -> dict[str, str]:
     return environment
 
 
+def _settled(config: Config, served: Served, controller_number: int) -> Config:
+    """The configuration for what is served, and for this controller of the service."""
+    config = _with_unfilled_bound(config).with_carry(served.carry_pages)
+    if served.page_bytes:
+        config = config.with_slots(served.page_bytes)
+    if controller_number > 1 and config.service.event_log:
+        log = f"{config.service.event_log}.{controller_number}"
+        config = replace(config, service=replace(config.service, event_log=log))
+    return config
+
+
 def _with_unfilled_bound(config: Config) -> Config:
     """The configuration, with what engines may have in flight as the bound of empty frames."""
     prefill, scheduler = config.prefill, config.scheduler
@@ -112,12 +123,7 @@ class Service:
         ValueError for an unknown policy, for files of the checkpoint that cannot be read, and for
         traces without their packages.
         """
-        config = _with_unfilled_bound(config).with_carry(served.carry_pages)
-        if served.page_bytes:
-            config = config.with_slots(served.page_bytes)
-        if controller_number > 1 and config.service.event_log:
-            log = f"{config.service.event_log}.{controller_number}"
-            config = replace(config, service=replace(config.service, event_log=log))
+        config = _settled(config, served, controller_number)
         check_tls(config.service)
         self.cluster_id = cluster_id or secrets.token_hex(4)
         self.metrics = Metrics(config)
@@ -146,16 +152,7 @@ class Service:
         self._nodes = NodeProcesses(launcher, lambda node: self._spec(node, term=1))
         self._front_ends = self._make_front_ends(observer, view)
         self._controller_address = ""
-        self._status = StatusServer(
-            self.metrics.registry,
-            view.snapshot_json,
-            OperatorKeys(config.service),
-            view.requests_json,
-            {
-                SEATS_PATH: partial(answer_seats, self, config.cluster.num_instances),
-                LAYOUT_PATH: partial(answer_layout, self),
-            },
-        )
+        self._status = self._make_status(view)
         self._controller = Controller(
             config,
             MemberProcesses(launcher, self._spec, self.cluster_id),
@@ -366,6 +363,18 @@ class Service:
         http = HttpServer(config, model, metrics, view.snapshot_json, observer.http_responded)
         return FrontEnd(
             config, served.tokenizer, served.limits, self._member_secrets, observer, http
+        )
+
+    def _make_status(self, view: ClusterView) -> StatusServer:
+        return StatusServer(
+            self.metrics.registry,
+            view.snapshot_json,
+            OperatorKeys(self._config.service),
+            view.requests_json,
+            {
+                SEATS_PATH: partial(answer_seats, self, self._config.cluster.num_instances),
+                LAYOUT_PATH: partial(answer_layout, self),
+            },
         )
 
     def _fail(self, message: str) -> None:

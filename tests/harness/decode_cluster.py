@@ -25,7 +25,6 @@ from data_plane.instance.decode import DecodeInstance
 from data_plane.instance.interface import TermStart
 from data_plane.kv.page_ring import PageRingWriter
 from data_plane.model.weights import load_weights
-from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import model_of, new_carry, torch_dtype, with_carry
 from data_plane.transport import futex
@@ -33,6 +32,7 @@ from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.followed_tables import follow
 from harness.lost_changes import corrupted, full
+from harness.reference_prefill import prefill_pages
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
 from nanocp.values.plan import (

@@ -18,7 +18,8 @@ import numpy as np
 
 from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.requests import PagePart, TicketedRequests
-from data_plane.connectors.sender import PagePlaces, PageSender
+from data_plane.connectors.rings import PageWriters
+from data_plane.connectors.sender import PageSender
 from harness.hash_model import HashModel
 from nanocp.values.plan import PAGE_SIZE
 
@@ -47,7 +48,7 @@ class FakeVllm:
     def __init__(
         self,
         block_size: int,
-        places: PagePlaces,
+        places: PageWriters,
         seed: int,
         chunk_tokens: tuple[int, int] = (1, 200),
         preempted_share: float = 0.0,

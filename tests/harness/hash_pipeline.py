@@ -16,11 +16,12 @@ from typing import Any
 from control_plane.scheduler.pipeline.layer_places import runs_of
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
 from data_plane.instance.interface import PageMover
-from data_plane.transport.stage_links import LocalStageLinks, StageLinks
+from data_plane.transport.stage_links import StageLinks
 from harness.hash_model import HashModel
 from harness.hash_play import HashPlay, played
 from harness.hash_stage import HashStage
 from harness.local_pages import local_peer_rings
+from harness.local_stage_links import LocalStageLinks
 from harness.pipeline_setups import PipelineSetup, chaos_setup, crowded, draw_setup
 from nanocp.values.commands import StagePrompt
 from nanocp.values.members import Envelope, Member, Said

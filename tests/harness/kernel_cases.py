@@ -6,12 +6,17 @@ import torch
 import torch.nn.functional as F
 
 from data_plane.attention.fp8_latent import dequantise, quantise
-from data_plane.attention.torch_paged import KvHeads, LatentKv, reference_attention
+from data_plane.attention.torch_paged import KvHeads, LatentKv
 from data_plane.model.fp8_weight import FP8, Fp8Weight
 from data_plane.model.linear import Linear
 from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
-from data_plane.moe.experts import reference_experts_forward
-from data_plane.moe.grouped import GroupedExperts, group_rows, ungroup_rows
+from data_plane.moe.grouped import GroupedExperts
+from harness.slow_references import (
+    group_rows,
+    reference_attention,
+    reference_experts_forward,
+    ungroup_rows,
+)
 
 LENGTHS = {
     "one token": [1],

@@ -5,7 +5,7 @@ import torch
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
-from data_plane.prefill.pages import prefill_pages
+from harness.reference_prefill import prefill_pages
 from nanocp.values.sampling import PromptLogprobs
 
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
-from data_plane.attention.torch_paged import LatentKv, reference_attention
+from data_plane.attention.torch_paged import LatentKv
+from harness.slow_references import reference_attention
 
 
 class FlashMLASchedMeta:

@@ -15,8 +15,8 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.layers import gated_heads, shared_experts
 from data_plane.model.norm import rms_norm
 from data_plane.model.weights import expert_range, load_weights
-from data_plane.prefill.pages import prefill_pages
 from data_plane.step.cpu_kernels import TorchKernels
+from harness.reference_prefill import prefill_pages
 from nanocp.values.plan import PAGE_SIZE
 
 CARRY_PAGE_BYTES = 4096

@@ -255,10 +255,10 @@ MUTANTS = [
     Mutant(
         name="prompt-logprobs",
         why="a prompt's log probabilities are those of the token itself, not of the next one",
-        path="data_plane/prefill/pages.py",
-        text="token_ids[begin + 1 : end + 1]",
-        fault="token_ids[begin:end]",
-        tests=("tests/data_plane/prefill/test_pages.py", "-k", "logprobs"),
+        path="data_plane/step/stage.py",
+        text="token_ids[span.first + 1 : span.first + 1 + span.num_tokens]",
+        fault="token_ids[span.first : span.first + span.num_tokens]",
+        tests=("tests/data_plane/step/test_stage.py", "-k", "logprobs_of_a_prompt"),
     ),
     Mutant(
         name="split-slot",

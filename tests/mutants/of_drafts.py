@@ -275,14 +275,6 @@ OF_DRAFTS = [
     Mutant(
         name="draft-prompt",
         why="KV of a prompt in the MTP layer is of the token itself, not of the next one",
-        path="data_plane/prefill/pages.py",
-        text="next_TX = weights.embedding[torch.tensor(next_ids)]",
-        fault="next_TX = weights.embedding[torch.tensor(next_ids).roll(1)]",
-        tests=(_EXACT, "-k", "next_token"),
-    ),
-    Mutant(
-        name="draft-stage-prompt",
-        why="the same in a stage of the prefill",
         path="data_plane/step/stage.py",
         text="self._inputs(span, ahead=1)",
         fault="self._inputs(span, ahead=0)",

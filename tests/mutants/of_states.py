@@ -144,9 +144,12 @@ OF_STATES = [
     Mutant(
         name="state-of-the-last-layer",
         why="a prefill that stops early leaves the last layer's state behind",
-        path="data_plane/prefill/pages.py",
-        text="o_THV = carry.extend(place, 0, begin, normed_TX, own)",
-        fault="o_THV = None if is_last else carry.extend(place, 0, begin, normed_TX, own)",
+        path="data_plane/step/stage.py",
+        text="parts.append(carry.extend(place, frame, span.first, given, weights.attention))",
+        fault=(
+            "parts.append(given if self._ends_at(layer, batch) else "
+            "carry.extend(place, frame, span.first, given, weights.attention))"
+        ),
         tests=(_PREFILL, "-k", "next"),
     ),
     Mutant(

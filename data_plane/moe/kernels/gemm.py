@@ -1,7 +1,8 @@
 """Grouped GEMM in Triton over the rows of each expert, read where they are.
 
 Enters: rows by slot or pairs, weights, counts on the device. Leaves: rows by slot. Does not know:
-the gate, where rows came from. The slow reference is moe.grouped.ReferenceGemm.
+the gate, where rows came from. The slow reference is ReferenceGemm of
+tests/harness/slow_references.py.
 
 Legend: E experts, S slots of an expert, X columns in, N columns out.
 """

@@ -2,7 +2,7 @@
 
 Enters: experts of rows that are here or in the exchange's memory, counts on the device. Leaves:
 tables of pairs, rows laid out. Does not know: the gate, products, when rows arrive. The slow
-reference is grouped.group_rows.
+reference is group_rows of tests/harness/slow_references.py.
 
 A pair's slot is expert * S + place: those of an expert lie side by side, S slots for each. Rows are
 read where they are, by a table of the slots' rows, so no row is copied. Row r of the exchange's

@@ -2,7 +2,7 @@
 
 Enters: products of pairs, tables of pairs, what instances returned. Leaves: sums in peers' memory,
 rows with their mixture added, and those normed. Does not know: products, the gate. The slow
-reference is grouped.ungroup_rows.
+reference is ungroup_rows of tests/harness/slow_references.py.
 
 Legend: B rows, K experts a row, N instances, E experts here, S slots of an expert, X hidden, V
 shared experts.

@@ -1,6 +1,6 @@
 """Whose requests are in the cluster, for operators."""
 
-from control_plane.observe.tenant_loads import TenantLoad, tenant_loads
+from control_plane.observe.cluster_view import TenantLoad, tenant_loads
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.cli.top import _tenants
 from nanocp.config.cluster import ClusterConfig

@@ -8,13 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.attention.torch_paged import (
-    AttentionPlan,
-    KvHeads,
-    LatentKv,
-    paged_attention,
-    reference_attention,
-)
+from data_plane.attention.torch_paged import AttentionPlan, KvHeads, LatentKv, paged_attention
+from harness.slow_references import reference_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 RANK, ROPE, HEADS, NUM_FRAMES = 16, 8, 3, 150

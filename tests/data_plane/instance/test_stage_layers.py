@@ -7,9 +7,9 @@ import time
 import pytest
 
 from data_plane.transport.exchange import PeerLost
-from data_plane.transport.stage_links import LocalStageLinks
 from harness.hash_model import HashModel
 from harness.hash_stage import HashStage
+from harness.local_stage_links import LocalStageLinks
 from harness.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import LayerMove, LayerMoves, LayersMoved

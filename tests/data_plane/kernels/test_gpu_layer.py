@@ -27,7 +27,7 @@ from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
 from data_plane.moe.deep_gemm import DeepGemm, _quantise
 from data_plane.moe.gate import gate as plain_gate
 from data_plane.moe.gpu_weights import _can_join
-from data_plane.moe.grouped import GroupedExperts, ReferenceGemm, group_rows
+from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.kernels import gemm as gemm_kernels
 from data_plane.moe.kernels.gate import gate, gate_scores
 from data_plane.moe.kernels.gemm import TritonGemm
@@ -36,6 +36,7 @@ from data_plane.moe.kernels.sums import sum_pairs
 from data_plane.step.gpu_rows import LatentRows, PlainRows
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import poisoned, visited
+from harness.slow_references import ReferenceGemm, group_rows
 from nanocp.config.data_plane import DataPlaneConfig
 
 

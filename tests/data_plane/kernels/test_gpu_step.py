@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.attention.lse_merge import reference_lse_merge
 from data_plane.graph.buckets import Bucket
 from data_plane.graph.pool_cpu import LocalPages
 from data_plane.graph.pool_gpu import GpuPages, GpuPool
@@ -22,6 +21,7 @@ from data_plane.transport.cuda_ipc import Region
 from harness.fp8_twin import make_twin
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned
+from harness.slow_references import reference_lse_merge
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.values.table_changes import PageRun

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from data_plane.attention.fp8_latent import dequantise
-from data_plane.attention.lse_merge import reference_lse_merge
 from data_plane.attention.torch_paged import KvHeads
 from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_merge import merge_partials
 from data_plane.attention.triton_mla import TritonMla
 from harness.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
+from harness.slow_references import reference_lse_merge
 
 RANK, ROPE, HEADS = 64, 16, 3
 TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (3e-2, 2e-2)}

@@ -18,10 +18,10 @@ from data_plane.member.staged_prefill import StagedPrefillLoop
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
-from data_plane.transport.stage_links import LocalStageLinks
 from harness.hash_model import HashModel
 from harness.hash_stage import HashStage
 from harness.local_pages import local_peer_rings
+from harness.local_stage_links import LocalStageLinks
 from harness.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, until
 from harness.waits import WAIT_S
 from nanocp.config.cluster import ClusterConfig

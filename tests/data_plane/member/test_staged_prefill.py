@@ -35,13 +35,13 @@ from data_plane.member.token_streams import TokenStreams
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from data_plane.prefill.pages import prefill_pages
 from data_plane.startup.prefill import build_prefill_stage
 from data_plane.startup.shared_parts import model_of, new_carry, page_ways, with_carry
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.member_fakes import CLUSTER_ID, LIMITS, Link, until
 from harness.paths import ROOT
+from harness.reference_prefill import prefill_pages
 from harness.states import assert_same_state
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig

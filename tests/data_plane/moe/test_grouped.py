@@ -19,19 +19,14 @@ from data_plane.moe import backend, deep_ep
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
 from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
 from data_plane.moe.deep_gemm import DeepGemm
-from data_plane.moe.grouped import (
-    GroupedExperts,
-    GroupedMm,
-    ReferenceGemm,
-    group_rows,
-    ungroup_rows,
-)
+from data_plane.moe.grouped import GroupedExperts, GroupedMm
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import moe_backends
 from harness.kernel_cases import ExpertCase, in_fp8, visited
 from harness.published_packages import deep_ep as package
 from harness.published_packages import deep_gemm
+from harness.slow_references import ReferenceGemm, group_rows, ungroup_rows
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 

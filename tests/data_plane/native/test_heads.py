@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.attention.torch_paged import KvHeads, reference_attention
+from data_plane.attention.torch_paged import KvHeads
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.norm import rms_norm
@@ -15,6 +15,7 @@ from data_plane.model.weights import load_weights
 from data_plane.native.attention import NativeAttention
 from data_plane.step.cpu_kernels import TorchKernels
 from harness.native_cases import FORMS, assert_agree, native
+from harness.slow_references import reference_attention
 from harness.split_decoder import page_table
 
 PAGE = 64

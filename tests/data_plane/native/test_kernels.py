@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.attention.torch_paged import LatentKv, reference_attention
+from data_plane.attention.torch_paged import LatentKv
 from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
-from data_plane.moe.experts import reference_experts_forward
 from data_plane.native import build
 from data_plane.native.attention import NativeAttention
 from data_plane.native.build import NativeUnavailable
@@ -23,6 +22,7 @@ from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import TorchKernels, cpu_kernels
 from harness.kernel_cases import LENGTHS, AttentionCase
 from harness.native_cases import FORMS, assert_agree, available_forms, native
+from harness.slow_references import reference_attention, reference_experts_forward
 from harness.split_decoder import page_table
 
 EXPERTS = range(4, 12)

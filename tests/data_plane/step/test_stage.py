@@ -15,11 +15,11 @@ import torch
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from data_plane.prefill.pages import prefill_pages
 from data_plane.reference.oracle import Oracle
 from data_plane.step import stage as model_stage
 from harness.model_pipeline import ModelPipeline, play_chaos, still_setup
 from harness.prompt_logprobs import assert_logprobs
+from harness.reference_prefill import prefill_pages
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.sampling import PromptLogprobs, SamplingParams
 

@@ -28,14 +28,8 @@ def test_a_number_that_is_2_percent_off_is_seen(monkeypatch, field):
     assert wrong.what.startswith("KQV")
 
 
-def test_equations_scale_as_they_are_written():
+def test_the_optimal_throughput_scales_with_the_parameters():
     machine, model = paper.MACHINE, paper.LLAMA_2_70B
-    assert machine.memory_s() == pytest.approx(80 / 2000)
-    assert machine.compute_s(model, 4096) == pytest.approx(2 * machine.compute_s(model, 2048))
-    # Equation 3 moves every token's activations four times in each layer.
-    moved = 4 * 8 * 2048 * 8192 * 2 * 80
-    assert machine.network_s(model, 2048) == pytest.approx(moved / (8 * 600e9))
-    assert machine.memory_to_compute(model, 2048) < 1 < machine.memory_to_compute(model, 128)
     half = replace(model, num_parameters=35e9)
     assert machine.optimal_tokens_per_s(half) == 2 * machine.optimal_tokens_per_s(model)
 
