@@ -19,7 +19,7 @@ EXTRAS = {
     "demo": "serve",
     "make-checkpoint": "serve",
     "overlap": "search",
-    "plan": "serve,simulate",
+    "plan": "serve",
     "prefill-flags": "serve",
     "profile": "serve",
     "serve": "serve",
@@ -40,9 +40,10 @@ class Commands(TyperGroup):
             command, package = ctx.invoked_subcommand, (error.name or "").partition(".")[0]
             if command not in EXTRAS or package in _OWN:
                 raise
+            extra = "simulate" if package == "matplotlib" else EXTRAS[command]  # plan --html
             print(
                 f"nanocp {command}: the package {package} is not installed; "
-                f"pip install '.[{EXTRAS[command]}]' brings it",
+                f"pip install '.[{extra}]' brings it",
                 file=sys.stderr,
             )
             raise typer.Exit(2) from None
