@@ -167,6 +167,12 @@ READ = {
     "frames_stranded": _gauge("Frames free while requests wait.", "engine"),
     "kv_cache_usage_perc": _gauge(
         "Share of frames that are not free; 1 means 100 percent.", "engine"),
+    "kv_tokens_free": _gauge("KV tokens that all instances together have room for."),
+    "rows_free": _gauge("Rows that all instances together have room for."),
+    "longest_prompt_tokens": _gauge(
+        "Tokens of the longest prompt whose KV fits now, over as many instances as it needs."),
+    "load_tokens": _gauge(
+        "KV tokens and rows of the mean instance, a row counted as the tokens that it costs."),
     "kv_balance_ratio": _gauge("Mean / max of kv_tokens over the instances; 1 is even."),
     "rows_balance_ratio": _gauge("Mean / max of rows over the instances; 1 is even."),
     "cache_config_info": _gauge("Pages and frames.", "engine", "block_size", "num_gpu_blocks"),

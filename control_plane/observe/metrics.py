@@ -27,7 +27,9 @@ class Metrics:
         cluster = config.cluster
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.scheduling = SchedulingMetrics(self.registry, cluster)
+        self.scheduling = SchedulingMetrics(
+            self.registry, cluster, config.scheduler.costs.dispatch_tokens_per_row
+        )
         self.offload = OffloadMetrics(self.registry)
         self.instances = InstanceMetrics(self.registry, cluster.num_instances, config.scheduler)
         num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0

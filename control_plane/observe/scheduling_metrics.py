@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from control_plane.observe.metric_families import CAPS, SCHEDULING, Recorded, families
 from control_plane.observe.observed import ObservedScheduler
 from nanocp.config.cluster import ClusterConfig
+from nanocp.values.group_load import GroupLoad
 from nanocp.values.plan import PAGE_SIZE, ClusterLoad, Ended, FinishReason, InstanceLoad
 
 
@@ -44,8 +45,11 @@ class _Decided:
 class SchedulingMetrics(Collector):
     """Written by the controller's thread, read by scrapes."""
 
-    def __init__(self, registry: CollectorRegistry, cluster: ClusterConfig) -> None:
-        self._num_frames = cluster.num_frames
+    def __init__(
+        self, registry: CollectorRegistry, cluster: ClusterConfig, row_tokens: int
+    ) -> None:
+        """row_tokens: what a row costs, in KV tokens (scheduler.costs)."""
+        self._cluster, self._row_tokens = cluster, row_tokens
         # Before the first call every frame is free.
         empty = [0] * cluster.num_instances
         loads = [InstanceLoad(0, 0, cluster.num_frames, 0, 0) for _ in empty]
@@ -130,6 +134,7 @@ class SchedulingMetrics(Collector):
         kv_tokens = {i: load.kv_tokens for i, load in loads.items()}
         rows = {i: load.num_rows for i, load in loads.items()}
         free = {i: load.frames_free for i, load in loads.items()}
+        group = GroupLoad.of(now.loads, self._cluster.bounds.max_rows, self._row_tokens)
         return families(
             {
                 "num_requests_running": now.num_placed - now.num_prefilling,
@@ -151,9 +156,13 @@ class SchedulingMetrics(Collector):
                 "frames_committed": {i: load.frames_committed for i, load in loads.items()},
                 "frames_stranded": free if now.num_queued else dict.fromkeys(loads, 0),
                 "kv_cache_usage_perc": {i: 1 - free[i] / loads[i].num_frames for i in loads},
+                "kv_tokens_free": group.kv_tokens_free,
+                "rows_free": group.rows_free,
+                "longest_prompt_tokens": group.longest_prompt(self._cluster.max_model_len),
+                "load_tokens": group.load_tokens,
                 "kv_balance_ratio": _balance(kv_tokens.values()),
                 "rows_balance_ratio": _balance(rows.values()),
-                "cache_config_info": {(i, PAGE_SIZE, self._num_frames): 1 for i in loads},
+                "cache_config_info": {(i, PAGE_SIZE, self._cluster.num_frames): 1 for i in loads},
             }
         )
 

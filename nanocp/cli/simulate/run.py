@@ -67,6 +67,14 @@ def run(
             "finds there again. Not for fluid.",
         ),
     ] = 0,
+    groups: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Clusters of this kind side by side, behind a router that sees their loads every "
+            "5 s; the rate is that of all. Not for fluid, explanations and reports.",
+        ),
+    ] = 1,
     explain: Explain = [],  # noqa: B006 (typer copies it)
     as_json: AsJson = False,
 ) -> None:
@@ -83,7 +91,12 @@ def run(
         if host_pages and not prefix_sharing:
             raise ValueError("--host-pages finds pages by the hashes of --prefix-sharing")
         pages = {"prefix_sharing": prefix_sharing, "host_pages": host_pages}
-        played = _run(scenario, reports, rate, pages, explain)
+        if groups == 1:
+            played = _run(scenario, reports, rate, pages, explain)
+        elif explain or reports != Reports() or "fluid" in scenario.policy:
+            raise ValueError("--groups is not for policy fluid, --explain and reports")
+        else:
+            played = _run_groups(scenario, rate, pages, groups)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -142,6 +155,26 @@ def _run(
         if isinstance(recorder, TimelineRecorder):
             timelines[policy] = recorder, simulation.model
     reports.write(timelines, played.numbers, played.file, _title(scenario, rate, played))
+    return played
+
+
+def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_groups: int) -> _Played:
+    """Simulate each policy on clusters side by side; a column for each cluster."""
+    from nanocp.cli.console import progress
+    from nanocp.simulator.analyser.groups import play_groups
+
+    trials = scenario.trials(rate)
+    first = next(iter(trials.values()))
+    played = _Played(first.file, first.run.measure_us / 1e6)
+    with progress() as bars:
+        for policy, trial in trials.items():
+            bars.add_task(f"{policy}, {num_groups} groups", total=None)
+            began_s = time.perf_counter()
+            outcomes = play_groups(replace(trial, **pages), num_groups)
+            wall_s = time.perf_counter() - began_s
+            took = {"wall_s": wall_s, "times_real_time": trial.run.end_us / 1e6 / wall_s}
+            for number, outcome in enumerate(outcomes, start=1):
+                played.numbers[f"{policy}, group {number}"] = numbers_of(outcome) | took
     return played
 
 

@@ -1,0 +1,129 @@
+"""Clusters side by side, each with a scheduler of its own, behind a router with old numbers.
+
+Enters: a trial of one cluster with the load of all. Leaves: an outcome of each cluster. Does not
+know: how a cluster places what it gets.
+
+A router reads each group's load every so often, and sends a request where that and what it has sent
+there since are least.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+from nanocp.simulator.outcome import ATTAINMENT, Outcome, Recorder
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.values.group_load import GroupLoad
+from nanocp.values.plan import InstanceLoad
+
+STALE_US = 5_000_000
+"""Microseconds between two readings of a group's load."""
+
+
+class _Recorder(Recorder):
+    """Keeps what the scheduler has decided for each instance."""
+
+    loads: Sequence[InstanceLoad] = ()
+
+    def window(self, *args: Any) -> None:
+        """Also keep the loads, which are the last but one."""
+        super().window(*args)
+        self.loads = args[-2]
+
+
+class _Group(Iterator[WorkloadRequest]):
+    """One cluster, played in a thread that stands still while the router looks at it."""
+
+    def __init__(self, trial: Trial, standing: Queue[None]) -> None:
+        self._trial = trial
+        self._standing = standing
+        self._sent: deque[WorkloadRequest] = deque()
+        self._more: Queue[list[WorkloadRequest] | None] = Queue()
+        self._recorder = _Recorder(trial.run)
+        self._simulation = trial.simulation(self._recorder)
+        self.row_tokens = self._simulation.model.in_tokens().dispatch_tokens_per_row
+        self.outcome: Outcome | BaseException | None = None
+        self.thread = Thread(target=self._play, daemon=True)
+
+    def __next__(self) -> WorkloadRequest:
+        while not self._sent:
+            self._standing.put(None)
+            if (more := self._more.get()) is None:
+                raise StopIteration
+            self._sent.extend(more)
+        return self._sent.popleft()
+
+    def go_on(self, requests: list[WorkloadRequest] | None) -> None:
+        """Play these too, and stand still after the last; None: that was all."""
+        self._more.put(requests)
+
+    @property
+    def load_tokens(self) -> float:
+        """GroupLoad's, after the last request."""
+        max_rows = self._trial.file.cluster.bounds.max_rows
+        return GroupLoad.of(self._recorder.loads, max_rows, self.row_tokens).load_tokens
+
+    def _play(self) -> None:
+        try:
+            self.outcome = self._simulation.run(self)
+        except BaseException as error:  # it is raised again where the outcome is read
+            self.outcome = error
+        self._standing.put(None)
+
+
+def play_groups(trial: Trial, num_groups: int, stale_us: int = STALE_US) -> list[Outcome]:
+    """The outcome of each of num_groups clusters like the trial's; its rate is that of all.
+
+    Each begins as full as it would be after a long time with its share of the rate.
+    """
+    share = trial.at_rate(trial.workload.rate_per_s / num_groups).filled()
+    steady_us, end_us = share.workload.steady_tpot_us, trial.run.end_us
+    workload = replace(trial.workload, steady_tpot_us=steady_us)
+    requests = workload.requests(trial.file.cluster.max_model_len)
+    standing: Queue[None] = Queue()
+    groups = [_Group(trial, standing) for _ in range(num_groups)]
+    for group in groups:
+        group.thread.start()
+    row_tokens = groups[0].row_tokens
+    num_instances = trial.file.cluster.num_instances
+    upcoming = next(requests, None)
+    until_us = 0  # first what runs at the beginning
+    playing = groups
+    while upcoming is not None and until_us < end_us + stale_us:
+        for _ in playing:  # each stands still or ends, once
+            standing.get()
+        playing = [group for group in playing if group.outcome is None]
+        loads = [group.load_tokens for group in groups]
+        sent: list[list[WorkloadRequest]] = [[] for _ in groups]
+        while upcoming is not None and upcoming.arrival_us <= until_us:
+            least = min(range(num_groups), key=loads.__getitem__)
+            loads[least] += (upcoming.prompt_len + row_tokens) / num_instances
+            sent[least].append(upcoming)
+            upcoming = next(requests, None)
+        for group, mine in zip(groups, sent, strict=True):
+            group.go_on(mine)
+        until_us += stale_us
+    for group in groups:
+        group.go_on(None)
+    outcomes = []
+    for group in groups:
+        group.thread.join()
+        if not isinstance(group.outcome, Outcome):
+            raise group.outcome or RuntimeError("a group was not played")
+        outcomes.append(group.outcome)
+    return outcomes
+
+
+def all_sustained(outcomes: list[Outcome]) -> bool:
+    """Whether the SLO is met by all requests together, and no group fills up."""
+    num_judged = sum(outcome.num_judged for outcome in outcomes)
+    num_missed = sum(outcome.num_missed for outcome in outcomes)
+    is_met = num_missed <= (1 - ATTAINMENT) * num_judged
+    fills_up = any(outcome.is_drifting and outcome.drift > 0 for outcome in outcomes)
+    return is_met and num_judged > 0 and not fills_up
