@@ -1,7 +1,7 @@
 """Writes what gpu_attention and gpu_step measured as a cluster file's set of constants `measured`.
 
-    python benchmarks/gpu_costs.py [--results DIR] [--cluster NAME_OR_PATH] [--base SET] --out
-    FILE.yaml
+    python benchmarks/gpu_costs.py [--results DIR] [--cluster NAME_OR_PATH] [--base SET]
+    [--backend NAME] --out FILE.yaml
 
 Reads gpu_attention.json and gpu_step.json of DIR, with what is said there of machine and code.
 FILE.yaml is the cluster file with the set in it; each constant has its source beside it. One card
@@ -28,6 +28,8 @@ from nanocp.simulator.fit.fit import fit, rounded
 NAME = "measured"
 ATTENTION, EXPERTS = ("flashmla", "triton"), "triton"
 """Whose attention counts, the first that was measured, and whose expert GEMMs: as `auto` takes."""
+LAUNCHES = (*("put Q", "wait for nobody", "take Q", "put RES", "wait for nobody", "merge"),)
+"""What an instance with links launches for its exchange; the merge takes the partials itself."""
 
 Result = dict[str, Any]
 
@@ -44,19 +46,43 @@ def _line(
     return found.coefficients, f"{len(points)} points of {what}, median error {found.median:.0%}"
 
 
+def exchange_costs(step: Sequence[Result], costs: Costs) -> tuple[Costs, str] | None:
+    """Constants with a measured exchange and its source; None if its launches were not measured.
+
+    The launches of a step's stream hide behind nothing. On one card there is no wire: what travels
+    is the base's, of which the way of Q is behind own attention.
+    """
+    us = {r["backend"]: r["us"] for r in step if r["kind"] == "exchange"}
+    if not us.keys() >= {*LAUNCHES}:
+        return None
+    launches_us, back_us = sum(us[name] for name in LAUNCHES), costs.exchange_us / 2
+    source = (
+        f"gpu_step: {', '.join(LAUNCHES)} {launches_us:.1f} us; attention_us of received rows; "
+        f"partials' way {back_us:.1f} us, not measured on one card"
+    )
+    exchange_us = rounded(launches_us + costs.attention_us + back_us)
+    return replace(costs, exchange_us=exchange_us, hides_queries=False), source
+
+
 def measured_costs(
-    attention: Sequence[Result], step: Sequence[Result], file: ClusterFile, base: str
+    attention: Sequence[Result],
+    step: Sequence[Result],
+    file: ClusterFile,
+    base: str,
+    backend: str = "",
 ) -> tuple[Costs, dict[str, str]]:
     """(the constants, the source of each). attention, step: results of gpu_attention and gpu_step.
 
-    Raises ValueError if they lack what a constant is fitted to, or are of another model than the
-    cluster file.
+    backend: whose attention counts; empty: the first of ATTENTION that was measured. Raises
+    ValueError if they lack what a constant is fitted to, or are of another model than the cluster
+    file.
     """
     costs, model = file.costs_of(base), file.model
     sources = dict.fromkeys(asdict(costs), f"as {base}: not measured on one card")
 
     rows = [r for r in attention if r["kind"] == "attention" and r["kv"] == "bf16"]
-    backend = next((b for b in ATTENTION if any(r["backend"] == b for r in rows)), ATTENTION[-1])
+    measured = {r["backend"] for r in rows}
+    backend = backend or next((name for name in ATTENTION if name in measured), ATTENTION[-1])
     cells = [r for r in rows if r["backend"] == backend]
     (fixed_us, us_per_token, us_per_row), source = _line(
         f"gpu_attention, {backend}, bf16 KV",
@@ -87,6 +113,10 @@ def measured_costs(
         gemm_tflops=rounded(row_mflop / max(us_per_row, 1e-3)),
     )
     sources |= dict.fromkeys(("weights_gb_per_s", "gemm_tflops"), source)
+
+    if (exchange := exchange_costs(step, costs)) is not None:
+        costs, source = exchange
+        sources |= dict.fromkeys(("exchange_us", "hides_queries"), source)
 
     rest = []
     for r in (r for r in step if r["kind"] == "step" and r["variant"] == backend):
@@ -155,7 +185,12 @@ def main(
     cluster: Annotated[
         str, typer.Option(help="Cluster file: a name that ships, or a path.")
     ] = "h200x32-deepseek-v3",
-    base: Annotated[str, typer.Option(help="The set that says what one card cannot.")] = "fitted",
+    base: Annotated[
+        str, typer.Option(help="The set that says what one card cannot.")
+    ] = "operators",
+    backend: Annotated[
+        str, typer.Option(help="Whose attention counts: flashmla, triton. Default: as measured.")
+    ] = "",
 ) -> None:
     """Write a cluster file with what was measured on a GPU."""
     try:
@@ -169,7 +204,7 @@ def main(
                 )
             found.append(json.loads(path.read_text()))
             origins.append(origin_of(json.loads(path.with_suffix(".machine.json").read_text())))
-        costs, sources = measured_costs(found[0], found[1], file, base)
+        costs, sources = measured_costs(found[0], found[1], file, base, backend)
         text, origin = cluster_path(cluster).read_text(), "; ".join(dict.fromkeys(origins))
         out.write_text(with_set(text, NAME, costs, sources, origin))
         load_cluster_file(str(out))

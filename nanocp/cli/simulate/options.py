@@ -139,6 +139,13 @@ class Scenario:
         ),
     ] = None
 
+    @property
+    def set_of_constants(self) -> str:
+        """The name of --constants, or of the cluster file's default."""
+        from nanocp.simulator.cluster_file import load_cluster_file
+
+        return self.constants or load_cluster_file(self.cluster).default_constants
+
     def trials(self, rate: float) -> dict[str, Trial]:
         """What is simulated of each policy at a rate (requests/s); not filled yet.
 
@@ -156,7 +163,7 @@ class Scenario:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
         file = load_cluster_file(self.cluster, self.instances)
-        constants = self.constants or file.default_constants
+        constants = self.set_of_constants
         if self.ingest_tail_share is not None:
             file = replace(file, ingest_tail_share=self.ingest_tail_share)
         if self.ttft_target_ms is not None:

@@ -168,8 +168,8 @@ def _show(
 
     console = output()
     console.print(
-        f"{scenario.cluster}, {scenario.constants}: {scenario.workload} at {rate:g}/s, seed "
-        f"{scenario.seed}, passes of {options.passes}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, "
+        f"{scenario.cluster}, {scenario.constants or 'fitted'}: {scenario.workload} at {rate:g}/s, "
+        f"seed {scenario.seed}, passes of {options.passes}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, "
         f"TTFT {scenario.slo_ttft_ms:g} ms"
     )
     table = Table()

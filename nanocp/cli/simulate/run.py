@@ -198,7 +198,7 @@ def _title(scenario: Scenario, rate: float, played: _Played) -> str:
 
     pace = "" if scenario.workload in STATIC else f" at {rate:g}/s"
     return (
-        f"{scenario.cluster}, {scenario.constants}: {scenario.workload}{pace} for "
+        f"{scenario.cluster}, {scenario.set_of_constants}: {scenario.workload}{pace} for "
         f"{played.seconds:g} s, seed {scenario.seed}; SLO: TPOT {scenario.slo_tpot_ms:g} ms, "
         f"TTFT {scenario.slo_ttft_ms:g} ms; KV to come at arrival: "
         f"{played.file.ingest_tail_share:.0%}"

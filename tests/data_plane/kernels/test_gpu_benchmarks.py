@@ -95,7 +95,8 @@ def test_what_was_measured_becomes_a_set_of_the_simulator_with_its_source(result
         gpu_costs.main(out=cluster, results=results, cluster=str(cluster), base="peak")
         sizes.append(len(cluster.read_text()))
     file = load_cluster_file(str(cluster))
-    assert list(file.costs) == ["peak", "fitted", "measured"] and sizes[0] == sizes[1]
+    assert list(file.costs) == ["peak", "fitted", "operators", "measured"]
+    assert sizes[0] == sizes[1]
     measured = file.costs["measured"]  # what attention takes, by whichever of its terms
     attention = (
         measured.attention_us,
@@ -156,6 +157,18 @@ def test_constants_are_found_again_in_what_they_made():
         sources["other_us"].startswith("3 points of gpu_step")
         and "not measured" in sources["exchange_us"]
     )
+    exchange = [
+        {"kind": "exchange", "backend": name, "us": 10.0}
+        for name in ("put Q", "take Q", "put RES", "merge", "wait for nobody")
+    ]
+    found, sources = gpu_costs.measured_costs(
+        [*attention, *experts], [*step, *exchange], file, "peak"
+    )
+    assert found.exchange_us == pytest.approx(6 * 10 + costs.attention_us + costs.exchange_us / 2)
+    assert not found.hides_queries and "60.0 us" in sources["exchange_us"]
+    assert costs.hides_queries and found.other_us == pytest.approx(costs.other_us, rel=2e-3)
+    with pytest.raises(ValueError, match="flashmla, bf16 KV: 0 results are too few"):
+        gpu_costs.measured_costs([*attention, *experts], step, file, "peak", "flashmla")
     short = [{**cell, "replay_us": 1.0} for cell in step]
     found, sources = gpu_costs.measured_costs([*attention, *experts], short, file, "peak")
     assert (found.other_us, sources["other_us"][:7]) == (costs.other_us, "as peak")
