@@ -31,8 +31,8 @@ from nanocp.values.plan import Event, Plan
 from nanocp.wire.members import TO_INSTANCE
 
 CLAIMS_MS = {
-    ("dual_balanced", 45): 0.2,
-    ("cost_aware", 45): 0.4,
+    ("dual_balanced", 45): 0.30,
+    ("cost_aware", 45): 0.45,
     ("dual_balanced", 256): 1.0,
     ("cost_aware", 256): 1.25,
 }

@@ -16,8 +16,8 @@ def simulated(policy, rows, ms, share=0.001):
 @pytest.mark.parametrize(
     ("result", "holds"),
     [
-        (simulated("dual_balanced", 45, 0.2), [True]),
-        (simulated("dual_balanced", 45, 0.21), [False]),
+        (simulated("dual_balanced", 45, 0.30), [True]),
+        (simulated("dual_balanced", 45, 0.31), [False]),
         (simulated("cost_aware", 256, 1.25), [True, True]),
         (simulated("cost_aware", 256, 1.0, share=0.011), [True, False]),
         (simulated("least_batch", 45, 9.0), []),

@@ -116,7 +116,8 @@ def _show(scenario: Scenario, rates: dict[str, dict[str, Any]]) -> None:
     console = output()
     console.print(
         f"{scenario.cluster}, {scenario.set_of_constants}: {scenario.workload}, highest rate with "
-        f"99% of requests within TPOT {scenario.slo_tpot_ms:g} ms and TTFT {scenario.slo_ttft_ms:g} ms"
+        f"99% of requests within TPOT {scenario.slo_tpot_ms:g} ms and TTFT "
+        f"{scenario.slo_ttft_ms:g} ms"
     )
     table = Table()
     table.add_column("policy")
