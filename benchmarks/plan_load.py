@@ -25,6 +25,7 @@ from nanocp.simulator.analyser.analysis import (
     LoadVerdict,
     analyse,
     changed_costs,
+    step_us,
 )
 from nanocp.simulator.analyser.groups import all_sustained, play_groups
 from nanocp.simulator.cluster_file import load_cluster_file
@@ -91,12 +92,7 @@ def sampled_against_whole(trial: Trial, found: Analysis) -> Iterator[Line]:
             replace(there, policy=way.policy).filled().play().step_ms_mean
             for way in (found.best, found.ours)
         ]
-        model = CostModel(there.file, "")
-        sampled_us = [
-            sum(model.step(sample.loads).step_us for sample in way.timeline.samples)
-            / len(way.timeline.samples)
-            for way in (found.best, found.ours)
-        ]
+        sampled_us = [step_us(there, way) for way in (found.best, found.ours)]
         yield {
             "case": f"{group} x {factor:g}",
             "sampled": round(sampled_us[0] / sampled_us[1], 3),

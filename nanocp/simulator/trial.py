@@ -62,6 +62,17 @@ class Trial(Mechanisms):
             measure_us = _STATIC_US if is_static else measure_us_at(self.workload.rate_per_s)
         return Run(self.warm_up_us, measure_us, self.slo)
 
+    @property
+    def form(self) -> str:
+        """The wire form of its policy's runs; empty: the cost model chooses.
+
+        All rows of static CP have links, so it gets the form of fewest bytes.
+        """
+        if self.wire_form or not self.policy.startswith("uniform_cp"):
+            return self.wire_form
+        forms = self.file.model.wire_forms
+        return min(forms, key=lambda name: forms[name].bytes_per_link)
+
     def at_rate(self, rate_per_s: float) -> Trial:
         """The trial at another rate."""
         return replace(self, workload=replace(self.workload, rate_per_s=rate_per_s))
@@ -82,7 +93,7 @@ class Trial(Mechanisms):
             self.constants,
             self.policy,
             self.run,
-            self,
+            replace(self, wire_form=self.form),
             recorder,
             event_log,
             explainer,

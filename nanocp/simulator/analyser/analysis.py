@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -229,9 +228,8 @@ def _sensitivities(trial: Trial, best: Way, ours: Way) -> Iterator[Sensitivity]:
         ratios = []
         for factor in _FACTORS:
             changed = changed_costs(costs, names, factor)
-            file = replace(trial.file, costs={"": changed})
-            step_us = partial(_step_us, CostModel(file, "", wire_form=trial.wire_form))
-            ratios.append(step_us(best) / step_us(ours))
+            here = replace(trial, file=replace(trial.file, costs={"": changed}))
+            ratios.append(step_us(here, best) / step_us(here, ours))
         yield Sensitivity(group, min(ratios), max(ratios))
 
 
@@ -247,5 +245,8 @@ def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
     return replace(costs, **{name: scaled(name) for name in names})
 
 
-def _step_us(model: CostModel, way: Way) -> float:
+def step_us(trial: Trial, way: Way) -> float:
+    """Mean step of a way's sampled loads, timed again by the trial's constants."""
+    form = replace(trial, policy=way.policy).form
+    model = CostModel(trial.file, "", wire_form=form)
     return fmean(model.step(sample.loads).step_us for sample in way.timeline.samples)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from nanocp.config.cost import CostConfig
 from nanocp.simulator.cluster_file import WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
+from nanocp.simulator.trial import Trial
+from nanocp.simulator.workload import Workload
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
 H100 = load_cluster_file("h100x32-deepseek-v3")
@@ -78,6 +80,16 @@ def test_the_wire_form_is_the_cheaper_one_for_a_request_of_the_widest_degree(deg
     num = degree - 1
     every = [CostModel(FILE, "operators", wire_form=name) for name in FILE.model.wire_forms]
     assert model.exchange_us(num, 0, num) == min(one.exchange_us(num, 0, num) for one in every)
+
+
+def test_static_cp_gets_the_form_of_fewest_bytes_since_all_its_rows_have_links():
+    def form(policy, named=""):
+        return Trial(FILE, policy, Workload("issue-1", 1.0), wire_form=named).form
+
+    assert form("uniform_cp:8") == "latent" and form("uniform_cp:8", "absorbed") == "absorbed"
+    assert form("cost_aware") == form("fluid") == "", "the cost model chooses"
+    trial = Trial(FILE, "uniform_cp:8", Workload("issue-1", 1.0))
+    assert trial.simulation().model.wire_form == "latent"
 
 
 def test_a_service_without_a_profile_weighs_what_the_simulated_cluster_costs():
