@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -233,16 +234,17 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
     from data_plane.moe.kernels.gemm import TritonGemm
     from data_plane.moe.kernels.pairs import find_pairs
 
-    num_experts, hidden, size, _ = shapes.experts
-    gate_up = (
-        torch.randn(num_experts, 2 * size, hidden, dtype=torch.bfloat16, device=device())
-        / hidden**0.5
+    most, hidden, size, _ = shapes.experts
+    all_gate_up = (
+        torch.randn(most, 2 * size, hidden, dtype=torch.bfloat16, device=device()) / hidden**0.5
     )
-    down = torch.randn(num_experts, hidden, size, dtype=torch.bfloat16, device=device()) / size**0.5
+    all_down = torch.randn(most, hidden, size, dtype=torch.bfloat16, device=device()) / size**0.5
     gemms: dict[str, Any] = {"triton": TritonGemm(), "grouped_mm": GroupedMm()}
     if find_spec("deep_gemm"):
         gemms["deep_gemm"] = DeepGemm(32)
-    for rows in shapes.expert_rows:
+    # Two numbers of experts tell what one more costs from what any number does.
+    for rows, num_experts in product(shapes.expert_rows, (most, most // 2)):
+        gate_up, down = all_gate_up[:num_experts], all_down[:num_experts]
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device())
         place = torch.arange(num_experts, device=device())
         live = torch.ones(rows, dtype=torch.bool, device=device())
@@ -253,7 +255,9 @@ def measure_experts(shapes: AttentionShapes, ceilings: Result) -> Iterator[Resul
             weights = gate_up.nbytes + down.nbytes
             flops = 2 * num_experts * rows * 3 * hidden * size
             num_bytes = weights // (2 if name == "deep_gemm" else 1)
-            yield rates("experts", name, us, num_bytes, flops, ceilings, rows=rows)
+            yield rates(
+                "experts", name, us, num_bytes, flops, ceilings, rows=rows, experts=num_experts
+            )
 
 
 @bench("Three shapes, under a minute; judges no claim.", on_gpu_s=450)

@@ -64,6 +64,31 @@ def exchange_costs(step: Sequence[Result], costs: Costs) -> tuple[Costs, str] | 
     return replace(costs, exchange_us=exchange_us, hides_queries=False), source
 
 
+def expert_costs(gemms: Sequence[Result], file: ClusterFile, costs: Costs) -> tuple[Costs, str]:
+    """Constants with measured expert GEMMs, and their source.
+
+    With one number of experts, what does not grow with them is in weights_gb_per_s. With two it is
+    left to other_us, which is what a whole step has beside the rest.
+    """
+    model = file.model
+    what = f"gpu_attention, experts, {EXPERTS}, bf16 weights"
+    counts = {r.get("experts") for r in gemms}
+    if len(counts) > 1:
+        loads = [[1, r["experts"], r["experts"] * r["rows"]] for r in gemms]
+        (fixed_us, us_an_expert, us_a_visit), source = _line(what, gemms, loads)
+        weights_mb, mflop = model.expert_mb, model.expert_mflop
+        source += f"; {fixed_us:.1f} us of any number of experts are in other_us"
+    else:
+        (us_an_expert, us_a_visit), source = _line(what, gemms, [[1, r["rows"]] for r in gemms])
+        weights_mb = model.expert_mb * model.num_experts / file.cluster.num_instances
+        mflop = model.expert_mflop * model.experts_per_token
+    return replace(
+        costs,
+        weights_gb_per_s=rounded(1e3 * weights_mb / max(us_an_expert, 1e-3)),
+        gemm_tflops=rounded(mflop / max(us_a_visit, 1e-3)),
+    ), source
+
+
 def measured_costs(
     attention: Sequence[Result],
     step: Sequence[Result],
@@ -102,16 +127,7 @@ def measured_costs(
     gemms = [r for r in attention if r["kind"] == "experts" and r["backend"] == EXPERTS]
     # A row visits as many experts as an instance of the cluster has: each sees as many rows as the
     # mean instance.
-    (fixed_us, us_per_row), source = _line(
-        f"gpu_attention, experts, {EXPERTS}, bf16 weights", gemms, [[1, r["rows"]] for r in gemms]
-    )
-    local_mb = model.expert_mb * model.num_experts / file.cluster.num_instances
-    row_mflop = model.expert_mflop * model.experts_per_token
-    costs = replace(
-        costs,
-        weights_gb_per_s=rounded(1e3 * local_mb / max(fixed_us, 1e-3)),
-        gemm_tflops=rounded(row_mflop / max(us_per_row, 1e-3)),
-    )
+    costs, source = expert_costs(gemms, file, costs)
     sources |= dict.fromkeys(("weights_gb_per_s", "gemm_tflops"), source)
 
     if (exchange := exchange_costs(step, costs)) is not None:

@@ -169,6 +169,15 @@ def test_constants_are_found_again_in_what_they_made():
     assert costs.hides_queries and found.other_us == pytest.approx(costs.other_us, rel=2e-3)
     with pytest.raises(ValueError, match="flashmla, bf16 KV: 0 results are too few"):
         gpu_costs.measured_costs([*attention, *experts], step, file, "peak", "flashmla")
+    more = [
+        {**cell, "experts": num, "us": 15.0 + (cell["us"] if num == 8 else cell["us"] / 2)}
+        for cell in experts
+        for num in (8, 4)
+    ]
+    found, sources = gpu_costs.measured_costs([*attention, *more], step, file, "peak")
+    assert found.weights_gb_per_s == pytest.approx(costs.weights_gb_per_s, rel=2e-3)
+    assert found.gemm_tflops == pytest.approx(costs.gemm_tflops, rel=2e-3)
+    assert "15.0 us of any number of experts are in other_us" in sources["weights_gb_per_s"]
     short = [{**cell, "replay_us": 1.0} for cell in step]
     found, sources = gpu_costs.measured_costs([*attention, *experts], short, file, "peak")
     assert (found.other_us, sources["other_us"][:7]) == (costs.other_us, "as peak")
