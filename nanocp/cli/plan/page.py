@@ -224,9 +224,7 @@ def _write_html(
     for sentence in (*head, *tail):
         report.sentence(sentence)
     runs = {
-        _label(way.policy, trial): way.timeline
-        for way in (analysis.best, analysis.ours)
-        if way.timeline.samples
+        way.policy: way.timeline for way in (analysis.best, analysis.ours) if way.timeline.samples
     }
     if runs:
         report.pictures(RUN_PICTURES, runs)

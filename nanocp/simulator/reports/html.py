@@ -20,7 +20,8 @@ from nanocp.simulator.reports.pictures import LOOKS
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; margin: 1em 0 }
+h1 { overflow-wrap: anywhere }
+table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto }
 td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }
 td:first-child, th:first-child { text-align: left }
 img { max-width: 100% }
@@ -62,7 +63,8 @@ class HtmlPage:
         """Write the page. Raises OSError."""
         body = "\n".join(self.parts)
         path.write_text(
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>'
             f"{escape(self.title)}</title><style>{_STYLE}</style></head><body>\n"
             f"<h1>{escape(self.title)}</h1>\n{body}\n</body></html>\n",
             encoding="utf-8",
