@@ -49,8 +49,9 @@ def _line(
 def exchange_costs(step: Sequence[Result], costs: Costs) -> tuple[Costs, str] | None:
     """Constants with a measured exchange and its source; None if its launches were not measured.
 
-    The launches of a step's stream hide behind nothing. On one card there is no wire: what travels
-    is the base's, of which the way of Q is behind own attention.
+    The launches of a step's stream hide behind nothing. On one card there is no wire: the partials'
+    way is the base's, and that of Q is taken to be behind own attention. Bytes of both ways are
+    charged.
     """
     us = {r["backend"]: r["us"] for r in step if r["kind"] == "exchange"}
     if not us.keys() >= {*LAUNCHES}:

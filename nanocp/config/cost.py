@@ -22,13 +22,13 @@ class CostConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    exchange_tokens: int = 67_879
+    exchange_tokens: int = 96_704
     """Cost of an instance's first link: both routes and the merge."""
     exchange_tokens_between_nodes: int = 23_181
     """Additional cost of the first link to another node."""
-    link_tokens: int = 994
+    link_tokens: int = 352
     """Cost of each link within a node."""
-    link_tokens_between_nodes: int = 6025
+    link_tokens_between_nodes: int = 1624
     """Cost of each link to another node."""
     dispatch_tokens_per_row: int = 5999
     """Cost of a row's dispatch and combine."""

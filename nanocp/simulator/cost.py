@@ -94,13 +94,19 @@ class CostModel:
     """Step times of one cluster and one set of constants."""
 
     def __init__(
-        self, file: ClusterFile, constants: str, num_shares: int = 1, wire_form: str = ""
+        self,
+        file: ClusterFile,
+        constants: str,
+        num_shares: int = 1,
+        wire_form: str = "",
+        num_links: int = 0,
     ) -> None:
         """Read what a step costs from a cluster file.
 
         num_shares: how many equal instances each instance of the loads stands for (the fluid
         bound). wire_form: what travels between instances, by default the cheapest for an instance
-        that has a request of the widest degree.
+        with num_links links within a node, which are those of one request of the widest degree
+        unless given.
         """
         costs = file.costs_of(constants)
         self._file = file
@@ -118,7 +124,7 @@ class CostModel:
         forms = [wire_form] if wire_form else list(file.model.wire_forms)
         self._set_form(forms[0])
         if len(forms) > 1:
-            num_links = max(1, max(file.cp_degrees) - 1)
+            num_links = num_links or max(1, max(file.cp_degrees) - 1)
 
             def cost_us(form: str) -> float:
                 self._set_form(form)

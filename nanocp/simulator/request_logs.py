@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -43,7 +44,8 @@ STRICT = {
 }
 """Traces whose every line is a request."""
 _TOTAL = "total_s"
-"""A line with it is written when its request ends: the arrival is so many seconds earlier."""
+"""A line with it is written when its request ends, if it has a time of its own only."""
+_TIMES_OF_A_LINE = ("time", "ts")
 _UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 _SINCE_1970 = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (1e8, "s"))
 
@@ -66,16 +68,16 @@ class RequestLog:
         """Requests a second. Raises ValueError if no two arrive at different times."""
         span_us = self.requests[-1].arrival_us
         if not span_us:
-            raise ValueError("it holds no two requests at different times; give --rate")
+            raise ValueError("the log holds no two requests at different times; give --rate")
         return len(self.requests) / (span_us / 1e6)
 
 
 def read_log(path: Path, names: Mapping[str, str] | None = None) -> RequestLog:
-    """Read any log. names: what it calls arrival, prompt or output, before the names known here."""
-    given = names or {}
+    """Read any log. names: what it calls arrival, prompt or output, if not as known here."""
+    given = {what.strip(): name.strip() for what, name in (names or {}).items()}
     if unknown := sorted(set(given) - set(KNOWN)):
         raise ValueError(f"a log has no {', '.join(unknown)}; it has {', '.join(KNOWN)}")
-    known = {what: (*filter(None, [given.get(what)]), *KNOWN[what]) for what in KNOWN}
+    known = {what: (given[what],) if given.get(what) else KNOWN[what] for what in KNOWN}
     reader = _Reader(known)
     for where, entry in _entries(path, known[PROMPT]):
         flat = dict(_flat(entry))
@@ -112,7 +114,7 @@ class _Reader:
 
     def __init__(self, known: Mapping[str, tuple[str, ...]]) -> None:
         self._known = known
-        self._unit = ""
+        self._unit = "ms" if known[ARRIVAL] == (STRICT["mooncake"][ARRIVAL],) else ""
         self._last_us = 0.0
         self._fields: tuple[str, str, str] = ("", "", "")
         self._num_skipped = 0
@@ -134,19 +136,27 @@ class _Reader:
             self._num_skipped += 1
             return
         at_us = self._moment_us(where, found[ARRIVAL], entry[found[ARRIVAL]], is_strict)
-        at_us -= 1e6 * _seconds(where, entry)
+        if not is_strict and found[ARRIVAL] in _TIMES_OF_A_LINE:
+            at_us -= 1e6 * _seconds(where, entry)
         if is_strict and self._arrivals_us and at_us < self._last_us:
             raise ValueError(
                 f"{where}: {found[ARRIVAL]} goes back by {(self._last_us - at_us) / 1e6} s; lines "
                 "must be in order of time"
             )
         self._last_us = at_us
-        output_len = _whole(where, found[OUTPUT], entry)
-        prompt_len = _whole(where, found[PROMPT], entry)
-        tenant = entry.get("tenant") or ""
+        output_len = _whole(where, found[OUTPUT], entry, is_strict)
+        prompt_len = _whole(where, found[PROMPT], entry, is_strict)
+        tenant = entry.get("tenant", "")
+        hashes: tuple[int, ...] = ()
         if not isinstance(tenant, str):
-            raise ValueError(f"{where}: tenant is {tenant!r}; it must be a text")
-        hashes = _hash_ids(where, entry, prompt_len)
+            if is_strict:
+                raise ValueError(f"{where}: tenant is {tenant!r}; it must be a text")
+            tenant = ""
+        try:
+            hashes = _hash_ids(where, entry, prompt_len)
+        except ValueError:
+            if is_strict:
+                raise
         self.requests.append(
             WorkloadRequest(0, prompt_len, output_len, output_len, hashes, tenant=tenant)
         )
@@ -187,7 +197,7 @@ class _Reader:
             )
         if not self._unit:
             suffix = name.rpartition("_")[2]
-            small = "ms" if name == "timestamp" else "s"  # Mooncake's
+            small = "ms" if name == "timestamp" and float(number).is_integer() else "s"
             since = next((unit for least, unit in _SINCE_1970 if number > least), small)
             self._unit = suffix if suffix in _UNITS else since
         return number * _UNITS.get(self._unit, 1e6)
@@ -205,7 +215,7 @@ def _entries(path: Path, prompts: tuple[str, ...]) -> Iterator[_Entry]:
     if head.startswith(("{", "[")) and not _is_object(head):
         try:
             whole = json.loads("".join(_lines(path)))
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             whole = None  # lines of JSON, the first of them cut
         objects = whole if isinstance(whole, list) else [whole]
         if whole is not None:
@@ -236,7 +246,7 @@ def _unpacked(where: str, entry: Any) -> Iterator[_Entry]:
 def _is_object(line: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
 
 
@@ -247,7 +257,7 @@ def _json_lines(path: Path, is_strict: bool) -> Iterator[_Entry]:
             continue  # a message between the lines of JSON
         try:
             entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             if is_strict:
                 raise ValueError(f"{where}: this is no JSON: {error}") from error
             entry = {}
@@ -257,7 +267,7 @@ def _json_lines(path: Path, is_strict: bool) -> Iterator[_Entry]:
 
 
 def _csv(path: Path) -> Iterator[_Entry]:
-    lines = csv.DictReader(_lines(path))
+    lines = csv.DictReader(_lines(path), delimiter=_delimiter(path), skipinitialspace=True)
     try:
         for entry in lines:
             yield f"{path}, line {lines.line_num}", entry
@@ -268,9 +278,15 @@ def _csv(path: Path) -> Iterator[_Entry]:
 def _header(path: Path) -> list[str]:
     """Columns of the first line, if the file is a CSV."""
     try:
-        return next(csv.reader(_lines(path)), [])
+        lines = csv.reader(_lines(path), delimiter=_delimiter(path), skipinitialspace=True)
+        return next(lines, [])
     except csv.Error:
         return []
+
+
+def _delimiter(path: Path) -> str:
+    head = next(_lines(path), "")
+    return ";" if ";" in head and "," not in head else ","
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -278,9 +294,9 @@ def _lines(path: Path) -> Iterator[str]:
         with path.open("rb") as raw:
             is_packed = raw.read(2) == b"\x1f\x8b"
         opened = gzip.open if is_packed else open
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield from file
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -320,10 +336,13 @@ def _is_zero(entry: Mapping[str, Any], *names: str) -> bool:
     return any(_number(entry[name]) == 0 for name in names)
 
 
-def _whole(where: str, name: str, entry: Mapping[str, Any]) -> int:
+def _whole(where: str, name: str, entry: Mapping[str, Any], is_strict: bool) -> int:
     given = entry[name]
+    number = None if is_strict else _number(given)
     try:
-        value = int(given) if isinstance(given, str) else given
+        value = int(given) if isinstance(given, str) and number is None else given
+        if number is not None and number.is_integer():
+            value = int(number)  # as 3.0, which tables write
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**53:
             return value
     except ValueError:

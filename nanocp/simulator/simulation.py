@@ -31,7 +31,7 @@ from nanocp.simulator.drafted_rows import Speculation, come
 from nanocp.simulator.nano_batches import ScheduledSteps
 from nanocp.simulator.nics import Nics
 from nanocp.simulator.outcome import Outcome, Recorder, Run
-from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.simulator.workload_request import Upcoming, WorkloadRequest
 from nanocp.values.plan import (
     PAGE_SIZE,
     Arrival,
@@ -69,7 +69,7 @@ class Mechanisms:
     steps_per_window: int = 1
     prefix_sharing: bool = True
     wire_form: str = ""
-    """What travels between instances; empty: the cluster file's first."""
+    """What travels between instances; empty: the cheaper one."""
     lanes: bool = False
     """Whether windows run in two lanes where the cost model says that they pay."""
     schedule: Schedule | None = None
@@ -193,8 +193,8 @@ class Simulation:
         self._time_of = time_of or model.step
         """What a step takes."""
         self._num_steps = config.steps_per_window
-        self._scheduler = Scheduler(file.cluster, config, explainer)
-        plan_window = self._scheduler.plan_window
+        self.scheduler = Scheduler(file.cluster, config, explainer)
+        plan_window = self.scheduler.plan_window
         self._plan_window = explainer.around(plan_window) if explainer else plan_window
         self._event_log = EventLog(event_log, file.cluster, config) if event_log else None
         self._decided = DecidedLoads(file.cluster)
@@ -212,7 +212,7 @@ class Simulation:
         self._nics = Nics(file)
 
     def run(
-        self, requests: Iterator[WorkloadRequest], on_progress: Callable[[int], None] | None = None
+        self, requests: Iterator[Upcoming], on_progress: Callable[[int], None] | None = None
     ) -> Outcome:
         """Play until the run's end, or until nothing is left to happen.
 
@@ -231,7 +231,8 @@ class Simulation:
                 break
             recorder.at(now_us)
             while upcoming is not None and upcoming.arrival_us == now_us:
-                events.append(self._arrive(upcoming))
+                if isinstance(upcoming, WorkloadRequest):
+                    events.append(self._arrive(upcoming))
                 upcoming = next(requests, None)
             if self._nics.next_us == now_us:
                 events += [TransferDone(*share) for share in self._nics.arrived(now_us)]
@@ -250,7 +251,7 @@ class Simulation:
                 on_progress(now_us)
         if self._event_log is not None:
             self._event_log.close()
-        sharing, offload = self._scheduler.prefix_sharing, self._scheduler.offload
+        sharing, offload = self.scheduler.prefix_sharing, self.scheduler.offload
         return replace(
             recorder.outcome(),
             prefix_hit_rate=sharing.hit_rate,
@@ -313,7 +314,7 @@ class Simulation:
         joined, left = self._decided.window_sent(plans)
         for request_id in left:
             self._row_leaves(request_id, window)
-        instance_loads = self._scheduler.loads()
+        instance_loads = self.scheduler.loads()
         loads = self._decided.loads(instance_loads)
         time_of = self.model.step_in_two_lanes if plans[0].two_lanes else self._time_of
         num_drafts = plans[0].num_drafts
@@ -328,7 +329,7 @@ class Simulation:
         self._windows.append(_Window(window, ends_us, step, rows))
         self._push(self._windows[-1].ends_us, None)
         self._recorder.window(
-            begins_us, step, self._num_steps, loads, instance_loads, self._scheduler.num_waiting
+            begins_us, step, self._num_steps, loads, instance_loads, self.scheduler.num_waiting
         )
 
     def _row_joins(self, request_id: int, window: int) -> None:

@@ -30,6 +30,8 @@ _STATIC_US = 60_000_000
 """Measured of the static scenario, which has no rate."""
 _PILOT = Run(warm_up_us=200_000, measure_us=600_000)
 _NUM_PILOTS = 3
+_STATIC_ROWS = 64
+"""Rows of an instance for which static CP's wire form is the cheaper one."""
 _SAMPLE = 4
 _SLOWEST = 2
 """A cluster begins with what runs at this many times the SLO's time per token, or less."""
@@ -64,14 +66,14 @@ class Trial(Mechanisms):
 
     @property
     def form(self) -> str:
-        """The wire form of its policy's runs; empty: the cost model chooses.
+        """The wire form of its runs: the one named, or what the cost model finds cheaper.
 
-        All rows of static CP have links, so it gets the form of fewest bytes.
+        All rows of static CP have links, so for it that is judged by as many.
         """
-        if self.wire_form or not self.policy.startswith("uniform_cp"):
-            return self.wire_form
-        forms = self.file.model.wire_forms
-        return min(forms, key=lambda name: forms[name].bytes_per_link)
+        kind, _, degree = self.policy.partition(":")
+        num_links = _STATIC_ROWS * (int(degree) - 1) if kind == "uniform_cp" and degree else 0
+        model = CostModel(self.file, self.constants, wire_form=self.wire_form, num_links=num_links)
+        return model.wire_form
 
     def at_rate(self, rate_per_s: float) -> Trial:
         """The trial at another rate."""

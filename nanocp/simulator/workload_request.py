@@ -15,6 +15,13 @@ HASH_ID_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class QuietUntil:
+    """In place of a request: nobody asks before this moment."""
+
+    arrival_us: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadRequest:
     """What a client will ask, and how long the answer will be, which only the simulator knows."""
 
@@ -66,3 +73,7 @@ class WorkloadRequest:
                 f"{self.output_len} and max_tokens {self.max_tokens}; the first must not be "
                 "negative, the second positive, the third from 1 to the fourth"
             )
+
+
+Upcoming = WorkloadRequest | QuietUntil
+"""What a simulation takes one by one, in order of time."""

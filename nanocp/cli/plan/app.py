@@ -7,6 +7,7 @@ something cannot be. Does not know: what is printed where.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ import typer
 
 from nanocp.cli.plan.memory import Hardware, report_folder
 from nanocp.cli.simulate.options import AsJson
+
+_LONGEST = 1e9
 
 if TYPE_CHECKING:
     from nanocp.simulator.request_logs import RequestLog
@@ -75,12 +78,28 @@ class LogOptions:
         """
         from nanocp.simulator.cluster_file import load_cluster_file
         from nanocp.simulator.outcome import Slo
+        from nanocp.simulator.sweep import MAX_RATE, MIN_RATE
         from nanocp.simulator.trial import Trial
         from nanocp.simulator.workload import Workload
 
-        file = load_cluster_file(cluster, instances)
+        file = load_cluster_file(cluster)
         file.costs_of(self.constants)
+        # A cluster need not hold a request that is longer than all of the log.
+        longest = max(
+            math.ceil(self.length_scale * one.prompt_len) + one.output_len for one in log.requests
+        )
+        most = min(file.cluster.max_model_len, max(longest, 2))
+        file = replace(file, cluster=replace(file.cluster, max_model_len=most))
+        file = file.of_size(instances or file.cluster.num_instances)
+        for name in ("slo_tpot_ms", "slo_ttft_ms"):
+            value = getattr(self, name)
+            if not 0 < value <= _LONGEST:
+                raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must be positive")
         rate = log.rate_per_s if self.rate is None else self.rate
+        if not MIN_RATE <= rate <= MAX_RATE:
+            raise ValueError(
+                f"the rate is {rate:.3g} requests/s; give --rate from {MIN_RATE} to {MAX_RATE:g}"
+            )
         workload = Workload("log", rate, length_scale=self.length_scale, given=log.requests)
         return Trial(
             file,
@@ -113,8 +132,9 @@ def plan(
             fits = _report(model, hardware)
             if load.gauges is not None:
                 from nanocp.cli.plan.page import gauges_sentence
+                from nanocp.simulator.analyser.rank_gauges import read_gauges
 
-                typer.echo(gauges_sentence(load.gauges))
+                typer.echo(gauges_sentence(read_gauges(load.gauges)))
     except (ValueError, OSError) as error:
         print(f"nanocp plan: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -143,6 +163,8 @@ def _report(model: str, hardware: Hardware) -> bool:
     from nanocp.cli.plan.page import cluster_sentences
     from nanocp.simulator.cluster_file import load_cluster_file
 
+    if hardware != replace(Hardware(), instances=hardware.instances):
+        raise ValueError(f"{model} says what it runs on; only --instances may be given with it")
     for sentence in cluster_sentences(load_cluster_file(model, hardware.instances)):
         typer.echo(sentence)
     return True
@@ -152,21 +174,28 @@ def _analyse(model: str, hardware: Hardware, load: LogOptions, as_json: bool) ->
     from nanocp.cli.console import progress
     from nanocp.cli.plan.page import show
     from nanocp.simulator.analyser.analysis import analyse
+    from nanocp.simulator.analyser.rank_gauges import read_gauges
     from nanocp.simulator.request_logs import read_log
 
     assert load.log is not None
     pairs = [pair.partition("=") for pair in load.fields.split(",") if pair]
     log = read_log(load.log, {what: name for what, _, name in pairs})
+    gauges = None if load.gauges is None else read_gauges(load.gauges)
+    known = replace(Hardware(), instances=hardware.instances, device=hardware.device)
+    if hardware != known:
+        raise ValueError("--log is played with --instances and --device, no other hardware")
     cluster = model if _is_cluster(model) else _cluster_of(Path(model), hardware)
     trial = load.trial(log, cluster, hardware.instances)
     if load.html is not None:
+        import nanocp.simulator.reports.html  # noqa: F401 (its packages are missed before the work)
+
         load.html.touch()
     with progress() as bars:
         task = bars.add_task("playing", total=None)
         analysis = analyse(
             trial, log.requests, load.quick, lambda way: bars.update(task, description=way)
         )
-    show(analysis, trial, log, load.log, load.gauges, load.html, as_json)
+    show(analysis, trial, log, load.log, gauges, load.html, as_json)
 
 
 def _cluster_of(folder: Path, hardware: Hardware) -> str:

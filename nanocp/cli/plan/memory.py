@@ -60,7 +60,10 @@ class Hardware:
 
     instances: Annotated[
         int | None,
-        typer.Option(help="Instances. Default: 4 for a folder, a cluster's own number.", min=1),
+        typer.Option(
+            help="Instances. Default: 4 for a folder without --log, else the cluster's own number.",
+            min=1,
+        ),
     ] = None
     device: Annotated[
         DeviceName, typer.Option(help="What an instance runs on; cpu: a share of this machine.")

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from nanocp.simulator.analyser.analysis import OURS, Analysis, LoadVerdict, Way, ways_today
-from nanocp.simulator.analyser.rank_gauges import read_gauges
+from nanocp.simulator.analyser.rank_gauges import RankGauges
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.request_logs import RequestLog
@@ -36,15 +36,14 @@ def show(
     trial: Trial,
     log: RequestLog,
     path: Path,
-    gauges: Path | None,
+    gauges: RankGauges | None,
     html: Path | None,
     as_json: bool,
 ) -> None:
     """Print the page or the object, and write the file."""
-    found = None if gauges is None else read_gauges(gauges)
     if as_json:
         values = _values(analysis, trial, log)
-        print(json.dumps(values | ({"gauges": asdict(found)} if found else {})))
+        print(json.dumps(values | ({"gauges": asdict(gauges)} if gauges else {})))
     else:
         for line in lines(analysis, trial, log, path, gauges):
             typer.echo(line)
@@ -53,7 +52,7 @@ def show(
 
 
 def lines(
-    analysis: Analysis, trial: Trial, log: RequestLog, path: Path, gauges: Path | None
+    analysis: Analysis, trial: Trial, log: RequestLog, path: Path, gauges: RankGauges | None
 ) -> list[str]:
     """The page."""
     head, verdict, tail = _sentences(analysis, trial, log, path, gauges)
@@ -64,7 +63,7 @@ def lines(
         + "".join(f"  {cell.rjust(width)}" for cell, width in zip(row[1:], widths[1:], strict=True))
         for row in rows
     ]
-    return [*_wrapped(head), "", *_wrapped([verdict]), "", *table, "", *_wrapped(tail)]
+    return [*_wrapped(head), "", *_wrapped([verdict]), "", *table, *_wrapped(tail)]
 
 
 def _wrapped(sentences: list[str]) -> Iterator[str]:
@@ -72,17 +71,21 @@ def _wrapped(sentences: list[str]) -> Iterator[str]:
         yield from wrap(sentence, WIDTH)
 
 
-def gauges_sentence(path: Path) -> str:
-    """What a running cluster's gauges say. Raises ValueError."""
-    found = read_gauges(path)
-    return (
-        f"Measured, {path.name}: {found.num_ranks} ranks, {found.num_moments} times; rows "
-        f"{found.rows_mean:.3g} a rank, {found.row_imbalance:.0%} more on the fullest; KV "
-        f"{found.kv_used:.0%} in use, {found.kv_imbalance:.0%} more on the fullest; "
-        f"{found.kv_free_while_waiting:.0%} free while requests waited; "
-        f"{found.one_waits_another_has_room:.0%} of the times one rank queued while another had "
-        "room."
-    )
+def gauges_sentence(found: RankGauges) -> str:
+    """What a running cluster's gauges say; what they do not tell is left out."""
+    parts = [
+        f"Measured at {found.num_moments:,} moments of {found.num_ranks} ranks: rows "
+        f"{found.rows_mean:.3g} a rank, {found.row_imbalance:.0%} more on the fullest"
+    ]
+    if found.kv_used is not None and found.kv_imbalance is not None:
+        parts.append(f"KV {found.kv_used:.0%} in use, {found.kv_imbalance:.0%} more on the fullest")
+    if found.kv_free_while_waiting is not None and found.one_waits_another_has_room is not None:
+        parts.append(
+            f"{found.kv_free_while_waiting:.0%} of the KV free while requests waited; at "
+            f"{found.one_waits_another_has_room:.0%} of the moments one rank queued while another "
+            "had room"
+        )
+    return f"{'; '.join(parts)}."
 
 
 def cluster_sentences(file: ClusterFile) -> list[str]:
@@ -110,9 +113,14 @@ def _label(policy: str, trial: Trial) -> str:
 
 def _verdict(analysis: Analysis, trial: Trial) -> str:
     best, ours = analysis.best, analysis.ours
-    name, rates = _label(best.policy, trial), f"{ours.rate_per_s:.3g} requests/s"
-    other = f"{best.rate_per_s:.3g}" if best.rate_per_s else "less than a tenth"
-    against = f"{rates} within the SLO; {name} sustains {other} ({analysis.gain:.2f}x)"
+    name, slo = _label(best.policy, trial), trial.slo
+    if analysis.verdict is LoadVerdict.TOO_SLOW:
+        tpot_ms, ttft_ms = slo.tpot_us / 1e3, slo.ttft_us / 1e3
+        return f"No way meets TPOT {tpot_ms:g} ms and TTFT {ttft_ms:g} ms at any rate tried."
+    other = f"{best.rate_per_s:.3g} ({analysis.gain:.2f}x)"
+    if not best.rate_per_s:
+        other = "less than a tenth of that"
+    against = f"{ours.rate_per_s:.3g} requests/s within the SLO; {name} sustains {other}"
     if analysis.verdict is LoadVerdict.NOT_NEEDED:
         return f"You do not need this: CP by request would sustain {against}."
     if analysis.verdict is LoadVerdict.FEWER_GPUS:
@@ -122,17 +130,18 @@ def _verdict(analysis: Analysis, trial: Trial) -> str:
             f"by request would sustain {against}."
         )
     weak = analysis.weak_groups
-    hangs = f" That hangs on the cost of: {', '.join(weak)}." if weak else ""
+    hangs = f" Its shorter step hangs on: {', '.join(weak)}." if weak else ""
     return f"It pays: CP by request sustains {against}.{hangs}"
 
 
 def _sentences(
-    analysis: Analysis, trial: Trial, log: RequestLog, path: Path, gauges: Path | None
+    analysis: Analysis, trial: Trial, log: RequestLog, path: Path, gauges: RankGauges | None
 ) -> tuple[list[str], str, list[str]]:
     """(above the verdict, the verdict, below the table)."""
     load, file, best, ours = analysis.load, trial.file, analysis.best, analysis.ours
     form = CostModel(file, trial.constants, wire_form=trial.wire_form).wire_form
     gpu, num = file.memory.gpu if file.memory else "instances", file.cluster.num_instances
+    cut = f", {load.num_cut:,} are cut to what the model allows" if load.num_cut else ""
     skipped = f"; {log.num_skipped:,} lines skipped" if log.num_skipped else ""
     head = [
         f"{path.name}: {load.num_requests:,} requests, {load.rate_per_s:.3g}/s (read "
@@ -140,9 +149,8 @@ def _sentences(
         f"Prompts: p50 {load.prompt[0]:,}, p99 {load.prompt[1]:,}, most {load.prompt[2]:,}; the "
         f"longest 1% hold {load.share_of_longest:.0%} of all prompt tokens. Outputs: p50 "
         f"{load.output[0]:,}, p99 {load.output[1]:,}, most {load.output[2]:,}.",
-        f"Simulated: {num} x {gpu}, costs {trial.constants}, wire form {form} (static CP: that of "
-        f"fewest bytes); decode only. A rank holds {load.rank_tokens:,} tokens of KV; "
-        f"{load.num_too_long:,} requests fit none.",
+        f"Simulated: {num} x {gpu}, costs {trial.constants}, wire form {form}; decode only. A rank "
+        f"holds {load.rank_tokens:,} tokens of KV; {load.num_too_long:,} requests fit none{cut}.",
     ]
     label = _label(best.policy, trial)
     tail = [
@@ -156,7 +164,7 @@ def _sentences(
         groups = "; ".join(f"{s.group} {s.low:.2f} to {s.high:.2f}" for s in analysis.sensitivities)
         tail.append(f"Its step over ours, with a cost halved and doubled: {groups}.")
     if analysis.num_gpus is not None:
-        theirs, own = (str(num) if num else "no number of" for num in analysis.num_gpus)
+        theirs, own = (str(num) if num else "more than 256" for num in analysis.num_gpus)
         needs = f"{label} needs {theirs} GPUs, CP by request {own}"
         tail.append(f"For {load.rate_per_s:.3g}/s {needs}.")
     tail.append(
@@ -170,7 +178,7 @@ def _sentences(
 
 def _cells(way: Way, analysis: Analysis, trial: Trial) -> tuple[str, ...]:
     outcome = way.outcome
-    least = f"< {analysis.ours.rate_per_s / 10:.2g}"
+    least = "< a tenth" if analysis.ours.rate_per_s else "none"
     return (
         _label(way.policy, trial),
         f"{outcome.ttft_ms_p50:.0f} / {outcome.ttft_ms_p99:.0f}",
@@ -198,7 +206,7 @@ def _values(analysis: Analysis, trial: Trial, log: RequestLog) -> dict[str, Any]
             for way in analysis.ways
         },
         "best": analysis.best.policy,
-        "gain": analysis.gain if analysis.best.rate_per_s else None,
+        "gain": round(analysis.gain, 4) if analysis.best.rate_per_s else None,
         "verdict": analysis.verdict,
         "sensitivities": {s.group: [s.low, s.high] for s in analysis.sensitivities},
         "num_gpus": analysis.num_gpus,
@@ -211,7 +219,7 @@ def _write_html(
     trial: Trial,
     log: RequestLog,
     path: Path,
-    gauges: Path | None,
+    gauges: RankGauges | None,
 ) -> None:
     from nanocp.simulator.reports.html import HtmlPage
     from nanocp.simulator.reports.pictures import RUN_PICTURES

@@ -141,8 +141,7 @@ def _run(
         raise ValueError(f"--event-log is of one run; {len(scenario.policy)} policies are given")
     trials = scenario.trials(rate)
     first = next(iter(trials.values()))
-    if pages["host_pages"] and not any(each.hash_ids for each in islice(first.requests(), 1000)):
-        raise ValueError(f"--host-pages finds pages by hashes, and {scenario.workload} has none")
+    _check_hashes(pages, first, scenario)
     reports.prepare()
     played = _Played(first.file, first.run.measure_us / 1e6)
     timelines: dict[str, tuple[TimelineRecorder, CostModel]] = {}
@@ -158,13 +157,22 @@ def _run(
     return played
 
 
+def _check_hashes(pages: dict[str, Any], first: Trial, scenario: Scenario) -> None:
+    if pages["host_pages"] and not any(each.hash_ids for each in islice(first.requests(), 1000)):
+        raise ValueError(f"--host-pages finds pages by hashes, and {scenario.workload} has none")
+
+
 def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_groups: int) -> _Played:
     """Simulate each policy on clusters side by side; a column for each cluster."""
     from nanocp.cli.console import progress
     from nanocp.simulator.analyser.groups import play_groups
+    from nanocp.simulator.workload import STATIC
 
     trials = scenario.trials(rate)
     first = next(iter(trials.values()))
+    if first.workload.name in STATIC:
+        raise ValueError(f"--groups share arrivals, and {first.workload.name} has none")
+    _check_hashes(pages, first, scenario)
     played = _Played(first.file, first.run.measure_us / 1e6)
     with progress() as bars:
         for policy, trial in trials.items():

@@ -18,7 +18,7 @@ from nanocp.simulator.cost import CostModel
 from nanocp.simulator.outcome import Outcome, percentile
 from nanocp.simulator.reports.timeline import TimelineRecorder
 from nanocp.simulator.simulation import FLUID
-from nanocp.simulator.sweep import sweep
+from nanocp.simulator.sweep import MAX_RATE, MIN_RATE, sweep
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.plan import PAGE_SIZE
@@ -31,17 +31,22 @@ LEAST_SURE = 1.05
 LEAST_LOAD = 0.5
 """Below this share of what today's best way sustains, fewer GPUs help first."""
 PRECISION, QUICK_PRECISION = 1.1, 1.25
+FINE_PRECISION, QUICK_FINE_PRECISION = 1.02, 1.05
+"""The rates that decide the verdict are found to it."""
 _LEAST_SHARE = 0.1
 """Today's ways are searched down to this share of our rate."""
 _QUICK_US = 20_000_000
 _FACTORS = (0.5, 2.0)
 _MS = 1e3
 COST_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "attention": ("attention_ps_per_token",),
+    "attention": ("attention_ps_per_token", "attention_ps_per_query", "attention_us"),
     "rest of a layer": ("other_us", "other_ns_per_row"),
-    "exchange": ("exchange_us", "exchange_us_between_nodes"),
+    "exchange": (
+        *("exchange_us", "exchange_us_between_nodes"),
+        *("exchange_gb_per_s_within_node", "exchange_gb_per_s_between_nodes"),
+    ),
     "dispatch and combine": ("dispatch_combine_us", "dispatch_combine_us_at_128_rows"),
-    "experts": ("weights_gb_per_s",),
+    "experts": ("weights_gb_per_s", "gemm_tflops"),
 }
 
 
@@ -51,6 +56,7 @@ class LoadVerdict(StrEnum):
     NOT_NEEDED = "not needed"
     FEWER_GPUS = "fewer GPUs first"
     PAYS = "pays"
+    TOO_SLOW = "no way meets the SLO"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,8 @@ class LoadSummary:
     """KV tokens that one rank holds."""
     num_too_long: int
     """Requests that no rank holds, empty or not."""
+    num_cut: int
+    """Prompts that are longer than the cluster's model allows, and are played cut."""
     share_of_longest: float
     """Share of all prompt tokens that the longest 1% of the requests have."""
 
@@ -80,7 +88,10 @@ class Way:
     waits_ms: float
     """Milliseconds of a step for attention over what KV the fullest rank has beyond the mean."""
     rate_per_s: float
-    """Sustained within the SLO; 0 if less than a tenth of what per-request CP sustains is."""
+    """Sustained within the SLO; 0 if not the least that was searched for is.
+
+    That is a tenth of what CP by request sustains, or the log's rate if it is less.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,8 @@ class Sensitivity:
     group: str
     low: float
     high: float
+    as_it_is: float
+    """With the costs as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +130,14 @@ class Analysis:
 
     @property
     def weak_groups(self) -> list[str]:
-        """Groups of constants on which the gain hangs."""
-        return [one.group for one in self.sensitivities if one.low < LEAST_SURE]
+        """Groups of constants on which a shorter step hangs."""
+        return [one.group for one in self.sensitivities if one.low < LEAST_SURE <= one.as_it_is]
 
     @property
     def verdict(self) -> LoadVerdict:
         """By the rate over today's best way, static CP included."""
+        if not self.ours.rate_per_s and not self.best.rate_per_s:
+            return LoadVerdict.TOO_SLOW
         if self.gain < LEAST_GAIN:
             return LoadVerdict.NOT_NEEDED
         if self.load.rate_per_s < LEAST_LOAD * self.best.rate_per_s:
@@ -148,8 +163,8 @@ def analyse(
 ) -> Analysis:
     """Play the load each way at its own rate, and search for the rate that each sustains.
 
-    requests: the log's, as they are. is_quick: rates to 25% instead of 10% from shorter runs, and
-    no number of GPUs.
+    requests: the log's, as they are. Rates are found to 10%, and those that decide to 2%. is_quick:
+    to 25% and 5%, from shorter runs, and no number of GPUs.
     """
     policies = [OURS, *ways_today(trial.file.cluster.instances_per_node), FLUID]
     if is_quick and trial.measure_us is None:
@@ -159,14 +174,19 @@ def analyse(
         on_way(policy)
         here = replace(trial, policy=policy)
         ours_rate = ways[0].rate_per_s if ways else 0.0
-        found = sweep(
-            here.at_rate(ours_rate or trial.workload.rate_per_s),
-            precision=QUICK_PRECISION if is_quick else PRECISION,
-            num_seeds=1,
-            least_rate=_LEAST_SHARE * ours_rate,
-        )
-        ways.append(_way(here, found.rate_per_s))
+        least = min(_LEAST_SHARE * ours_rate, trial.workload.rate_per_s)
+        precision = QUICK_PRECISION if is_quick else PRECISION
+        ways.append(_way(here, _rate(here, ours_rate, precision, least)))
     ours, *today, bound = ways
+    on_way("those that decide")
+    most = max(way.rate_per_s for way in today)
+    fine = QUICK_FINE_PRECISION if is_quick else FINE_PRECISION
+    ours, *today = (
+        replace(way, rate_per_s=_rate(replace(trial, policy=way.policy), way.rate_per_s, fine))
+        if way.rate_per_s and (way is ours or way.rate_per_s == most)
+        else way
+        for way in (ours, *today)
+    )
     best = max(today, key=lambda way: (way.rate_per_s, -way.outcome.step_ms_mean))
     num_gpus = None
     if not is_quick and trial.file.memory is not None:
@@ -183,10 +203,19 @@ def analyse(
     )
 
 
+def _rate(trial: Trial, near: float, precision: float, least_rate: float = 0.0) -> float:
+    """Find the sustained rate, from a rate that is near it or from the trial's own."""
+    first = min(max(near or trial.workload.rate_per_s, MIN_RATE), MAX_RATE)
+    return sweep(
+        trial.at_rate(first), precision=precision, num_seeds=1, least_rate=least_rate
+    ).rate_per_s
+
+
 def _load(trial: Trial, requests: Sequence[WorkloadRequest]) -> LoadSummary:
-    prompts = sorted(
-        max(1, round(one.prompt_len * trial.workload.length_scale)) for one in requests
-    )
+    scale, max_len = trial.workload.length_scale, trial.file.cluster.max_model_len
+    asked = [max(1, round(one.prompt_len * scale)) for one in requests]
+    room = [max_len - one.output_len for one in requests]
+    prompts = sorted(map(min, asked, room))
     outputs = sorted(one.output_len for one in requests)
     rank_tokens = trial.file.cluster.num_frames * PAGE_SIZE
     longest = prompts[-max(1, len(prompts) // 100) :]
@@ -194,7 +223,6 @@ def _load(trial: Trial, requests: Sequence[WorkloadRequest]) -> LoadSummary:
     def three(lens: list[int]) -> tuple[int, int, int]:
         return int(percentile(lens, 50)), int(percentile(lens, 99)), lens[-1]
 
-    scale = trial.workload.length_scale
     return LoadSummary(
         num_requests=len(requests),
         rate_per_s=trial.workload.rate_per_s,
@@ -202,6 +230,7 @@ def _load(trial: Trial, requests: Sequence[WorkloadRequest]) -> LoadSummary:
         output=three(outputs),
         rank_tokens=rank_tokens,
         num_too_long=sum(one.prompt_len * scale + one.output_len > rank_tokens for one in requests),
+        num_cut=sum(length > most for length, most in zip(asked, room, strict=True)),
         share_of_longest=sum(longest) / sum(prompts),
     )
 
@@ -224,13 +253,15 @@ def _sensitivities(trial: Trial, best: Way, ours: Way) -> Iterator[Sensitivity]:
     costs = trial.file.costs_of(trial.constants)
     if not best.timeline.samples or not ours.timeline.samples:
         return
+    as_it_is = step_us(trial, best) / step_us(trial, ours)
     for group, names in COST_GROUPS.items():
         ratios = []
         for factor in _FACTORS:
             changed = changed_costs(costs, names, factor)
-            here = replace(trial, file=replace(trial.file, costs={"": changed}))
+            file = replace(trial.file, costs={trial.constants: changed})
+            here = replace(trial, file=file)
             ratios.append(step_us(here, best) / step_us(here, ours))
-        yield Sensitivity(group, min(ratios), max(ratios))
+        yield Sensitivity(group, min(ratios), max(ratios), as_it_is)
 
 
 def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
@@ -240,7 +271,8 @@ def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
         value = getattr(costs, name)
         if isinstance(value, tuple):
             return tuple((ep_size, factor * us) for ep_size, us in value)
-        return value / factor if name.endswith("_per_s") else value * factor
+        is_speed = "_per_s" in name or name.endswith("tflops")
+        return value / factor if is_speed else value * factor
 
     return replace(costs, **{name: scaled(name) for name in names})
 
@@ -248,5 +280,5 @@ def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
 def step_us(trial: Trial, way: Way) -> float:
     """Mean step of a way's sampled loads, timed again by the trial's constants."""
     form = replace(trial, policy=way.policy).form
-    model = CostModel(trial.file, "", wire_form=form)
+    model = CostModel(trial.file, trial.constants, wire_form=form)
     return fmean(model.step(sample.loads).step_us for sample in way.timeline.samples)

@@ -10,48 +10,34 @@ there since are least.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from queue import Queue
 from threading import Thread
-from typing import Any
 
 from nanocp.simulator.outcome import ATTAINMENT, Outcome, Recorder
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.simulator.workload_request import QuietUntil, Upcoming
 from nanocp.values.group_load import GroupLoad
-from nanocp.values.plan import InstanceLoad
 
 STALE_US = 5_000_000
 """Microseconds between two readings of a group's load."""
 
 
-class _Recorder(Recorder):
-    """Keeps what the scheduler has decided for each instance."""
-
-    loads: Sequence[InstanceLoad] = ()
-
-    def window(self, *args: Any) -> None:
-        """Also keep the loads, which are the last but one."""
-        super().window(*args)
-        self.loads = args[-2]
-
-
-class _Group(Iterator[WorkloadRequest]):
+class _Group(Iterator[Upcoming]):
     """One cluster, played in a thread that stands still while the router looks at it."""
 
     def __init__(self, trial: Trial, standing: Queue[None]) -> None:
         self._trial = trial
         self._standing = standing
-        self._sent: deque[WorkloadRequest] = deque()
-        self._more: Queue[list[WorkloadRequest] | None] = Queue()
-        self._recorder = _Recorder(trial.run)
-        self._simulation = trial.simulation(self._recorder)
+        self._sent: deque[Upcoming] = deque()
+        self._more: Queue[list[Upcoming] | None] = Queue()
+        self._simulation = trial.simulation(Recorder(trial.run))
         self.row_tokens = self._simulation.model.in_tokens().dispatch_tokens_per_row
         self.outcome: Outcome | BaseException | None = None
         self.thread = Thread(target=self._play, daemon=True)
 
-    def __next__(self) -> WorkloadRequest:
+    def __next__(self) -> Upcoming:
         while not self._sent:
             self._standing.put(None)
             if (more := self._more.get()) is None:
@@ -59,15 +45,16 @@ class _Group(Iterator[WorkloadRequest]):
             self._sent.extend(more)
         return self._sent.popleft()
 
-    def go_on(self, requests: list[WorkloadRequest] | None) -> None:
-        """Play these too, and stand still after the last; None: that was all."""
+    def go_on(self, requests: list[Upcoming] | None) -> None:
+        """Play these too, and stand still at the last; None: that was all."""
         self._more.put(requests)
 
     @property
     def load_tokens(self) -> float:
-        """GroupLoad's, after the last request."""
+        """GroupLoad's, where it stands still."""
         max_rows = self._trial.file.cluster.bounds.max_rows
-        return GroupLoad.of(self._recorder.loads, max_rows, self.row_tokens).load_tokens
+        loads = self._simulation.scheduler.loads()
+        return GroupLoad.of(loads, max_rows, self.row_tokens).load_tokens
 
     def _play(self) -> None:
         try:
@@ -94,23 +81,25 @@ def play_groups(trial: Trial, num_groups: int, stale_us: int = STALE_US) -> list
     num_instances = trial.file.cluster.num_instances
     upcoming = next(requests, None)
     until_us = 0  # first what runs at the beginning
-    playing = groups
-    while upcoming is not None and until_us < end_us + stale_us:
-        for _ in playing:  # each stands still or ends, once
-            standing.get()
-        playing = [group for group in playing if group.outcome is None]
-        loads = [group.load_tokens for group in groups]
-        sent: list[list[WorkloadRequest]] = [[] for _ in groups]
-        while upcoming is not None and upcoming.arrival_us <= until_us:
-            least = min(range(num_groups), key=loads.__getitem__)
-            loads[least] += (upcoming.prompt_len + row_tokens) / num_instances
-            sent[least].append(upcoming)
-            upcoming = next(requests, None)
-        for group, mine in zip(groups, sent, strict=True):
-            group.go_on(mine)
-        until_us += stale_us
-    for group in groups:
-        group.go_on(None)
+    try:
+        playing = groups
+        while upcoming is not None and until_us < end_us + stale_us:
+            for _ in playing:  # each stands still or ends, once
+                standing.get()
+            playing = [group for group in playing if group.outcome is None]
+            loads = [group.load_tokens for group in groups]
+            sent: list[list[Upcoming]] = [[] for _ in groups]
+            while upcoming is not None and upcoming.arrival_us <= until_us:
+                least = min(range(num_groups), key=loads.__getitem__)
+                loads[least] += (upcoming.prompt_len + row_tokens) / num_instances
+                sent[least].append(upcoming)
+                upcoming = next(requests, None)
+            for group, mine in zip(groups, sent, strict=True):
+                group.go_on([*mine, QuietUntil(until_us)])
+            until_us += stale_us
+    finally:
+        for group in groups:
+            group.go_on(None)
     outcomes = []
     for group in groups:
         group.thread.join()

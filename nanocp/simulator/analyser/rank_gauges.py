@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,13 +22,16 @@ GAUGES: Mapping[str, str] = {
     "vllm:num_requests_running": ROWS,
     "sglang:num_running_reqs": ROWS,
     "nanocp:rows": ROWS,
+    "nanocp:kv_cache_usage_perc": KV,
     "vllm:num_requests_waiting": WAITING,
     "sglang:num_queue_reqs": WAITING,
     "vllm:kv_cache_usage_perc": KV,
     "vllm:gpu_cache_usage_perc": KV,
     "sglang:token_usage": KV,
 }
-RANK_LABELS = ("instance", "pod", "engine", "engine_index", "dp_rank")
+RANK_LABELS = ("model_name", "instance", "pod", "engine", "engine_index", "dp_rank")
+_FULL = 0.9
+"""A rank with this share of its KV in use has no room."""
 
 _Ranks = dict[str, float]
 _Sample = tuple[str, Mapping[str, str], float, float]
@@ -42,20 +46,20 @@ class RankGauges:
     rows_mean: float
     """Requests that run on a rank."""
     row_imbalance: float
-    """(max - mean) / mean."""
-    kv_used: float
-    kv_imbalance: float
-    kv_free_while_waiting: float
-    """Share of all KV that is free while a request waits somewhere; 0 if none waited."""
-    one_waits_another_has_room: float
-    """Share of the moments at which the fullest rank that has requests waiting has twice the KV in
-    use of a rank that has none."""
+    """(max - mean) / mean, both summed over the moments."""
+    kv_used: float | None
+    """Share of all KV. None: the file has no gauges of it."""
+    kv_imbalance: float | None
+    kv_free_while_waiting: float | None
+    """Share of all KV that is free while a request waits somewhere. None: no rank's is told."""
+    one_waits_another_has_room: float | None
+    """Share of the moments at which one rank has requests waiting, and another has none and KV."""
 
 
 def read_gauges(path: Path) -> RankGauges:
     """Raises ValueError if there are no gauges of two ranks or more."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
         samples = list(_query(text) if text.lstrip().startswith("{") else _scrapes(text))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
@@ -63,7 +67,7 @@ def read_gauges(path: Path) -> RankGauges:
         ) from error
     series: dict[float, dict[str, _Ranks]] = defaultdict(lambda: defaultdict(dict))
     for name, labels, at, value in samples:
-        if name in GAUGES and value >= 0:
+        if name in GAUGES and 0 <= value < inf:
             rank = "/".join(labels[label] for label in RANK_LABELS if label in labels)
             series[at][GAUGES[name]][rank] = value
     moments = [of for of in series.values() if len(of[ROWS]) > 1]
@@ -74,16 +78,23 @@ def read_gauges(path: Path) -> RankGauges:
         )
     kv = [list(of[KV].values()) for of in moments if of[KV]]
     waiting = [of for of in moments if any(of[WAITING].values()) and of[KV]]
+    has_waiting = any(of[WAITING] for of in moments) and bool(kv)
     rows = [list(of[ROWS].values()) for of in moments]
     return RankGauges(
         num_ranks=max(map(len, rows)),
         num_moments=len(moments),
         rows_mean=fmean(map(fmean, rows)),
-        row_imbalance=fmean(map(_imbalance, rows)),
-        kv_used=fmean(map(fmean, kv)) if kv else 0.0,
-        kv_imbalance=fmean(map(_imbalance, kv)) if kv else 0.0,
-        kv_free_while_waiting=fmean(1 - fmean(of[KV].values()) for of in waiting) if waiting else 0,
-        one_waits_another_has_room=sum(map(_has_room_elsewhere, waiting)) / len(moments),
+        row_imbalance=_imbalance(rows),
+        kv_used=fmean(map(fmean, kv)) if kv else None,
+        kv_imbalance=_imbalance(kv) if kv else None,
+        kv_free_while_waiting=(
+            fmean(1 - fmean(of[KV].values()) for of in waiting)
+            if waiting
+            else (0.0 if has_waiting else None)
+        ),
+        one_waits_another_has_room=(
+            sum(map(_has_room_elsewhere, waiting)) / len(moments) if has_waiting else None
+        ),
     )
 
 
@@ -91,15 +102,14 @@ def _of(kind: str) -> list[str]:
     return [name for name, one in GAUGES.items() if one == kind]
 
 
-def _imbalance(values: list[float]) -> float:
-    mean = fmean(values)
-    return max(values) / mean - 1 if mean > 0 else 0.0
+def _imbalance(moments: list[list[float]]) -> float:
+    """By sums, so that a moment counts as much as it holds."""
+    means = sum(map(fmean, moments))
+    return sum(map(max, moments)) / means - 1 if means > 0 else 0.0
 
 
 def _has_room_elsewhere(of: Mapping[str, _Ranks]) -> bool:
-    kv, waits = of[KV], of[WAITING]
-    fullest = max(kv.get(rank, 0.0) for rank, number in waits.items() if number)
-    return any(not waits.get(rank) and used <= fullest / 2 for rank, used in kv.items())
+    return any(not of[WAITING].get(rank) and used < _FULL for rank, used in of[KV].items())
 
 
 def _scrapes(text: str) -> Iterator[_Sample]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanocp.config.cost import CostConfig
+from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.simulator.cluster_file import WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
 from nanocp.simulator.trial import Trial
@@ -82,18 +83,23 @@ def test_the_wire_form_is_the_cheaper_one_for_a_request_of_the_widest_degree(deg
     assert model.exchange_us(num, 0, num) == min(one.exchange_us(num, 0, num) for one in every)
 
 
-def test_static_cp_gets_the_form_of_fewest_bytes_since_all_its_rows_have_links():
+def test_static_cp_gets_the_form_that_is_cheaper_where_all_rows_have_links():
     def form(policy, named=""):
         return Trial(FILE, policy, Workload("issue-1", 1.0), wire_form=named).form
 
     assert form("uniform_cp:8") == "latent" and form("uniform_cp:8", "absorbed") == "absorbed"
-    assert form("cost_aware") == form("fluid") == "", "the cost model chooses"
+    assert form("cost_aware") == form("fluid") == CostModel(FILE, "").wire_form == "absorbed"
+    qwen = load_cluster_file("h200x32-qwen3-235b")
+    assert (
+        Trial(qwen, "uniform_cp:8", Workload("issue-1", 1.0), constants="peak").form == "absorbed"
+    )
     trial = Trial(FILE, "uniform_cp:8", Workload("issue-1", 1.0))
     assert trial.simulation().model.wire_form == "latent"
 
 
 def test_a_service_without_a_profile_weighs_what_the_simulated_cluster_costs():
-    assert CostModel(FILE, "").in_tokens() == CostConfig()
+    form = DataPlaneConfig().wire_form
+    assert CostModel(FILE, "", wire_form=form).in_tokens() == CostConfig()
     assert FILE.default_constants == "operators"
 
 

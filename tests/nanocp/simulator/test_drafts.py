@@ -63,10 +63,10 @@ def test_a_cluster_with_drafts_weighs_the_exchange_by_what_attention_takes_then(
 @pytest.mark.parametrize("how", ["", ":always"])
 def test_every_row_gets_its_tokens_and_no_more(how):
     simulation, outcome = run(f"2:.8,.6{how}")
-    check(simulation._scheduler)
+    check(simulation.scheduler)
     assert not simulation._requests and not simulation._num_tokens and outcome.num_judged == 60
-    free = [load.frames_free for load in simulation._scheduler.loads()]
-    assert free == [simulation._scheduler._cluster.num_frames] * 8
+    free = [load.frames_free for load in simulation.scheduler.loads()]
+    assert free == [simulation.scheduler._cluster.num_frames] * 8
     assert free[0] < SMALL.cluster.num_frames, "each frame has one layer more"
 
 

@@ -117,15 +117,52 @@ def test_lines_are_in_order_of_arrival_and_what_is_no_request_is_counted(tmp_pat
     assert log.num_skipped == 3 and log.fields == ("time (a date)", "tokens_in", "tokens_out")
 
 
+@pytest.mark.parametrize(
+    ("text", "requests"),
+    [
+        ("\ufeffts,isl,osl\r\n1,5,6\r\n3,7,8\r\n", [(0, 5, 6), (2, 7, 8)]),
+        ("ts; isl; osl\n1; 5; 6\n3; 7.0; 8\n", [(0, 5, 6), (2, 7, 8)]),
+        ('\ufeff{"timestamp": 0.0, "isl": 5, "osl": 6}\n', [(0, 5, 6)]),
+        (
+            '{"timestamp": 0.5, "isl": 5.0, "osl": 6, "tenant": 5, "hash_ids": null}\n'
+            '{"timestamp": 2.5, "isl": 7, "osl": 8, "hash_ids": [1, 2, 3, 4]}\n',
+            [(0, 5, 6), (2, 7, 8)],
+        ),
+        (
+            '{"arrival_time": 1, "isl": 5, "osl": 6, "total_s": 90}\n'
+            '{"arrival_time": 3, "isl": 7, "osl": 8, "total_s": 1}\n',
+            [(0, 5, 6), (2, 7, 8)],
+        ),
+    ],
+)
+def test_what_other_writers_do_to_a_file_is_no_obstacle(tmp_path, text, requests):
+    path = tmp_path / "log"
+    path.write_bytes(text.encode())
+    found = read_log(path).requests
+    assert [(r.arrival_us / 1e6, r.prompt_len, r.output_len) for r in found] == requests
+
+
+def test_a_damaged_file_and_a_number_without_end_are_sentences(tmp_path):
+    path = tmp_path / "log"
+    packed = bytearray(gzip.compress(FILES["mooncake"].encode() * 50))
+    packed[30:40] = bytes(10)
+    for content in (packed, b'{"ts": 1, "isl": 1, "osl": ' + b"9" * 5000 + b"}"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=str(path)):
+            read_log(path)
+
+
 def test_fields_may_be_named(tmp_path):
     path = tmp_path / "log"
     lines = [{"when_ms": 1000 * s, "in": p, "made": o, "prompt_tokens": 9} for s, p, o in REQUESTS]
     path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(ValueError, match=r"name the fields: --fields arrival=T"):
         read_log(path)
-    log = read_log(path, {"arrival": "when_ms", "prompt": "in", "output": "made"})
+    log = read_log(path, {"arrival": "when_ms", " prompt": "in ", "output": "made"})
     assert [r.prompt_len for r in log.requests] == [300, 1000, 64]
     assert log.fields[0] == "when_ms (ms)" and log.requests[-1].arrival_us == 2_250_000
+    with pytest.raises(ValueError, match="no line has an arrival"):
+        read_log(path, {"arrival": "wen_ms", "prompt": "in", "output": "made"})
     with pytest.raises(ValueError, match="a log has no begin; it has arrival, prompt, output"):
         read_log(path, {"begin": "x"})
 
@@ -140,7 +177,7 @@ def test_fields_may_be_named(tmp_path):
         ('{"ts": "noon", "isl": 1, "osl": 3}', "line 1: ts is 'noon'; it must be a number, or"),
         ('{"ts": -1, "isl": 1, "osl": 3}', "line 1: ts is -1"),
         ('{"ts": 1, "isl": 1, "osl": 3, "total_s": "x"}', "total_s is 'x'"),
-        ('{"ts": 1, "isl": 1, "osl": 3, "tenant": 5}', "tenant is 5"),
+        ('{"ts": 1, "isl": 1, "osl": 1e400}', "osl is inf"),
     ],
 )
 def test_what_is_no_log_is_answered_in_a_sentence(tmp_path, text, named):

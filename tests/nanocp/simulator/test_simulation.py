@@ -73,7 +73,7 @@ def test_requests_that_begin_alike_share_as_much_as_their_hash_ids_say():
         outcome = simulation.run(iter(TURNS))
         assert outcome.num_judged == 30 and outcome.host_hit_rate == 0
         rates[prefix_sharing] = outcome.prefix_hit_rate
-        check(simulation._scheduler)
+        check(simulation.scheduler)
     assert rates == {True: ALL_HITS, False: 0.0}
 
 
@@ -88,7 +88,7 @@ def test_conversations_find_in_memory_what_has_left_the_frames():
         outcome = simulation.run(iter(TURNS))
         assert outcome.num_judged == 30
         found.append((outcome.prefix_hit_rate, outcome.host_hit_rate))
-        check(simulation._scheduler)
+        check(simulation.scheduler)
     assert found[0][0] < ALL_HITS and found[0][1] == 0
     assert sum(found[1]) == pytest.approx(ALL_HITS) and found[1][1] > 0.1
 
@@ -115,7 +115,7 @@ class Checked(Simulation):
         follow(tables, plans)
         if window % 20:
             return
-        check(self._scheduler, tables)
+        check(self.scheduler, tables)
         assert self._decided._rows == [
             table.lanes[lane].rows for lane in range(NUM_LANES) for table in tables
         ]
@@ -124,7 +124,7 @@ class Checked(Simulation):
         sent = [[len(slots) for slots in table.q_route] for table in tables]
         received = [[len(slots) for slots in table.res_route] for table in tables]
         between = [[i // 4 != j // 4 for j in range(8)] for i in range(8)]
-        loads = self._decided.loads(self._scheduler.loads())
+        loads = self._decided.loads(self.scheduler.loads())
         assert loads.links == [max(sum(a), sum(b)) for a, b in zip(sent, received, strict=True)]
         assert loads.links_between_nodes == [
             max(
@@ -136,9 +136,9 @@ class Checked(Simulation):
         assert loads.attention_rows == [
             len(table.rows) + sum(received[i]) for i, table in enumerate(tables)
         ]
-        step = self._scheduler._state.step
+        step = self.scheduler._state.step
         # The KV of a row that was parked on the way counts as if it were read.
-        placed = self._scheduler._state.requests.values()
+        placed = self.scheduler._state.requests.values()
         resident = [
             r for r in placed if r.request_id in rows or (r.state is State.PARKED and r.is_started)
         ]
@@ -161,7 +161,7 @@ def test_every_request_ends_once_and_no_frame_is_left(policy):
     simulation, outcome = play(policy, requests(60))
     assert outcome.num_judged == 60 and outcome.num_refused == 0
     assert all(
-        load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads()
+        load.frames_free == SMALL.cluster.num_frames for load in simulation.scheduler.loads()
     )
     assert not simulation._requests and not simulation._num_tokens and not simulation._joined_step
 
@@ -171,7 +171,7 @@ def test_rows_that_stop_before_max_tokens_end_too(steps_per_window):
     simulation, outcome = play("dual_balanced", requests(60, over_run=70), steps_per_window)
     assert outcome.num_judged == 60
     assert all(
-        load.frames_free == SMALL.cluster.num_frames for load in simulation._scheduler.loads()
+        load.frames_free == SMALL.cluster.num_frames for load in simulation.scheduler.loads()
     )
 
 

@@ -25,7 +25,7 @@ from nanocp.simulator.sweep import Sustained, Sweep
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
 
-LOAD = LoadSummary(100, 10.0, (1, 2, 3), (1, 2, 3), 1000, 0, 0.5)
+LOAD = LoadSummary(100, 10.0, (1, 2, 3), (1, 2, 3), 1000, 0, 0, 0.5)
 LINE = '{"timestamp": %d, "input_length": %d, "output_length": 30}\n'
 
 
@@ -41,6 +41,7 @@ def way(rate):
         (19.0, 40.0, LoadVerdict.PAYS),
         (21.0, 40.0, LoadVerdict.FEWER_GPUS),
         (0.0, 11.1, LoadVerdict.PAYS),
+        (0.0, 0.0, LoadVerdict.TOO_SLOW),
     ],
 )
 def test_the_verdict_is_the_rate_over_todays_best_way(best, ours, verdict):
@@ -49,8 +50,10 @@ def test_the_verdict_is_the_rate_over_todays_best_way(best, ours, verdict):
 
 
 def test_a_gain_hangs_on_what_takes_it_away():
-    weak, sure = Sensitivity("attention", 1.04, 1.4), Sensitivity("experts", 1.2, 1.4)
-    assert Analysis(LOAD, (), way(1), way(2), (weak, sure), None).weak_groups == ["attention"]
+    weak, sure = Sensitivity("attention", 1.04, 1.4, 1.3), Sensitivity("experts", 1.2, 1.4, 1.3)
+    equal = Sensitivity("exchange", 1.0, 1.01, 1.0)
+    found = Analysis(LOAD, (), way(1), way(2), (weak, sure, equal), None)
+    assert found.weak_groups == ["attention"]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def test_todays_ways_and_ours_are_played_and_timed_again(files, rates):
     seen = []
     found = analyse(trial, log.requests, is_quick=True, on_way=seen.append)
     policies = ["least_batch", "round_robin", "least_cache", "uniform_cp:4", "cost_aware", "fluid"]
-    assert [one.policy for one in found.ways] == policies and sorted(seen) == sorted(policies)
+    assert [one.policy for one in found.ways] == policies and {*policies} <= {*seen}
     assert found.ours.rate_per_s == 40 and found.best.policy == "uniform_cp:4"
     assert found.gain == pytest.approx(4 / 3) and found.verdict is LoadVerdict.PAYS
     assert found.load.prompt == (700, 200_000, 200_000) and found.num_gpus is None
@@ -101,10 +104,10 @@ def test_todays_ways_and_ours_are_played_and_timed_again(files, rates):
     assert [one.group for one in found.sensitivities] == list(COST_GROUPS)
     dear = next(one for one in found.sensitivities if one.group == "attention")
     assert dear.low <= found.best.outcome.step_ms_mean / found.ours.outcome.step_ms_mean * 1.1
-    assert dear.high > dear.low
+    assert dear.low < dear.as_it_is < dear.high
 
 
-@pytest.mark.parametrize(("group", "factor"), [("attention", 2.0), ("exchange", 0.5)])
+@pytest.mark.parametrize(("group", "factor"), [("attention", 0.5), ("exchange", 2.0)])
 def test_timing_samples_again_says_what_whole_runs_would(files, rates, group, factor):
     """Two points of the sensitivity against runs under the changed constants."""
     trial, log = trial_of(files)
@@ -137,14 +140,23 @@ def test_the_page_of_a_log(files, rates):
     assert (
         sum(line.startswith(("DP, ", "static CP of 4 ", "CP by request ")) for line in lines) == 5
     )
-    assert "Measured, metrics: 3 ranks, 1 times" in " ".join(lines)
+    assert "Measured at 1 moments of 3 ranks: rows 1 a rank, 0% more" in " ".join(lines)
     html = (files / "page.html").read_text()
     assert html.count("data:image/png;base64,") == 6 and "CP by request" in html
     assert 'src="http' not in html and "href=" not in html
     values = json.loads(plan(*words, "--json").stdout)
     assert values["verdict"] in set(LoadVerdict) and values["gauges"]["num_ranks"] == 3
     assert values["ways"]["cost_aware"]["rate_per_s"] == 40 and values["skipped"] == 0
-    assert values["gain"] == pytest.approx(4 / 3)
+    assert values["gain"] == pytest.approx(4 / 3, abs=1e-4)
+
+
+def test_a_cluster_need_not_hold_what_the_log_does_not_have(files, rates):
+    """A node of 8 H200 has no room for a million tokens, and this log has 200,000 at most."""
+    alone = plan("h200x32-deepseek-v3", "--instances", 8)
+    assert alone.exit_code == 2 and "can never run" in alone.stderr
+    words = ["h200x32-deepseek-v3", "--instances", 8, "--log", files / "log.jsonl", "--quick"]
+    found = plan(*words, "--rate", 1, "--json")
+    assert found.exit_code == 0, found.output
 
 
 def test_a_cluster_says_what_it_holds(files):
@@ -161,8 +173,12 @@ def test_a_cluster_says_what_it_holds(files):
         (["h200x32-deepseek-v3", "--log", "/none"], "/none cannot be read"),
         (["cluster.yaml", "--log", "log.jsonl", "--constants", "x"], "constants is 'x'"),
         (["cluster.yaml", "--log", "log.jsonl", "--fields", "when=x"], "a log has no when"),
-        (["cluster.yaml", "--log", "log.jsonl", "--slo-tpot-ms", 0], "both must be positive"),
-        (["cluster.yaml", "--log", "log.jsonl", "--rate", -1], "rate_per_s is -1"),
+        (["cluster.yaml", "--log", "log.jsonl", "--slo-tpot-ms", 0], "--slo-tpot-ms is 0"),
+        (["cluster.yaml", "--log", "log.jsonl", "--slo-ttft-ms", "nan"], "--slo-ttft-ms is nan"),
+        (["cluster.yaml", "--log", "log.jsonl", "--rate", -1], "give --rate from 0.05"),
+        (["cluster.yaml", "--log", "log.jsonl", "--lanes"], "no other hardware"),
+        (["cluster.yaml", "--dtype", "float32"], "says what it runs on"),
+        (["cluster.yaml", "--log", "log.jsonl", "--gauges", "log.jsonl"], "neither what /metrics"),
         (["h200x32-deepseek-v3", "--gauges", "log.jsonl"], "neither what /metrics answers nor"),
     ],
 )

@@ -11,6 +11,7 @@ from nanocp.simulator.analyser.groups import all_sustained, play_groups
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
+from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.group_load import GroupLoad
 from nanocp.values.plan import InstanceLoad
 
@@ -47,6 +48,16 @@ def test_a_group_that_fails_is_not_silent(monkeypatch):
     monkeypatch.setattr("nanocp.simulator.simulation.Simulation.run", fail)
     with pytest.raises(RuntimeError, match="it broke"):
         play_groups(trial(6.0), 2)
+
+
+def test_a_group_that_gets_nothing_goes_on_in_time():
+    """A long request ends on one of two groups, and the router sees it."""
+    long = WorkloadRequest(0, 400_000, 20, 20)
+    short = [WorkloadRequest(200_000 * i, 50, 2, 2) for i in range(1, 30)]
+    load = Workload("log", 5.0, given=(long, *short))
+    here = replace(trial(5.0), workload=load, measure_us=6_000_000, begins_empty=True)
+    outcomes = play_groups(here, 2, stale_us=500_000)
+    assert min(outcome.num_judged for outcome in outcomes) >= 5
 
 
 def test_all_groups_together_meet_the_slo_or_do_not():

@@ -51,6 +51,23 @@ def test_scrapes_one_behind_the_other(tmp_path, at):
     assert found.one_waits_another_has_room == 0.5
 
 
+def test_what_was_not_measured_is_not_zero_and_a_moment_counts_as_much_as_it_holds(tmp_path):
+    def rows(*values, model="m"):
+        name = f'vllm:num_requests_running{{model_name="{model}",engine="'
+        return "".join(f'{name}{rank}"}} {value}\n' for rank, value in enumerate(values))
+
+    path = tmp_path / "metrics"
+    path.write_text(rows(27, 27, 27, 27) + rows(1, 0, 0, 0) * 3 + rows(float("inf"), 1, 1, 1))
+    found = read_gauges(path)
+    assert found.row_imbalance == pytest.approx((27 + 3 + 1) / (27 + 0.75 + 1) - 1, abs=0.01)
+    assert found.kv_used is found.kv_imbalance is found.one_waits_another_has_room is None
+    path.write_text(rows(9, 1) + rows(1, 9, model="other"))
+    assert read_gauges(path).num_ranks == 4, "ranks of two models are not the same"
+    full = scrape(ROWS, waiting=(3, 0, 0, 0), kv=(0.95, 0.95, 0.95, 0.95))
+    path.write_text(full)
+    assert read_gauges(path).one_waits_another_has_room == 0, "nobody had room"
+
+
 def query(rows, name="vllm:num_requests_running"):
     return {
         "status": "success",
