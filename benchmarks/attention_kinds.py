@@ -27,7 +27,7 @@ CLUSTERS = (
     "h200x32-qwen3.5-397b",
     "h200x32-glm-4.5",
 )
-CONSTANTS = "fitted"
+CONSTANTS, FORM = "fitted", "latent"
 LENGTH = 131_072
 WORKLOAD, RATE = "issue-1", 8.0
 RATES = {"h200x32-qwen3.5-397b": 32.0}
@@ -43,13 +43,13 @@ def alone_us(model: CostModel, length: int, degree: int) -> float:
 
 def cost_row(name: str, file: ClusterFile) -> dict[str, Any]:
     """What the cost model says about one cluster file."""
-    model = CostModel(file, CONSTANTS)
+    model = CostModel(file, CONSTANTS, wire_form=FORM)
     buckets = profile_cp_degrees(model, file.cp_degrees, file.cluster.max_model_len)
     one, best = (alone_us(model, LENGTH, degree) for degree in (1, max(file.cp_degrees)))
     return {
         "cluster": name,
         "kv_bytes_per_layer": file.model.kv_bytes_per_token // file.model.num_full_layers,
-        "bytes_per_link": file.model.wire_form("").bytes_per_link,
+        "bytes_per_link": file.model.wire_form(FORM).bytes_per_link,
         "cp_from_tokens": buckets[0][0],
         "alone_us": one,
         "alone_most_cp_us": best,
@@ -62,7 +62,7 @@ def outcomes(file: ClusterFile, rate: float) -> dict[str, Outcome]:
     for policy in POLICIES:
         trial = Trial(
             file, policy, Workload(WORKLOAD, rate, seed=1), CONSTANTS,
-            warm_up_us=10_000_000, measure_us=SECONDS * 1_000_000,
+            warm_up_us=10_000_000, measure_us=SECONDS * 1_000_000, wire_form=FORM,
         )  # fmt: skip
         found[policy] = trial.filled().play()
     return found

@@ -18,7 +18,6 @@ import typer
 from nanocp.simulator.analyser.analysis import OURS, Analysis, LoadVerdict, Way, ways_today
 from nanocp.simulator.analyser.rank_gauges import RankGauges
 from nanocp.simulator.cluster_file import ClusterFile
-from nanocp.simulator.cost import CostModel
 from nanocp.simulator.request_logs import RequestLog
 from nanocp.simulator.simulation import FLUID
 from nanocp.simulator.trial import Trial
@@ -139,7 +138,6 @@ def _sentences(
 ) -> tuple[list[str], str, list[str]]:
     """(above the verdict, the verdict, below the table)."""
     load, file, best, ours = analysis.load, trial.file, analysis.best, analysis.ours
-    form = CostModel(file, trial.constants, wire_form=trial.wire_form).wire_form
     gpu, num = file.memory.gpu if file.memory else "instances", file.cluster.num_instances
     cut = f", {load.num_cut:,} are cut to what the model allows" if load.num_cut else ""
     skipped = f"; {log.num_skipped:,} lines skipped" if log.num_skipped else ""
@@ -149,8 +147,8 @@ def _sentences(
         f"Prompts: p50 {load.prompt[0]:,}, p99 {load.prompt[1]:,}, most {load.prompt[2]:,}; the "
         f"longest 1% hold {load.share_of_longest:.0%} of all prompt tokens. Outputs: p50 "
         f"{load.output[0]:,}, p99 {load.output[1]:,}, most {load.output[2]:,}.",
-        f"Simulated: {num} x {gpu}, costs {trial.constants}, wire form {form}; decode only. A rank "
-        f"holds {load.rank_tokens:,} tokens of KV; {load.num_too_long:,} requests fit none{cut}.",
+        f"Simulated: {num} x {gpu}, costs {trial.constants}, wire form {trial.form}; decode only. A "
+        f"rank holds {load.rank_tokens:,} tokens of KV; {load.num_too_long:,} requests fit none{cut}.",
     ]
     label = _label(best.policy, trial)
     tail = [
