@@ -147,8 +147,9 @@ def _sentences(
         f"Prompts: p50 {load.prompt[0]:,}, p99 {load.prompt[1]:,}, most {load.prompt[2]:,}; the "
         f"longest 1% hold {load.share_of_longest:.0%} of all prompt tokens. Outputs: p50 "
         f"{load.output[0]:,}, p99 {load.output[1]:,}, most {load.output[2]:,}.",
-        f"Simulated: {num} x {gpu}, costs {trial.constants}, wire form {trial.form}; decode only. A "
-        f"rank holds {load.rank_tokens:,} tokens of KV; {load.num_too_long:,} requests fit none{cut}.",
+        f"Simulated: {num} x {gpu}, costs {trial.constants}, wire form {trial.form}; decode only. "
+        f"A rank holds {load.rank_tokens:,} tokens of KV; {load.num_too_long:,} requests fit "
+        f"none{cut}.",
     ]
     label = _label(best.policy, trial)
     tail = [

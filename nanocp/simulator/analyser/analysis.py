@@ -181,11 +181,11 @@ def analyse(
     on_way("those that decide")
     most = max(way.rate_per_s for way in today)
     fine = QUICK_FINE_PRECISION if is_quick else FINE_PRECISION
-    ours, *today = (
+    ours, bound, *today = (
         replace(way, rate_per_s=_rate(replace(trial, policy=way.policy), way.rate_per_s, fine))
-        if way.rate_per_s and (way is ours or way.rate_per_s == most)
+        if way.rate_per_s and (way in (ours, bound) or way.rate_per_s == most)
         else way
-        for way in (ours, *today)
+        for way in (ours, bound, *today)
     )
     best = max(today, key=lambda way: (way.rate_per_s, -way.outcome.step_ms_mean))
     num_gpus = None
