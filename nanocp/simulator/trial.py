@@ -70,10 +70,30 @@ class Trial(Mechanisms):
 
         All rows of static CP have links, so for it that is judged by as many.
         """
-        kind, _, degree = self.policy.partition(":")
-        num_links = _STATIC_ROWS * (int(degree) - 1) if kind == "uniform_cp" and degree else 0
-        model = CostModel(self.file, self.constants, wire_form=self.wire_form, num_links=num_links)
+        num_links = 0
+        if self._is_static:
+            num_links = _STATIC_ROWS * (int(self.policy.partition(":")[2] or 1) - 1)
+        model = CostModel(
+            self.charged, self.constants, wire_form=self.wire_form, num_links=num_links
+        )
         return model.wire_form
+
+    @property
+    def _is_static(self) -> bool:
+        return self.policy.startswith("uniform_cp:")
+
+    @property
+    def charged(self) -> ClusterFile:
+        """The cluster file with the costs that its policy is charged by.
+
+        Engines with static CP gather the queries of a group before they attend, all in one launch.
+        So it is charged both hops, and attention once.
+        """
+        if not self._is_static:
+            return self.file
+        name = self.constants or self.file.default_constants
+        costs = replace(self.file.costs_of(name), hides_queries=False)
+        return replace(self.file, costs={**self.file.costs, name: costs})
 
     def at_rate(self, rate_per_s: float) -> Trial:
         """The trial at another rate."""
@@ -91,7 +111,7 @@ class Trial(Mechanisms):
     ) -> Simulation:
         """A simulation of the trial; `make_simulation` says what may be given, and raises."""
         return make_simulation(
-            self.file,
+            self.charged,
             self.constants,
             self.policy,
             self.run,

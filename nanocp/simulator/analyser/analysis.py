@@ -279,6 +279,6 @@ def changed_costs(costs: Costs, names: Sequence[str], factor: float) -> Costs:
 
 def step_us(trial: Trial, way: Way) -> float:
     """Mean step of a way's sampled loads, timed again by the trial's constants."""
-    form = replace(trial, policy=way.policy).form
-    model = CostModel(trial.file, trial.constants, wire_form=form)
+    here = replace(trial, policy=way.policy)
+    model = CostModel(here.charged, trial.constants, wire_form=here.form)
     return fmean(model.step(sample.loads).step_us for sample in way.timeline.samples)

@@ -94,7 +94,11 @@ def test_static_cp_gets_the_form_that_is_cheaper_where_all_rows_have_links():
         Trial(qwen, "uniform_cp:8", Workload("issue-1", 1.0), constants="peak").form == "absorbed"
     )
     trial = Trial(FILE, "uniform_cp:8", Workload("issue-1", 1.0))
-    assert trial.simulation().model.wire_form == "latent"
+    model = trial.simulation().model
+    assert model.wire_form == "latent"
+    both_hops_us = CostModel(FILE, "", wire_form="latent").exchange_us(9, 0, 9, 0.0)
+    launch_us = FILE.costs_of("").attention_us
+    assert model.exchange_us(9, 0, 9) == pytest.approx(both_hops_us - launch_us), "in one launch"
 
 
 def test_a_service_without_a_profile_weighs_what_the_simulated_cluster_costs():
