@@ -122,6 +122,8 @@ class Analysis:
     num_gpus: tuple[int | None, int | None] | None
     """Whole nodes that sustain the log's rate: in today's best way and in ours; None of them: no
     number does. None: it was not searched for."""
+    precision: float = FINE_PRECISION
+    """The rates that decide are found to it."""
 
     @property
     def gain(self) -> float:
@@ -135,10 +137,13 @@ class Analysis:
 
     @property
     def verdict(self) -> LoadVerdict:
-        """By the rate over today's best way, static CP included."""
+        """By the rate over today's best way, static CP included.
+
+        What the search cannot tell from LEAST_GAIN does not count as more.
+        """
         if not self.ours.rate_per_s and not self.best.rate_per_s:
             return LoadVerdict.TOO_SLOW
-        if self.gain < LEAST_GAIN:
+        if self.gain < LEAST_GAIN * self.precision:
             return LoadVerdict.NOT_NEEDED
         if self.load.rate_per_s < LEAST_LOAD * self.best.rate_per_s:
             return LoadVerdict.FEWER_GPUS
@@ -200,6 +205,7 @@ def analyse(
         ours,
         tuple(_sensitivities(trial, best, ours)),
         num_gpus,  # type: ignore[arg-type]
+        fine,
     )
 
 

@@ -37,7 +37,8 @@ def way(rate):
     ("best", "ours", "verdict"),
     [
         (10.0, 10.9, LoadVerdict.NOT_NEEDED),
-        (10.0, 11.1, LoadVerdict.PAYS),
+        (10.0, 11.2, LoadVerdict.NOT_NEEDED),
+        (10.0, 11.3, LoadVerdict.PAYS),
         (19.0, 40.0, LoadVerdict.PAYS),
         (21.0, 40.0, LoadVerdict.FEWER_GPUS),
         (0.0, 11.1, LoadVerdict.PAYS),
