@@ -277,6 +277,15 @@ DASHBOARDS: dict[str, list[Panel]] = {
             about="The latest window; 1 is even.",
         ),
         panel(
+            "Room, and what a router reads",
+            "short",
+            ("nanocp:kv_tokens_free", "KV tokens free"),
+            ("nanocp:rows_free", "rows free"),
+            ("nanocp:longest_prompt_tokens", "longest prompt that fits now"),
+            ("nanocp:load_tokens", "load of the mean instance, KV tokens"),
+            about="Of all instances together, the load of the mean one.",
+        ),
+        panel(
             "CP degree",
             "short",
             (mean("cp_degree"), "mean"),
