@@ -161,7 +161,7 @@ def _sentences(
     ]
     if analysis.sensitivities:
         groups = "; ".join(f"{s.group} {s.low:.2f} to {s.high:.2f}" for s in analysis.sensitivities)
-        tail.append(f"Its step over ours, with a cost halved and doubled: {groups}.")
+        tail.append(f"Its step over ours, as loaded, with a cost halved and doubled: {groups}.")
     if analysis.num_gpus is not None:
         theirs, own = (str(num) if num else "more than 256" for num in analysis.num_gpus)
         needs = f"{label} needs {theirs} GPUs, CP by request {own}"
