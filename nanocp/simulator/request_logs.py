@@ -78,10 +78,9 @@ def read_log(path: Path, names: Mapping[str, str] | None = None) -> RequestLog:
     if unknown := sorted(set(given) - set(KNOWN)):
         raise ValueError(f"a log has no {', '.join(unknown)}; it has {', '.join(KNOWN)}")
     known = {what: (given[what],) if given.get(what) else KNOWN[what] for what in KNOWN}
-    reader = _Reader(known)
+    reader = _Reader(known, is_strict=False)
     for where, entry in _entries(path, known[PROMPT]):
-        flat = dict(_flat(entry))
-        reader.read(where, flat, is_strict=False)
+        reader.read(where, dict(_flat(entry)))
     if not reader.requests:
         raise ValueError(
             f"{path}: no line has an arrival and the numbers of tokens of a prompt and an output. "
@@ -100,29 +99,29 @@ def read_trace(kind: str, path: Path) -> RequestLog:
     blocks. `tenant` may be there: whose request it is. Azure (ISCA'24) has a CSV.
     """
     names = STRICT[kind]
-    reader = _Reader({what: (name,) for what, name in names.items()})
+    reader = _Reader({what: (name,) for what, name in names.items()}, is_strict=True)
     entries = _csv(path) if kind == "azure" else _json_lines(path, is_strict=True)
     if kind == "azure" and (missing := set(names.values()) - set(_header(path))):
         raise ValueError(f"{path}, line 1: the header lacks {', '.join(sorted(missing))}")
     for where, entry in entries:
-        reader.read(where, entry, is_strict=True)
+        reader.read(where, entry)
     return reader.log()
 
 
 class _Reader:
     """Makes requests of entries."""
 
-    def __init__(self, known: Mapping[str, tuple[str, ...]]) -> None:
-        self._known = known
+    def __init__(self, known: Mapping[str, tuple[str, ...]], is_strict: bool) -> None:
+        self._known, self._is_strict = known, is_strict
         self._unit = "ms" if known[ARRIVAL] == (STRICT["mooncake"][ARRIVAL],) else ""
-        self._last_us = 0.0
         self._fields: tuple[str, str, str] = ("", "", "")
         self._num_skipped = 0
         self.requests: list[WorkloadRequest] = []
         self._arrivals_us: list[float] = []
 
-    def read(self, where: str, entry: Mapping[str, Any], is_strict: bool) -> None:
+    def read(self, where: str, entry: Mapping[str, Any]) -> None:
         """Take a request, or count the line as skipped. Raises ValueError for a wrong value."""
+        is_strict = self._is_strict
         found = {
             what: next((name for name in names if entry.get(name) not in (None, "")), "")
             for what, names in self._known.items()
@@ -135,15 +134,15 @@ class _Reader:
         elif not all(found.values()) or _is_zero(entry, found[PROMPT], found[OUTPUT]):
             self._num_skipped += 1
             return
-        at_us = self._moment_us(where, found[ARRIVAL], entry[found[ARRIVAL]], is_strict)
+        at_us = self._moment_us(where, found[ARRIVAL], entry[found[ARRIVAL]])
         if not is_strict and found[ARRIVAL] in _TIMES_OF_A_LINE:
             at_us -= 1e6 * _seconds(where, entry)
-        if is_strict and self._arrivals_us and at_us < self._last_us:
+        back_us = self._arrivals_us[-1] - at_us if self._arrivals_us else 0.0
+        if is_strict and back_us > 0:
             raise ValueError(
-                f"{where}: {found[ARRIVAL]} goes back by {(self._last_us - at_us) / 1e6} s; lines "
-                "must be in order of time"
+                f"{where}: {found[ARRIVAL]} goes back by {back_us / 1e6} s; lines must be in order "
+                "of time"
             )
-        self._last_us = at_us
         output_len = _whole(where, found[OUTPUT], entry, is_strict)
         prompt_len = _whole(where, found[PROMPT], entry, is_strict)
         tenant = entry.get("tenant", "")
@@ -175,7 +174,7 @@ class _Reader:
         )
         return RequestLog(tuple(requests), self._fields, self._num_skipped)
 
-    def _moment_us(self, where: str, name: str, value: Any, is_strict: bool) -> float:
+    def _moment_us(self, where: str, name: str, value: Any) -> float:
         """Microseconds of an arrival; the unit is the first one's, by its name or its size."""
         number = _number(value)
         if number is None:
@@ -191,7 +190,7 @@ class _Reader:
                     f"{where}: {name} is {value!r}; it must be a number, or a time like "
                     "2023-11-16 18:15:46.6805900"
                 ) from error
-        if number < 0 or (is_strict and name == "timestamp" and type(value) is not int):
+        if number < 0 or (self._is_strict and name == "timestamp" and type(value) is not int):
             raise ValueError(
                 f"{where}: {name} is {value!r}; it must be a whole number of at least 0"
             )

@@ -70,9 +70,8 @@ class Trial(Mechanisms):
 
         All rows of static CP have links, so for it that is judged by as many.
         """
-        num_links = 0
-        if self._is_static:
-            num_links = _STATIC_ROWS * (int(self.policy.partition(":")[2] or 1) - 1)
+        num_others = self.file.cluster.instances_per_node - 1
+        num_links = _STATIC_ROWS * num_others if self._is_static else 0
         model = CostModel(
             self.charged, self.constants, wire_form=self.wire_form, num_links=num_links
         )

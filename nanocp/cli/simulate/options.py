@@ -163,7 +163,7 @@ class Scenario:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
         file = load_cluster_file(self.cluster, self.instances)
-        constants = self.set_of_constants
+        constants = self.constants or file.default_constants
         if self.ingest_tail_share is not None:
             file = replace(file, ingest_tail_share=self.ingest_tail_share)
         if self.ttft_target_ms is not None:

@@ -188,7 +188,7 @@ def analyse(
     fine = QUICK_FINE_PRECISION if is_quick else FINE_PRECISION
     ours, bound, *today = (
         replace(way, rate_per_s=_rate(replace(trial, policy=way.policy), way.rate_per_s, fine))
-        if way.rate_per_s and (way in (ours, bound) or way.rate_per_s == most)
+        if way.rate_per_s and (way.policy in (OURS, FLUID) or way.rate_per_s == most)
         else way
         for way in (ours, bound, *today)
     )

@@ -93,6 +93,8 @@ def test_static_cp_gets_the_form_that_is_cheaper_where_all_rows_have_links():
     assert (
         Trial(qwen, "uniform_cp:8", Workload("issue-1", 1.0), constants="peak").form == "absorbed"
     )
+    with pytest.raises(ValueError, match="uniform_cp needs a degree"):
+        Trial(FILE, "uniform_cp:x", Workload("issue-1", 1.0)).simulation()
     trial = Trial(FILE, "uniform_cp:8", Workload("issue-1", 1.0))
     model = trial.simulation().model
     assert model.wire_form == "latent"
