@@ -44,7 +44,13 @@ from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import NO_TERM
 from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.mailbox import mailbox_layout
-from data_plane.transport.peer_memory import cuda_ipc_obstacle
+from data_plane.transport.nvshmem import (
+    NvshmemMemory,
+    load_nvshmem,
+    nvshmem_choice,
+    nvshmem_obstacle,
+)
+from data_plane.transport.peer_memory import TermMemory, cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from nanocp.config.cluster import ClusterConfig
@@ -53,10 +59,6 @@ from nanocp.values.experts import num_slots
 
 _EAGER = "graphs: none, every step is launched (eager)"
 _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
-_NVSHMEM = (
-    "exchange_backend is nvshmem: puts between nodes from the device are not there yet "
-    "(docs/decisions/0018); cuda_ipc serves the GPUs of one node"
-)
 
 
 def build_gpu_instance(
@@ -67,12 +69,12 @@ def build_gpu_instance(
     Raises ValueError also for a backend of the configuration that cannot run here.
     """
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config)
-    if data_plane.exchange_backend == "nvshmem":
-        raise ValueError(_NVSHMEM)
     _set_queues(cluster, os.environ)
     obstacle = cuda_ipc_obstacle(torch.device("cuda"))
     if obstacle:
         raise ValueError(f"device is cuda: {obstacle}")
+    if data_plane.has_nvshmem and (obstacle := nvshmem_obstacle(cluster.num_nodes > 1)):
+        raise ValueError(f"exchange_backend is nvshmem: {obstacle}")
     torch.cuda.set_device(device := device_of(cluster, instance))
     model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
@@ -107,6 +109,8 @@ def build_gpu_instance(
     sentences = [*moe.sentences, *carry_choice(model, dtype)]
     if moe.has_deep_ep:
         meeting: _Meeting = _DeepEpMeeting(config, instance, segments, parts, model, placed)
+    elif data_plane.has_nvshmem:
+        meeting = _NvshmemMeeting(config, instance, segments, lanes)
     else:
         meeting = _Meeting(config, instance, segments, lanes)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
@@ -122,7 +126,7 @@ def build_gpu_instance(
         load_experts=lambda held: load_experts(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
-        new_ends=None if moe.has_deep_ep else new_ends,
+        new_ends=None if moe.has_deep_ep or data_plane.has_nvshmem else new_ends,
         drafts_alone=True,
         both_lanes=_both_lanes(config, lanes, engines, capture) if lanes[1:] else None,
         graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
@@ -163,9 +167,12 @@ def _selected(
 ) -> list[str]:
     """Say for an operator what was chosen. weights_choice: empty if no weights are in FP8."""
     data_plane = config.data_plane
+    exchange = "exchange: cuda_ipc, peers' memory on one node"
+    if data_plane.has_nvshmem:
+        exchange = nvshmem_choice(config.cluster.num_nodes > 1)
     selected = [
         f"attention: {attention_choice}",
-        "exchange: cuda_ipc, peers' memory on one node",
+        exchange,
         page_choice(config),
         f"wire form: {data_plane.wire_form}",
         *sentences,
@@ -196,7 +203,7 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
         torch.cuda.get_device_properties(device),
         torch_dtype(config),
         config.data_plane.expert_backend,
-        num_nodes=-(-config.cluster.num_instances // config.cluster.instances_per_node),
+        num_nodes=config.cluster.num_nodes,
     )
 
 
@@ -207,13 +214,16 @@ class _Meeting:
         self, config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
     ) -> None:
         self._instance, self._term, self._lanes = instance, segments.term, lanes
-        runtime = load_runtime(lanes[0].step.logits.device.index or 0)
-        self._memories = [
-            IpcMemory(runtime, segments, number, instance, lane.places, config.limits)
-            for number, lane in enumerate(lanes)
-        ]
+        self._memories = self._make_memories(config, segments)
         for lane in lanes:
             segments.term.mirror(lane.exchange.ended)
+
+    def _make_memories(self, config: Config, segments: Segments) -> Sequence[TermMemory]:
+        runtime = load_runtime(self._lanes[0].step.logits.device.index or 0)
+        return [
+            IpcMemory(runtime, segments, number, self._instance, lane.places, config.limits)
+            for number, lane in enumerate(self._lanes)
+        ]
 
     def meet(self, seats: Sequence[int]) -> None:
         """Begin the present term, which these instances do together. See IpcMemory.begin_term."""
@@ -231,6 +241,25 @@ class _Meeting:
     def _attach(self, seats: Sequence[int], term: int) -> None:
         for lane, memory in zip(self._lanes, self._memories, strict=True):
             lane.exchange.attach(memory.begin_term(seats), term)
+
+
+class _NvshmemMeeting(_Meeting):
+    """What begins the only term of instances that NVSHMEM connects."""
+
+    def _make_memories(self, config: Config, segments: Segments) -> Sequence[TermMemory]:
+        self._nvshmem = load_nvshmem(segments.address)
+        device = self._lanes[0].step.logits.device
+        return [
+            NvshmemMemory(
+                self._nvshmem, segments, self._instance, lane.places, config.limits, device
+            )
+            for lane in self._lanes
+        ]
+
+    def meet(self, seats: Sequence[int]) -> None:
+        super().meet(seats)
+        # Its kernels were loaded when graphs were captured, before NVSHMEM had started.
+        self._nvshmem.initialise(self._lanes[0].exchange.forwarding_module())
 
 
 class _DeepEpMeeting(_Meeting):

@@ -67,7 +67,8 @@ def gpu_parts(
         model.num_kept_layers, cluster.num_frames, kv_width, dtype, device, fp8_rank
     )
     pool = GpuPool(cluster, device, frames.scratch_slot)
-    places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
+    layout = step_layout(cluster.bounds, data_plane, model)
+    places = RegionPlaces(layout, cluster.num_instances, is_packed=data_plane.has_nvshmem)
     exchange = GpuExchange(places, device, timeout_ms)
     mixture: NormedMixture | None = None
     if model.num_experts:

@@ -112,9 +112,9 @@ def moe_backends(
     gemm, why_gemm = expert_backend(
         data_plane.expert_backend, device, dtype, max(1, expected_rows), max_rows
     )
-    dispatch = dispatch_backend(
-        data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
-    )
+    # What is packed for NVSHMEM's puts, only the exchange sends.
+    name = "exchange" if data_plane.has_nvshmem else data_plane.dispatch_backend
+    dispatch = dispatch_backend(name, device, dtype, model, num_instances, max_rows, fused_obstacle)
     is_fused, has_lanes = dispatch.startswith("fused"), config.scheduler.has_lanes
     schedule = moe_schedule(data_plane.moe_schedule, is_fused, has_lanes)
     return MoeBackends(

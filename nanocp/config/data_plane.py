@@ -75,7 +75,7 @@ class DataPlaneConfig:
     exchange_backend: str = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
     shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
-    memory, on one node. nvshmem is refused (docs/use/gpu.md)."""
+    memory, on one node. nvshmem: GPUs of several nodes; experimental (docs/use/gpu.md)."""
     page_backend: str = "auto"
     """What carries pages of prefill and page moves. auto: the exchange's backend. nixl: NIXL (RDMA
     where available, TCP, or memory to memory within a node)."""
@@ -94,6 +94,11 @@ class DataPlaneConfig:
     row_buckets: tuple[int, ...] = ()
     """Rows of the captured steps, ascending; the last must be max_rows. Empty: powers of two up to
     max_rows."""
+
+    @property
+    def has_nvshmem(self) -> bool:
+        """Whether GPUs exchange by NVSHMEM."""
+        return self.exchange_backend == "nvshmem"
 
     def __post_init__(self) -> None:
         check_one_of(DEVICES, device=self.device)
@@ -117,6 +122,11 @@ class DataPlaneConfig:
             or (self.exchange_backend in ("cuda_ipc", "nvshmem")) == (self.device == "cuda"),
             f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and tcp "
             "are for cpu, cuda_ipc and nvshmem for cuda",
+        )
+        require(
+            not self.has_nvshmem or self.dispatch_backend in ("auto", "exchange"),
+            f"exchange_backend is nvshmem and dispatch_backend {self.dispatch_backend}; it must be "
+            "exchange, the only one that puts by NVSHMEM",
         )
         require(
             self.page_backend != "nixl" or self.exchange_backend != "shm",

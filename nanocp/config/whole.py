@@ -80,6 +80,7 @@ class Config:
         """Whether the cluster goes on after it has lost a member."""
         own, timeout_ms = self.data_plane, self.limits.recovery_timeout_ms
         can_regroup = own.device == "cpu" or own.dispatch_backend in ("exchange", "fused")
+        can_regroup &= not own.has_nvshmem
         return can_regroup and own.page_backend != "nixl" and timeout_ms > 0
 
     @property
@@ -133,11 +134,11 @@ def _refusals(config: Config) -> Iterator[str]:
             f"{scheduler.lanes}; on a GPU one of them must be off: drafts win with few rows, lanes "
             "with many"
         )
-    if not on_cpu and cluster.num_instances > cluster.instances_per_node:
+    if not on_cpu and cluster.num_nodes > 1 and not data_plane.has_nvshmem:
         yield (
             f"device is cuda, and {cluster.num_instances} instances are on more than one node of "
-            f"{cluster.instances_per_node} (cluster.instances_per_node); GPUs exchange only within "
-            "one node so far (docs/use/gpu.md)"
+            f"{cluster.instances_per_node} (cluster.instances_per_node); exchange_backend must be "
+            "nvshmem, which is experimental (docs/use/gpu.md)"
         )
     if config.prefill.stages != 1 and data_plane.page_backend != "auto":
         yield (

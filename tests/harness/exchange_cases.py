@@ -110,10 +110,11 @@ class ExchangeCase:
         max_rows=8,
         own_memory=None,
         has_experts=False,
+        is_packed=False,
     ):
         self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
         self.layout = layout(num_slots, widths) | (expert_layout(max_rows) if has_experts else {})
-        self.places = RegionPlaces(self.layout, num_instances)
+        self.places = RegionPlaces(self.layout, num_instances, is_packed)
         memories = (
             own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device)))
         )(self.places)
@@ -193,8 +194,8 @@ class ExchangeCase:
             high = 2 if tensor.dtype == torch.bool else 256
             raw = torch.randint(high, (tensor.nbytes,), generator=generator, dtype=torch.uint8)
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
-        for tensor in (t for fields in (*self.received, *self.returned) for t in fields.values()):
-            tensor.view(torch.uint8).fill_(POISON)
+        for instance in range(self.num_instances):
+            self.forget(instance)
         # In each layer other rows visit other experts; of some instances, no row does.
         for tensor in (self.x, self.weight):
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
@@ -204,6 +205,12 @@ class ExchangeCase:
         self.expert.copy_(everybody.argsort(dim=-1)[..., :PER_ROW])
         is_idle = torch.rand(self.num_instances, 1, generator=generator) < 0.4
         self.live.copy_((torch.rand(self.live.shape, generator=generator) < 0.7) & ~is_idle)
+
+    def forget(self, instance):
+        """Let memory that is to be written hold poison."""
+        for fields in (self.received[instance], self.returned[instance]):
+            for tensor in fields.values():
+                tensor.view(torch.uint8).fill_(POISON)
 
     def phases(self):
         """List what an instance does in a layer, in this order."""
@@ -238,32 +245,27 @@ class ExchangeCase:
 
     def check(self):
         """Raise AssertionError unless rows are where routes say, and nothing else was written."""
-        everyone = range(self.num_instances)
-        firsts = [
-            [sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone
-        ]
         for j, member in self.members.items():
             member.check()
-            came = [(i, self.row_of[request]) for i in everyone for request in self.q_route[i][j]]
-            _assert_rows(
-                self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came]
+            self.check_member(j, self)
+
+    def check_member(self, j, sent):
+        """Check what member j has of a layer, whose rows and routes `sent` has."""
+        everyone = range(self.num_instances)
+        firsts = [sum(len(sent.q_route[s][i]) for s in range(j)) for i in everyone]
+        came = [(i, sent.row_of[request]) for i in everyone for request in sent.q_route[i][j]]
+        _assert_rows(
+            self.received[j], [{n: t[row] for n, t in sent.own[i].items()} for i, row in came]
+        )
+        back = [(i, firsts[i] + slot) for i in everyone for slot in range(len(sent.q_route[j][i]))]
+        _assert_rows(
+            self.returned[j], [{n: t[row] for n, t in sent.partial[i].items()} for i, row in back]
+        )
+        if self.all_to_all:
+            expected = (
+                2 * sent.x[j] * sent.weight[j].sum(dim=1, keepdim=True) * sent.live[j][:, None]
             )
-            back = [
-                (i, firsts[i][j] + slot)
-                for i in everyone
-                for slot in range(len(self.q_route[j][i]))
-            ]
-            _assert_rows(
-                self.returned[j],
-                [{n: t[row] for n, t in self.partial[i].items()} for i, row in back],
-            )
-            if self.all_to_all:
-                expected = (
-                    2 * self.x[j] * self.weight[j].sum(dim=1, keepdim=True) * self.live[j][:, None]
-                )
-                torch.testing.assert_close(
-                    self.y[j], expected, msg=lambda text: f"combined: {text}"
-                )
+            torch.testing.assert_close(self.y[j], expected, msg=lambda text: f"combined: {text}")
 
 
 def _assert_rows(fields, expected):

@@ -37,6 +37,7 @@ from data_plane.transport.ipc_memory import IpcMemory
 from data_plane.transport.peer_memory import PeerMemory
 from data_plane.transport.segments import Segments
 from harness.reference_prefill import prefill_pages
+from harness.weak_memory import apart
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
@@ -175,7 +176,7 @@ class GpuCluster:
         for number, parts in enumerate(lanes):
             places = next(iter(parts.values())).places
             if one_of is None:
-                memories = PeerMemory.create_all(places, self.device)
+                memories = self.new_memories(places)
             else:
                 memories = [one_of.begin_term(number, [one_of.instance], places)]
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
@@ -190,6 +191,12 @@ class GpuCluster:
         self.graphs = self._capture() if is_captured else None
         if one_of is not None:
             self.begin_term(one_of.segments.term.number, self.seats)
+
+    def new_memories(self, places):
+        """Make the memory of all instances: of one node, or each of a node of its own."""
+        if places.is_packed:
+            return apart(places, self.seats)
+        return PeerMemory.create_all(places, self.device)
 
     def _states(self, num_frames, device=None):
         """Room for states; None for a model without linear attention layers."""
