@@ -47,7 +47,7 @@ def staged(peer_ptr, base, region, target, instance, stage):
     """Where rows for a target are stored: (address, region).
 
     For a far target that is this instance's own memory, `stage` bytes behind the regions, with a
-    region for each target; forward.py puts them from there.
+    region for each target; nvshmem_put.py puts them from there.
     """
     is_far = base == _FAR
     own = tl.load(peer_ptr + instance) + stage

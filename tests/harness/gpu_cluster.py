@@ -176,7 +176,10 @@ class GpuCluster:
         for number, parts in enumerate(lanes):
             places = next(iter(parts.values())).places
             if one_of is None:
-                memories = self.new_memories(places)
+                device = self.device
+                memories = (
+                    apart(places) if places.is_packed else PeerMemory.create_all(places, device)
+                )
             else:
                 memories = [one_of.begin_term(number, [one_of.instance], places)]
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
@@ -191,12 +194,6 @@ class GpuCluster:
         self.graphs = self._capture() if is_captured else None
         if one_of is not None:
             self.begin_term(one_of.segments.term.number, self.seats)
-
-    def new_memories(self, places):
-        """Make the memory of all instances: of one node, or each of a node of its own."""
-        if places.is_packed:
-            return apart(places, self.seats)
-        return PeerMemory.create_all(places, self.device)
 
     def _states(self, num_frames, device=None):
         """Room for states; None for a model without linear attention layers."""

@@ -47,6 +47,7 @@ class WeakMemory:
         self.read_rate = self.random.choice((0, 0.02, 0.3)) if order == "any" else 0
         """How often something arrives before a read."""
         self.pending = []
+        self.counts = {"layers": 0, "writes": 0}
         self._fenced = defaultdict(list)
         self._of_thread = {}
 
@@ -138,6 +139,7 @@ class WeakMemory:
             self.pending.remove(write)
             write.run()
             write.is_done = True
+            self.counts["writes"] += 1
 
     def read(self):
         """Somebody reads memory: something may arrive first."""
@@ -207,9 +209,13 @@ def network(weak):
         Builder.create_atomic_rmw = access
 
 
-def apart(places, node_of):
-    """Make the memory of all instances; stores reach those of the same node alone."""
+def apart(places, node_of=None):
+    """Make the memory of all instances; stores reach those of the same node alone.
+
+    node_of: the node of each; None: each has its own.
+    """
     everyone = range(places.num_instances)
+    node_of = node_of or everyone
     made = [torch.zeros(places.num_bytes, dtype=torch.uint8) for _ in everyone]
     return [
         PeerMemory(
@@ -313,4 +319,5 @@ def run_layers(seed):
             done[i] += 1
             if phase == COMBINE:
                 case.check_member(i, layers[number])
+                weak.counts["layers"] += 1
     return weak

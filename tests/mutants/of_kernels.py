@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 ROUTED = "tests/data_plane/kernels/test_routed_exchange.py"
+BETWEEN = "tests/data_plane/kernels/test_between_nodes.py"
 STORED = "tests/data_plane/native/test_stored_bf16.py"
 
 MUTANTS = [
@@ -77,6 +78,46 @@ MUTANTS = [
         text="is_awaited = tl.where(error == 0, address, 0) != 0",
         fault="is_awaited = tl.where(error == 0, source, num_instances) < num_instances",
         tests=(ROUTED, "-k", "neither_written"),
+    ),
+    Mutant(
+        name="nvshmem-flag-added",
+        why="a flag between nodes is the sum of epochs, as by torch's number for setting it",
+        path="data_plane/transport/nvshmem_put.py",
+        text="SET = tl.constexpr(9)",
+        fault="SET = tl.constexpr(0)",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
+    ),
+    Mutant(
+        name="nvshmem-header-uncounted",
+        why="the last bytes of a dispatch between nodes are not put",
+        path="data_plane/transport/nvshmem_put.py",
+        text="num_bytes = count * row_bytes + header",
+        fault="num_bytes = count * row_bytes + (header > 0)",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
+    ),
+    Mutant(
+        name="nvshmem-worthless-rows",
+        why="rows of a step that failed are put to other nodes, and merged there",
+        path="data_plane/transport/nvshmem_put.py",
+        text="if is_far & (num_bytes > 0) & (tl.load(error_ptr) == 0):",
+        fault="if is_far & (num_bytes > 0):",
+        tests=(BETWEEN, "-k", "after_an_error"),
+    ),
+    Mutant(
+        name="packed-rows-overlap",
+        why="the fields of a packed row are written over each other",
+        path="data_plane/transport/peer_memory.py",
+        text="begins.append(row_bytes)",
+        fault="begins.append(0)",
+        tests=(BETWEEN, "-k", "do_not_overlap or whatever_is_late"),
+    ),
+    Mutant(
+        name="far-flag-by-store",
+        why="the flag of a far peer is set here, before its rows are put",
+        path="data_plane/transport/triton_exchange.py",
+        text="if is_far & (ROW_BYTES > 0):",
+        fault="if is_far & (ROW_BYTES < 0):",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
     ),
     Mutant(
         name="fp8-scales-by-row",

@@ -114,7 +114,7 @@ def test_the_slower_protocol_that_is_promised_is_right(monkeypatch):
 
 
 def test_a_wait_refuses_a_flag_that_is_newer_also_from_another_node():
-    case = ExchangeCase(2, 2, own_memory=lambda places: apart(places, [0, 1]), is_packed=True)
+    case = ExchangeCase(2, 2, own_memory=apart, is_packed=True)
     case.fill([(0, 0, (0, 1))], torch.Generator().manual_seed(0))
     place = case.places.channels[Channel.Q]
     receiver = case.members[1]
@@ -125,7 +125,7 @@ def test_a_wait_refuses_a_flag_that_is_newer_also_from_another_node():
 
 
 def test_after_an_error_nothing_is_forwarded():
-    case = ExchangeCase(2, 2, own_memory=lambda places: apart(places, [0, 1]), is_packed=True)
+    case = ExchangeCase(2, 2, own_memory=apart, is_packed=True)
     case.fill([(0, 0, (0, 1))], torch.Generator().manual_seed(0))
     case.members[0].error[0] = 1
     weak = WeakMemory({i: member.memory for i, member in case.members.items()}, 0)
