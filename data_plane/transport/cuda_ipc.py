@@ -92,11 +92,20 @@ class GpuExchange:
     kernel that writes to its peers as a put of COMBINE does (moe/kernels/sums.py).
     """
 
-    def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:
+    def __init__(
+        self,
+        places: RegionPlaces,
+        device: torch.device,
+        timeout_ms: float,
+        has_far_peers: bool = False,
+    ) -> None:
         """Prepare an end, which can put and wait after `attach`.
 
-        timeout_ms: the limit of each wait, counted in polls and therefore not exact.
+        timeout_ms: the limit of each wait, counted in polls and therefore not exact. has_far_peers:
+        a term may have some, so each put has a second launch; rows are packed then.
         """
+        assert places.is_packed or not has_far_peers, "one put carries packed rows only"
+        self._has_far_peers = has_far_peers
         self.places = places
         """Where the regions of every channel lie in an instance's memory."""
         self._timeout_ms = timeout_ms
@@ -200,7 +209,7 @@ class GpuExchange:
 
         count_N: [N] int32, rows for each peer. Nothing is launched where no peer is far.
         """
-        if self.places.is_packed:
+        if self._has_far_peers:
             from data_plane.transport.nvshmem_put import forward_kernel, link_options
 
             arguments = self._forwarding(channel, count_N)

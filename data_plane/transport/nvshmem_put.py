@@ -13,6 +13,7 @@ compiled once, for any channel: what differs between channels is in a table on t
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ def device_library() -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
+@cache
 def link_options() -> dict[str, Any]:
     """What a launch of `forward_kernel` says besides its arguments: the library to link."""
     library = device_library()

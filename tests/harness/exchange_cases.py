@@ -1,5 +1,6 @@
 """Instances in one process that exchange rows by the GPU's kernels: interpreted, or on one GPU."""
 
+import os
 import random
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import Channel, Field
 from data_plane.transport.ipc_memory import IpcMemory
-from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
+from data_plane.transport.nvshmem import NvshmemMemory, load_nvshmem
+from data_plane.transport.peer_memory import FAR, PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
@@ -121,7 +123,7 @@ class ExchangeCase:
         self.members = {}
         for memory in memories:
             self.members[memory.instance] = GpuExchange(
-                self.places, torch.device(device), timeout_ms
+                self.places, torch.device(device), timeout_ms, FAR in memory.addresses
             )
             self.members[memory.instance].attach(memory)
         self.all_to_all, self.experts = {}, {}
@@ -311,20 +313,34 @@ def run_slowly(instance, num_instances, folder, num_layers):
         case.check()
 
 
-def run_process(instance, num_instances, store_path, device, num_layers):
+def run_process(instance, num_instances, store_path, device, num_layers, by_nvshmem=False):
     """Run one instance in this process, with its peers in others, all on one GPU.
 
-    Every process draws the same rows.
+    Every process draws the same rows. by_nvshmem: NVSHMEM puts, as if each had a node of its own.
     """
     store = dist.FileStore(store_path, num_instances)
     dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
     segments = Segments(Path(store_path).parent.name)
-    memories = []
+    memories, limits, nvshmem = [], LimitsConfig(), None
+    if by_nvshmem:
+        # NCCL refuses two processes on a card, and no NIC is looked for.
+        os.environ.update(NVSHMEM_DISABLE_NCCL="1", NVSHMEM_REMOTE_TRANSPORT="none")
+        torch.cuda.set_device(device)
+        nvshmem = load_nvshmem("127.0.0.1:0")
 
     def own_memory(places):
-        runtime, limits = load_runtime(torch.device(device).index or 0), LimitsConfig()
-        memories.append(IpcMemory(runtime, segments, 0, instance, places, limits))
-        return [memories[0].begin_term(range(num_instances))]
+        if nvshmem is not None:
+            memories.append(
+                NvshmemMemory(nvshmem, segments, instance, places, limits, torch.device(device))
+            )
+        else:
+            runtime = load_runtime(torch.device(device).index or 0)
+            memories.append(IpcMemory(runtime, segments, 0, instance, places, limits))
+        memory = memories[0].begin_term(range(num_instances))
+        if nvshmem is not None:
+            own = memory.addresses[instance]
+            memory.addresses = [own if i == instance else FAR for i in range(num_instances)]
+        return [memory]
 
     try:
         case = ExchangeCase(
@@ -334,7 +350,11 @@ def run_process(instance, num_instances, store_path, device, num_layers):
             timeout_ms=10_000,
             own_memory=own_memory,
             has_experts=True,
+            is_packed=by_nvshmem,
         )
+        if nvshmem is not None:
+            nvshmem.initialise(case.members[instance].forwarding_module())
+            dist.barrier()
         generator = torch.Generator().manual_seed(0)
         for _ in range(num_layers):
             case.fill(case.random_requests(12, generator), generator)

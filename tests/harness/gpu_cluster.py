@@ -176,10 +176,8 @@ class GpuCluster:
         for number, parts in enumerate(lanes):
             places = next(iter(parts.values())).places
             if one_of is None:
-                device = self.device
-                memories = (
-                    apart(places) if places.is_packed else PeerMemory.create_all(places, device)
-                )
+                make = partial(PeerMemory.create_all, device=self.device)
+                memories = (apart if places.is_packed else make)(places)
             else:
                 memories = [one_of.begin_term(number, [one_of.instance], places)]
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from data_plane.moe.kernels import pairs
+from data_plane.transport import cuda_ipc
 from data_plane.transport.peer_memory import FAR, PeerMemory
 from harness.exchange_cases import ExchangeCase
 
@@ -305,7 +306,9 @@ def run_layers(seed):
             return True
         return all(done[j] > begin + what for j in range(num_instances) if awaited[j])
 
-    with network(weak), patch.object(pairs, "_NUM_GATHERERS", 2):
+    # Few programs a launch: the interpreter runs them one after the other.
+    few = patch.object(pairs, "_NUM_GATHERERS", 2), patch.object(cuda_ipc, "_MAX_PROGRAMS", 2)
+    with network(weak), few[0], few[1]:
         while any(count < num_layers * len(phases) for count in done):
             ready = [
                 i for i in range(num_instances) if done[i] < num_layers * len(phases) and may_run(i)

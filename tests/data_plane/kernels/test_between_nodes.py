@@ -96,8 +96,8 @@ def is_right(protocol, seed, monkeypatch):
 
 FAULTS = [
     (two_puts_without_a_fence, 0),
-    (the_signal_of_the_first_put, 0),
-    (the_signal_of_the_last_put, 0),
+    (the_signal_of_the_first_put, 1),
+    (the_signal_of_the_last_put, 4),
     (a_signal_that_every_thread_adds, 0),
     (an_operation_that_adds, 0),
     (a_source_that_is_read_later, 0),
