@@ -26,8 +26,9 @@ CHUNKS = (16, 64, 256, 4096)
 class Write:
     """Bytes, or a signal, on their way."""
 
-    def __init__(self, run, after, is_signal):
-        self.run, self.after, self.is_signal, self.is_done = run, list(after), is_signal, False
+    def __init__(self, run, caller, after, is_signal):
+        self.run, self.caller, self.after = run, caller, list(after)
+        self.is_signal, self.is_done = is_signal, False
 
     def is_ready(self):
         """Whether everything that comes first has been delivered."""
@@ -48,6 +49,8 @@ class WeakMemory:
         self.read_rate = self.random.choice((0, 0.02, 0.3)) if order == "any" else 0
         """How often something arrives before a read."""
         self.pending = []
+        self.held = set()
+        """Callers whose writes do not arrive yet."""
         self.counts = {"layers": 0, "writes": 0}
         self._fenced = defaultdict(list)
         self._of_thread = {}
@@ -111,7 +114,7 @@ class WeakMemory:
         first = [*after, *self._fenced[caller]]
         if self.by_threads and (caller, thread) in self._of_thread:
             first.append(self._of_thread[caller, thread])
-        write = Write(run, first, is_signal)
+        write = Write(run, caller, first, is_signal)
         self._of_thread[caller, thread] = write
         self.pending.append(write)
         return write
@@ -129,7 +132,11 @@ class WeakMemory:
     def deliver(self, most=1):
         """Deliver up to so many writes that may come now."""
         for _ in range(most):
-            ready = [write for write in self.pending if write.is_ready()]
+            ready = [
+                write
+                for write in self.pending
+                if write.is_ready() and write.caller not in self.held
+            ]
             if not ready:
                 return
             if self.order == "any":

@@ -112,11 +112,11 @@ MUTANTS = [
         tests=(BETWEEN, "-k", "do_not_overlap or whatever_is_late"),
     ),
     Mutant(
-        name="far-flag-by-store",
-        why="the flag of a far peer is set here, before its rows are put",
+        name="far-rows-astray",
+        why="rows for a far peer are packed where those for another one are",
         path="data_plane/transport/triton_exchange.py",
-        text="if is_far & (ROW_BYTES > 0):",
-        fault="if is_far & (ROW_BYTES < 0):",
+        text="tl.where(is_far, target.to(tl.int64), region)",
+        fault="tl.where(is_far, target.to(tl.int64) * 0, region)",
         tests=(BETWEEN, "-k", "whatever_is_late"),
     ),
     Mutant(

@@ -15,7 +15,7 @@ import triton.language as tl
 from data_plane.transport import nvshmem_put
 from data_plane.transport.exchange import Channel, EpochError, ExchangeError
 from data_plane.transport.peer_memory import FAR, RegionPlaces
-from harness.exchange_cases import NARROW, ExchangeCase, expert_layout, layout
+from harness.exchange_cases import NARROW, NUM_EXPERTS, ExchangeCase, expert_layout, layout
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import poisoned
 from harness.weak_memory import MODELS, WeakMemory, apart, calls, network, run_layers
@@ -100,13 +100,32 @@ FAULTS = [
     (the_signal_of_the_last_put, 4),
     (a_signal_that_every_thread_adds, 0),
     (an_operation_that_adds, 0),
-    (a_source_that_is_read_later, 0),
 ]
 
 
 @pytest.mark.parametrize(("protocol", "seed"), FAULTS, ids=[f.__name__ for f, _ in FAULTS])
 def test_a_protocol_that_the_network_does_not_promise_is_seen(protocol, seed, monkeypatch):
     assert not is_right(protocol, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("protocol", [nvshmem_put.put_signal, a_source_that_is_read_later])
+def test_a_put_has_read_its_rows_when_it_returns(protocol, monkeypatch):
+    """Instance 0 learns nothing of the arrival of a dispatch of no rows, and packs the next one."""
+    monkeypatch.setattr(nvshmem_put, "put_signal", protocol)
+    case = ExchangeCase(2, 2, own_memory=apart, is_packed=True, has_experts=True, max_rows=4)
+    case.fill([], torch.Generator().manual_seed(0))
+    case.live[:], case.expert[:] = False, torch.tensor([NUM_EXPERTS, NUM_EXPERTS + 1])
+    *_, dispatch, run_experts, combine = case.phases()
+    with network(WeakMemory({i: m.memory for i, m in case.members.items()}, 0)) as weak:
+        weak.held = {0}
+        for phase in (lambda i: dispatch(1), dispatch, run_experts, combine):
+            phase(0)
+        case.live[0] = True
+        dispatch(0)
+        weak.held = set()
+        run_experts(1)
+    came = case.all_to_all[1]._arrived_N.tolist()
+    assert came == [4 if protocol is a_source_that_is_read_later else 0, 0]
 
 
 def test_the_slower_protocol_that_is_promised_is_right(monkeypatch):
