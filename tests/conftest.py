@@ -36,6 +36,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Let the end of the process take all apart; nanobind would list what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory):
     """A seeded checkpoint of preset tiny, fp32."""
