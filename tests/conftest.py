@@ -1,5 +1,6 @@
 """What all tests run under, and checkpoints and oracles that several share, made once a session."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -27,6 +28,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("suite")
+
+
+def pytest_collection_finish():
+    """Let no garbage collection visit the modules and tests, which are there to the end."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Let the end of the process take all apart; nanobind would list what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ window is in flight, so that no step waits for it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -76,27 +77,27 @@ def check_frames(state: ClusterState, held: Iterable[tuple[int, int]]) -> None:
         assert place in cached or sum(counts) == 1, (
             f"frame {place} has {counts} owners and times in quarantine"
         )
-    free = [
-        (instance, frame)
-        for instance, ledger in enumerate(state.frames)
-        for frame in ledger.free_frames()
-    ]
-    assert len(set(free)) == len(free) and not {*free} & {*owners, *holds}, (
-        "a free frame is owned, or free twice"
-    )
-    groups: tuple[Iterable[tuple[int, int]], ...] = (owners, holds.keys() - owners.keys(), free)
-    most = state.cluster.num_frames
+    most, carry_pages = state.cluster.num_frames, state.cluster.carry_pages
+    groups = owners, holds.keys() - owners.keys()
     sizes = [Counter((i, frame < most) for i, frame in frames) for frames in groups]
+    taken: list[set[int]] = [set() for _ in state.frames]
+    for instance, frame in chain(owners, holds):
+        taken[instance].add(frame)
     for instance, ledger in enumerate(state.frames):
-        num_states = [size[instance, False] for size in sizes]
-        assert sum(num_states) == ledger.carries.number * state.cluster.carry_pages, (
+        free = ledger.free_frames()
+        assert len(set(free)) == len(free) and taken[instance].isdisjoint(free), (
+            "a free frame is owned, or free twice"
+        )
+        num_free_states = len(free) - bisect_left(free, most)
+        num_states = [*(size[instance, False] for size in sizes), num_free_states]
+        assert sum(num_states) == ledger.carries.number * carry_pages, (
             f"instance {instance} lost frames of states: {num_states}"
         )
         num_taken = ledger.carries.num_taken
-        assert num_states[0] == num_taken * state.cluster.carry_pages, (
+        assert num_states[0] == num_taken * carry_pages, (
             f"instance {instance} counts {num_taken} states; it has {num_states[0]} pages"
         )
-        num_frames = [size[instance, True] for size in sizes]
+        num_frames = [*(size[instance, True] for size in sizes), len(free) - num_free_states]
         num_free = ledger.num_free + (ledger.num_withheld or 0)
         kept_frames = [ledger.num_committed, ledger.num_quarantined, num_free]
         assert kept_frames == num_frames, (

@@ -10,7 +10,9 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -23,7 +25,9 @@ from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.instance.decode import DecodeInstance
 from data_plane.instance.interface import TermStart
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.kv.page_ring import PageRingWriter
+from data_plane.model.config import ModelConfig
 from data_plane.model.weights import load_weights
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import model_of, new_carry, torch_dtype, with_carry
@@ -75,6 +79,23 @@ class Prompt:
         return [*self.ids, *self.output]
 
 
+@lru_cache(maxsize=4)
+def known_prefill(
+    checkpoint: Path, model: ModelConfig, dtype: torch.dtype, chunk_tokens: int
+) -> Callable[[tuple[int, ...], int, CarryPool | None], list[tuple[int, torch.Tensor]]]:
+    """A prefill that computes each prompt once, for all clusters that play it."""
+    weights = load_weights(checkpoint, model, dtype, range(model.num_experts))
+
+    def compute(
+        ids: tuple[int, ...], num_tokens: int, carry: CarryPool | None
+    ) -> list[tuple[int, torch.Tensor]]:
+        return [*prefill_pages(weights, model, ids, num_tokens, chunk_tokens, carry=carry)]
+
+    known = lru_cache(maxsize=128)(compute)
+    # A state is written too.
+    return lambda ids, num_tokens, carry: (compute if carry else known)(ids, num_tokens, carry)
+
+
 class DecodeCluster:
     """A context manager; `run` may be called again and again."""
 
@@ -95,8 +116,8 @@ class DecodeCluster:
         self.reports: list[WindowDone] = []
         self._checkpoint = checkpoint
         self._model = model_of(config, checkpoint)
-        self._full_weights = load_weights(
-            checkpoint, self._model, torch_dtype(config), range(self._model.num_experts)
+        self._prefill_of = known_prefill(
+            checkpoint, self._model, torch_dtype(config), config.prefill.chunk_tokens
         )
         num = config.cluster.num_instances
         self._lost_share, self._random = lost_share, Random(0)
@@ -316,14 +337,7 @@ class DecodeCluster:
         instance_of = dict(list(transfer.instances().items())[num_fetched:])
         writers: dict[int, PageRingWriter] = {}
         carry = new_carry(self.config, self._model, 1)
-        pages = prefill_pages(
-            self._full_weights,
-            self._model,
-            ids,
-            transfer.num_tokens,
-            self.config.prefill.chunk_tokens,
-            carry=carry,
-        )
+        pages = self._prefill_of(tuple(ids), transfer.num_tokens, carry)
         payloads = (
             (page, kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1))
             for page, kv_LSD in pages

@@ -54,7 +54,7 @@ def _run(
     lengths: Iterable[int],
     seed: int,
     arrival_gap: int = 0,
-    num_tokens: int = 40,
+    num_tokens: int = 26,
     **settings: Any,
 ) -> tuple[list[Prompt], DecodeCluster]:
     prompts = make_prompts(lengths, seed, arrival_gap, num_tokens)

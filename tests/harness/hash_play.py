@@ -95,8 +95,10 @@ class HashPlay:
             self._check_story(story)
 
     def _is_answered(self) -> bool:
-        stories = self.stories.values()
-        return len(stories) == self.num_requests and all(each.is_settled for each in stories)
+        if len(self.stories) != self.num_requests:
+            return False
+        # One of the newest is the last to be settled.
+        return all(each.is_settled for each in reversed(self.stories.values()))
 
     # --- requests and their front end
 

@@ -5,10 +5,12 @@ interpreter when a kernel is decorated, so `interpret` comes before any import o
 """
 
 import inspect
+import math
 import os
 import threading
 import time
 from contextlib import contextmanager
+from functools import cache
 
 
 def interpret():
@@ -44,11 +46,19 @@ def interpret():
             patched.update((fn, *modules))
         return LastingPatch
 
+    def patch_attr(owner, name, member, _, scope):
+        def call(*args, **keys):
+            keys["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **keys)
+
+        scope.set_attr(owner, name, call)
+
     builder.create_dot = lambda builder, a, b, *rest: product(
         builder, widened(builder, a), widened(builder, b), *rest
     )
     patch_once.is_lasting = True
     interpreter._patch_lang = patch_once
+    interpreter._patch_attr = patch_attr
     # For each operation it would make a table of all types.
     plain, known = interpreter._get_np_dtype, {}
 
@@ -59,7 +69,37 @@ def interpret():
         return known[name]
 
     interpreter._get_np_dtype = np_dtype
+    # It would compute each sum and product of integers once more, and assert nothing about them.
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
+    _know_shapes(tl)
     interpreter._convert_float = _rounding(interpreter._convert_float)
+
+
+def _know_shapes(tl):
+    """Let what each tensor says of its shape be made once a shape, not once a tensor."""
+    plain = tl.block_type.__init__
+
+    @cache
+    def of_tensor(sizes):
+        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+    of_block = {}
+
+    def init_tensor(tensor, handle, kind):
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        sizes = tuple(kind.shape.values) if kind.is_block() else ()
+        tensor.shape, tensor.numel = of_tensor(sizes)
+
+    def init_block(block, element, shape):
+        key = element.name, *(getattr(size, "value", size) for size in shape)
+        if key not in of_block:
+            plain(block, element, shape)
+            of_block[key] = block.shape, block.numel, block.name
+        block.element_ty = element
+        block.shape, block.numel, block.name = of_block[key]
+
+    tl.tensor.__init__, tl.block_type.__init__ = init_tensor, init_block
 
 
 def _rounding(convert):

@@ -111,10 +111,11 @@ def test_a_seed_replays_alone():
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_losing_an_instance_ends_everything(seed):
-    lose_an_instance(seed)
-    lose_an_instance(seed, levelling_config(seed))
+@played(range(8), range(20))
+def test_losing_an_instance_ends_everything(seeds):
+    for seed in seeds:
+        lose_an_instance(seed)
+        lose_an_instance(seed, levelling_config(seed))
 
 
 @played((2, 5, 8, 17, 19), range(20))

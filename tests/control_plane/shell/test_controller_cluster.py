@@ -56,14 +56,22 @@ def until_decoding(service):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("num_steps", "max_tokens"), [(1, 40), (4, 120)])
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "num_steps", "max_tokens"),
     [
-        "dual_balanced",
-        "chaos",
-        "cost_aware",
-        pytest.param("uniform_cp:4", marks=pytest.mark.system),
+        ("dual_balanced", 1, 40),
+        ("chaos", 4, 120),
+        ("cost_aware", 4, 120),
+        *(
+            pytest.param(*each, marks=pytest.mark.system)
+            for each in (
+                ("dual_balanced", 4, 120),
+                ("chaos", 1, 40),
+                ("cost_aware", 1, 40),
+                ("uniform_cp:4", 1, 40),
+                ("uniform_cp:4", 4, 120),
+            )
+        ),
     ],
 )
 def test_every_token_is_right(policy, num_steps, max_tokens):

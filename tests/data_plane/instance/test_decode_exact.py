@@ -24,6 +24,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.values.sampling import SamplingParams
 
+in_system = pytest.mark.system
 # Lengths around page edges, degree buckets and one token; 6,000 once.
 LENGTHS = (
     1, 2, 3, 17, 63, 64, 65, 66, 100, 127, 128, 129,
@@ -35,9 +36,9 @@ LENGTHS = (
     ("degree", "cpu_kernels", "more"),
     [
         (1, "torch", {}),
-        (2, "torch", {}),
+        pytest.param(2, "torch", {}, marks=in_system),
         (4, "torch", {}),
-        (2, "auto", {"dispatch_backend": "exchange"}),
+        pytest.param(2, "auto", {"dispatch_backend": "exchange"}, marks=in_system),
         (2, "auto", {"dispatch_backend": "fused", "threads_per_instance": 2}),
         (2, "avx2", {"moe_schedule": "arrival"}),
     ],
@@ -57,9 +58,16 @@ def test_forced_degree(tiny_checkpoint, tiny_oracle, degree, cpu_kernels, more):
     assert_exact(tiny_oracle, prompts)
 
 
-@pytest.mark.parametrize("cpu_kernels", ["torch", "auto"])
-@pytest.mark.parametrize("num_instances", [4, 3])
-def test_experts_anywhere(tiny_checkpoint, tiny_oracle, cpu_kernels, num_instances):
+@pytest.mark.parametrize(
+    ("num_instances", "cpu_kernels"),
+    [
+        (4, "torch"),
+        (3, "auto"),
+        pytest.param(3, "torch", marks=in_system),
+        pytest.param(4, "auto", marks=in_system),
+    ],
+)
+def test_experts_anywhere(tiny_checkpoint, tiny_oracle, num_instances, cpu_kernels):
     """Sixteen experts on four instances by a table that was drawn; on three they do not divide."""
     experts = random_table(16, num_instances, seed=1) if num_instances == 4 else None
     config = Config(
@@ -103,7 +111,7 @@ def test_reports_count_what_the_steps_did(tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    "lengths", [LENGTHS[::2], pytest.param(LENGTHS, marks=pytest.mark.system)], ids=["half", "all"]
+    "lengths", [LENGTHS[::2], pytest.param(LENGTHS, marks=in_system)], ids=["half", "all"]
 )
 def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(
     tiny_checkpoint, tiny_oracle, lengths
@@ -115,7 +123,7 @@ def test_degrees_mixed_in_a_batch_arriving_and_ending_mid_run(
     assert_exact(tiny_oracle, prompts)
 
 
-@pytest.mark.parametrize("policy", ["fixed_degree:2", "chaos"])
+@pytest.mark.parametrize("policy", [pytest.param("fixed_degree:2", marks=in_system), "chaos"])
 def test_pages_that_requests_share(tiny_checkpoint, tiny_oracle, policy):
     """Whole prompts and beginnings, while their writer runs and after all requests have ended."""
     config = Config(
@@ -224,7 +232,7 @@ def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
     assert outputs[0] != uncontrolled.output and len(set(outputs[0])) > 5
 
 
-@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=in_system), 4])
 def test_preempted_requests_sample_the_tokens_of_an_undisturbed_run(tiny_checkpoint, num_steps):
     """Rows that are promised no frame outgrow the cluster together.
 
@@ -319,10 +327,13 @@ def test_stop_tokens_and_min_tokens(tiny_checkpoint):
     assert later.output[:first] == free.output[:first] and later.output[first] != stop
 
 
-VARIANTS = {
+SPREAD_VARIANTS = {
     "no q LoRA": ({"q_lora_rank": None}, False),
     "plain rope": ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, False),
     "published spelling of config.json": ({}, True),
+}
+"""What `make test` has in VARIANTS too, with something else."""
+VARIANTS = {
     "plain rope, published spelling": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
         True,
@@ -339,17 +350,18 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=[*VARIANTS, *(pytest.param(name, marks=in_system) for name in SPREAD_VARIANTS)],
+)
 def variant(request, tmp_path_factory):
-    overrides, published_spelling = VARIANTS[request.param]
+    overrides, published_spelling = (VARIANTS | SPREAD_VARIANTS)[request.param]
     path = tmp_path_factory.mktemp("variant")
     make_checkpoint(path, "tiny", overrides=overrides, published_spelling=published_spelling)
     return path, Oracle(path)
 
 
-@pytest.mark.parametrize(
-    "wire_form", ["latent", pytest.param("absorbed", marks=pytest.mark.system)]
-)
+@pytest.mark.parametrize("wire_form", ["latent", pytest.param("absorbed", marks=in_system)])
 def test_checkpoint_variants(variant, wire_form):
     checkpoint, oracle = variant
     config = Config(
@@ -365,7 +377,7 @@ def test_checkpoint_variants(variant, wire_form):
 
 @pytest.mark.parametrize(
     ("wire_form", "cpu_kernels"),
-    [("latent", "auto"), pytest.param("absorbed", "torch", marks=pytest.mark.system)],
+    [("latent", "auto"), pytest.param("absorbed", "torch", marks=in_system)],
 )
 class TestBf16:
     """bf16 tokens are near the reference's best.
