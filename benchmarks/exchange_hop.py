@@ -1,12 +1,13 @@
 """A hop of the exchange between two processes, by NIXL against TCP: its time and processor time.
 
-Enters: nothing. Leaves: a table, and a list of {bytes, of, tcp, nixl, ratio}. Does not know: what
-is put.
+Enters: nothing. Leaves: a table, and a list of {bytes, of, tcp, nixl, ratio, low, high}. Does not
+know: what is put.
 
 One process puts rows of four fields, as a step puts its queries; the other waits for them and puts
 as many back. A hop is half of that. Processor time is of both processes, with all their threads, a
-hop. The two ways take turns, so that a drift of the machine meets both. NIXL goes by UCX's tcp on
-the loopback device, unless UCX_TLS says something else.
+hop. The two ways take turns, so that a drift of the machine meets both. A ratio is NIXL's over
+TCP's, with the interval that has its median with 95%. NIXL goes by UCX's tcp on the loopback
+device, unless UCX_TLS and UCX_NET_DEVICES say something else.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from nanocp.values.members import Peer
 WAYS = ("tcp", "nixl")
 NUM_ROWS, PUT_BYTES = 8, (2_000, 20_000, 200_000)
 WARM_UP, NUM_HOPS, NUM_TURNS = 200, 2000, 9
-MAX_HOP, MAX_PROCESSOR = 0.7, 1.0
-"""Claims: a hop by NIXL over one by TCP, and its processor time, at 20 KB."""
 START_MS = 30_000
 
 
@@ -107,7 +106,7 @@ def _turn(way: str, num_bytes: int, num_hops: int) -> dict[str, float]:
     return {"hop": median(hops_us), "processor": first_us + second_us}
 
 
-@bench("Three turns of fewer hops, under a minute; it judges the claims too.")
+@bench("Three turns of fewer hops, under a minute.")
 def main(run: BenchRun) -> None:
     """Measure in turn, so that a drift of the machine meets all alike."""
     if nixl_package() is None:
@@ -117,14 +116,14 @@ def main(run: BenchRun) -> None:
     turns, num_hops = (3, NUM_HOPS // 4) if run.is_quick else (NUM_TURNS, NUM_HOPS)
     for num_bytes in PUT_BYTES:
         found = [{way: _turn(way, num_bytes, num_hops) for way in WAYS} for _ in range(turns)]
-        for what, bound in (("hop", MAX_HOP), ("processor", MAX_PROCESSOR)):
+        for what in ("hop", "processor"):
             ratio = Interval.of([turn["nixl"][what] / turn["tcp"][what] for turn in found])
             times = {way: median(turn[way][what] for turn in found) for way in WAYS}
-            run.keep({"bytes": num_bytes, "of": what, **times, "ratio": ratio.median})
-            if num_bytes == PUT_BYTES[1]:
-                claim = f"{what} time by NIXL over TCP's, {num_bytes} bytes"
-                run.judge([ratio.at_most(claim, bound)])
-    run.table("Microseconds", run.results, bytes=",", of="", tcp=".1f", nixl=".1f", ratio=".2f")
+            about = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
+            run.keep({"bytes": num_bytes, "of": what, **times, **about})
+    columns = {"bytes": ",", "of": "", "tcp": ".1f", "nixl": ".1f"}
+    ratios = dict.fromkeys(("ratio", "low", "high"), ".2f")
+    run.table("Microseconds", run.results, **columns, **ratios)
 
 
 if __name__ == "__main__":

@@ -198,14 +198,17 @@ class NixlAgent:
         if self._thread is None:
             self._thread = threading.Thread(target=self._go_on, name="nixl progress", daemon=True)
             self._thread.start()
-        self._must_go_on.set()
+        if not self._must_go_on.is_set():
+            self._must_go_on.set()
 
     def _go_on(self) -> None:
         while self._must_go_on.wait():
-            self._must_go_on.clear()
             while time.monotonic() < self._goes_on_until_s:
                 time.sleep(_PROGRESS_S)
                 self.progress()
+            self._must_go_on.clear()
+            if time.monotonic() < self._goes_on_until_s:  # it was set just before
+                self._must_go_on.set()
 
     def keep(self, writes: Any) -> None:
         """Keep writes that may be under way, and what they read, as long as the agent."""

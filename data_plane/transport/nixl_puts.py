@@ -9,7 +9,7 @@ acknowledged: neither may happen while both compute. So a put needs no second me
 are packed behind a header with two sums of all that follows them, and the owner believes nothing
 but a whole message: it copies the message, adds up the copy, and only then writes the segment. The
 sums are of 64 bits each, so that a message of which bytes are missing, or are of an earlier put or
-term, passes with a chance of about 2^-64.
+term, passes with a chance of 2^-58 at most.
 
 An agent makes progress only when it is called, where no network card writes by itself. The owner
 calls it each time it looks for a word. What was put while it computed waits in its socket.
@@ -46,19 +46,19 @@ def _padded(num_bytes: int) -> int:
 
 @functools.cache
 def _weights(num_words: int) -> np.ndarray:
-    """Random odd numbers, the first of them the same for any number; uint64 [num_words]."""
-    return np.random.PCG64(1).random_raw(num_words) | np.uint64(1)
+    """Random numbers, the same in every process; uint64 [2, num_words]."""
+    return np.random.PCG64(1).random_raw(2 * num_words).reshape(2, num_words)
 
 
 def _sums(message: np.ndarray) -> tuple[int, int]:
     """Two sums of a message, uint64 [words], without the words that hold them.
 
-    Words that differ in their high bits alone change few bits of the first sum. They change many of
-    the second one, which takes the bytes of each word in reverse.
+    What differs only in high bits of its words changes few bits of the first sum. It changes many
+    of the second one, which takes the bytes of each word in reverse.
     """
     words = message[_VALUE:]
-    weights = _weights(1 << len(words).bit_length())[: len(words)]
-    return int(np.dot(words, weights)), int(np.dot(words.byteswap(), weights))
+    first, second = _weights(1 << len(words).bit_length())[:, : len(words)]
+    return int(np.dot(words, first)), int(np.dot(words.byteswap(), second))
 
 
 class Inbox:

@@ -35,8 +35,8 @@ OF_TCP = [
         name="nixl-high-bits",
         why="a live flag or a sign that is not there yet changes too little of a put's sums",
         path="data_plane/transport/nixl_puts.py",
-        text="int(np.dot(words.byteswap(), weights))",
-        fault="int(np.dot(words, weights))",
+        text="int(np.dot(words.byteswap(), second))",
+        fault="int(np.dot(words, first))",
         tests=(*PUTS, "high_bits"),
     ),
     Mutant(

@@ -141,10 +141,9 @@ def test_a_message_that_differs_in_high_bits_alone_is_not_taken(region):
     new = region.message(1, [bytes(100)])
     highest = range(64 + 7, 64 + 96, 8)
     for first, second in itertools.combinations(highest, 2):
-        for bit in (1, 64, 128):
-            torn = new.copy()
-            torn[[first, second]] ^= bit
-            assert region.look(torn) == 0
+        torn = new.copy()
+        torn[[first, second]] ^= 128
+        assert region.look(torn) == 0
     assert region.look(new) == 1
 
 
