@@ -140,16 +140,16 @@ class NixlAgent:
         """Do what peers wait for; takes a microsecond if that is nothing."""
         self._agent.get_new_notifs()
 
-    def prepare(self, local: Place, peer: str, remote: Place) -> Any:
+    def prepare(self, local: Place, peer: str, remote: Place, what: str, instance: int) -> Any:
         """A write of all bytes of `local` to `remote`, of as many bytes, of the agent `peer`.
 
-        It may be posted again and again, each time once it is done.
+        It may be posted again and again, each time once it is done. Raises PeerLost; see post.
         """
         ends = [
             self._agent.get_xfer_descs([(place.address, place.num_bytes, place.device)], place.kind)
             for place in (local, remote)
         ]
-        return self._agent.initialize_xfer("WRITE", *ends, peer)
+        return self._call(self._agent.initialize_xfer, what, instance, "WRITE", *ends, peer)
 
     def post(self, write: Any, what: str, instance: int) -> None:
         """Begin a prepared write, and do not wait for its end.
@@ -215,13 +215,19 @@ class NixlAgent:
         self._kept.append(writes)
 
     def _step(self, call: Callable[[Any], str], write: Any, what: str, instance: int) -> bool:
-        try:
-            state = call(write)
-        except (self._bindings.nixlRemoteDisconnectError, self._bindings.nixlBackendError) as error:
-            raise PeerLost(f"{what}: {error}", instance) from error
+        state = self._call(call, what, instance, write)
         if state == "ERR":
             raise PeerLost(f"{what}: it ended as {state}", instance)
         return bool(state == "DONE")
+
+    def _call(self, call: Callable[..., Any], what: str, instance: int, *arguments: Any) -> Any:
+        known = self._bindings
+        # NIXL forgets a peer whose connection broke.
+        lost = known.nixlRemoteDisconnectError, known.nixlBackendError, known.nixlNotFoundError
+        try:
+            return call(*arguments)
+        except lost as error:
+            raise PeerLost(f"{what}: {error}", instance) from error
 
 
 class NixlSegment(TcpSegment):
@@ -277,7 +283,7 @@ class NixlSegment(TcpSegment):
         what = f"{num_bytes} bytes for {self._peer} by NIXL"
         limit_s = self._limits.exchange_timeout_ms / 1000
         local, remote = (place.part(begin, num_bytes) for place in (self._local, self._remote))
-        write = self._agent.prepare(local, self._peer, remote)
+        write = self._agent.prepare(local, self._peer, remote, what, self._instance)
         self._agent.post(write, what, self._instance)
         self._agent.finish(write, what, self._instance, self.owner_is_alive, limit_s)
         self._agent.discard(write)

@@ -179,6 +179,8 @@ class NixlPuts(TcpSegment):
                 self._local.part(begin - self._begin, end),
                 self._peer,
                 self._remote.part(begin, end),
+                self._what,
+                self._instance,
             )
             self._writes[begin, end] = write
         self._under_way[begin] = write

@@ -72,6 +72,14 @@ OF_TCP = [
         tests=(*PUTS, "limit"),
     ),
     Mutant(
+        name="nixl-forgotten",
+        why="a peer that NIXL has forgotten is no lost peer, and its instance is blamed",
+        path="data_plane/transport/nixl.py",
+        text="known.nixlBackendError, known.nixlNotFoundError",
+        fault="known.nixlBackendError",
+        tests=(*PUTS, "forgotten"),
+    ),
+    Mutant(
         name="nixl-tick",
         why="a wait for puts by NIXL does not ask whether the peer is alive",
         path="data_plane/transport/futex.py",

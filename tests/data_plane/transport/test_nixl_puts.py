@@ -329,6 +329,15 @@ def test_a_peer_that_dies_or_stops_is_noticed_and_named(cluster_id, number):
         sweep_stale(cluster_id)
 
 
+def test_a_put_to_a_peer_that_nixl_has_forgotten_names_it(pair):
+    """NIXL forgets a peer whose connection broke, and knows no other that is called so."""
+    ends, _ = pair(LAYOUT)
+    ends[0]._segments.puts._agent.remove_remote_agent(ends[0]._peers[1]._peer)
+    with pytest.raises(PeerLost, match=r"a put to .* by NIXL") as lost:
+        ends[0].put(Channel.Q, 1, 0)
+    assert lost.value.peer == 1
+
+
 def test_an_owner_that_takes_no_puts_by_nixl_is_refused(cluster_id):
     server = TcpSegmentServer("127.0.0.1", receive_puts)
     plain = Segments(cluster_id, server)
