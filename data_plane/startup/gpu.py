@@ -29,6 +29,7 @@ from data_plane.moe.backend import fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
 from data_plane.moe.fused import fused_obstacle
 from data_plane.moe.gpu_weights import GpuWeights, place_weights
+from data_plane.moe.nixl_ep import NixlEpExchange
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,
@@ -88,10 +89,11 @@ def build_gpu_instance(
     packing = PlainPacking(keeps_fp8)
     weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
-    slots = _num_slots(cluster, model, moe.has_deep_ep)
+    slots = _num_slots(cluster, model, moe.dispatch)
     # Behind a last token; where no step row is live, a turn may go on from an older window's.
     max_len = cluster.max_model_len + 2 * config.scheduler.num_drafts
-    is_alone = cluster.num_instances == 1 and not moe.has_deep_ep
+    # What lays rows out by expert knows no shared one.
+    is_alone = cluster.num_instances == 1 and moe.dispatch not in ("deep_ep", "nixl_ep")
     placed = place_weights(weights, device, moe.gemm, max_len, is_fused, slots, is_alone)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
@@ -107,12 +109,7 @@ def build_gpu_instance(
     capture = _capture(config, lanes)
     weights_choice = weights_choice if model.fp8_block is not None else ""
     sentences = [*moe.sentences, *carry_choice(model, dtype)]
-    if moe.has_deep_ep:
-        meeting: _Meeting = _DeepEpMeeting(config, instance, segments, parts, model, placed)
-    elif data_plane.has_nvshmem:
-        meeting = _NvshmemMeeting(config, instance, segments, lanes)
-    else:
-        meeting = _Meeting(config, instance, segments, lanes)
+    meeting = _meeting(config, instance, segments, lanes, model, placed, moe.dispatch)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(ends.exchange, mailbox)
     startup = Startup(
@@ -126,14 +123,14 @@ def build_gpu_instance(
         load_experts=lambda held: load_experts(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
-        new_ends=None if moe.has_deep_ep or data_plane.has_nvshmem else new_ends,
+        new_ends=None if moe.dispatch == "deep_ep" or data_plane.has_nvshmem else new_ends,
         drafts_alone=True,
         both_lanes=_both_lanes(config, lanes, engines, capture) if lanes[1:] else None,
         graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
         meeting=meeting,
     )
     built = DecodeInstance(config, startup)
-    if not moe.has_deep_ep:
+    if moe.dispatch != "deep_ep":
         meeting.be_alone()
         built.prepare()
     return built
@@ -155,9 +152,9 @@ def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
     return (eager if config.data_plane.eager else CudaGraphs)(*first, *beside, draft=draft)
 
 
-def _num_slots(cluster: ClusterConfig, model: ModelConfig, has_deep_ep: bool) -> int:
+def _num_slots(cluster: ClusterConfig, model: ModelConfig, dispatch: str) -> int:
     """Slots for experts in a layer; 0: as many as there are experts, since DeepEP knows no more."""
-    if has_deep_ep:
+    if dispatch == "deep_ep":
         return 0
     return num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
 
@@ -210,6 +207,9 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
 class _Meeting:
     """What maps the memory of a term's instances; each lane has memory of its own at every peer."""
 
+    nixl_ep: NixlEpExchange | None = None
+    """What the rows of experts go by, if it has connections of its own."""
+
     def __init__(
         self, config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
     ) -> None:
@@ -228,6 +228,8 @@ class _Meeting:
     def meet(self, seats: Sequence[int]) -> None:
         """Begin the present term, which these instances do together. See IpcMemory.begin_term."""
         self._attach(seats, self._term.number)
+        if self.nixl_ep is not None:
+            self.nixl_ep.begin_term(seats)
 
     def be_alone(self) -> None:
         """Let this instance run steps alone, before its first term; no end of a term ends them."""
@@ -235,6 +237,8 @@ class _Meeting:
 
     def part(self) -> None:
         """Leave the term. See IpcMemory.leave."""
+        if self.nixl_ep is not None:
+            self.nixl_ep.leave()
         for memory in self._memories:
             memory.leave()
 
@@ -303,6 +307,29 @@ class _DeepEpMeeting(_Meeting):
         lane.step.mixture = GpuMixtures(all_to_all, self._model, self._weights)
         if self._instance == 0:
             os.unlink(self._path)
+
+
+def _meeting(
+    config: Config,
+    instance: int,
+    segments: Segments,
+    lanes: Sequence[GpuParts],
+    model: ModelConfig,
+    weights: GpuWeights,
+    dispatch: str,
+) -> _Meeting:
+    """Make what begins the terms; with NIXL-EP also what the mixtures of experts go by."""
+    cluster, first = config.cluster, lanes[0]
+    if dispatch == "deep_ep":
+        return _DeepEpMeeting(config, instance, segments, first, model, weights)
+    kind = _NvshmemMeeting if config.data_plane.has_nvshmem else _Meeting
+    meeting = kind(config, instance, segments, lanes)
+    if dispatch == "nixl_ep":
+        device = first.step.logits.device
+        own = NixlEpExchange(segments, instance, cluster, model, config.limits, device)
+        first.step.mixture, first.step.check_mixture = GpuMixtures(own, model, weights), own.check
+        meeting.nixl_ep = own
+    return meeting
 
 
 def _store_path(segments: Segments) -> str:

@@ -24,7 +24,7 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashmla", "flash_attention")
 
 EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
 
-DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "fused")
+DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "nixl_ep", "fused")
 
 MOE_SCHEDULES = ("auto", "barrier", "arrival")
 
@@ -66,7 +66,8 @@ class DataPlaneConfig:
     dispatch_backend: str = "auto"
     """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
     mixture of experts is one call, with native kernels on a CPU (docs/develop/mixture.md). auto:
-    fused where it can run, else deep_ep where it can, else exchange."""
+    fused where it can run, else deep_ep where it can, else exchange. nixl_ep: as deep_ep, and it
+    goes on after a loss; experimental (docs/use/gpu.md)."""
     moe_schedule: str = "auto"
     """What a fused mixture runs when, on a CPU (docs/develop/mixture.md). barrier: the shared
     expert, then, once all rows are here, the experts. arrival: first what other instances wait for;
@@ -126,9 +127,9 @@ class DataPlaneConfig:
             "and nixl are for cpu, cuda_ipc and nvshmem for cuda",
         )
         require(
-            not self.has_nvshmem or self.dispatch_backend in ("auto", "exchange"),
+            not self.has_nvshmem or self.dispatch_backend in ("auto", "exchange", "nixl_ep"),
             f"exchange_backend is nvshmem and dispatch_backend {self.dispatch_backend}; it must be "
-            "exchange, the only one that puts by NVSHMEM",
+            "exchange, which puts by NVSHMEM, or nixl_ep, which leaves the node by itself",
         )
         require(
             self.page_backend != "nixl" or self.exchange_backend != "shm",

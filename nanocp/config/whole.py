@@ -21,6 +21,9 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.values.plan import PAGE_SIZE
 
+_REGROUPING = ("exchange", "nixl_ep", "fused")
+"""What carries rows to their experts on GPUs in one term after the other."""
+
 SECRETS = ("api_key", "api_keys")
 """Keys whose values are never shown, in whatever section."""
 
@@ -79,7 +82,7 @@ class Config:
     def recovers(self) -> bool:
         """Whether the cluster goes on after it has lost a member."""
         own, timeout_ms = self.data_plane, self.limits.recovery_timeout_ms
-        can_regroup = own.device == "cpu" or own.dispatch_backend in ("exchange", "fused")
+        can_regroup = own.device == "cpu" or own.dispatch_backend in _REGROUPING
         can_regroup &= not own.has_nvshmem
         return can_regroup and own.page_backend != "nixl" and timeout_ms > 0
 

@@ -260,7 +260,7 @@ class GpuCluster:
                 instance = lane[memory.instance]
                 if table is not None:
                     self._held[memory.instance](table.at(memory.instance))
-                    instance.step.place_experts(table.seats)
+                    instance.step.place_experts(table)
                 instance.step.meet([seat for seat in seats if seat != memory.instance])
                 instance.exchange.attach(memory, number)
 

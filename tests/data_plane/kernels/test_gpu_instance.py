@@ -16,6 +16,7 @@ from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.instance import decode
 from data_plane.instance.decode import DecodeInstance
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.moe import backend, nixl_ep
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.reference.oracle import Oracle
@@ -25,7 +26,7 @@ from data_plane.step.gpu import GpuStep
 from data_plane.transport.cuda_runtime import CudaRuntime
 from data_plane.transport.exchange import TermOver
 from data_plane.transport.segments import Segments
-from harness import decode_cluster
+from harness import decode_cluster, nixl_ep_stand_in
 from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.fake_cudart import FakeCudart
@@ -266,6 +267,25 @@ def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
         names = library.names()
     assert names.count("cudaMalloc") == 6, "memory to be alone, and for each term"
     assert names.count("cudaFree") >= 4, "what nobody has mapped is free"
+    for prompt in prompts:
+        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+
+
+@without_gpu
+def test_mixtures_by_nixl_ep_meet_in_one_term_after_the_other(mini, two_instances, monkeypatch):
+    """Instances run steps alone first, as before a capture; in the end all experts are at one."""
+    (path, oracle), (config, _) = mini, two_instances
+    monkeypatch.setattr(backend, "nixl_ep_obstacle", lambda *site, **sizes: "")
+    monkeypatch.setattr(nixl_ep, "import_module", lambda name: nixl_ep_stand_in)
+    monkeypatch.setattr(nixl_ep_stand_in.Buffer, "dtype", torch.float32)
+    data_plane = replace(config.data_plane, dispatch_backend="nixl_ep")
+    prompts = [greedy_prompt(2), greedy_prompt(90)]
+    with DecodeCluster(replace(config, data_plane=data_plane), path) as cluster:
+        cluster.run(prompts[:1])
+        cluster.regroup(place_experts(8, 2, 4, [1]))
+        cluster.run(prompts[1:])
+        selected = cluster.instances[0].selected
+    assert "dispatch: nixl_ep, as configured" in selected
     for prompt in prompts:
         assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
 

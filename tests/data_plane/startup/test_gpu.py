@@ -48,7 +48,13 @@ def test_what_does_not_go_together_is_refused(keys, words):
 
 @pytest.mark.parametrize(
     ("dispatch", "goes_on"),
-    [("exchange", True), ("fused", True), ("auto", False), ("deep_ep", False)],
+    [
+        ("exchange", True),
+        ("fused", True),
+        ("nixl_ep", True),
+        ("auto", False),
+        ("deep_ep", False),
+    ],
 )
 def test_a_service_on_gpus_goes_on_after_a_loss_with_a_dispatch_that_can_regroup(dispatch, goes_on):
     data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
@@ -61,7 +67,8 @@ def test_deep_ep_has_no_redundant_slots():
     gpu = pytest.importorskip("data_plane.startup.gpu")
     cluster = ClusterConfig(num_instances=4, instances_per_node=4, redundant_experts=2)
     model = SimpleNamespace(num_experts=8)
-    assert [gpu._num_slots(cluster, model, has_deep_ep) for has_deep_ep in (False, True)] == [4, 0]
+    names = ("exchange", "nixl_ep", "deep_ep")
+    assert [gpu._num_slots(cluster, model, name) for name in names] == [4, 4, 0]
 
 
 def test_members_on_gpus_see_all_of_them():
