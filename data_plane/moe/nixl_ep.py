@@ -3,10 +3,12 @@
 Enters: rows, their experts and weights; the instances of a term. Leaves: for each row, the weighted
 sum over its experts. Does not know: the gate, the expert arithmetic, the exchange's epochs.
 
-tests/harness/published_packages.py keeps the public signatures. A graph captures addresses of one
-buffer, so an instance has the same one in every term. Its kernels ask a mask on the device for whom
-they send and wait, and instances that are not connected are masked. So an instance that is alone
-runs its steps at once, and captures them before its first term.
+Experimental: no card has run this (docs/decisions/0065). tests/harness/nixl_ep_stand_in.py keeps
+the public signatures.
+
+A graph captures addresses of one buffer, so an instance has the same one in every term. Its kernels
+read in a mask on the device to whom they send and for whom they wait, and instances that are not
+connected are masked. So an instance that is alone runs steps at once, and captures them so.
 
 NIXL-EP computes the instance of an expert from its number. So rows carry the number of the slot
 that the expert is in: seat * slots of a seat + slot.
@@ -146,8 +148,7 @@ class _TermMetadata:
         self._own: OwnedSegment | None = None
 
     def set(self, key: str, value: bytes) -> None:
-        """Publish this instance's metadata in the present term."""
-        self.leave()
+        """Publish this instance's metadata in the present term; the last one's was withdrawn."""
         self._own = self._segments.own(_KIND, self._instance, value.hex(), 0)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:

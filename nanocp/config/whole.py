@@ -87,6 +87,12 @@ class Config:
         return can_regroup and own.page_backend != "nixl" and timeout_ms > 0
 
     @property
+    def leave_timeout_ms(self) -> int:
+        """Longest time in which an instance may leave a term; the host ends no wait of NIXL-EP."""
+        has_nixl_ep = self.data_plane.dispatch_backend == "nixl_ep"
+        return self.limits.plan_timeout_ms + has_nixl_ep * self.limits.exchange_timeout_ms
+
+    @property
     def has_prefill_member(self) -> bool:
         """Whether prompts are computed by a member of their own, or by engines behind it."""
         return self.cluster.layout != "pipeline" and not self.prefill.synthetic_kv

@@ -1,9 +1,13 @@
 """NIXL-EP against its stand-in: who meets whom, what is given up in silence, what is refused."""
 
+import ast
+import inspect
 import threading
 import time
 import uuid
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +20,7 @@ from data_plane.moe.nixl_ep import nixl_ep_obstacle
 from data_plane.startup.shared_parts import moe_backends
 from data_plane.transport.exchange import ExchangeTimeout, TermOver
 from harness.nixl_ep_cluster import LIMITS, Member, meet
+from harness.nixl_ep_stand_in import Buffer
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
@@ -215,3 +220,30 @@ def test_nixl_ep_is_taken_by_name_only_and_between_nodes_too(tiny_checkpoint, mo
         chosen = moe_backends(config, model, range(8), GPU, "")
         assert chosen.dispatch == "nixl_ep"
         assert "dispatch: nixl_ep, as configured" in chosen.sentences
+
+
+def test_the_stand_in_has_the_parameters_of_the_installed_package():
+    """Which cannot be imported without CUDA, but read."""
+    spec = find_spec("nixl_ep_cu13")
+    if spec is None:
+        pytest.skip("nixl_ep_cu13 is not installed")
+    source = Path(spec.origin).with_name("buffer.py").read_text()
+    (installed,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "Buffer"
+    )
+    functions = {node.name: node.args for node in installed.body if hasattr(node, "args")}
+    pinned = [name for name in vars(Buffer) if name in functions]
+    assert len(pinned) == 10
+    for name in pinned:
+        expected = functions[name]
+        found = inspect.signature(getattr(Buffer, name)).parameters.values()
+        names = [each.arg for each in expected.args]
+        assert [each.name for each in found] == names, name
+        defaults = [each.default for each in found if each.default is not each.empty]
+        given = {"DEFAULT_TIMEOUT_MS": 30_000}
+        assert defaults == [
+            given[each.id] if isinstance(each, ast.Name) else ast.literal_eval(each)
+            for each in expected.defaults
+        ], name

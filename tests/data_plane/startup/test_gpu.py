@@ -58,7 +58,10 @@ def test_what_does_not_go_together_is_refused(keys, words):
 )
 def test_a_service_on_gpus_goes_on_after_a_loss_with_a_dispatch_that_can_regroup(dispatch, goes_on):
     data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
-    assert Config(data_plane=data_plane).recovers == goes_on
+    config = Config(data_plane=data_plane)
+    assert config.recovers == goes_on
+    waits_ms = config.limits.exchange_timeout_ms if dispatch == "nixl_ep" else 0
+    assert config.leave_timeout_ms == config.limits.plan_timeout_ms + waits_ms
     with pytest.raises(ValueError, match=r"spares is 1, and .* is cuda: it must be cpu"):
         Config(data_plane=data_plane, cluster=ClusterConfig(spares=1))
 
