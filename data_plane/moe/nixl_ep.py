@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,8 +30,9 @@ from torch import Tensor
 
 from data_plane.model.config import ModelConfig
 from data_plane.moe.deep_ep import LowLatencyExchange, rows_obstacle
-from data_plane.transport.exchange import ExchangeTimeout
-from data_plane.transport.segments import Segments
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.futex import Word
+from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import OwnedSegment
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
@@ -42,6 +44,7 @@ _MAX_EXPERTS_PER_TOKEN = 16
 _NODE = 8
 """From so many instances on, their number must be a multiple of it."""
 _KIND = "nixl_ep"
+_WORD_BYTES = 8
 
 
 class NixlEpExchange(LowLatencyExchange):
@@ -66,7 +69,7 @@ class NixlEpExchange(LowLatencyExchange):
         self._term, self._instance = segments.term, instance
         self._num_slots = num_slots(num_experts, num_instances, cluster.redundant_experts)
         num_numbers = num_instances * self._num_slots
-        self._metadata = _TermMetadata(segments, instance, limits)
+        self._metadata = _TermMetadata(segments, instance, num_instances, limits)
         package = package or import_module(next(filter(find_spec, _PACKAGES), _PACKAGES[0]))
         buffer_class = package.Buffer
         buffer = buffer_class(
@@ -140,36 +143,63 @@ class NixlEpExchange(LowLatencyExchange):
 class _TermMetadata:
     """What NIXL-EP takes for a TCPStore: metadata of instances, in descriptions of segments.
 
-    So a wait for a peer ends with the peer, with the term, or at a limit.
+    So a wait for a peer ends with the peer, with the term, or at a limit. A segment has a word for
+    each instance, which that one sets when it has read the metadata of all.
     """
 
-    def __init__(self, segments: Segments, instance: int, limits: LimitsConfig) -> None:
-        self._segments, self._instance, self._limits = segments, instance, limits
+    def __init__(
+        self, segments: Segments, instance: int, num_instances: int, limits: LimitsConfig
+    ) -> None:
+        self._segments, self._instance = segments, instance
+        self._num_instances, self._limits = num_instances, limits
         self._own: OwnedSegment | None = None
 
     def set(self, key: str, value: bytes) -> None:
         """Publish this instance's metadata in the present term; the last one's was withdrawn."""
-        self._own = self._segments.own(_KIND, self._instance, value.hex(), 0)
+        num_bytes = self._num_instances * _WORD_BYTES
+        self._own = self._segments.own(_KIND, self._instance, value.hex(), num_bytes)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Do nothing: multi_get waits, with our own limit."""
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for the metadata of these instances. Raises ExchangeTimeout, PeerLost, TermOver."""
+        """Wait for the metadata of these instances, and until each has read that of all.
+
+        From then on nobody needs a thread of this process, which matters: the package holds
+        Python's lock while it connects. Raises ExchangeTimeout, PeerLost or TermOver.
+        """
+        assert self._own is not None, "set comes first"
         deadline = time.monotonic() + self._limits.start_timeout_ms / 1000
-        found = []
-        for key in keys:
-            left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            segment = self._segments.attach(
-                _KIND,
-                int(key.rpartition("/")[2]),
-                f"instance {self._instance}",
-                self._limits,
-                left_ms,
+        writer, peers = f"instance {self._instance}", [int(key.rpartition("/")[2]) for key in keys]
+        with ExitStack() as attached:
+            segments: list[Segment] = []
+            for peer in peers:
+                segments.append(
+                    self._segments.attach(_KIND, peer, writer, self._limits, _left_ms(deadline))
+                )
+                attached.callback(segments[-1].close)
+            for segment in segments:
+                segment.publish(_word(segment, self._instance), 1)
+            for peer, segment in zip(peers, segments, strict=True):
+                self._await_reader(peer, segment, deadline)
+        return [bytes.fromhex(segment.description) for segment in segments]
+
+    def _await_reader(self, peer: int, segment: Segment, deadline: float) -> None:
+        assert self._own is not None
+        term, limits = self._segments.term, self._limits
+        has_read = _word(self._own, peer).wait_at_least(
+            1,
+            _left_ms(deadline),
+            limits.tick_ms,
+            lambda: not term.is_over and segment.owner_is_alive(),
+        )
+        if has_read is None:
+            term.check()
+            if not segment.owner_is_alive():
+                raise PeerLost(f"instance {peer} is gone before it has connected", peer)
+            raise ExchangeTimeout(
+                f"instance {peer} has not met all others in {limits.start_timeout_ms} ms", peer
             )
-            found.append(bytes.fromhex(segment.description))
-            segment.close()
-        return found
 
     def delete_key(self, key: str) -> None:
         """Do nothing: a peer may read it later. It goes when the term is left."""
@@ -179,6 +209,15 @@ class _TermMetadata:
         if self._own is not None:
             self._own.close()
             self._own = None
+
+
+def _word(segment: Segment | OwnedSegment, instance: int) -> Word:
+    """The word that an instance sets in a segment when it has read all metadata."""
+    return Word(segment.memory, segment.data_offset + instance * _WORD_BYTES)
+
+
+def _left_ms(deadline: float) -> float:
+    return max(0.0, (deadline - time.monotonic()) * 1000)
 
 
 def nixl_ep_obstacle(

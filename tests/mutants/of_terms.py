@@ -45,6 +45,14 @@ OF_TERMS = [
         tests=(NIXL_EP, "-k", "not_taken_for_rows"),
     ),
     Mutant(
+        name="connects-before-all-have-read",
+        why="a peer of another node awaits a thread that stands still (bounded waits)",
+        path="data_plane/moe/nixl_ep.py",
+        text="self._await_reader(peer, segment, deadline)",
+        fault="pass",
+        tests=(NIXL_EP, "-k", "nobody_connects"),
+    ),
+    Mutant(
         name="still-connected",
         why="a survivor sends rows to the process that was lost at a seat (terms)",
         path="data_plane/moe/nixl_ep.py",

@@ -5,6 +5,7 @@ import inspect
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,14 +18,17 @@ from data_plane.model.config import ModelConfig
 from data_plane.moe import nixl_ep
 from data_plane.moe.backend import dispatch_backend
 from data_plane.moe.nixl_ep import nixl_ep_obstacle
+from data_plane.native.receiver import receive_puts
 from data_plane.startup.shared_parts import moe_backends
-from data_plane.transport.exchange import ExchangeTimeout, TermOver
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
+from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.nixl_ep_cluster import LIMITS, Member, meet
 from harness.nixl_ep_stand_in import Buffer
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
+from nanocp.values.members import Peer
 
 BOUNDS = BoundsConfig(max_rows=4, max_links=4, max_attention_rows=4, max_partials=4)
 CLUSTER = ClusterConfig(num_instances=3, redundant_experts=1, bounds=BOUNDS)
@@ -144,17 +148,54 @@ def test_a_wait_for_a_member_that_does_not_come_ends_with_the_term_or_at_a_limit
     timer.join()
 
 
-def test_metadata_stays_until_the_term_is_left(members):
-    """A peer may ask for it when this member has long connected."""
-    zero, one = members(0, 1)
-    meet([zero, one], 1, [0, 1])
-    metadata = one.exchange._metadata
-    (read,) = metadata.multi_get(["NIXL_EP/0"])
-    assert read == zero.exchange._buffer._metadata
-    zero.exchange.leave()
-    metadata._limits = replace(LIMITS, start_timeout_ms=50)
-    with pytest.raises(ExchangeTimeout):
-        metadata.multi_get(["NIXL_EP/0"])
+def stores(members, by_tcp, limits=LIMITS):
+    """The stores of two instances that have published their metadata."""
+    both = members(0, 1, limits=limits)
+    if by_tcp:
+        for name, member in zip("ab", both, strict=True):
+            member.segments.node = name
+            member.segments._server = TcpSegmentServer("127.0.0.1", receive_puts)
+        for member in both:
+            member.segments.meet([Peer(m.segments.node, m.segments.address) for m in both])
+    found = [member.exchange._metadata for member in both]
+    for seat, store in enumerate(found):
+        store.set(f"NIXL_EP/{seat}", bytes([seat]) * 100_000)
+    return both, found
+
+
+@pytest.mark.parametrize("by_tcp", [False, True])
+def test_nobody_connects_before_all_have_read_all_metadata(members, by_tcp):
+    """A peer of another node needs a thread of this process, which then may not run."""
+    both, (zero, one) = stores(members, by_tcp)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(zero.multi_get, ["NIXL_EP/1"])
+        time.sleep(0.2)
+        assert not read.done()
+        assert one.multi_get(["NIXL_EP/0"]) == [bytes(100_000)]
+        assert read.result(10) == [b"\1" * 100_000]
+    for store in (zero, one):
+        store.delete_key("")
+    assert one.multi_get(["NIXL_EP/0"]) == [bytes(100_000)], "it stays until the term is left"
+    for member in both:
+        member.exchange.leave()
+        member.segments.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("leaves", PeerLost), ("stays away", ExchangeTimeout), ("over", TermOver)]
+)
+def test_a_wait_until_a_peer_has_read_ends_too(members, what, error):
+    limits = replace(LIMITS, start_timeout_ms=300) if what == "stays away" else LIMITS
+    (member, _), (zero, one) = stores(members, False, limits)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(zero.multi_get, ["NIXL_EP/1"])
+        time.sleep(0.1)
+        if what == "leaves":
+            one.leave()
+        if what == "over":
+            member.term.end(1)
+        with pytest.raises(error):
+            read.result(10)
 
 
 SITE = {
