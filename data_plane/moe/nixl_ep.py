@@ -3,7 +3,7 @@
 Enters: rows, their experts and weights; the instances of a term. Leaves: for each row, the weighted
 sum over its experts. Does not know: the gate, the expert arithmetic, the exchange's epochs.
 
-Experimental: no card has run this (docs/decisions/0065). tests/harness/nixl_ep_stand_in.py keeps
+Experimental: no card has run this (docs/decisions/0066). tests/harness/nixl_ep_stand_in.py keeps
 the public signatures.
 
 A graph captures addresses of one buffer, so an instance has the same one in every term. Its kernels

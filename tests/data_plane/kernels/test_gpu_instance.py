@@ -76,6 +76,13 @@ def stand_in_for_a_gpu(monkeypatch, folder):
     return library
 
 
+def stand_in_for_nixl_ep(monkeypatch):
+    """Let instances of this process take a stand-in for NIXL-EP, with rows in fp32."""
+    monkeypatch.setattr(backend, "nixl_ep_obstacle", lambda *site, **sizes: "")
+    monkeypatch.setattr(nixl_ep, "import_module", lambda name: nixl_ep_stand_in)
+    monkeypatch.setattr(nixl_ep_stand_in.Buffer, "dtype", torch.float32)
+
+
 def counting(call, calls):
     """A function that notes each call."""
 
@@ -99,6 +106,7 @@ def launched(cuda, run):
         pytest.param("exchange", "always", True, marks=pytest.mark.system),
         pytest.param("auto", "off", True, marks=pytest.mark.system),
         pytest.param("fused", "off", True, marks=pytest.mark.system),
+        pytest.param("nixl_ep", "off", True, marks=pytest.mark.system),
     ],
 )
 def test_greedy_and_sampled_tokens_and_their_logprobs(
@@ -109,6 +117,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
     They outlive its term. What several do together is tested with tests/harness/gpu_cluster.py.
     """
     stand_in_for_a_gpu(monkeypatch, tmp_path)
+    stand_in_for_nixl_ep(monkeypatch)
     made = []
 
     def gpu_parts(*arguments, **keys):
@@ -122,13 +131,14 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
         monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)  # nothing is to be loaded
         monkeypatch.setattr(GpuStep, "run", launched(cuda, GpuStep.run))
     path, oracle = mini
-    bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
+    most = 4 if dispatch == "nixl_ep" else 2
+    bounds = BoundsConfig(max_rows=most, max_links=1, max_attention_rows=most, max_partials=1)
     config = Config(
         cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=256, bounds=bounds),
         # With this seed the first two windows, and the two rows, are in different lanes.
         scheduler=SchedulerConfig(steps_per_window=2, lanes=lanes, chaos_seed=8),
         data_plane=DataPlaneConfig(
-            device="cuda", eager=is_eager, row_buckets=(2,), dispatch_backend=dispatch
+            device="cuda", eager=is_eager, row_buckets=(most,), dispatch_backend=dispatch
         ),
     )
     greedy = Prompt(list(range(2, 65)), SamplingParams(max_tokens=3, temperature=0.0))
@@ -275,9 +285,7 @@ def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
 def test_mixtures_by_nixl_ep_meet_in_one_term_after_the_other(mini, two_instances, monkeypatch):
     """Instances run steps alone first, as before a capture; in the end all experts are at one."""
     (path, oracle), (config, _) = mini, two_instances
-    monkeypatch.setattr(backend, "nixl_ep_obstacle", lambda *site, **sizes: "")
-    monkeypatch.setattr(nixl_ep, "import_module", lambda name: nixl_ep_stand_in)
-    monkeypatch.setattr(nixl_ep_stand_in.Buffer, "dtype", torch.float32)
+    stand_in_for_nixl_ep(monkeypatch)
     data_plane = replace(config.data_plane, dispatch_backend="nixl_ep")
     prompts = [greedy_prompt(2), greedy_prompt(90)]
     with DecodeCluster(replace(config, data_plane=data_plane), path) as cluster:
