@@ -109,7 +109,7 @@ class GpuDispatched:
 
 
 class GpuExpertExchange:
-    """A GpuAllToAll over the exchange of one node's GPUs."""
+    """A GpuAllToAll over the exchange of GPUs."""
 
     def __init__(
         self,

@@ -74,9 +74,9 @@ def build_gpu_instance(
     obstacle = cuda_ipc_obstacle(torch.device("cuda"))
     if obstacle:
         raise ValueError(f"device is cuda: {obstacle}")
-    if data_plane.has_nvshmem and (obstacle := nvshmem_obstacle(cluster.num_nodes > 1)):
-        raise ValueError(f"exchange_backend is nvshmem: {obstacle}")
     torch.cuda.set_device(device := device_of(cluster, instance))
+    if data_plane.has_nvshmem and (obstacle := _nvshmem_obstacle(cluster, device)):
+        raise ValueError(f"exchange_backend is nvshmem: {obstacle}")
     model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kv_dtype = torch.uint8 if data_plane.kv_dtype == "fp8" else dtype
@@ -143,6 +143,15 @@ def _set_queues(cluster: ClusterConfig, environment: MutableMapping[str, str]) -
     """
     if min(cluster.num_instances, cluster.instances_per_node) > torch.cuda.device_count():
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def _nvshmem_obstacle(cluster: ClusterConfig, device: torch.device) -> str:
+    on_node = min(cluster.num_instances, cluster.instances_per_node)
+    return nvshmem_obstacle(
+        has_far_peers=cluster.num_nodes > 1,
+        orders_writes=load_runtime(device.index or 0).orders_writes,
+        shares_gpu=on_node > torch.cuda.device_count(),
+    )
 
 
 def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
@@ -262,8 +271,10 @@ class _NvshmemMeeting(_Meeting):
 
     def meet(self, seats: Sequence[int]) -> None:
         super().meet(seats)
-        # Its kernels were loaded when graphs were captured, before NVSHMEM had started.
-        self._nvshmem.initialise(self._lanes[0].exchange.forwarding_module())
+        # Its kernels were loaded when graphs were captured, before NVSHMEM had started. It has not
+        # if this instance is the only one.
+        if self._nvshmem.is_started:
+            self._nvshmem.initialise(self._lanes[0].exchange.forwarding_module())
 
 
 class _DeepEpMeeting(_Meeting):

@@ -115,8 +115,12 @@ def moe_backends(
     )
     name = data_plane.dispatch_backend
     if data_plane.has_nvshmem and name == "auto":
-        name = "exchange"  # of the others only NIXL-EP, by name, leaves the node
-    dispatch = dispatch_backend(name, device, dtype, model, num_instances, max_rows, fused_obstacle)
+        # Of the others only NIXL-EP, by name, leaves the node.
+        dispatch = "exchange, because exchange_backend is nvshmem"
+    else:
+        dispatch = dispatch_backend(
+            name, device, dtype, model, num_instances, max_rows, fused_obstacle
+        )
     chosen, has_lanes = dispatch.partition(",")[0], config.scheduler.has_lanes
     schedule = moe_schedule(data_plane.moe_schedule, chosen == "fused", has_lanes)
     return MoeBackends(

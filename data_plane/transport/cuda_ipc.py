@@ -1,4 +1,4 @@
-"""The routed exchange through peer memory of the GPUs of one node, for captured steps.
+"""The routed exchange through peer memory of GPUs, for captured steps.
 
 Enters: the layout of a region; routing tables and rows on the device. Leaves: rows put into peers'
 memory, and rows taken from this instance's own. Does not know: layers, models, which rows a table

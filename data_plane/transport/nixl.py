@@ -34,6 +34,7 @@ _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _PLACE = struct.Struct("<QQQQ")  # address, bytes, device, whether it is a GPU's
 _POLL_S = 20e-6
 _PROGRESS_S = 5e-3
+_CLOSE_S = 1.0
 _LEAVE_A_WAY = (
     "UCX_TLS and UCX_NET_DEVICES must leave both ends a transport in common; tcp over a bridge "
     "needs UCX_TCP_BRIDGE_ENABLE=y"
@@ -93,6 +94,7 @@ class NixlAgent:
         self._thread: threading.Thread | None = None
         self._must_go_on = threading.Event()
         self._goes_on_until_s = 0.0
+        self._is_closed = False
 
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:
         """Make registered memory, all zero, and return it with its place.
@@ -201,9 +203,16 @@ class NixlAgent:
         if not self._must_go_on.is_set():
             self._must_go_on.set()
 
+    def close(self) -> None:
+        """End the thread that makes progress. Idempotent."""
+        self._is_closed = True
+        self._must_go_on.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
     def _go_on(self) -> None:
-        while self._must_go_on.wait():
-            while time.monotonic() < self._goes_on_until_s:
+        while self._must_go_on.wait() and not self._is_closed:
+            while time.monotonic() < self._goes_on_until_s and not self._is_closed:
                 time.sleep(_PROGRESS_S)
                 self.progress()
             self._must_go_on.clear()

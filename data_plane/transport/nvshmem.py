@@ -13,7 +13,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ _ID_BYTES = 128
 _KIND = "gpu_memory0"
 _INTERFACE = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 _DEVICES = Path("/sys/class/infiniband")
+_VERBS_TRANSPORTS = ("ibrc", "ibgda", "ibdevx")
+_TRANSPORTS = (*_VERBS_TRANSPORTS, "ucx", "libfabric", "none")
 _TICK_S = 0.05
 
 
@@ -137,6 +138,7 @@ class NvshmemMemory:
         """places: of the regions, equal on every instance. device: this instance's GPU."""
         self._nvshmem, self._segments, self._instance = nvshmem, segments, instance
         self._places, self._limits, self._device = places, limits, device
+        self._alone: torch.Tensor | None = None
         self._has_begun = False
 
     def begin_term(self, seats: Sequence[int]) -> PeerMemory:
@@ -149,18 +151,24 @@ class NvshmemMemory:
         num_instances = self._places.num_instances
         addresses = [0] * num_instances
         if list(seats) == [self._instance]:
-            memory = torch.zeros(self._places.num_bytes, dtype=torch.uint8, device=self._device)
-            addresses[self._instance] = memory.data_ptr()
-            return PeerMemory(self._instance, addresses, memory)
+            self._alone = torch.zeros(
+                self._places.num_bytes, dtype=torch.uint8, device=self._device
+            )
+            addresses[self._instance] = self._alone.data_ptr()
+            return PeerMemory(self._instance, addresses)
         if self._has_begun or len(seats) != num_instances:
             raise ValueError(
                 "exchange_backend is nvshmem, whose instances are fixed at the start: the service "
                 "must be started again"
             )
+        self._has_begun = True
+        # NVSHMEM allocates as much, and not of what torch keeps.
+        self._alone = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         if not self._nvshmem.is_started:
             self._start()
         address = self._bounded(lambda: self._nvshmem.allocate(self._places.num_bytes))
-        self._has_begun = True
         for seat in seats:
             addresses[seat] = self._nvshmem.address_at(address, seat) or FAR
         return PeerMemory(self._instance, addresses)
@@ -223,7 +231,8 @@ def load_nvshmem(address: str, environment: MutableMapping[str, str] = os.enviro
         if any(each.address == host for each in addresses)
     )
     if name := next(names, ""):
-        environment.setdefault(_INTERFACE, name)
+        # A bare name would also be the begin of others.
+        environment.setdefault(_INTERFACE, f"={name}")
     library = device_library()
     assert library is not None, "nvshmem_obstacle was asked first"
     # Global, because its transports and bootstraps are plug-ins that need its symbols.
@@ -231,18 +240,35 @@ def load_nvshmem(address: str, environment: MutableMapping[str, str] = os.enviro
 
 
 def nvshmem_obstacle(
-    has_far_peers: bool, environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES
+    has_far_peers: bool,
+    orders_writes: bool,
+    shares_gpu: bool,
+    environment: Mapping[str, str] = os.environ,
+    devices: Path = _DEVICES,
 ) -> str:
     """Say why NVSHMEM cannot serve here; an empty string if it may. It would end the process.
 
-    has_far_peers: whether instances are on several nodes. devices: where the kernel lists NICs.
+    has_far_peers: whether instances are on several nodes. orders_writes: of this GPU, see
+    CudaRuntime. shares_gpu: whether instances share one. devices: where the kernel lists NICs.
     """
-    if find_spec("triton_dist") is None and device_library() is None:
+    if device_library() is None:
         return "NVSHMEM is not installed (pip install '.[nvshmem]')"
+    if shares_gpu:
+        return "each instance needs a GPU of its own: NVSHMEM makes no teams on one that is shared"
+    if not has_far_peers:
+        return ""
     transport = _transport(environment)
-    if has_far_peers and transport == "none":
+    if transport not in _TRANSPORTS:
+        known = ", ".join(_TRANSPORTS)
+        return f"NVSHMEM_REMOTE_TRANSPORT is {transport!r}; NVSHMEM has {known}"
+    if transport == "none":
         return "NVSHMEM_REMOTE_TRANSPORT is none, and instances are on several nodes"
-    if has_far_peers and transport in ("ibrc", "ibgda") and not any(_listed(devices)):
+    if not orders_writes:
+        return (
+            "this GPU does not see a network card's writes in order, so a flag may come before its "
+            "rows: it needs a Hopper GPU or later"
+        )
+    if transport in _VERBS_TRANSPORTS and not any(map(_has_verbs, _listed(devices))):
         return (
             f"NVSHMEM would go by {transport}, and this machine has no InfiniBand or RoCE device: "
             "NVSHMEM_REMOTE_TRANSPORT=libfabric is for other networks"
@@ -251,7 +277,7 @@ def nvshmem_obstacle(
 
 
 def nvshmem_choice(has_far_peers: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """Say for an operator how peers are reached."""
+    """Say for an operator how peers are reached, as the environment asks for."""
     way = f"peers of other nodes by {_transport(environment)}" if has_far_peers else "one node"
     return f"exchange: nvshmem, experimental and for one term: {way}"
 
@@ -260,6 +286,11 @@ def _transport(environment: Mapping[str, str]) -> str:
     if environment.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower() in ("1", "true", "yes", "on"):
         return "ibgda"
     return environment.get("NVSHMEM_REMOTE_TRANSPORT", "ibrc").lower()
+
+
+def _has_verbs(device: Path) -> bool:
+    """Whether a device is one of InfiniBand or RoCE; EFA's are listed too, and are none."""
+    return (device / "device" / "driver").resolve().name != "efa"
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ A target's rows lie in one run, so one put carries them, and the flag is that pu
 NVSHMEM orders nothing else (docs/decisions/0064). The flag is the epoch, as it is from a near peer.
 Rows are packed by an earlier launch, so no fence between programs is needed.
 
-NVSHMEM is linked into this one kernel, because linking takes half a minute. So the kernel is
+NVSHMEM is linked into this one kernel, because linking takes 20 s and more. So the kernel is
 compiled once, for any channel: what differs between channels is in a table on the device.
 """
 

@@ -1,4 +1,4 @@
-"""Memory of the GPUs of one node that peers write: where regions lie in it, and where it is.
+"""Memory of GPUs that peers write: where regions lie in it, and where it is.
 
 Enters: the layout of a region. Leaves: the places of regions, and the address of each instance's
 memory. Does not know: epochs, kernels, what rows mean, how another process's memory is mapped

@@ -246,3 +246,5 @@ class Segments:
             segment.close()
         if self._server is not None:
             self._server.close()
+        if self.puts is not None:
+            self.puts.close()

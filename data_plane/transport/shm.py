@@ -292,7 +292,8 @@ class ShmExchange(Exchange):
     def _is_alive(self, source: int) -> bool:
         """Whether the source's process is alive.
 
-        If a connection carries its puts, that is asked: all puts come before the connection ends.
+        If it attached by a connection, that is asked. Puts by TCP come before the connection ends;
+        of puts by NIXL the last ones may be lost with their writer.
         """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached

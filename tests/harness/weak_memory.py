@@ -23,6 +23,10 @@ NUM_THREADS = 128
 CHUNKS = (16, 64, 256, 4096)
 
 
+class Misuse(Exception):
+    """A call that no network promises anything for."""
+
+
 class Write:
     """Bytes, or a signal, on their way."""
 
@@ -52,6 +56,8 @@ class WeakMemory:
         self.held = set()
         """Callers whose writes do not arrive yet."""
         self.counts = {"layers": 0, "writes": 0}
+        self._last_caller = None
+        """Who made the last call: a fence does not say whose it is."""
         self._fenced = defaultdict(list)
         self._of_thread = {}
 
@@ -62,8 +68,8 @@ class WeakMemory:
         values = [int(handle.data.reshape(-1)[0]) for handle in arguments]
         name = symbol.removeprefix("nvshmemx_").removeprefix("nvshmem_").removesuffix("_block")
         if name == "fence":
-            for caller in self.memories:
-                self._fenced[caller] = list(self.pending)
+            own = [write for write in self.pending if write.caller == self._last_caller]
+            self._fenced[self._last_caller] = own
         elif name == "signal_op":
             # A call with scalars alone is made by every thread.
             for thread in range(NUM_THREADS):
@@ -83,7 +89,8 @@ class WeakMemory:
     def _put(self, to, source, num_bytes, pe, is_read_later):
         caller, offset = self._symmetric(to)
         _, from_offset = self._symmetric(source)
-        assert num_bytes > 0, "NVSHMEM has no put of no bytes"
+        if num_bytes <= 0:
+            raise Misuse("a put of no bytes")
         memory = self.memories[caller].memory.numpy()
         data = memory[from_offset : from_offset + num_bytes]
         data = data if is_read_later else data.copy()
@@ -124,8 +131,9 @@ class WeakMemory:
         for instance, peer in self.memories.items():
             offset = address - peer.memory.data_ptr()
             if 0 <= offset < peer.memory.nbytes:
+                self._last_caller = instance
                 return instance, offset
-        raise AssertionError(f"{address:#x} is in nobody's symmetric memory")
+        raise Misuse(f"{address:#x} is in nobody's symmetric memory")
 
     # --- when it arrives
 

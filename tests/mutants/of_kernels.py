@@ -96,6 +96,14 @@ MUTANTS = [
         tests=(BETWEEN, "-k", "whatever_is_late"),
     ),
     Mutant(
+        name="nvshmem-one-parity",
+        why="every put between nodes goes into the same region, which may be read still",
+        path="data_plane/transport/nvshmem_put.py",
+        text="region = (epoch & 1) * num_instances + instance",
+        fault="region = (epoch & 0) * num_instances + instance",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
+    ),
+    Mutant(
         name="nvshmem-worthless-rows",
         why="rows of a step that failed are put to other nodes, and merged there",
         path="data_plane/transport/nvshmem_put.py",

@@ -7,10 +7,12 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 from data_plane.transport import nvshmem_put
 from data_plane.transport.exchange import Channel, EpochError, ExchangeError
@@ -32,7 +34,7 @@ LINE = tl.constexpr(128)
 
 @pytest.mark.parametrize("seed", range(len(MODELS)))
 def test_rows_arrive_whatever_is_late(seed):
-    """One seed for each model of memory; 10,000 ran (docs/log.md)."""
+    """One seed for each model of memory; thousands ran (docs/log.md)."""
     run_layers(seed)
 
 
@@ -72,7 +74,7 @@ def the_signal_of_the_last_put(to, source, num_bytes, signal, value, pe):
 def a_signal_that_every_thread_adds(to, source, num_bytes, signal, value, pe):
     put(to, source, num_bytes, pe)
     fence()
-    signal_op(signal, value * 0 + 2, ADD, pe)
+    signal_op(signal, value, ADD, pe)
 
 
 @triton.jit
@@ -126,6 +128,16 @@ def test_a_put_has_read_its_rows_when_it_returns(protocol, monkeypatch):
         run_experts(1)
     came = case.all_to_all[1]._arrived_N.tolist()
     assert came == [4 if protocol is a_source_that_is_read_later else 0, 0]
+
+
+def test_every_thread_makes_a_call_with_scalars_alone():
+    case = ExchangeCase(2, 2, own_memory=apart, is_packed=True)
+    memories = {i: member.memory for i, member in case.members.items()}
+    weak, flag = WeakMemory(memories, 0), memories[0].memory.data_ptr()
+    one = [TensorHandle(np.array([value]), tl.int64) for value in (flag, 1, ADD.value, 1)]
+    weak.call("nvshmemx_signal_op", one)
+    weak.deliver(1000)
+    assert memories[1].memory[:8].view(torch.int64).item() == 128
 
 
 def test_the_slower_protocol_that_is_promised_is_right(monkeypatch):

@@ -21,8 +21,11 @@ from data_plane.transport.nvshmem import (
 from data_plane.transport.peer_memory import FAR, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
+from data_plane.transport.tcp_receiver import receive_in_python
+from data_plane.transport.tcp_server import TcpSegmentServer
 from harness.fake_nvshmem import FakeLibrary, Group
 from nanocp.config.limits import LimitsConfig
+from nanocp.values.members import Peer
 
 CPU = torch.device("cpu")
 
@@ -41,7 +44,7 @@ def test_nvidias_library_takes_our_structures():
     """It loads without a GPU; it makes ids, and writes into the attributes where we read them."""
     environment = {}
     library = load_nvshmem("127.0.0.1:5000", environment)
-    assert environment == {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
+    assert environment == {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "=lo"}
     unique_id = library.unique_id()
     assert len(unique_id) == 128 and int.from_bytes(unique_id[:4], "little") == (1 << 16) + 128
     kept, attributes = ctypes.create_string_buffer(unique_id, 128), nvshmem._Attributes()
@@ -69,20 +72,33 @@ def test_instances_meet_and_find_each_others_memory(cluster_id):
         assert addresses[2][lane] == [FAR, FAR, own[2]]
 
 
+def test_the_id_of_a_group_reaches_another_node(cluster_id):
+    """As a segment's description, over TCP."""
+    group, server = Group(2, far=[(0, 1)]), TcpSegmentServer("127.0.0.1", receive_in_python)
+    owner = Segments(cluster_id, server, node="a")
+    other = Segments(cluster_id, node="b")
+    peers = [Peer("a", owner.address), Peer("b", "")]
+    owner.meet(peers)
+    other.meet(peers)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(memory(Nvshmem(FakeLibrary(group)), owner, 0).begin_term, [0, 1])
+        memory(Nvshmem(FakeLibrary(group)), other, 1).begin_term([0, 1])
+        assert first.result().addresses[1] == FAR
+    owner.close()
+
+
 def test_an_instance_alone_meets_nobody_and_there_is_one_term(cluster_id):
     library, segments = Nvshmem(FakeLibrary(Group(1))), Segments(cluster_id)
     alone = memory(library, segments, 0)
     made = alone.begin_term([0])
-    assert made.addresses == [made.memory.data_ptr(), 0] and not made.memory.any()
+    assert made.addresses == [alone._alone.data_ptr(), 0] and not alone._alone.any()
     assert not library.is_started
     with pytest.raises(ValueError, match=r"fixed at the start: the service must be started again"):
         memory(library, segments, 0, 3).begin_term([0, 2])
-    first = memory(library, segments, 0, 1)
-    first._has_begun = True
+    of_two = memory(library, segments, 0, 2)
+    of_two._has_begun = True
     with pytest.raises(ValueError, match=r"fixed at the start"):
-        memory_of_two = memory(library, segments, 0, 2)
-        memory_of_two._has_begun = True
-        memory_of_two.begin_term([0, 1])
+        of_two.begin_term([0, 1])
 
 
 def test_a_wait_for_all_instances_is_bounded_and_ends_with_the_term(cluster_id):
@@ -115,18 +131,29 @@ def test_a_call_that_fails_is_named(cluster_id):
         (True, {}, "NVSHMEM would go by ibrc, and this machine has no InfiniBand"),
         (True, {"NVSHMEM_IB_ENABLE_IBGDA": "1"}, "NVSHMEM would go by ibgda"),
         (True, {"NVSHMEM_REMOTE_TRANSPORT": "none"}, "NVSHMEM_REMOTE_TRANSPORT is none"),
+        (True, {"NVSHMEM_REMOTE_TRANSPORT": "ibdevx"}, "NVSHMEM would go by ibdevx"),
+        (True, {"NVSHMEM_REMOTE_TRANSPORT": "efa"}, "is 'efa'; NVSHMEM has ibrc, ibgda"),
         (True, {"NVSHMEM_REMOTE_TRANSPORT": "libfabric"}, ""),
         (False, {"NVSHMEM_REMOTE_TRANSPORT": "none"}, ""),
     ],
 )
 def test_what_would_end_the_process_is_refused(tmp_path, has_far_peers, environment, words):
-    obstacle = nvshmem_obstacle(has_far_peers, environment, devices=tmp_path)
+    (tmp_path / "efa_0" / "device").mkdir(parents=True)
+    (tmp_path / "efa_0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
+    obstacle = nvshmem_obstacle(has_far_peers, True, False, environment, devices=tmp_path)
     assert words in obstacle and bool(words) == bool(obstacle)
+
+
+def test_gpus_that_cannot_take_part_are_refused(tmp_path):
+    far = {"NVSHMEM_REMOTE_TRANSPORT": "libfabric"}
+    assert "needs a Hopper GPU or later" in nvshmem_obstacle(True, False, False, far, tmp_path)
+    assert nvshmem_obstacle(False, False, False, far, tmp_path) == ""
+    assert "a GPU of its own" in nvshmem_obstacle(False, True, True, far, tmp_path)
 
 
 def test_a_device_that_is_there_is_taken(tmp_path):
     (tmp_path / "mlx5_0").mkdir()
-    assert nvshmem_obstacle(True, {}, tmp_path) == ""
+    assert nvshmem_obstacle(True, True, False, {}, tmp_path) == ""
     sentence = nvshmem_choice(True, {"NVSHMEM_IB_ENABLE_IBGDA": "true"})
     assert sentence.endswith("for one term: peers of other nodes by ibgda")
     assert nvshmem_choice(False, {}).endswith("one node")
@@ -134,7 +161,9 @@ def test_a_device_that_is_there_is_taken(tmp_path):
 
 def test_without_its_library_nvshmem_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(nvshmem, "device_library", lambda: None)
-    assert "NVSHMEM is not installed (pip install '.[nvshmem]')" in nvshmem_obstacle(False, {})
+    assert "NVSHMEM is not installed (pip install '.[nvshmem]')" in nvshmem_obstacle(
+        False, True, False, {}
+    )
 
 
 def test_triton_distributed_brings_its_own_put(monkeypatch):
