@@ -178,6 +178,32 @@ def test_every_token_is_exact(engines, checkpoint, oracle, policy, num_instances
         assert_exact(oracle, served.generate_all())
 
 
+KV_HEADS = {
+    "tiny-qwen3-moe": {},  # heads of 64
+    "tiny-glm4-moe": {},  # half of a head is rotated
+    "tiny-mixtral": {},
+    "tiny-llama": {"head_dim": 80},  # not a multiple of 32, so with another kernel
+    "tiny-qwen2": {},  # keys have biases
+    "tiny-qwen3": {},
+}
+
+
+@pytest.mark.parametrize("preset", KV_HEADS)
+def test_every_token_is_exact_with_kv_heads(vllm_python, tmp_path, preset):
+    """Chunks of 96 tokens end inside blocks and pages; prompts that begin alike share blocks."""
+    make_checkpoint(tmp_path / "model", preset, overrides=KV_HEADS[preset])
+    options = ("--max-num-batched-tokens", "96", "--enable-prefix-caching")
+    with VllmServer(
+        vllm_python, tmp_path / "model", tmp_path / "log", attention="CPU_ATTN", more=options
+    ) as engine:
+        engine.wait()
+        with ServedBy(tmp_path / "model", engine) as served:
+            oracle = Oracle(tmp_path / "model")
+            assert_exact(oracle, served.generate_all())
+            for _ in range(2):
+                assert_exact(oracle, served.generate_all((300, 301)))
+
+
 def test_no_request_is_lost_while_one_engine_lives(engines, checkpoint, oracle):
     a, b = engines
     with ServedBy(checkpoint, a, b) as served, ThreadPoolExecutor(1) as pool:

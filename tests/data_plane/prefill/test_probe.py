@@ -36,10 +36,10 @@ def pages_of(config, checkpoint, token_ids):
     return {page: payload_of(kv, None).reshape(-1).copy() for page, kv in pages}
 
 
-def changed(pages, dtype, change):
+def changed(pages, dtype, change, num_layers=NUM_LAYERS):
     """The pages after `change` of their KV [layers, 64, width] in place."""
     for payload in pages.values():
-        kv = torch.from_numpy(payload).view(getattr(torch, dtype)).view(NUM_LAYERS, 64, -1)
+        kv = torch.from_numpy(payload).view(getattr(torch, dtype)).view(num_layers, 64, -1)
         change(kv)
     return pages
 
@@ -104,7 +104,29 @@ def test_a_checkpoint_of_another_seed_fails(tiny_checkpoint, tmp_path):
     assert build_probe(config, tmp_path).fingerprint == probe.fingerprint
 
 
-def test_a_model_without_latent_kv_is_refused(tmp_path):
-    make_checkpoint(tmp_path, "tiny-qwen3-moe")
-    with pytest.raises(ValueError, match="the connector sends latent KV"):
-        build_probe(CONFIGS["float32"], tmp_path)
+@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen2"])
+@pytest.mark.parametrize("dtype", CONFIGS)
+def test_keys_and_values_of_heads_pass_and_others_do_not(tmp_path, preset, dtype):
+    """The first has experts in its first layer, so no other is known."""
+    make_checkpoint(tmp_path, preset)
+    probe = build_probe(CONFIGS[dtype], tmp_path)
+    pages = pages_of(CONFIGS[dtype], tmp_path, probe.token_ids)
+    assert [payload.nbytes for payload in pages.values()] == [probe.page_bytes] * 2
+    assert probe.problem(pages) is None
+
+    def values_first(kv):
+        kv[:] = torch.cat(kv.chunk(2, dim=-1)[::-1], dim=-1)
+
+    def another_head(kv):
+        key, value = kv.chunk(2, dim=-1)
+        kv[:] = torch.cat((key, value.roll(value.shape[-1] // 2, dims=-1)), dim=-1)
+
+    for change, part in ((values_first, "key of layer 0"), (another_head, "value of layer 0")):
+        copies = {page: payload.copy() for page, payload in pages.items()}
+        assert part in probe.problem(changed(copies, dtype, change, num_layers=3)), change
+
+
+def test_of_a_model_without_experts_the_first_layers_are_loaded(tmp_path):
+    make_checkpoint(tmp_path, "tiny-qwen3", overrides={"num_hidden_layers": 6})
+    probe = build_probe(CONFIGS["float32"], tmp_path)
+    assert (probe.num_layers, len(probe._expected)) == (6, 4)
