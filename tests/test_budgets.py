@@ -11,7 +11,7 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 25_010, "control_plane": 25_310, "data_plane": 31_380}
+MAX_LINES = {"nanocp": 25_010, "control_plane": 25_310, "data_plane": 31_585}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 288
 """Options of all commands together."""

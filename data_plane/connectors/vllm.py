@@ -10,7 +10,7 @@ is requests.py (the scheduler's half) and sender.py (the worker's half).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,11 @@ from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.requests import PagePart, StepWork, TicketedRequests
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.sender import PageSender
+from data_plane.connectors.vllm_states import StateReader, StateViews, state_views
+from data_plane.model.attention_kinds.delta import DeltaConfig
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
-from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -71,6 +73,8 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._model = ModelConfig.from_folder(folder)
         self._groups = kv_cache_config.kv_cache_groups
         _refuse_parallel(vllm_config.parallel_config, self._model)
+        if self._model.delta is not None:
+            _refuse_for_states(vllm_config, self._model.delta)
         self._dtype = _kv_dtype(vllm_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._requests: TicketedRequests | None = None
@@ -132,35 +136,62 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the KV of all layers. Raises ValueError if it is not the model's."""
         if get_tensor_model_parallel_rank() != 0:
             return
-        names, num_layers = sorted(kv_caches, key=_layer_number), self._model.num_layers
+        linear = self._model.linear_layers
+        names = sorted(kv_caches, key=_layer_number)
+        full = [name for name in names if _layer_number(name) not in linear]
+        num_layers = self._model.num_kept_layers
         speculative = self._config.speculative_config
         has_mtp = speculative is not None and speculative.method == "mtp"
-        if len(names) != num_layers + has_mtp:
+        if len(full) != num_layers + has_mtp or len(names) - len(full) != len(linear):
             raise ValueError(
-                f"vLLM has {len(names)} layers of KV and the model {num_layers}: in an engine "
+                f"vLLM has {len(full)} layers of KV and the model {num_layers}: in an engine "
                 "that computes prompts for NanoCP speculative decoding must be off, or of method "
                 "mtp, which adds one layer"
             )
-        first = kv_caches[names[0]]
-        block_size, kernel_size = self._groups[0].kv_cache_spec.block_size, first.shape[-2]
+        group_of = {
+            name: number for number, group in enumerate(self._groups) for name in group.layer_names
+        }
+        first, kv_group = kv_caches[full[0]], group_of[full[0]]
+        if any(group_of[name] != kv_group for name in full):
+            raise ValueError("vLLM keeps KV of layers in several groups; it must be one group")
+        block_size, kernel_size = self._groups[kv_group].kv_cache_spec.block_size, first.shape[-2]
         # A block of vLLM's scheduler may be several of its attention's, one after another.
         ratio = block_size // kernel_size
         layers = [
             [view.view(-1, ratio, *view.shape[1:]) for view in self._views(name, kv_caches[name])]
-            for name in names
+            for name in full
         ]
         # Instances that draft have an MTP layer, whether vLLM has one or not: then it is zero.
         shape = num_layers + 1, PAGE_SIZE, first[0].numel() // kernel_size
         page = torch.zeros(shape, dtype=first.dtype, device=first.device)
         plain = PagedKv(layers, block_size, page, _bytes_of)
         fp8 = PagedKv(layers, block_size, page, self._fp8_bytes)
+        states = None
+        if linear:
+            named = [(name, group_of[name]) for name in names if name not in full]
+            states = self._states(named, first.dtype, page[:num_layers].nbytes)
 
         def read_page(part: PagePart, number: int, num_tokens: int) -> Any:
+            if states is not None and number >= CARRY_PAGE:
+                return states.page(part.blocks, part.ticket.num_tokens, number - CARRY_PAGE)
             kv = fp8 if part.ticket.kv_dtype == "fp8" else plain
-            return kv.read(part.blocks, number, num_tokens, part.ticket.num_layers)
+            return kv.read(part.blocks[kv_group], number, num_tokens, part.ticket.num_layers)
 
         self._sender = PageSender(read_page, self._places)
         self._is_gpu = first.is_cuda
+
+    def _states(
+        self, named: Sequence[tuple[str, int]], dtype: torch.dtype, page_bytes: int
+    ) -> StateReader:
+        """named: linear attention layers with their groups."""
+        delta, context = self._model.delta, self._config.compilation_config.static_forward_context
+        assert delta is not None
+        is_cpu = self._config.device_config.device_type == "cpu"
+        views = [
+            StateViews(group, *state_views(name, context[name].kv_cache, delta, dtype, is_cpu))
+            for name, group in named
+        ]
+        return StateReader(delta, views, dtype, page_bytes)
 
     def _views(self, name: str, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         kind = self._model.attention
@@ -235,11 +266,36 @@ def _refuse_parallel(parallel: Any, model: ModelConfig) -> None:
                 "prompts for NanoCP, where one process has a whole page"
                 + (" with all K/V heads" if name == "tensor_parallel_size" else "")
             )
-    if model.linear_layers:
-        raise ValueError(
-            "the model has linear attention layers, whose states the connector does not send: let "
-            "the embedded prefill compute its prompts"
-        )
+
+
+def _refuse_for_states(config: Any, delta: DeltaConfig) -> None:
+    cache, dtype = config.cache_config, config.model_config.dtype
+    for is_wrong, sentence in (
+        (
+            delta.has_channel_decay,
+            "they are Kimi Delta Attention; the connector sends states of Gated DeltaNet only",
+        ),
+        (
+            cache.mamba_cache_mode != "none",
+            "prefix caching is on, so that vLLM keeps states of several positions: it must be off: "
+            "--no-enable-prefix-caching",
+        ),
+        (
+            cache.use_replayssm,
+            "use_replayssm is on, so that vLLM's states lack tokens: it must be off",
+        ),
+        (
+            config.speculative_config is not None,
+            "speculative decoding is on, whose tokens enter states: it must be off",
+        ),
+        (
+            config.device_config.device_type == "cpu" and dtype != torch.bfloat16,
+            f"dtype is {dtype}: on a CPU vLLM runs them in bfloat16 only: "
+            "--dtype bfloat16, and data_plane.dtype bfloat16 in NanoCP",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(f"the model has linear attention layers, and {sentence}")
 
 
 def _kv_dtype(config: Any) -> str:

@@ -15,11 +15,12 @@ import psutil
 import torch
 
 from data_plane.connectors.fingerprint import fingerprint
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.sizes import page_bytes
 from data_plane.model.weights import Progress, load_weights, say_nothing
-from data_plane.prefill.pages import kv_before_experts, payload_of
+from data_plane.prefill.pages import begin_state, kv_before_experts, payload_of
 from data_plane.prefill.probe import KvProbe, probe_token_ids
 from data_plane.startup.memory_need import prefill_bytes
 from data_plane.startup.shared_parts import model_of, torch_dtype
@@ -89,22 +90,34 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     model, dtype = model_of(config, checkpoint), torch_dtype(config)
-    kind = model.attention
+    kind, delta = model.attention, model.delta
+    if delta is not None and (delta.has_channel_decay or 0 not in model.linear_layers):
+        raise ValueError(
+            "prefill.engines is set, and the model has linear attention layers: engines send "
+            "states of Gated DeltaNet (Qwen) only, in models whose first layer is one"
+        )
     num_layers = min(model.num_layers, model.num_dense_layers + 1, _PROBED_LAYERS)
     first = replace(model, num_layers=num_layers, num_mtp_layers=0)
     weights = load_weights(checkpoint, first, dtype, range(0), progress)
-    token_ids = probe_token_ids(model.vocab_size)
+    token_ids, size = probe_token_ids(model.vocab_size), page_bytes(model, config)
+    states, expected = None, torch.empty(0, len(token_ids), kind.kv_width, dtype=dtype)
+    if delta is None:
+        expected = kv_before_experts(weights, first, token_ids)
+    else:
+        states = CarryPool(delta, len(model.linear_layers), 1, dtype, size)
+        begin_state(states, weights, model, token_ids)
     names, width = ("key", "value"), kind.kv_width // 2
     if isinstance(kind, MlaConfig):
         names, width = ("latent", "key"), kind.kv_lora_rank
     return KvProbe(
         fingerprint=fingerprint(checkpoint, config.data_plane.dtype),
         token_ids=token_ids,
-        expected=kv_before_experts(weights, first, token_ids),
+        expected=expected,
         num_layers=model.num_kept_layers,
         parts=((names[0], slice(width)), (names[1], slice(width, None))),
         fp8_rank=kind.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None,
-        page_bytes=page_bytes(model, config),
+        page_bytes=size,
+        states=states,
     )
 
 

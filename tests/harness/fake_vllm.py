@@ -80,7 +80,7 @@ class FakeVllm:
         )
 
         def read_page(part: PagePart, number: int, num_tokens: int) -> np.ndarray:
-            return paged.read(part.blocks, number, num_tokens, part.ticket.num_layers)
+            return paged.read(part.blocks[0], number, num_tokens, part.ticket.num_layers)
 
         self.requests = TicketedRequests(fingerprint or {}, max_held_blocks)
         self.sender = PageSender(read_page, places)

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -20,15 +21,6 @@ from harness.fake_vllm import FakeVllm
 from harness.paths import ROOT
 
 from .test_contract import MODEL, Places, assert_pages, run, ticket_of
-
-
-@pytest.fixture
-def connector_module(monkeypatch):
-    published_vllm.install(monkeypatch)
-    import data_plane.connectors.vllm as module
-
-    yield module
-    sys.modules.pop("data_plane.connectors.vllm", None)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +44,10 @@ def config_of(folder, extra=None, dtype=torch.float32, cache_dtype="auto", metho
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        cache_config=SimpleNamespace(
+            cache_dtype=cache_dtype, mamba_cache_mode="none", use_replayssm=False
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=SimpleNamespace(method=method) if method else None,
         model_config=SimpleNamespace(dtype=dtype, model=str(folder)),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}),
@@ -62,7 +57,9 @@ def config_of(folder, extra=None, dtype=torch.float32, cache_dtype="auto", metho
 
 def groups_of(block_size):
     """vLLM's KVCacheConfig, as far as the connector reads it."""
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=block_size))
+    names = [f"model.layers.{layer}.{of}attn" for layer in range(4) for of in ("", "self_attn.")]
+    spec = SimpleNamespace(block_size=block_size)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=names)
     return SimpleNamespace(kv_cache_groups=[group])
 
 
@@ -116,6 +113,13 @@ class Sender:
         sending, receiving = self.connector.get_finished(request_ids)
         assert receiving is None
         return sending or set()
+
+
+def assert_sent(sender):
+    deadline = time.monotonic() + 30
+    while not sender.finished({"r"}, 0):
+        assert time.monotonic() < deadline, "its pages are not sent"
+        time.sleep(0.001)
 
 
 def engine_with(module, monkeypatch, folder, places, **options):
@@ -254,9 +258,8 @@ def test_pages_have_the_keys_of_all_heads_then_their_values(
     worker.register_kv_caches(caches)
     ticket = ticket_of(1, num_tokens, num_layers=LAYERS)
     sender = Sender(connector_module, worker)
-    sender.queue([connector_module.PagePart("r", ticket, tuple(map(int, blocks)), 0, 2)])
-    while not sender.finished({"r"}, 0):
-        pass
+    sender.queue([connector_module.PagePart("r", ticket, (tuple(map(int, blocks)),), 0, 2)])
+    assert_sent(sender)
     for page in (0, 1):
         ((_, _, payload),) = places.pages[1, page]
         expected = dense[:, page * 64 : page * 64 + 64].reshape(LAYERS, 64, -1)
@@ -359,7 +362,7 @@ def test_only_the_first_rank_sends(connector_module, monkeypatch, folder):
     worker.register_kv_caches(
         {f"model.layers.{layer}.attn": torch.zeros(4, 1, 16, 2) for layer in range(2)}
     )
-    part = connector_module.PagePart("r", ticket_of(1, 64), (0, 1, 2, 3), 0, 1)
+    part = connector_module.PagePart("r", ticket_of(1, 64), ((0, 1, 2, 3),), 0, 1)
     work = connector_module.StepWork(parts=[part])
     worker.bind_connector_metadata(connector_module.NanocpMetadata(work))
     worker.wait_for_save()
