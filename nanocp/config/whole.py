@@ -251,10 +251,6 @@ def _of_carries(config: Config) -> _Refusals:
     return (
         _of_instances(config),
         (scheduler.num_drafts != 0, f"scheduler.num_drafts {scheduler.num_drafts}: it must be 0"),
-        (
-            bool(config.prefill.engines),
-            "prefill.engines is set: leave it empty, as only the embedded prefill sends states",
-        ),
     )
 
 
