@@ -30,7 +30,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch
 
 from benchmarks import machine
-from data_plane.transport.nvshmem_put import device_library
+from data_plane.transport.gpu.nvshmem_put import device_library
 from harness.check_run import run
 from harness.gpu_exchange_checks import (
     FULL_WIDTHS,

@@ -27,8 +27,8 @@ from data_plane.moe.kernels.gate import gate
 from data_plane.moe.kernels.pairs import Pairs, find_arrived_pairs, find_pairs
 from data_plane.moe.kernels.rows import route_rows
 from data_plane.moe.kernels.sums import return_sums, sum_pairs, sum_returned
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.values.experts import ExpertTable, home_table
 
 

@@ -30,8 +30,8 @@ from data_plane.moe.fused_state import (
 )
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.values.experts import ExpertTable, home_table
 
 _UNLIMITED = 2**31 - 1

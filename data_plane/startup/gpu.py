@@ -41,17 +41,17 @@ from data_plane.startup.shared_parts import (
     term_ends,
     torch_dtype,
 )
-from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import NO_TERM
-from data_plane.transport.ipc_memory import IpcMemory
-from data_plane.transport.mailbox import mailbox_layout
-from data_plane.transport.nvshmem import (
+from data_plane.transport.gpu.cuda_runtime import load_runtime
+from data_plane.transport.gpu.ipc_memory import IpcMemory
+from data_plane.transport.gpu.nvshmem import (
     NvshmemMemory,
     load_nvshmem,
     nvshmem_choice,
     nvshmem_obstacle,
 )
-from data_plane.transport.peer_memory import TermMemory, cuda_ipc_obstacle
+from data_plane.transport.gpu.peer_memory import TermMemory, cuda_ipc_obstacle
+from data_plane.transport.mailbox import mailbox_layout
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from nanocp.config.cluster import ClusterConfig

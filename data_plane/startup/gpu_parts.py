@@ -19,8 +19,8 @@ from data_plane.moe.fused import FusedMixtures, FusedMoe
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.mixture import NormedMixture
 from data_plane.step.gpu import GpuStep
-from data_plane.transport.cuda_ipc import GpuExchange
-from data_plane.transport.peer_memory import RegionPlaces
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig

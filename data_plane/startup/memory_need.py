@@ -27,7 +27,7 @@ from data_plane.model.sizes import (
     stays_fp8,
     stored_shapes,
 )
-from data_plane.transport.peer_memory import RegionPlaces
+from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig

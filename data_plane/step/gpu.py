@@ -33,8 +33,8 @@ from data_plane.moe.mixture import NormedMixture
 from data_plane.step.gpu_rows import attention_rows
 from data_plane.step.triton_returned import merge_returned
 from data_plane.step.triton_turns import next_turn_kernel
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.config.cluster import BoundsConfig
 from nanocp.values.experts import ExpertTable
 from nanocp.values.plan import PAGE_SIZE

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.attention.triton_merge import add_partial
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 
 
 @triton.jit

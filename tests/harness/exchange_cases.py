@@ -13,12 +13,12 @@ from control_plane.scheduler.windows.routing import build_routes
 from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.moe.kernels.pairs import lay_out
-from data_plane.transport.cuda_ipc import GpuExchange
-from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import Channel, Field
-from data_plane.transport.ipc_memory import IpcMemory
-from data_plane.transport.nvshmem import NvshmemMemory, load_nvshmem
-from data_plane.transport.peer_memory import FAR, PeerMemory, RegionPlaces
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.cuda_runtime import load_runtime
+from data_plane.transport.gpu.ipc_memory import IpcMemory
+from data_plane.transport.gpu.nvshmem import NvshmemMemory, load_nvshmem
+from data_plane.transport.gpu.peer_memory import FAR, PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig

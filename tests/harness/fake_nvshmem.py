@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from data_plane.transport.nvshmem import _Attributes
+from data_plane.transport.gpu.nvshmem import _Attributes
 
 
 class Function:

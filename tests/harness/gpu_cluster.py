@@ -31,10 +31,10 @@ from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.gpu_weights import place_weights
 from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.startup.gpu_parts import gpu_parts
-from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import Term
-from data_plane.transport.ipc_memory import IpcMemory
-from data_plane.transport.peer_memory import PeerMemory
+from data_plane.transport.gpu.cuda_runtime import load_runtime
+from data_plane.transport.gpu.ipc_memory import IpcMemory
+from data_plane.transport.gpu.peer_memory import PeerMemory
 from data_plane.transport.segments import Segments
 from harness.reference_prefill import prefill_pages
 from harness.weak_memory import apart

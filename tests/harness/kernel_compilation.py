@@ -97,7 +97,7 @@ def exchange_kernels():
     Q has position, live flag, q latent and latent KV, RES has partials and LSE. A dispatch carries
     eight experts, their weights and a hidden state.
     """
-    from data_plane.transport import triton_exchange as exchange
+    from data_plane.transport.gpu import triton_exchange as exchange
 
     counts = {"epoch_ptr": "*i64", "error_ptr": "*i64", "count_ptr": "*i32"}
     put_head = {"peer_ptr": "*i64", **counts, "row_ptr": "*i32", "done_ptr": "*i32"}

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from data_plane.moe.kernels import pairs
-from data_plane.transport import cuda_ipc
-from data_plane.transport.peer_memory import FAR, PeerMemory
+from data_plane.transport.gpu import cuda_ipc
+from data_plane.transport.gpu.peer_memory import FAR, PeerMemory
 from harness.exchange_cases import ExchangeCase
 
 SET = 9
@@ -190,7 +190,7 @@ def network(weak):
     from triton.runtime.interpreter import InterpreterBuilder as Builder
     from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
-    from data_plane.transport import nvshmem_put
+    from data_plane.transport.gpu import nvshmem_put
 
     declared = nvshmem_put._put_signal_block
     extern, load, access = (

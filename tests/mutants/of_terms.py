@@ -15,7 +15,7 @@ OF_TERMS = [
     Mutant(
         name="gpu-memory-freed-early",
         why="memory of a GPU is freed while a process that hangs may write it (terms)",
-        path="data_plane/transport/ipc_memory.py",
+        path="data_plane/transport/gpu/ipc_memory.py",
         text="if any(owned):",
         fault="if not any(owned):",
         tests=(IPC_MEMORY, "-k", "hangs"),
@@ -23,7 +23,7 @@ OF_TERMS = [
     Mutant(
         name="gpu-unmapped-under-a-step",
         why="memory of a peer is unmapped while a kernel may use it (terms)",
-        path="data_plane/transport/ipc_memory.py",
+        path="data_plane/transport/gpu/ipc_memory.py",
         text="self._runtime.synchronize()",
         fault="pass",
         tests=(IPC_MEMORY, "-k", "survivor"),

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from data_plane.kernels.fp8 import BLOCK, LEAST_SCALE, divided, padded_scales
 from data_plane.kernels.norm import gated_product
-from data_plane.transport.cuda_ipc import GpuExchange, Region
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange, Region
 
 _BLOCK_T = 128
 _NUM_GATHERERS = 528

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from data_plane.kernels.norm import store_normed
 from data_plane.moe.kernels.pairs import Pairs, first_row_of
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
-from data_plane.transport.peer_memory import FAR
-from data_plane.transport.triton_exchange import staged
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import FAR
+from data_plane.transport.gpu.triton_exchange import staged
 
 _NUM_WARPS = 8
 _FAR = tl.constexpr(FAR)
@@ -97,7 +97,7 @@ def return_kernel(
             tl.store(to, acc.to(y_ptr.dtype.element_ty), mask=inside)
     if is_far & IS_PACKED:
         return
-    # The order of flags is that of put_kernel in transport/triton_exchange.py.
+    # The order of flags is that of put_kernel in transport/gpu/triton_exchange.py.
     tl.debug_barrier()
     num_done = tl.atomic_add(done_ptr + source, 1, sem="acq_rel", scope="sys") + 1
     if (num_done & (num_programs - 1)) == 0:

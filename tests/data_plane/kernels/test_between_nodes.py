@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from data_plane.transport import nvshmem_put
 from data_plane.transport.exchange import Channel, EpochError, ExchangeError
-from data_plane.transport.peer_memory import FAR, RegionPlaces
+from data_plane.transport.gpu import nvshmem_put
+from data_plane.transport.gpu.peer_memory import FAR, RegionPlaces
 from harness.exchange_cases import NARROW, NUM_EXPERTS, ExchangeCase, expert_layout, layout
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import poisoned

@@ -23,8 +23,8 @@ from data_plane.reference.oracle import Oracle
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
-from data_plane.transport.cuda_runtime import CudaRuntime
 from data_plane.transport.exchange import TermOver
+from data_plane.transport.gpu.cuda_runtime import CudaRuntime
 from data_plane.transport.segments import Segments
 from harness import decode_cluster, nixl_ep_stand_in
 from harness.cuda_stand_in import Cuda

@@ -17,7 +17,7 @@ from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.kernels.rows import route_rows
 from data_plane.reference.oracle import Oracle
 from data_plane.step.triton_returned import merge_returned
-from data_plane.transport.cuda_ipc import Region
+from data_plane.transport.gpu.cuda_ipc import Region
 from harness.fp8_twin import make_twin
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned

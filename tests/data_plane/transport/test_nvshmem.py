@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from data_plane.transport import nvshmem, nvshmem_put
 from data_plane.transport.exchange import ExchangeTimeout, Term, TermOver
-from data_plane.transport.nvshmem import (
+from data_plane.transport.gpu import nvshmem, nvshmem_put
+from data_plane.transport.gpu.nvshmem import (
     Nvshmem,
     NvshmemError,
     NvshmemMemory,
@@ -18,7 +18,7 @@ from data_plane.transport.nvshmem import (
     nvshmem_choice,
     nvshmem_obstacle,
 )
-from data_plane.transport.peer_memory import FAR, RegionPlaces
+from data_plane.transport.gpu.peer_memory import FAR, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
 from data_plane.transport.tcp_receiver import receive_in_python
@@ -73,7 +73,7 @@ def test_instances_meet_and_find_each_others_memory(cluster_id):
 
 
 def test_the_id_of_a_group_reaches_another_node(cluster_id):
-    """As a segment's description, over TCP."""
+    """The description of a segment has it, which comes over TCP."""
     group, server = Group(2, far=[(0, 1)]), TcpSegmentServer("127.0.0.1", receive_in_python)
     owner = Segments(cluster_id, server, node="a")
     other = Segments(cluster_id, node="b")

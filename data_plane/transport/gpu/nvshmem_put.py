@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from data_plane.transport.peer_memory import FAR
+from data_plane.transport.gpu.peer_memory import FAR
 
 SET = tl.constexpr(9)
 """NVSHMEM_SIGNAL_SET. Every other number adds, also the 0 that torch's documentation gives."""

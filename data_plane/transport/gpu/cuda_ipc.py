@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, TermOver
-from data_plane.transport.peer_memory import (
+from data_plane.transport.gpu.peer_memory import (
     CHANNELS,
     MAX_FIELDS,
     PeerMemory,
@@ -175,7 +175,7 @@ class GpuExchange:
         number of slots at each peer. row_NL [N, slots] int32: the row of each slot; None: the rows
         are dense, those for lower peers first.
         """
-        from data_plane.transport.triton_exchange import put_kernel
+        from data_plane.transport.gpu.triton_exchange import put_kernel
 
         place = self.places.channels[channel]
         follows, ahead = _FOLLOWS[channel]
@@ -210,14 +210,14 @@ class GpuExchange:
         count_N: [N] int32, rows for each peer. Nothing is launched where no peer is far.
         """
         if self._has_far_peers:
-            from data_plane.transport.nvshmem_put import forward_kernel, link_options
+            from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
 
             arguments = self._forwarding(channel, count_N)
             forward_kernel[(self.places.num_instances,)](*arguments, **link_options())
 
     def forwarding_module(self) -> int:
         """The CUDA module of the kernel that puts to far peers, loaded on this GPU."""
-        from data_plane.transport.nvshmem_put import forward_kernel, link_options
+        from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
 
         arguments = self._forwarding(Channel.Q, self._done_CN[Channel.Q])
         kernel = forward_kernel.warmup(*arguments, grid=(1,), **link_options())
@@ -236,7 +236,7 @@ class GpuExchange:
         count_N: [N] int32. If the channel is counted, waits for every peer of the term and writes
         their counts to count_N. `check` reports a wait that failed.
         """
-        from data_plane.transport.triton_exchange import wait_kernel
+        from data_plane.transport.gpu.triton_exchange import wait_kernel
 
         place, num_instances = self.places.channels[channel], self.places.num_instances
         wait_kernel[(1,)](
@@ -258,7 +258,7 @@ class GpuExchange:
 
     def take(self, channel: Channel, count_N: Tensor, fields: Mapping[str, Tensor]) -> None:
         """Copy the rows that were waited for to the first rows of the fields, by ascending peer."""
-        from data_plane.transport.triton_exchange import take_kernel
+        from data_plane.transport.gpu.triton_exchange import take_kernel
 
         place = self.places.channels[channel]
         tensors, offsets, widths = self._fields(place, fields)

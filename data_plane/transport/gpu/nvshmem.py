@@ -20,8 +20,8 @@ import psutil
 import torch
 
 from data_plane.transport.exchange import ExchangeTimeout
-from data_plane.transport.nvshmem_put import device_library
-from data_plane.transport.peer_memory import FAR, PeerMemory, RegionPlaces
+from data_plane.transport.gpu.nvshmem_put import device_library
+from data_plane.transport.gpu.peer_memory import FAR, PeerMemory, RegionPlaces
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
 

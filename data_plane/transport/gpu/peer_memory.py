@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_plane.transport.cuda_runtime import loaded_cudart
 from data_plane.transport.exchange import Channel, Field, RegionLayout
+from data_plane.transport.gpu.cuda_runtime import loaded_cudart
 
 CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
 """The channels that a step uses; the mailbox is the host's."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from data_plane.transport.peer_memory import FAR
+from data_plane.transport.gpu.peer_memory import FAR
 
 TERM_OVER = tl.constexpr(16)
 """What the error word's first number has more if the wait ended because the term was over."""
