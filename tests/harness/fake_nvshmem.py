@@ -6,6 +6,7 @@ import threading
 import torch
 
 from data_plane.transport.gpu.nvshmem import _Attributes
+from data_plane.transport.gpu.peer_memory import PeerMemory
 
 
 class Function:
@@ -26,6 +27,13 @@ class Group:
         self.far = {frozenset(pair) for pair in far}
         self.memory = {}
         """[pe] -> tensors, in the order in which all allocate."""
+
+    def items(self):
+        """Give the first memory of each PE, as weak_memory.WeakMemory takes memories."""
+        return [(pe, PeerMemory(pe, [], made[0])) for pe, made in self.memory.items()]
+
+    def __getitem__(self, pe):
+        return PeerMemory(pe, [], self.memory[pe][0])
 
 
 class FakeLibrary:

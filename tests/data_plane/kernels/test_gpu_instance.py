@@ -24,16 +24,20 @@ from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.exchange import TermOver
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.cuda_runtime import CudaRuntime
+from data_plane.transport.gpu.nvshmem import Nvshmem
 from data_plane.transport.segments import Segments
 from harness import decode_cluster, nixl_ep_stand_in
 from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.fake_cudart import FakeCudart
+from harness.fake_nvshmem import FakeLibrary, Group
 from harness.gpu_cluster import run_in_turn
 from harness.gpu_drafts import MAX_ROWS, NUM_DRAFTS, assert_drafts_as, played
 from harness.interpreter import shared_by_threads
 from harness.mtp_layers import add_mtp_layer
+from harness.weak_memory import WeakMemory, network
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -279,6 +283,36 @@ def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
     assert names.count("cudaFree") >= 4, "what nobody has mapped is free"
     for prompt in prompts:
         assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+
+
+@without_gpu
+def test_instances_of_two_nodes_meet_by_nvshmem(mini, two_instances, monkeypatch):
+    """Each is alone at first; then NVSHMEM's memory is taken, and its module initialised."""
+    (path, oracle), (config, _) = mini, two_instances
+    group, libraries = Group(2, far=[(0, 1)]), []
+
+    def load(address):
+        libraries.append(FakeLibrary(group))
+        return Nvshmem(libraries[-1])
+
+    monkeypatch.setattr(gpu, "load_nvshmem", load)
+    monkeypatch.setattr(gpu, "nvshmem_obstacle", lambda **site: "")
+    monkeypatch.setattr(GpuExchange, "forwarding_module", lambda exchange: 5)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, instances_per_node=1, redundant_experts=0),
+        scheduler=replace(config.scheduler, policy="fixed_degree:2"),
+        data_plane=replace(config.data_plane, exchange_backend="nvshmem", dispatch_backend="auto"),
+    )
+    prompt = greedy_prompt(2)
+    with network(WeakMemory(group, seed=1)), DecodeCluster(config, path) as cluster:
+        cluster.run([prompt])
+        selected = cluster.instances[0].selected
+    assert [library.modules for library in libraries] == [[5], [5]]
+    assert all(memory.any() for memories in group.memory.values() for memory in memories)
+    assert "dispatch: exchange, because exchange_backend is nvshmem" in selected
+    assert any(each.startswith("exchange: nvshmem, experimental") for each in selected)
+    assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
 
 
 @without_gpu
