@@ -32,7 +32,7 @@ from data_plane.model.linear import LinearLayer, PlainLinear
 from data_plane.moe.grouped import GroupedGemm
 from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.startup.gpu_parts import GpuParts, gpu_parts
-from data_plane.transport.peer_memory import PeerMemory
+from data_plane.transport.gpu.peer_memory import PeerMemory
 from harness.kernel_cases import in_fp8
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig

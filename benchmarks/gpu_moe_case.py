@@ -33,8 +33,8 @@ from data_plane.moe.fused_state import FusedRows, FusedWeights
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
 from data_plane.moe.kernels.gemm import TritonGemm
-from data_plane.transport.cuda_ipc import GpuExchange
-from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness.kernel_cases import in_fp8
 from nanocp.values.experts import home_experts

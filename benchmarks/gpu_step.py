@@ -45,17 +45,21 @@ NUM_LINKED = 2
 """Instances of the cluster whose graphs are counted: an instance alone has no links."""
 
 
-def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
+def measure_exchange(card: Card, ceilings: Result, is_packed: bool = False) -> Iterator[Result]:
     """Measure put, take and merge alone, then a layer of all.
 
-    The instances are on this card, in turn on one stream.
+    The instances are on this card, in turn on one stream. is_packed: the fields of a slot lie side
+    by side, as between nodes.
     """
+    what = "exchange, packed" if is_packed else "exchange"
     shapes, kind = card.shapes, latent(card.shapes.model)
     num_instances, slots = shapes.exchange
     widths = Widths(
         q=kind.q_latent_dim, kv=kind.kv_width, heads=kind.num_heads, value=kind.value_dim
     )
-    case = ExchangeCase(num_instances, slots, widths, card.device, timeout_ms=2000, max_rows=slots)
+    case = ExchangeCase(
+        num_instances, slots, widths, card.device, 2000, max_rows=slots, is_packed=is_packed
+    )
     generator = torch.Generator().manual_seed(0)
     everybody = tuple(range(num_instances))
     case.fill([(i, i % num_instances, everybody) for i in range(num_instances * slots)], generator)
@@ -67,7 +71,7 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     for name in ("put Q", "take Q", "put RES", "take RES"):
         us = card.us(lambda phase=phases[name]: phase(0))
         num_bytes = 2 * links * sizes[Channel.Q if name.endswith("Q") else Channel.RES]
-        yield rates("exchange", name, us, num_bytes, 0, ceilings, rows=links)
+        yield rates(what, name, us, num_bytes, 0, ceilings, rows=links)
     num_rows = slots
     slot_NB = torch.full((num_instances, num_rows), -1, dtype=torch.int32, device=card.device)
     slot_NB[1:] = torch.arange(num_rows, device=card.device, dtype=torch.int32)
@@ -75,14 +79,14 @@ def measure_exchange(card: Card, ceilings: Result) -> Iterator[Result]:
     lse = torch.randn(num_rows, kind.num_heads, device=card.device)
     us = card.us(lambda: merge_returned(out, lse, case.members[0], slot_NB))
     num_bytes = links * sizes[Channel.RES] + 2 * (out.nbytes + lse.nbytes)
-    yield rates("exchange", "merge", us, num_bytes, 0, ceilings, rows=num_rows)
+    yield rates(what, "merge", us, num_bytes, 0, ceilings, rows=num_rows)
     us = card.us(case.run_layer)
     case.check()
     num_bytes = 4 * num_instances * links * (sizes[Channel.Q] + sizes[Channel.RES])
-    yield rates("exchange", "a layer of all", us, num_bytes, 0, ceilings, rows=links)
+    yield rates(what, "a layer of all", us, num_bytes, 0, ceilings, rows=links)
     empty = torch.zeros_like(case.num_sent[0])
     us = card.us(lambda: case.members[0].wait(Channel.Q, empty))
-    yield {"kind": "exchange", "backend": "wait for nobody", "us": round(us, 2)}
+    yield {"kind": what, "backend": "wait for nobody", "us": round(us, 2)}
 
 
 def measure_step(card: Card, name: str, num_rows: int, context: int) -> Iterator[Result]:
@@ -244,6 +248,7 @@ def measures(card: Card, ceilings: Result) -> Iterator[tuple[Result, Measure]]:
         ("graphs", measure_graphs),
         ("replay", measure_replay),
         ("exchange", measure_exchange),
+        ("exchange, packed", partial(measure_exchange, is_packed=True)),
         ("widths", measure_widths),
         ("wire", measure_wire),
     ):

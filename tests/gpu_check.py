@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch
 
 from benchmarks import machine
+from data_plane.transport.gpu.nvshmem_put import device_library
 from harness.check_run import run
 from harness.gpu_exchange_checks import (
     FULL_WIDTHS,
@@ -70,6 +72,9 @@ def all_checks():
                 lambda: one_is_killed(Path(directory)),
             )
     yield "routed exchange between two processes", exchange_between_processes
+    # Without MPS NVSHMEM makes no teams of two processes on a card.
+    if device_library() is not None and "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield "puts by NVSHMEM between two processes", partial(exchange_between_processes, True)
     yield from package_checks()
     yield from fused_checks("cuda")
 

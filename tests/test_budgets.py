@@ -11,7 +11,7 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 25_010, "control_plane": 25_310, "data_plane": 31_284}
+MAX_LINES = {"nanocp": 25_040, "control_plane": 25_310, "data_plane": 32_960}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 288
 """Options of all commands together."""
@@ -20,8 +20,7 @@ LARGE_FOLDERS = {
     "control_plane/frontend": 21,
     "control_plane/frontend/http": 24,
     "control_plane/observe": 18,
-    "data_plane/moe": 17,
-    "data_plane/transport": 18,
+    "data_plane/moe": 18,
     "nanocp/cli": 25,
     "nanocp/simulator": 19,
 }

@@ -153,7 +153,9 @@ RETIRED = [
 ]
 
 
-VLLMS_OWN = re.compile(r"\bvllm(\.\w+)+|\bnum_speculative_tokens\w*|\bnum_spec_tokens\b")
+VLLMS_OWN = re.compile(
+    r"\bvllm(\.\w+)+|\bnum_speculative_tokens\w*|\bnum_spec_tokens\b|--mamba-\S+"
+)
 """Modules and keys of vLLM, whose names are not ours to choose."""
 
 

@@ -13,14 +13,18 @@ from pathlib import Path
 
 from nanocp.values.plan import PAGE_SIZE
 
-LAYOUT = "pairs-1"
+_LATENT = "pairs-1"
 """A token's KV: the normed latent, then the rotated key, its pairs side by side."""
+_HEADS = "heads-1"
+"""A token's KV: the keys of all K/V heads, normed and rotated, then their values."""
 _LENGTH_BYTES = 8
 _FIELDS = (
     "architectures",
     "num_hidden_layers",
     "kv_lora_rank",
     "qk_rope_head_dim",
+    "num_key_value_heads",
+    "head_dim",
     "rms_norm_eps",
     "rope_theta",
     "rope_scaling",
@@ -38,7 +42,7 @@ def fingerprint(folder: Path, dtype: str) -> dict[str, str]:
     config = json.loads((folder / "config.json").read_bytes())
     fields = {name: json.dumps(config.get(name), sort_keys=True) for name in _FIELDS}
     return {
-        "layout": LAYOUT,
+        "layout": _HEADS if config.get("kv_lora_rank") is None else _LATENT,
         "page_tokens": str(PAGE_SIZE),
         "dtype": dtype,
         **fields,

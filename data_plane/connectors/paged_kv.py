@@ -1,7 +1,7 @@
 """Pages of 64 tokens and several layers, from blocks of another size that each have one layer.
 
-Enters: an engine's KV tensors, a request's blocks. Leaves: a page's payload. Does not know:
-tickets, vLLM, whether the tensors are torch's or NumPy's.
+Enters: views of an engine's KV, a request's blocks. Leaves: a page's payload. Does not know:
+tickets, vLLM, whether the views are torch's or NumPy's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ class PagedKv:
     """Reads pages; each read overwrites the payload of the one before."""
 
     def __init__(
-        self, layers: Sequence[Any], page: Any, payload: Callable[[Any], Any] = lambda page: page
+        self,
+        layers: Sequence[Sequence[Any]],
+        block_size: int,
+        page: Any,
+        payload: Callable[[Any], Any] = lambda page: page,
     ) -> None:
-        """layers: [blocks, tokens of a block, width] each. page: zeros, [layers, 64, width].
+        """layers: for each, what lies side by side in a page, such as keys and values.
 
-        payload: makes of a page what a ring takes.
+        Each is [blocks, tokens of a block, numbers of a token], where several axes may be one: what
+        lies in another order needs no copy. block_size: tokens of a block. page: zeros,
+        [layers, 64, width]. payload: makes of a page what a ring takes.
         """
         self._layers = layers
+        self._block_size = block_size
         self._page = page
         self._payload = payload
-        self._block_size: int = layers[0].shape[1]
 
     def read(self, blocks: Sequence[int], page: int, num_tokens: int, num_layers: int) -> Any:
         """Return the payload of a page of which num_tokens tokens count; the others are zero.
@@ -39,7 +45,10 @@ class PagedKv:
         skipped = first % size
         wanted = self._page[:num_layers]
         for layer, kept in zip(self._layers, wanted, strict=False):
-            rows = layer[here].reshape(-1, layer.shape[-1])
-            kept[:num_tokens] = rows[skipped : skipped + num_tokens]
+            begin = 0
+            for part in layer:
+                rows = part[here].reshape(len(here) * size, -1)[skipped : skipped + num_tokens]
+                kept[:num_tokens, begin : begin + rows.shape[1]] = rows
+                begin += rows.shape[1]
         wanted[:, num_tokens:] = 0
         return self._payload(wanted)

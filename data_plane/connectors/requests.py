@@ -14,12 +14,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from data_plane.connectors.fingerprint import difference
 from data_plane.connectors.ticket import KEY, EngineTicket, accepted, refused
 from data_plane.transport.nixl import nixl_package
-from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 
 class PagePart(NamedTuple):
@@ -27,10 +28,18 @@ class PagePart(NamedTuple):
 
     request_id: str
     ticket: EngineTicket
-    blocks: tuple[int, ...]
-    """The request's blocks so far, from position 0 on."""
+    blocks: tuple[tuple[int, ...], ...]
+    """The request's blocks so far, from position 0 on, in each of vLLM's groups of layers."""
     first_page: int
     end_page: int
+
+    def pages(self) -> list[int]:
+        """Numbers of the pages; those of the state come with the prompt's last ones."""
+        pages = list(range(self.first_page, self.end_page))
+        if self.end_page * PAGE_SIZE >= self.ticket.num_tokens:
+            for first, count, _ in self.ticket.targets:
+                pages += range(first, first + count) if first >= CARRY_PAGE else ()
+        return pages
 
 
 @dataclass(slots=True)
@@ -48,7 +57,8 @@ class StepWork:
 class _Tracked:
     ticket: EngineTicket | None
     refusal: dict[str, Any] | None = None
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[tuple[int, ...]] = field(default_factory=list)
+    """By group of layers."""
     num_pages: int = 0
     """Pages that parts have had, since the request's start or its latest preemption."""
     has_parts: bool = False
@@ -109,7 +119,7 @@ class TicketedRequests:
                 work.dropped.add(request_id)
         for new in scheduled.scheduled_new_reqs:
             if tracked := self._tracked.get(new.req_id):
-                tracked.blocks = list(new.block_ids[0])
+                tracked.blocks = list(map(tuple, new.block_ids))
                 self._add_part(work, scheduled, new.req_id, tracked, new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -117,8 +127,9 @@ class TicketedRequests:
                 continue
             if request_id in cached.resumed_req_ids:
                 tracked.blocks = []
-            if cached.new_block_ids[index] is not None:
-                tracked.blocks += cached.new_block_ids[index][0]
+            if (more := cached.new_block_ids[index]) is not None:
+                pairs = zip_longest(tracked.blocks, more, fillvalue=())
+                tracked.blocks = [(*own, *added) for own, added in pairs]
             num_computed = cached.num_computed_tokens[index]
             self._add_part(work, scheduled, request_id, tracked, num_computed)
         return work
@@ -150,7 +161,7 @@ class TicketedRequests:
             return False, None
         if not tracked.has_parts:
             return False, tracked.refusal
-        self._held[request_id] = len(tracked.blocks)
+        self._held[request_id] = sum(map(len, tracked.blocks))
         if is_aborted:
             self._aborted.add(request_id)
         return True, accepted(tracked.num_pages, self._engine)

@@ -38,7 +38,10 @@ class PageSender:
     """Sends parts in order, in a thread of its own."""
 
     def __init__(self, read_page: Callable[[PagePart, int, int], Any], places: PageWriters) -> None:
-        """read_page: (part, page, tokens in it) -> payload, which is valid until the next call."""
+        """read_page: (part, page, tokens in it) -> payload, which is valid until the next call.
+
+        A page of a state has no tokens.
+        """
         self._read_page = read_page
         self._places = places
         self._queue: deque[_Queued] = deque()
@@ -132,11 +135,11 @@ class PageSender:
 
     def _send(self, queued: _Queued) -> None:
         part = queued.part
-        for page in range(part.first_page, part.end_page):
+        for page in part.pages():
             instance = part.ticket.instance_of(page)
             if instance is None:
                 continue
-            num_tokens = min(PAGE_SIZE, part.ticket.num_tokens - page * PAGE_SIZE)
+            num_tokens = max(min(PAGE_SIZE, part.ticket.num_tokens - page * PAGE_SIZE), 0)
             with self._reading:
                 if queued.is_cancelled:
                     return

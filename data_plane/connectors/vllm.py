@@ -10,7 +10,7 @@ is requests.py (the scheduler's half) and sender.py (the worker's half).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from data_plane.connectors import vllm_layout
 from data_plane.connectors.fingerprint import fingerprint
 from data_plane.connectors.paged_kv import PagedKv
 from data_plane.connectors.requests import PagePart, StepWork, TicketedRequests
 from data_plane.connectors.rings import PageWriters
 from data_plane.connectors.sender import PageSender
+from data_plane.connectors.vllm_states import StateReader, StateViews, state_views
+from data_plane.model.attention_kinds.delta import DeltaConfig
+from data_plane.model.attention_kinds.gqa import GqaConfig
+from data_plane.model.config import ModelConfig
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -63,7 +69,12 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ", ".join(VLLM_VERSIONS),
                 vllm.__version__,
             )
-        _refuse_parallel(vllm_config.parallel_config)
+        folder = _folder(vllm_config)
+        self._model = ModelConfig.from_folder(folder)
+        self._groups = kv_cache_config.kv_cache_groups
+        _refuse_parallel(vllm_config.parallel_config, self._model)
+        if self._model.delta is not None:
+            _refuse_for_states(vllm_config, self._model.delta)
         self._dtype = _kv_dtype(vllm_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._requests: TicketedRequests | None = None
@@ -71,7 +82,7 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = vllm_config
         if role == KVConnectorRole.SCHEDULER:
             self._requests = TicketedRequests(
-                fingerprint(_folder(vllm_config), self._dtype),
+                fingerprint(folder, self._dtype),
                 int(extra.get("max_held_blocks", _MAX_HELD_BLOCKS)),
             )
         else:
@@ -116,42 +127,85 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._requests is not None and self._requests.is_holding
 
     def get_finished_count(self) -> int:
-        """One: the worker of rank 0 sends, since every worker has the whole latent KV."""
+        """One: the worker of rank 0 sends, since it has the whole KV."""
         return 1
 
     # --- in a worker's process
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the KV of all layers. Raises ValueError if it is not the latent KV of the model."""
+        """Take the KV of all layers. Raises ValueError if it is not the model's."""
         if get_tensor_model_parallel_rank() != 0:
             return
-        layers = [_plain(name, kv_caches[name]) for name in sorted(kv_caches, key=_layer_number)]
-        num_layers = self._config.model_config.hf_config.num_hidden_layers
+        linear = self._model.linear_layers
+        names = sorted(kv_caches, key=_layer_number)
+        full = [name for name in names if _layer_number(name) not in linear]
+        num_layers = self._model.num_kept_layers
         speculative = self._config.speculative_config
         has_mtp = speculative is not None and speculative.method == "mtp"
-        if len(layers) != num_layers + has_mtp:
+        if len(full) != num_layers + has_mtp or len(names) - len(full) != len(linear):
             raise ValueError(
-                f"vLLM has {len(layers)} layers of KV and the model {num_layers}: in an engine "
+                f"vLLM has {len(full)} layers of KV and the model {num_layers}: in an engine "
                 "that computes prompts for NanoCP speculative decoding must be off, or of method "
                 "mtp, which adds one layer"
             )
-        _, _, width = layers[0].shape
+        group_of = {
+            name: number for number, group in enumerate(self._groups) for name in group.layer_names
+        }
+        first, kv_group = kv_caches[full[0]], group_of[full[0]]
+        if any(group_of[name] != kv_group for name in full):
+            raise ValueError("vLLM keeps KV of layers in several groups; it must be one group")
+        block_size, kernel_size = self._groups[kv_group].kv_cache_spec.block_size, first.shape[-2]
+        # A block of vLLM's scheduler may be several of its attention's, one after another.
+        ratio = block_size // kernel_size
+        layers = [
+            [view.view(-1, ratio, *view.shape[1:]) for view in self._views(name, kv_caches[name])]
+            for name in full
+        ]
         # Instances that draft have an MTP layer, whether vLLM has one or not: then it is zero.
-        shape = num_layers + 1, 64, width
-        page = torch.zeros(shape, dtype=layers[0].dtype, device=layers[0].device)
-        plain, fp8 = PagedKv(layers, page, _bytes_of), PagedKv(layers, page, self._fp8_bytes)
+        shape = num_layers + 1, PAGE_SIZE, first[0].numel() // kernel_size
+        page = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        plain = PagedKv(layers, block_size, page, _bytes_of)
+        fp8 = PagedKv(layers, block_size, page, self._fp8_bytes)
+        states = None
+        if linear:
+            named = [(name, group_of[name]) for name in names if name not in full]
+            states = self._states(named, first.dtype, page[:num_layers].nbytes)
 
         def read_page(part: PagePart, number: int, num_tokens: int) -> Any:
+            if states is not None and number >= CARRY_PAGE:
+                return states.page(part.blocks, part.ticket.num_tokens, number - CARRY_PAGE)
             kv = fp8 if part.ticket.kv_dtype == "fp8" else plain
-            return kv.read(part.blocks, number, num_tokens, part.ticket.num_layers)
+            return kv.read(part.blocks[kv_group], number, num_tokens, part.ticket.num_layers)
 
         self._sender = PageSender(read_page, self._places)
-        self._is_gpu = layers[0].is_cuda
+        self._is_gpu = first.is_cuda
+
+    def _states(
+        self, named: Sequence[tuple[str, int]], dtype: torch.dtype, page_bytes: int
+    ) -> StateReader:
+        """named: linear attention layers with their groups."""
+        delta, context = self._model.delta, self._config.compilation_config.static_forward_context
+        assert delta is not None
+        is_cpu = self._config.device_config.device_type == "cpu"
+        views = [
+            StateViews(group, *state_views(name, context[name].kv_cache, delta, dtype, is_cpu))
+            for name, group in named
+        ]
+        return StateReader(delta, views, dtype, page_bytes)
+
+    def _views(self, name: str, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kind = self._model.attention
+        if not isinstance(kind, GqaConfig):
+            return vllm_layout.latent(name, kv)
+        layer = self._config.compilation_config.static_forward_context[name]
+        # Only vLLM's attention on a CPU names the kernel that its blocks are laid out for.
+        kernel = getattr(layer, "isa", None)
+        return vllm_layout.heads(name, kv, kind.num_kv_heads, kind.head_dim, kernel)
 
     def _fp8_bytes(self, page: torch.Tensor) -> Any:
         from data_plane.attention.fp8_latent import quantise
 
-        return _bytes_of(quantise(page, self._config.model_config.hf_config.kv_lora_rank))
+        return _bytes_of(quantise(page, self._model.attention.fp8_rank()))
 
     def handle_preemptions(self, kv_connector_metadata: NanocpMetadata) -> None:
         """Stop reading blocks that this step may overwrite."""
@@ -197,17 +251,51 @@ class NanocpConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._sender.close()
 
 
-def _refuse_parallel(parallel: Any) -> None:
-    for name in (
+def _refuse_parallel(parallel: Any, model: ModelConfig) -> None:
+    names = [
         "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
-    ):
+    ]
+    if isinstance(model.attention, GqaConfig):  # a rank has only its heads
+        names.append("tensor_parallel_size")
+    for name in names:
         if getattr(parallel, name, 1) != 1:
             raise ValueError(
                 f"{name} is {getattr(parallel, name)}; it must be 1 in an engine that computes "
                 "prompts for NanoCP, where one process has a whole page"
+                + (" with all K/V heads" if name == "tensor_parallel_size" else "")
             )
+
+
+def _refuse_for_states(config: Any, delta: DeltaConfig) -> None:
+    cache, dtype = config.cache_config, config.model_config.dtype
+    for is_wrong, sentence in (
+        (
+            delta.has_channel_decay,
+            "they are Kimi Delta Attention; the connector sends states of Gated DeltaNet only",
+        ),
+        (
+            cache.mamba_cache_mode != "none",
+            "prefix caching is on, so that vLLM keeps states of several positions: it must be off: "
+            "--no-enable-prefix-caching",
+        ),
+        (
+            cache.use_replayssm,
+            "use_replayssm is on, so that vLLM's states lack tokens: it must be off",
+        ),
+        (
+            config.speculative_config is not None,
+            "speculative decoding is on, whose tokens enter states: it must be off",
+        ),
+        (
+            config.device_config.device_type == "cpu" and dtype != torch.bfloat16,
+            f"dtype is {dtype}: on a CPU vLLM runs them in bfloat16 only: "
+            "--dtype bfloat16, and data_plane.dtype bfloat16 in NanoCP",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(f"the model has linear attention layers, and {sentence}")
 
 
 def _kv_dtype(config: Any) -> str:
@@ -239,14 +327,6 @@ def _networks(allowed: Any) -> list[str]:
 
 def _layer_number(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
-
-
-def _plain(name: str, kv: torch.Tensor) -> torch.Tensor:
-    """The layer's KV as [blocks, tokens of a block, width], without a copy."""
-    plain = kv.reshape(kv.shape[0], -1, kv.shape[-1])
-    if plain.data_ptr() != kv.data_ptr() or kv.numel() != plain.numel() or kv.dim() not in (3, 4):
-        raise ValueError(f"the KV of {name} is {list(kv.shape)}; it must be the latent KV of MLA")
-    return plain
 
 
 def _bytes_of(page: torch.Tensor) -> Any:

@@ -163,7 +163,7 @@ class DecodeInstance(WindowEdge):
         began = time.monotonic()
         num_loaded = self._startup.load_experts(table.at(self._instance))
         for lane in self._lanes:
-            lane.step.place_experts(table.seats)
+            lane.step.place_experts(table)
         if num_loaded:
             took_s = time.monotonic() - began
             logger.info("loaded %d experts of every layer in %.2f s", num_loaded, took_s)

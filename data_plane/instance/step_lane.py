@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data_plane.graph.engine import GraphEngine
 from data_plane.transport.regions import TensorExchange
+from nanocp.values.experts import ExpertTable
 
 
 class Step(Protocol):
@@ -27,8 +28,8 @@ class Step(Protocol):
     def meet(self, peers: Sequence[int]) -> None:
         """Set the other instances of the term."""
 
-    def place_experts(self, seats: Sequence[int]) -> None:
-        """Set the instance of each expert, between two terms."""
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert, between two terms."""
 
     def logits_of(self, rows: list[int]) -> Tensor:
         """[rows, vocabulary] fp32: the last step's logits of these step rows."""

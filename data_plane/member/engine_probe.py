@@ -24,7 +24,7 @@ from data_plane.prefill.probe import Probe
 from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
 from nanocp.values.members import Peer
-from nanocp.values.plan import PAGE_SIZE
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 _RING_PAGES = 2
 
@@ -98,10 +98,13 @@ class EngineProbe:
         """
         ring, number = self._rings[writer], next(self._numbers)
         token_ids = self._probe.token_ids
-        num_pages = -(-len(token_ids) // PAGE_SIZE)
+        num_kv_pages, num_state_pages = -(-len(token_ids) // PAGE_SIZE), self._probe.num_state_pages
+        num_pages, runs = num_kv_pages + num_state_pages, [(0, num_kv_pages, self._own)]
+        if num_state_pages:
+            runs.append((CARRY_PAGE, num_state_pages, self._own))
         for _ in ring.arrived():
             pass  # Pages of an earlier probe.
-        ticket = self.ticket(writer, "", number, len(token_ids), ((0, num_pages, self._own),))
+        ticket = self.ticket(writer, "", number, len(token_ids), tuple(runs))
         api_key = self._config.prefill.api_key
         completion = EngineCompletion(url, token_ids, ticket, api_key=api_key)
         overdue = threading.Timer(limit_ms / 1000, completion.cancel)

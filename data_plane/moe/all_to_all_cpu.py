@@ -22,7 +22,7 @@ from data_plane.model.weights import LayerWeights, MlpWeights, MoeWeights
 from data_plane.moe.rows import Region
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
-from nanocp.values.experts import home_table
+from nanocp.values.experts import ExpertTable, home_table
 
 MoePhase = Literal["dispatch_combine", "expert", "other"]
 """A phase of a MoE layer: moving rows, running experts, or the gate and the shared expert."""
@@ -117,9 +117,9 @@ class ExpertExchange:
         """Set the other instances of the term; see mixture.MixtureOfExperts.meet."""
         self.peers = list(peers)
 
-    def place_experts(self, seats: Sequence[int]) -> None:
+    def place_experts(self, table: ExpertTable) -> None:
         """Set the instance of each expert; the experts here have been loaded or given away."""
-        self._seat_E = torch.tensor(seats, dtype=torch.int64)
+        self._seat_E = torch.tensor(table.seats, dtype=torch.int64)
         self._kernels.experts_changed()
 
     def phases(

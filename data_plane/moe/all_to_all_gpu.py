@@ -27,9 +27,9 @@ from data_plane.moe.kernels.gate import gate
 from data_plane.moe.kernels.pairs import Pairs, find_arrived_pairs, find_pairs
 from data_plane.moe.kernels.rows import route_rows
 from data_plane.moe.kernels.sums import return_sums, sum_pairs, sum_returned
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
-from nanocp.values.experts import home_table
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from nanocp.values.experts import ExpertTable, home_table
 
 
 class GpuAllToAll(Protocol):
@@ -39,8 +39,8 @@ class GpuAllToAll(Protocol):
     thread must all have made a call before one of them makes the next.
     """
 
-    def place_experts(self, seats: Sequence[int]) -> None:
-        """Set the instance of each expert. Raises ValueError if it cannot send rows there."""
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert. Raises ValueError if it cannot send rows there."""
 
     def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> Any:
         """Send the live rows to the instances that hold their experts.
@@ -75,9 +75,9 @@ class GpuMixtures:
     def meet(self, peers: Sequence[int]) -> None:
         """Do nothing: who is in the term, the exchange knows."""
 
-    def place_experts(self, seats: Sequence[int]) -> None:
-        """Set the instance of each expert; see GpuAllToAll.place_experts."""
-        self._all_to_all.place_experts(seats)
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert; see GpuAllToAll.place_experts."""
+        self._all_to_all.place_experts(table)
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
@@ -109,7 +109,7 @@ class GpuDispatched:
 
 
 class GpuExpertExchange:
-    """A GpuAllToAll over the exchange of one node's GPUs."""
+    """A GpuAllToAll over the exchange of GPUs."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class GpuExpertExchange:
         self._max_rows = max_rows
         self._arrived_N = torch.zeros(num_instances, dtype=torch.int32, device=device)
 
-    def place_experts(self, seats: Sequence[int]) -> None:
+    def place_experts(self, table: ExpertTable) -> None:
         """Set the instance of each expert, where captured steps read it."""
-        self._seat_E.copy_(torch.tensor(seats, dtype=torch.int64))
+        self._seat_E.copy_(torch.tensor(table.seats, dtype=torch.int64))
 
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
@@ -190,9 +190,9 @@ class AloneDispatched:
 class GpuAlone:
     """A GpuAllToAll of an instance that has every expert: no row goes anywhere."""
 
-    def place_experts(self, seats: Sequence[int]) -> None:
+    def place_experts(self, table: ExpertTable) -> None:
         """Check that all experts are here."""
-        assert not any(seats), "one instance has every expert"
+        assert not any(table.seats), "one instance has every expert"
 
     def dispatch(
         self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor

@@ -8,6 +8,7 @@ backend computes.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from data_plane.model.fp8_weight import Fp8DenseGemm
 from data_plane.moe.deep_ep import deep_ep_obstacle
 from data_plane.moe.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
 from data_plane.moe.mixture import MoeSchedule
+from data_plane.moe.nixl_ep import nixl_ep_obstacle
 
 
 def expert_backend(
@@ -106,9 +108,8 @@ def dispatch_backend(
 ) -> str:
     """Choose the dispatch: a sentence that begins with its name and says why.
 
-    name: auto, exchange, deep_ep or fused (nanocp/config/data_plane.py refuses anything else).
-    max_rows: bound of an instance's batch. fused_obstacle: why no mixture can be one call here, or
-    empty. Raises ValueError naming what the backend cannot do here.
+    name: one of DISPATCH_BACKENDS. max_rows: bound of an instance's batch. fused_obstacle: why no
+    mixture can be one call here, or empty. Raises ValueError naming what the backend cannot do.
     """
     if name == "exchange":
         return "exchange, as configured"
@@ -121,15 +122,16 @@ def dispatch_backend(
             )
         why = "because kernels are native" if name == "auto" else "as configured"
         return f"fused, {why}: a layer's mixture is one call"
-    obstacle = deep_ep_obstacle(
-        device,
-        dtype,
-        hidden_size=model.hidden_size,
-        num_experts=model.num_experts,
-        num_experts_per_token=model.num_experts_per_token,
-        num_instances=num_instances,
-        max_rows=max_rows,
-    )
+    site: dict[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "num_experts_per_token": model.num_experts_per_token,
+        "num_instances": num_instances,
+        "max_rows": max_rows,
+    }
+    if name == "nixl_ep":
+        obstacle = nixl_ep_obstacle(device, dtype, **site)
+    else:
+        obstacle = deep_ep_obstacle(device, dtype, num_experts=model.num_experts, **site)
     if name == "auto":
         return (
             f"exchange, because not deep_ep: {obstacle}"
@@ -137,8 +139,8 @@ def dispatch_backend(
             else "deep_ep, because it can serve here"
         )
     if obstacle:
-        raise ValueError(f"dispatch_backend is deep_ep: {obstacle}; exchange works everywhere")
-    return "deep_ep, as configured"
+        raise ValueError(f"dispatch_backend is {name}: {obstacle}; exchange works everywhere")
+    return f"{name}, as configured"
 
 
 def moe_schedule(schedule: str, is_fused: bool, has_lanes: bool) -> MoeSchedule | None:

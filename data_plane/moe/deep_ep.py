@@ -5,13 +5,15 @@ Does not know: the gate, the expert arithmetic, the exchange's epochs (DeepEP ha
 
 tests/harness/published_packages.py keeps the public signatures, with their source. The host turns
 the parity of DeepEP's buffers at every call, so a graph captures whole pairs of dispatch and
-combine. The buffers' layout follows from max_rows, so it is the same on every instance.
+combine. The buffers' layout follows from max_rows, so it is the same on every instance. A call
+sends, and the hook that it returns receives: what is computed in between takes no time from both.
+NIXL-EP (nixl_ep.py) has the same calls.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from data_plane.moe.grouped import GroupedExperts
+from nanocp.values.experts import ExpertTable
 
 _HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _MAX_EXPERTS_PER_TOKEN = 11
@@ -28,26 +31,70 @@ _DEFAULT_QP_DEPTH = 1024
 
 
 @dataclass(slots=True)
-class DeepEpDispatched:
-    """What a combine must know of its dispatch."""
+class LowLatencyDispatched:
+    """What is under way to the experts, and then back from them."""
 
-    x_ESX: Tensor
-    """Rows that arrived, by expert; run_experts replaces them by what the experts made of them."""
+    receive: Callable[[], None]
+    """Waits for what the peers send: rows for the experts here, or sums for the rows here."""
+    y: Tensor
+    """[E, S, X]: rows that arrive, by expert; after run_experts [B, X]: sums that arrive."""
     count_E: Tensor
     expert_BK: Tensor
     weight_BK: Tensor
     handle: Any
 
 
-class DeepEpExchange:
-    """The MoE all-to-all of one instance over DeepEP."""
+class LowLatencyExchange:
+    """The MoE all-to-all of one instance over the calls that DeepEP and NIXL-EP have alike."""
 
     def __init__(self, buffer: Any, num_experts: int, max_rows: int) -> None:
-        """Keep the buffer, a deep_ep.Buffer in low-latency mode.
+        """Keep the buffer, a Buffer of one of the packages in low-latency mode.
 
-        max_rows: the same on every instance and in every graph.
+        num_experts: of all instances, as the package numbers them. max_rows: the same on every
+        instance and in every graph.
         """
         self._buffer, self._num_experts, self._max_rows = buffer, num_experts, max_rows
+
+    def dispatch(
+        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
+    ) -> LowLatencyDispatched:
+        """Send the live rows away, as GpuAllToAll.dispatch says."""
+        chosen_BK = self._numbered(expert_BK).masked_fill(~live_B[:, None], -1)
+        x_ESX, count_E, handle, _, receive = self._buffer.low_latency_dispatch(
+            x_BX, chosen_BK, self._max_rows, self._num_experts, use_fp8=False, return_recv_hook=True
+        )
+        return LowLatencyDispatched(receive, x_ESX, count_E, chosen_BK, weight_BK, handle)
+
+    def run_experts(self, dispatched: LowLatencyDispatched, experts: GroupedExperts) -> None:
+        """Run the experts here, as GpuAllToAll.run_experts says, and send their rows back."""
+        sent = dispatched
+        sent.receive()
+        y_ESX = experts.run_grouped(sent.y, sent.count_E)
+        sent.y, _, sent.receive = self._buffer.low_latency_combine(
+            y_ESX, sent.expert_BK, sent.weight_BK, sent.handle, return_recv_hook=True
+        )
+
+    def combine(
+        self,
+        dispatched: LowLatencyDispatched,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        norm_X: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Receive, sum and add the rows, as GpuAllToAll.combine says."""
+        from data_plane.kernels.norm import add_norm
+
+        dispatched.receive()
+        return add_norm(x_BX, norm_X, eps, dispatched.y, shared_BX)
+
+    def _numbered(self, expert_BK: Tensor) -> Tensor:
+        """The package's number of each expert."""
+        return expert_BK
+
+
+class DeepEpExchange(LowLatencyExchange):
+    """The MoE all-to-all of one instance over DeepEP."""
 
     @classmethod
     def open(
@@ -77,39 +124,9 @@ class DeepEpExchange:
         )
         return cls(buffer, num_experts, max_rows)
 
-    def place_experts(self, seats: Sequence[int]) -> None:
+    def place_experts(self, table: ExpertTable) -> None:
         """Refuse: DeepEP computes the instance of an expert from its number."""
         raise ValueError("DeepEP cannot move experts; dispatch_backend exchange can")
-
-    def dispatch(
-        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
-    ) -> DeepEpDispatched:
-        """Send the live rows away, as GpuAllToAll.dispatch says."""
-        chosen_BK = expert_BK.masked_fill(~live_B[:, None], -1)
-        x_ESX, count_E, handle, _, _ = self._buffer.low_latency_dispatch(
-            x_BX, chosen_BK, self._max_rows, self._num_experts, use_fp8=False
-        )
-        return DeepEpDispatched(x_ESX, count_E, chosen_BK, weight_BK, handle)
-
-    def run_experts(self, dispatched: DeepEpDispatched, experts: GroupedExperts) -> None:
-        """Run the experts here, as GpuAllToAll.run_experts says; combine sends the rows back."""
-        dispatched.x_ESX = experts.run_grouped(dispatched.x_ESX, dispatched.count_E)
-
-    def combine(
-        self,
-        dispatched: DeepEpDispatched,
-        x_BX: Tensor,
-        shared_BX: Tensor | None,
-        norm_X: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Return, sum and add the rows, as GpuAllToAll.combine says."""
-        from data_plane.kernels.norm import add_norm
-
-        y_BX, _, _ = self._buffer.low_latency_combine(
-            dispatched.x_ESX, dispatched.expert_BK, dispatched.weight_BK, dispatched.handle
-        )
-        return add_norm(x_BX, norm_X, eps, y_BX, shared_BX)
 
 
 def deep_ep_obstacle(
@@ -133,23 +150,39 @@ def deep_ep_obstacle(
         return (
             "the package deep_ep is not installed (pip install --no-build-isolation '.[deep_ep]')"
         )
-    if dtype != torch.bfloat16:
-        return f"it carries bfloat16, not {dtype}"
-    if hidden_size not in _HIDDEN_SIZES:
-        sizes = ", ".join(map(str, _HIDDEN_SIZES))
-        return f"the model's hidden size is {hidden_size}; its kernels are compiled for {sizes}"
-    if num_experts_per_token > _MAX_EXPERTS_PER_TOKEN:
-        return (
-            f"a row visits {num_experts_per_token} experts; "
-            f"it takes at most {_MAX_EXPERTS_PER_TOKEN}"
-        )
+    per_token = num_experts_per_token, _MAX_EXPERTS_PER_TOKEN
+    obstacle = rows_obstacle(dtype, hidden_size, _HIDDEN_SIZES, per_token, max_rows * num_instances)
+    if obstacle:
+        return obstacle
     if num_experts % num_instances:
         return f"{num_experts} experts cannot be shared evenly by {num_instances} instances"
-    if max_rows * num_instances % 4:
-        return f"max_rows {max_rows} times {num_instances} instances must be a multiple of 4"
     depth = int(environment.get("NVSHMEM_QP_DEPTH", _DEFAULT_QP_DEPTH))
     if depth < 2 * (max_rows + 1):
         return (
             f"NVSHMEM_QP_DEPTH is {depth}; max_rows {max_rows} needs at least {2 * (max_rows + 1)}"
         )
+    return ""
+
+
+def rows_obstacle(
+    dtype: torch.dtype,
+    hidden_size: int,
+    hidden_sizes: Sequence[int],
+    per_token: tuple[int, int],
+    num_rows: int,
+) -> str:
+    """Say why low-latency kernels cannot carry such rows; an empty string if they can.
+
+    hidden_sizes: those that they are compiled for. per_token: how many experts a row visits, and
+    the most that it may. num_rows: that all instances may send to one.
+    """
+    if dtype != torch.bfloat16:
+        return f"it carries bfloat16, not {dtype}"
+    if hidden_size not in hidden_sizes:
+        sizes = ", ".join(map(str, hidden_sizes))
+        return f"the model's hidden size is {hidden_size}; its kernels are compiled for {sizes}"
+    if per_token[0] > per_token[1]:
+        return f"a row visits {per_token[0]} experts; it takes at most {per_token[1]}"
+    if num_rows % 4:
+        return f"max_rows times the number of instances is {num_rows}, no multiple of 4"
     return ""

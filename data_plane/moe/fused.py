@@ -30,9 +30,9 @@ from data_plane.moe.fused_state import (
 )
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.grouped import GroupedExperts
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
-from nanocp.values.experts import home_table
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from nanocp.values.experts import ExpertTable, home_table
 
 _UNLIMITED = 2**31 - 1
 _RESERVED_SMS = 2
@@ -152,7 +152,7 @@ class FusedMoe:
         """[num_counters] int32: the state of the epoch, zero between epochs."""
         self.seat = ints(model.num_experts, dtype=torch.int64)
         """[num_experts] int64: the instance of each expert, where captured steps read it."""
-        self.place_experts(home_table(model.num_experts, num_instances).seats)
+        self.place_experts(home_table(model.num_experts, num_instances))
         num_shared = shape.num_shared
         num_products = shape.num_pairs + num_shared * max_rows
         pair = torch.zeros(num_here + num_shared, num_instances * max_rows, dtype=torch.int32)
@@ -173,9 +173,9 @@ class FusedMoe:
             "product": rows(num_products, model.hidden_size),
         }
 
-    def place_experts(self, seats: Sequence[int]) -> None:
+    def place_experts(self, table: ExpertTable) -> None:
         """Set the instance of each expert, where captured steps read it."""
-        self.seat.copy_(torch.tensor(seats, dtype=torch.int64))
+        self.seat.copy_(torch.tensor(table.seats, dtype=torch.int64))
 
     def begin_term(self) -> None:
         """Begin at epoch 1 again, as the exchange does; no launch may run."""
@@ -262,9 +262,9 @@ class FusedMixtures:
         """Begin another term: forget an epoch that was abandoned."""
         self.fused.begin_term()
 
-    def place_experts(self, seats: Sequence[int]) -> None:
+    def place_experts(self, table: ExpertTable) -> None:
         """Set the instance of each expert; captured steps read it anew."""
-        self.fused.place_experts(seats)
+        self.fused.place_experts(table)
 
     def phases(
         self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor

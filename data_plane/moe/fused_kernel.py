@@ -59,7 +59,7 @@ from data_plane.moe.fused_tasks import (
     output_task,
     return_task,
 )
-from data_plane.transport.triton_exchange import TERM_OVER, is_term_over
+from data_plane.transport.gpu.triton_exchange import TERM_OVER, is_term_over
 
 _NUMBERS = ["instance", "num_rows", "num_programs", "max_tasks", "max_idle", "is_last"]
 """One variant serves all numbers: the kernel takes long to compile."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from data_plane.transport.exchange import Awaited
+from nanocp.values.experts import ExpertTable
 
 
 class MoeSchedule(IntEnum):
@@ -35,8 +36,8 @@ class Mixtures(Protocol):
     def meet(self, peers: Sequence[int]) -> None:
         """Set the other instances of the term, before its first step."""
 
-    def place_experts(self, seats: Sequence[int]) -> None:
-        """Set the instance of each expert; the experts here have been loaded or given away.
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert; the experts here have been loaded or given away.
 
         Raises ValueError if experts cannot move.
         """

@@ -26,7 +26,7 @@ from data_plane.native.kernels import NativeKernels
 from data_plane.native.packing import packed_address
 from data_plane.transport.exchange import Awaited, Channel, ExchangeError
 from data_plane.transport.regions import TensorExchange
-from nanocp.values.experts import home_table
+from nanocp.values.experts import ExpertTable, home_table
 
 # How a call ends: enum Outcome of mixture.h.
 _DONE, _AWAITS_ROWS, _AWAITS_SUMS, _PUTS_ROWS, _PUTS_SUMS, _WRONG_COUNT = range(6)
@@ -76,16 +76,16 @@ class NativeMixtures:
         self._present = [n for n in range(self._num_instances) if n != self._instance]
         self._peers: tuple[Any, ...] = ()
         self._fields: dict[int, tuple[Any, Any]] = {}
-        self.place_experts(home_table(model.num_experts, self._num_instances).seats)
+        self.place_experts(home_table(model.num_experts, self._num_instances))
 
     def meet(self, peers: Sequence[int]) -> None:
         """Set the other instances of the term; see moe.mixture.MixtureOfExperts.meet."""
         self._present = list(peers)
         self._begun = None
 
-    def place_experts(self, seats: Sequence[int]) -> None:
+    def place_experts(self, table: ExpertTable) -> None:
         """Set the instance of each expert; see moe.mixture.MixtureOfExperts.place_experts."""
-        self._seat_E = torch.tensor(seats, dtype=torch.int64)
+        self._seat_E = torch.tensor(table.seats, dtype=torch.int64)
         self._kernels.experts_changed()
         self._fields.clear()
 

@@ -1,7 +1,7 @@
-"""What a prompt leaves in frames: KV that engines are probed with, and pages as bytes.
+"""What a prompt leaves in frames: what engines are probed with, and pages as bytes.
 
-Enters: weights and token ids, or KV. Leaves: KV, or bytes. Does not know: frames, rings, tickets.
-Stages compute prompts (step/stage.py).
+Enters: weights and token ids, or KV. Leaves: KV, a state, or bytes. Does not know: frames, rings,
+tickets. Stages compute prompts (step/stage.py).
 
 Legend: T tokens, L layers, H heads, E width of a head's keys, V a head's values, C what the wire
 carries of a query, X hidden, W width of KV, S = 64.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from data_plane.attention.fp8_latent import quantise
 from data_plane.attention.torch_paged import causal_attention
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.norm import rms_norm
@@ -47,6 +48,15 @@ def kv_before_experts(
         assert layer.mlp is not None, "experts before the last layer"
         x_TX = x_TX + ops.gated_mlp(normed_TX, layer.mlp)
     return torch.stack(kept)
+
+
+@torch.inference_mode()
+def begin_state(
+    states: CarryPool, weights: ModelWeights, config: ModelConfig, token_ids: Sequence[int]
+) -> None:
+    """Compute a prompt's state in the first layer, into frame 0; that layer must be linear."""
+    own, x_TX = weights.layers[0], weights.embedding[torch.tensor(token_ids)]
+    states.extend(0, 0, 0, rms_norm(x_TX, own.input_norm, config.norm_eps), own.attention)
 
 
 def payload_of(kv_LSW: Tensor, fp8_rank: int | None) -> np.ndarray:

@@ -10,7 +10,7 @@ experts it cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,14 +18,19 @@ import torch
 from torch import Tensor
 
 from data_plane.attention.fp8_latent import dequantise
-from nanocp.values.plan import PAGE_SIZE
+from data_plane.kv.carry_pool import CarryPool
+from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
 NUM_TOKENS = PAGE_SIZE + 1
 """A full page, and one that is not: both ways in which pages are cut."""
 _MAX_ERROR = 1e-4
 _MAX_MEAN_ERROR = 0.05
+_LARGE = 8.0
+"""Rows with larger values, such as keys with biases, may be off in proportion."""
 _MAX_ROW_ERROR = 2**-6
 """Two units in the last place of bfloat16, for the largest value of a row."""
+_STATE_SHARES = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
+"""Largest error of a state, as a share of its size: it sums over tokens."""
 
 
 class Probe(Protocol):
@@ -38,6 +43,8 @@ class Probe(Protocol):
     num_layers: int
     """Layers of a page."""
     page_bytes: int
+    num_state_pages: int
+    """Pages of the prompt's state, behind those of KV; 0: the model has no states."""
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
         """What is wrong with the pages, by number uint8 [page_bytes]; None: nothing."""
@@ -48,8 +55,8 @@ def probe_token_ids(vocab_size: int) -> tuple[int, ...]:
     return tuple((position * 7919 + 13) % vocab_size for position in range(NUM_TOKENS))
 
 
-class LatentProbe:
-    """The probe of a model with latent KV; see Probe."""
+class KvProbe:
+    """The probe of a model's KV; see Probe."""
 
     def __init__(
         self,
@@ -58,50 +65,74 @@ class LatentProbe:
         token_ids: tuple[int, ...],
         expected: Tensor,
         num_layers: int,
-        rank: int,
-        is_fp8: bool,
+        parts: Sequence[tuple[str, slice]],
+        fp8_rank: int | None,
         page_bytes: int,
+        states: CarryPool | None = None,
     ) -> None:
         """expected: KV of the first layers, [layers, NUM_TOKENS, width], in its dtype.
 
-        num_layers: of a page. rank: kv_lora_rank. is_fp8: pages are written in FP8.
+        num_layers: of a page. parts: what a token's KV consists of, by name. fp8_rank: the model's
+        kv_lora_rank if pages are written in FP8, else None. states: None: the model has none. Frame
+        0 has the prompt's in the first layer, frame 1 is free.
         """
         self.fingerprint = fingerprint
         self.token_ids = token_ids
         self.page_bytes = page_bytes
         self._expected = expected
         self.num_layers = num_layers
-        self._rank = rank
-        self._is_fp8 = is_fp8
+        self._parts = parts
+        self._fp8_rank = fp8_rank
+        self._states = states
+        self.num_state_pages = 0 if states is None else states.frame_bytes // page_bytes
 
     def problem(self, pages: Mapping[int, Any]) -> str | None:
         """What is wrong with the pages, by number uint8 [page_bytes]; None: nothing."""
-        found = torch.cat([self._kv(pages[page]) for page in sorted(pages)], dim=1)
+        kv_pages = [page for page in sorted(pages) if page < CARRY_PAGE]
+        found = torch.cat([self._kv(pages[page]) for page in kv_pages], dim=1)
+        if not bool(torch.isfinite(found[:, :NUM_TOKENS]).all()):
+            return "its KV has numbers that are not finite"
         found = found[: len(self._expected), :NUM_TOKENS].float()
         for layer, (found_TD, expected_TD) in enumerate(zip(found, self._expected, strict=True)):
-            for name, part in (("latent", slice(self._rank)), ("key", slice(self._rank, None))):
+            for name, part in self._parts:
                 off = self._off(layer, found_TD[:, part], expected_TD[:, part].float())
                 if off is not None:
                     return (
                         f"its KV is not this model's: the {name} of layer {layer} is off by {off} "
                         "in the probe; layout, rope, positions or weights differ"
                     )
+        return None if self._states is None else self._problem_of_state(self._states, pages)
+
+    def _problem_of_state(self, states: CarryPool, pages: Mapping[int, Any]) -> str | None:
+        for page in range(self.num_state_pages):
+            states.page(1, page)[:] = pages[CARRY_PAGE + page]
+        if states.num_folded(1) != NUM_TOKENS:
+            return f"its state has {states.num_folded(1)} tokens of the probe's {NUM_TOKENS}"
+        fields = states.layers[0]
+        share = _STATE_SHARES[self._expected.dtype]
+        for name, (expected, found) in (("state", fields.state), ("input", fields.channels)):
+            expected, found = expected.float(), found.float()
+            error = (found - expected).norm() / expected.norm()
+            if not bool(error <= share):  # or one is not a number
+                return (
+                    f"its state is not this model's: the {name} of layer 0 is off by {error:.2g} "
+                    "of its size in the probe; layout, positions or weights differ"
+                )
         return None
 
     def _kv(self, page: np.ndarray) -> Tensor:
         data = torch.from_numpy(np.array(page)).view(self.num_layers, PAGE_SIZE, -1)
-        if self._is_fp8:
-            return dequantise(data, self._rank)
+        if self._fp8_rank is not None:
+            return dequantise(data, self._fp8_rank)
         return data.view(self._expected.dtype)
 
     def _off(self, layer: int, found: Tensor, expected: Tensor) -> str | None:
         """By how much the two differ, if that is too much."""
-        error = (found - expected).abs()
-        if not bool(torch.isfinite(found).all()):
-            return "numbers that are not finite"
+        error, largest = (found - expected).abs(), expected.abs().amax(dim=-1, keepdim=True)
+        if self._expected.dtype != torch.float32 and layer == 0 and self._fp8_rank is None:
+            is_off = bool((error > _MAX_ROW_ERROR * largest).any())
+            return f"{error.max():.2g}" if is_off else None
+        scaled = error / (largest / _LARGE).clamp(min=1.0)
         if self._expected.dtype == torch.float32:
-            return f"{error.max():.2g}" if error.max() > _MAX_ERROR else None
-        if layer == 0 and not self._is_fp8:
-            limit = _MAX_ROW_ERROR * expected.abs().amax(dim=-1, keepdim=True)
-            return f"{error.max():.2g}" if bool((error > limit).any()) else None
-        return f"{error.mean():.2g} on average" if error.mean() > _MAX_MEAN_ERROR else None
+            return f"{error.max():.2g}" if scaled.max() > _MAX_ERROR else None
+        return f"{error.mean():.2g} on average" if scaled.mean() > _MAX_MEAN_ERROR else None

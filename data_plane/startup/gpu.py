@@ -29,6 +29,7 @@ from data_plane.moe.backend import fp8_experts
 from data_plane.moe.deep_ep import DeepEpExchange
 from data_plane.moe.fused import fused_obstacle
 from data_plane.moe.gpu_weights import GpuWeights, place_weights
+from data_plane.moe.nixl_ep import NixlEpExchange
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,
@@ -40,11 +41,17 @@ from data_plane.startup.shared_parts import (
     term_ends,
     torch_dtype,
 )
-from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import NO_TERM
-from data_plane.transport.ipc_memory import IpcMemory
+from data_plane.transport.gpu.cuda_runtime import load_runtime
+from data_plane.transport.gpu.ipc_memory import IpcMemory
+from data_plane.transport.gpu.nvshmem import (
+    NvshmemMemory,
+    load_nvshmem,
+    nvshmem_choice,
+    nvshmem_obstacle,
+)
+from data_plane.transport.gpu.peer_memory import TermMemory, cuda_ipc_obstacle
 from data_plane.transport.mailbox import mailbox_layout
-from data_plane.transport.peer_memory import cuda_ipc_obstacle
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from nanocp.config.cluster import ClusterConfig
@@ -53,10 +60,6 @@ from nanocp.values.experts import num_slots
 
 _EAGER = "graphs: none, every step is launched (eager)"
 _NOT_TIMED = "no GPU has timed its kernel yet, so it is taken by name only"
-_NVSHMEM = (
-    "exchange_backend is nvshmem: puts between nodes from the device are not there yet "
-    "(docs/decisions/0018); cuda_ipc serves the GPUs of one node"
-)
 
 
 def build_gpu_instance(
@@ -67,13 +70,13 @@ def build_gpu_instance(
     Raises ValueError also for a backend of the configuration that cannot run here.
     """
     cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config)
-    if data_plane.exchange_backend == "nvshmem":
-        raise ValueError(_NVSHMEM)
     _set_queues(cluster, os.environ)
     obstacle = cuda_ipc_obstacle(torch.device("cuda"))
     if obstacle:
         raise ValueError(f"device is cuda: {obstacle}")
     torch.cuda.set_device(device := device_of(cluster, instance))
+    if data_plane.has_nvshmem and (obstacle := _nvshmem_obstacle(cluster, device)):
+        raise ValueError(f"exchange_backend is nvshmem: {obstacle}")
     model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kv_dtype = torch.uint8 if data_plane.kv_dtype == "fp8" else dtype
@@ -86,10 +89,11 @@ def build_gpu_instance(
     packing = PlainPacking(keeps_fp8)
     weights = load_weights(checkpoint, model, dtype, experts, progress, packing)
     is_fused = moe.schedule is not None
-    slots = _num_slots(cluster, model, moe.has_deep_ep)
+    slots = _num_slots(cluster, model, moe.dispatch)
     # Behind a last token; where no step row is live, a turn may go on from an older window's.
     max_len = cluster.max_model_len + 2 * config.scheduler.num_drafts
-    is_alone = cluster.num_instances == 1 and not moe.has_deep_ep
+    # What lays rows out by expert knows no shared one.
+    is_alone = cluster.num_instances == 1 and moe.dispatch not in ("deep_ep", "nixl_ep")
     placed = place_weights(weights, device, moe.gemm, max_len, is_fused, slots, is_alone)
     new_parts = partial(
         gpu_parts, cluster, data_plane, model, placed, attention, config.limits.exchange_timeout_ms
@@ -105,10 +109,7 @@ def build_gpu_instance(
     capture = _capture(config, lanes)
     weights_choice = weights_choice if model.fp8_block is not None else ""
     sentences = [*moe.sentences, *carry_choice(model, dtype)]
-    if moe.has_deep_ep:
-        meeting: _Meeting = _DeepEpMeeting(config, instance, segments, parts, model, placed)
-    else:
-        meeting = _Meeting(config, instance, segments, lanes)
+    meeting = _meeting(config, instance, segments, lanes, model, placed, moe.dispatch)
     engines = [GraphEngine(lane.pool, bucket_table(config), capture) for lane in lanes]
     tensors = TensorExchange(ends.exchange, mailbox)
     startup = Startup(
@@ -122,14 +123,14 @@ def build_gpu_instance(
         load_experts=lambda held: load_experts(
             checkpoint, model, dtype, placed.weights, held, packing, placed.put_expert
         ),
-        new_ends=None if moe.has_deep_ep else new_ends,
+        new_ends=None if moe.dispatch == "deep_ep" or data_plane.has_nvshmem else new_ends,
         drafts_alone=True,
         both_lanes=_both_lanes(config, lanes, engines, capture) if lanes[1:] else None,
         graphs_report=lambda: [_EAGER if data_plane.eager else capture.report],
         meeting=meeting,
     )
     built = DecodeInstance(config, startup)
-    if not moe.has_deep_ep:
+    if moe.dispatch != "deep_ep":
         meeting.be_alone()
         built.prepare()
     return built
@@ -144,6 +145,15 @@ def _set_queues(cluster: ClusterConfig, environment: MutableMapping[str, str]) -
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
+def _nvshmem_obstacle(cluster: ClusterConfig, device: torch.device) -> str:
+    on_node = min(cluster.num_instances, cluster.instances_per_node)
+    return nvshmem_obstacle(
+        has_far_peers=cluster.num_nodes > 1,
+        orders_writes=load_runtime(device.index or 0).orders_writes,
+        shares_gpu=on_node > torch.cuda.device_count(),
+    )
+
+
 def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
     """What captures the steps of the lanes, and the drafting behind those of one lane."""
     first, *beside = ((lane.pool, lane.step.run) for lane in lanes)
@@ -151,9 +161,9 @@ def _capture(config: Config, lanes: Sequence[GpuParts]) -> Any:
     return (eager if config.data_plane.eager else CudaGraphs)(*first, *beside, draft=draft)
 
 
-def _num_slots(cluster: ClusterConfig, model: ModelConfig, has_deep_ep: bool) -> int:
+def _num_slots(cluster: ClusterConfig, model: ModelConfig, dispatch: str) -> int:
     """Slots for experts in a layer; 0: as many as there are experts, since DeepEP knows no more."""
-    if has_deep_ep:
+    if dispatch == "deep_ep":
         return 0
     return num_slots(model.num_experts, cluster.num_instances, cluster.redundant_experts)
 
@@ -163,9 +173,12 @@ def _selected(
 ) -> list[str]:
     """Say for an operator what was chosen. weights_choice: empty if no weights are in FP8."""
     data_plane = config.data_plane
+    exchange = "exchange: cuda_ipc, peers' memory on one node"
+    if data_plane.has_nvshmem:
+        exchange = nvshmem_choice(config.cluster.num_nodes > 1)
     selected = [
         f"attention: {attention_choice}",
-        "exchange: cuda_ipc, peers' memory on one node",
+        exchange,
         page_choice(config),
         f"wire form: {data_plane.wire_form}",
         *sentences,
@@ -196,28 +209,36 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
         torch.cuda.get_device_properties(device),
         torch_dtype(config),
         config.data_plane.expert_backend,
-        num_nodes=-(-config.cluster.num_instances // config.cluster.instances_per_node),
+        num_nodes=config.cluster.num_nodes,
     )
 
 
 class _Meeting:
     """What maps the memory of a term's instances; each lane has memory of its own at every peer."""
 
+    nixl_ep: NixlEpExchange | None = None
+    """What the rows of experts go by, if it has connections of its own."""
+
     def __init__(
         self, config: Config, instance: int, segments: Segments, lanes: Sequence[GpuParts]
     ) -> None:
         self._instance, self._term, self._lanes = instance, segments.term, lanes
-        runtime = load_runtime(lanes[0].step.logits.device.index or 0)
-        self._memories = [
-            IpcMemory(runtime, segments, number, instance, lane.places, config.limits)
-            for number, lane in enumerate(lanes)
-        ]
+        self._memories = self._make_memories(config, segments)
         for lane in lanes:
             segments.term.mirror(lane.exchange.ended)
+
+    def _make_memories(self, config: Config, segments: Segments) -> Sequence[TermMemory]:
+        runtime = load_runtime(self._lanes[0].step.logits.device.index or 0)
+        return [
+            IpcMemory(runtime, segments, number, self._instance, lane.places, config.limits)
+            for number, lane in enumerate(self._lanes)
+        ]
 
     def meet(self, seats: Sequence[int]) -> None:
         """Begin the present term, which these instances do together. See IpcMemory.begin_term."""
         self._attach(seats, self._term.number)
+        if self.nixl_ep is not None:
+            self.nixl_ep.begin_term(seats)
 
     def be_alone(self) -> None:
         """Let this instance run steps alone, before its first term; no end of a term ends them."""
@@ -225,12 +246,35 @@ class _Meeting:
 
     def part(self) -> None:
         """Leave the term. See IpcMemory.leave."""
+        if self.nixl_ep is not None:
+            self.nixl_ep.leave()
         for memory in self._memories:
             memory.leave()
 
     def _attach(self, seats: Sequence[int], term: int) -> None:
         for lane, memory in zip(self._lanes, self._memories, strict=True):
             lane.exchange.attach(memory.begin_term(seats), term)
+
+
+class _NvshmemMeeting(_Meeting):
+    """What begins the only term of instances that NVSHMEM connects."""
+
+    def _make_memories(self, config: Config, segments: Segments) -> Sequence[TermMemory]:
+        self._nvshmem = load_nvshmem(segments.address)
+        device = self._lanes[0].step.logits.device
+        return [
+            NvshmemMemory(
+                self._nvshmem, segments, self._instance, lane.places, config.limits, device
+            )
+            for lane in self._lanes
+        ]
+
+    def meet(self, seats: Sequence[int]) -> None:
+        super().meet(seats)
+        # Its kernels were loaded when graphs were captured, before NVSHMEM had started. It has not
+        # if this instance is the only one.
+        if self._nvshmem.is_started:
+            self._nvshmem.initialise(self._lanes[0].exchange.forwarding_module())
 
 
 class _DeepEpMeeting(_Meeting):
@@ -274,6 +318,29 @@ class _DeepEpMeeting(_Meeting):
         lane.step.mixture = GpuMixtures(all_to_all, self._model, self._weights)
         if self._instance == 0:
             os.unlink(self._path)
+
+
+def _meeting(
+    config: Config,
+    instance: int,
+    segments: Segments,
+    lanes: Sequence[GpuParts],
+    model: ModelConfig,
+    weights: GpuWeights,
+    dispatch: str,
+) -> _Meeting:
+    """Make what begins the terms; with NIXL-EP also what the mixtures of experts go by."""
+    cluster, first = config.cluster, lanes[0]
+    if dispatch == "deep_ep":
+        return _DeepEpMeeting(config, instance, segments, first, model, weights)
+    kind = _NvshmemMeeting if config.data_plane.has_nvshmem else _Meeting
+    meeting = kind(config, instance, segments, lanes)
+    if dispatch == "nixl_ep":
+        device = first.step.logits.device
+        own = NixlEpExchange(segments, instance, cluster, model, config.limits, device)
+        first.step.mixture, first.step.check_mixture = GpuMixtures(own, model, weights), own.check
+        meeting.nixl_ep = own
+    return meeting
 
 
 def _store_path(segments: Segments) -> str:

@@ -19,8 +19,8 @@ from data_plane.moe.fused import FusedMixtures, FusedMoe
 from data_plane.moe.gpu_weights import GpuWeights
 from data_plane.moe.mixture import NormedMixture
 from data_plane.step.gpu import GpuStep
-from data_plane.transport.cuda_ipc import GpuExchange
-from data_plane.transport.peer_memory import RegionPlaces
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
@@ -67,8 +67,9 @@ def gpu_parts(
         model.num_kept_layers, cluster.num_frames, kv_width, dtype, device, fp8_rank
     )
     pool = GpuPool(cluster, device, frames.scratch_slot)
-    places = RegionPlaces(step_layout(cluster.bounds, data_plane, model), cluster.num_instances)
-    exchange = GpuExchange(places, device, timeout_ms)
+    layout = step_layout(cluster.bounds, data_plane, model)
+    places = RegionPlaces(layout, cluster.num_instances, is_packed=data_plane.has_nvshmem)
+    exchange = GpuExchange(places, device, timeout_ms, has_far_peers=data_plane.has_nvshmem)
     mixture: NormedMixture | None = None
     if model.num_experts:
         sizes: dict[str, Any] = {

@@ -27,6 +27,7 @@ from data_plane.model.sizes import (
     stays_fp8,
     stored_shapes,
 )
+from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig
@@ -87,10 +88,14 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
         for fields in layout.values()
         for field in fields
     )
+    regions = 2 * region * (num_instances - 1)
+    if data_plane.has_nvshmem:
+        # Packed rows are aligned, and those for other nodes wait here until they are put.
+        regions = RegionPlaces(layout, num_instances, is_packed=True).num_bytes
     return MemoryNeed(
         experts=of_experts // matrix_bytes if keeps_fp8 else of_experts,
         other_weights=other,
-        exchange=2 * region * (num_instances - 1) * (1 + config.scheduler.has_lanes),
+        exchange=regions * (1 + config.scheduler.has_lanes),
         page=page_bytes(model, config),
         state=state,
         # One more may be leaving, and the scratch frame has one.

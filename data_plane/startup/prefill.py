@@ -1,7 +1,7 @@
 """Start-up of the prefill: from a checkpoint folder to a stage that makes pages, or to a probe.
 
-Enters: Config, checkpoint folder. Leaves: a stage with all layers or some of them, or a LatentProbe
-for engines that make the pages. Does not know: what starts it, gRPC, Ray.
+Enters: Config, checkpoint folder. Leaves: a stage with all layers or some of them, or a KvProbe for
+engines that make the pages. Does not know: what starts it, gRPC, Ray.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import psutil
 import torch
 
 from data_plane.connectors.fingerprint import fingerprint
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
-from data_plane.model.sizes import page_bytes, token_bytes
+from data_plane.model.sizes import page_bytes
 from data_plane.model.weights import Progress, load_weights, say_nothing
-from data_plane.prefill.pages import kv_before_experts, payload_of
-from data_plane.prefill.probe import LatentProbe, probe_token_ids
+from data_plane.prefill.pages import begin_state, kv_before_experts, payload_of
+from data_plane.prefill.probe import KvProbe, probe_token_ids
 from data_plane.startup.memory_need import prefill_bytes
 from data_plane.startup.shared_parts import model_of, torch_dtype
 from data_plane.startup.stage import build_stage
@@ -28,7 +29,10 @@ from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
 from nanocp.values.passes import even_split, layers_of, prompt_passes
-from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
+from nanocp.values.plan import CARRY_PAGE
+
+_PROBED_LAYERS = 4
+"""DeepSeek-V3's dense layers and one more: a model without experts would be loaded whole."""
 
 
 class PrefillStage(NamedTuple):
@@ -78,35 +82,42 @@ def build_prefill_stage(
     return PrefillStage(built, fp8_rank, num_before * layer_bytes)
 
 
-def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> LatentProbe:
+def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> KvProbe:
     """Compute what engines are probed with; a MemberSpec names this factory.
 
-    It loads the layers before the first experts, and of the next one attention alone, and keeps
-    only their KV. Raises ValueError naming what is wrong with the checkpoint.
+    It loads the first layers, up to attention of the first one that has experts, and keeps only
+    their KV. Raises ValueError naming what is wrong with the checkpoint.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     model, dtype = model_of(config, checkpoint), torch_dtype(config)
-    attention = model.attention
-    if not isinstance(attention, MlaConfig):
+    kind, delta = model.attention, model.delta
+    if delta is not None and (delta.has_channel_decay or 0 not in model.linear_layers):
         raise ValueError(
-            "prefill.engines is set, and this model's KV is not latent: the connector sends latent "
-            "KV (MLA) only"
+            "prefill.engines is set, and the model has linear attention layers: engines send "
+            "states of Gated DeltaNet (Qwen) only, in models whose first layer is one"
         )
-    first = replace(model, num_layers=model.num_dense_layers + 1, num_mtp_layers=0)
+    num_layers = min(model.num_layers, model.num_dense_layers + 1, _PROBED_LAYERS)
+    first = replace(model, num_layers=num_layers, num_mtp_layers=0)
     weights = load_weights(checkpoint, first, dtype, range(0), progress)
-    token_ids = probe_token_ids(model.vocab_size)
-    is_fp8 = config.data_plane.kv_dtype == "fp8"
-    width = attention.kv_width * dtype.itemsize
-    if is_fp8:
-        width = token_bytes(attention.kv_lora_rank, attention.rope_dim)
-    return LatentProbe(
+    token_ids, size = probe_token_ids(model.vocab_size), page_bytes(model, config)
+    states, expected = None, torch.empty(0, len(token_ids), kind.kv_width, dtype=dtype)
+    if delta is None:
+        expected = kv_before_experts(weights, first, token_ids)
+    else:
+        states = CarryPool(delta, len(model.linear_layers), 1, dtype, size)
+        begin_state(states, weights, model, token_ids)
+    names, width = ("key", "value"), kind.kv_width // 2
+    if isinstance(kind, MlaConfig):
+        names, width = ("latent", "key"), kind.kv_lora_rank
+    return KvProbe(
         fingerprint=fingerprint(checkpoint, config.data_plane.dtype),
         token_ids=token_ids,
-        expected=kv_before_experts(weights, first, token_ids),
+        expected=expected,
         num_layers=model.num_kept_layers,
-        rank=attention.kv_lora_rank,
-        is_fp8=is_fp8,
-        page_bytes=model.num_kept_layers * PAGE_SIZE * width,
+        parts=((names[0], slice(width)), (names[1], slice(width, None))),
+        fp8_rank=kind.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None,
+        page_bytes=size,
+        states=states,
     )
 
 

@@ -82,7 +82,8 @@ class MoeBackends(NamedTuple):
 
     gemm: GroupedGemm | None
     """None: the loop of moe/experts.py."""
-    has_deep_ep: bool
+    dispatch: str
+    """What carries rows to their experts: one of DISPATCH_BACKENDS, and not auto."""
     schedule: MoeSchedule | None
     """What a fused mixture runs when; None if it is not fused."""
     sentences: list[str]
@@ -106,20 +107,25 @@ def moe_backends(
         # It multiplies rows with dense layers too.
         name = "deep_gemm" if data_plane.expert_backend == "deep_gemm" else "auto"
         gemm, _ = expert_backend(name, device, dtype, expected_rows=1, max_rows=1)
-        return MoeBackends(gemm, False, None, ["experts: every layer is dense"])
+        return MoeBackends(gemm, "exchange", None, ["experts: every layer is dense"])
     num_instances, max_rows = config.cluster.num_instances, config.cluster.bounds.max_rows
     expected_rows = max_rows * num_instances * model.num_experts_per_token // model.num_experts
     gemm, why_gemm = expert_backend(
         data_plane.expert_backend, device, dtype, max(1, expected_rows), max_rows
     )
-    dispatch = dispatch_backend(
-        data_plane.dispatch_backend, device, dtype, model, num_instances, max_rows, fused_obstacle
-    )
-    is_fused, has_lanes = dispatch.startswith("fused"), config.scheduler.has_lanes
-    schedule = moe_schedule(data_plane.moe_schedule, is_fused, has_lanes)
+    name = data_plane.dispatch_backend
+    if data_plane.has_nvshmem and name == "auto":
+        # Of the others only NIXL-EP, by name, leaves the node.
+        dispatch = "exchange, because exchange_backend is nvshmem"
+    else:
+        dispatch = dispatch_backend(
+            name, device, dtype, model, num_instances, max_rows, fused_obstacle
+        )
+    chosen, has_lanes = dispatch.partition(",")[0], config.scheduler.has_lanes
+    schedule = moe_schedule(data_plane.moe_schedule, chosen == "fused", has_lanes)
     return MoeBackends(
         gemm,
-        has_deep_ep=dispatch.startswith("deep_ep"),
+        dispatch=chosen,
         schedule=schedule,
         sentences=[
             f"experts: {experts.start} to {experts.stop - 1} of {model.num_experts}"

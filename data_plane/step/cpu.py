@@ -28,6 +28,7 @@ from data_plane.step.probe import Probe, no_probe
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import TensorExchange
 from nanocp.config.cluster import BoundsConfig
+from nanocp.values.experts import ExpertTable
 from nanocp.values.plan import PAGE_SIZE
 
 Parts = Generator[Awaited, None, torch.Tensor]
@@ -85,9 +86,9 @@ class CpuStep:
         """Set the other instances of the term."""
         self._mixtures.meet(peers)
 
-    def place_experts(self, seats: Sequence[int]) -> None:
-        """Set the instance of each expert, between two terms."""
-        self._mixtures.place_experts(seats)
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert, between two terms."""
+        self._mixtures.place_experts(table)
 
     @property
     def awaited(self) -> int | None:

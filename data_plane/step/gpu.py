@@ -10,7 +10,7 @@ query, O width of a partial, V value width, X hidden size, N instances.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ from data_plane.moe.mixture import NormedMixture
 from data_plane.step.gpu_rows import attention_rows
 from data_plane.step.triton_returned import merge_returned
 from data_plane.step.triton_turns import next_turn_kernel
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from nanocp.config.cluster import BoundsConfig
+from nanocp.values.experts import ExpertTable
 from nanocp.values.plan import PAGE_SIZE
 
 
@@ -67,6 +68,8 @@ class GpuStep:
         )
         self.mixture = mixture
         """None if the model has no experts."""
+        self.check_mixture: Callable[[], None] = lambda: None
+        """Raises what ended a wait of a mixture that the exchange does not know of."""
         self._is_latent = wire_form == "latent"
         embedding = self._weights.embedding
         dtype, device = embedding.dtype, embedding.device
@@ -254,10 +257,10 @@ class GpuStep:
         if self.mixture is not None:
             self.mixture.meet(peers)
 
-    def place_experts(self, seats: Sequence[int]) -> None:
-        """Set the instance of each expert; captured steps read it anew."""
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert; captured steps read it anew."""
         if self.mixture is not None:
-            self.mixture.place_experts(seats)
+            self.mixture.place_experts(table)
 
     @property
     def awaited(self) -> int | None:
@@ -270,6 +273,7 @@ class GpuStep:
         See GpuExchange.check.
         """
         self._exchange.check()
+        self.check_mixture()
 
     def _locate(self, pages: GpuPages, position: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         return self._pool.run_locate(pages, position, live, self._exchange.error)

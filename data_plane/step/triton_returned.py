@@ -13,14 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from data_plane.attention.triton_merge import add_partial
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 
 
 @triton.jit
 def merge_returned_kernel(
     out_ptr, lse_ptr, peer_ptr, epoch_ptr, slot_ptr, partial_offset, lse_offset, instance,
-    num_instances, num_slots, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    num_instances, num_slots, partial_stride, lse_stride, WIDTH: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): merge what came back for the row into out and lse, in place.
 
@@ -46,10 +47,12 @@ def merge_returned_kernel(
     for n in range(num_instances):
         slot = tl.sum(tl.where(source == n, slots, 0))
         if slot >= 0:
-            at = ((first_region + n) * num_slots + slot).to(tl.int64) * num_heads + head
-            partial = tl.load(partial_ptr + at * WIDTH + column, mask=inside, other=0.0)
+            at = ((first_region + n) * num_slots + slot).to(tl.int64)
+            row_ptr = partial_ptr + at * partial_stride + head * WIDTH
+            partial = tl.load(row_ptr + column, mask=inside, other=0.0)
+            partial_lse = tl.load(partial_lse_ptr + at * lse_stride + head)
             acc, total, maximum = add_partial(
-                acc, total, maximum, partial.to(tl.float32), tl.load(partial_lse_ptr + at)
+                acc, total, maximum, partial.to(tl.float32), partial_lse
             )
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
@@ -68,7 +71,7 @@ def merge_returned(out_BHV: Tensor, lse_BH: Tensor, exchange: GpuExchange, slot_
     assert out_BHV.is_contiguous() and lse_BH.is_contiguous()
     merge_returned_kernel[(num_rows, num_heads)](
         out_BHV, lse_BH, partial.table, partial.epoch, slot_NB, partial.offset, lse.offset,
-        partial.instance, len(slot_NB), partial.num_slots, WIDTH=width,
-        BLOCK_V=triton.next_power_of_2(width), BLOCK_N=triton.next_power_of_2(len(slot_NB)),
-        num_warps=1,
+        partial.instance, len(slot_NB), partial.num_slots, partial.stride_in(out_BHV),
+        lse.stride_in(lse_BH), WIDTH=width, BLOCK_V=triton.next_power_of_2(width),
+        BLOCK_N=triton.next_power_of_2(len(slot_NB)), num_warps=1,
     )  # fmt: skip

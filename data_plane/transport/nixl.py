@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -32,6 +33,8 @@ from nanocp.config.limits import LimitsConfig
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _PLACE = struct.Struct("<QQQQ")  # address, bytes, device, whether it is a GPU's
 _POLL_S = 20e-6
+_PROGRESS_S = 5e-3
+_CLOSE_S = 1.0
 _LEAVE_A_WAY = (
     "UCX_TLS and UCX_NET_DEVICES must leave both ends a transport in common; tcp over a bridge "
     "needs UCX_TCP_BRIDGE_ENABLE=y"
@@ -57,6 +60,10 @@ class Place(NamedTuple):
         """NIXL's name for this kind of memory."""
         return "VRAM" if self.is_gpu else "DRAM"
 
+    def part(self, begin: int, num_bytes: int) -> Place:
+        """The place of `num_bytes` bytes from offset `begin` on."""
+        return self._replace(address=self.address + begin, num_bytes=num_bytes)
+
 
 class NixlAgent:
     """This process's end of every write: the memory it has registered, and the peers it has met."""
@@ -68,7 +75,7 @@ class NixlAgent:
         """
         package = nixl_package()
         if package is None:
-            raise ValueError("page_backend is nixl: NIXL is not installed (pip install '.[nixl]')")
+            raise ValueError("a backend is nixl: NIXL is not installed (pip install '.[nixl]')")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         api: Any = import_module(f"{package}._api")
         # NIXL's own progress thread would spin: a core for every idle instance.
@@ -83,6 +90,11 @@ class NixlAgent:
         self._device = device
         self._registered: dict[int, Any] = {}
         """(NIXL's registration, memory) by address; the memory must outlast the registration."""
+        self._kept: list[Any] = []
+        self._thread: threading.Thread | None = None
+        self._must_go_on = threading.Event()
+        self._goes_on_until_s = 0.0
+        self._is_closed = False
 
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:
         """Make registered memory, all zero, and return it with its place.
@@ -130,54 +142,101 @@ class NixlAgent:
         """Do what peers wait for; takes a microsecond if that is nothing."""
         self._agent.get_new_notifs()
 
-    def write(
+    def prepare(self, local: Place, peer: str, remote: Place, what: str, instance: int) -> Any:
+        """A write of all bytes of `local` to `remote`, of as many bytes, of the agent `peer`.
+
+        It may be posted again and again, each time once it is done. Raises PeerLost; see post.
+        """
+        ends = [
+            self._agent.get_xfer_descs([(place.address, place.num_bytes, place.device)], place.kind)
+            for place in (local, remote)
+        ]
+        return self._call(self._agent.initialize_xfer, what, instance, "WRITE", *ends, peer)
+
+    def post(self, write: Any, what: str, instance: int) -> None:
+        """Begin a prepared write, and do not wait for its end.
+
+        what: it, in a few words. instance: whose memory it writes. Raises PeerLost.
+        """
+        self._step(self._agent.transfer, write, what, instance)
+
+    def is_done(self, write: Any, what: str, instance: int) -> bool:
+        """Whether a write that was posted is over there. Raises PeerLost; see post."""
+        return self._step(self._agent.check_xfer_state, write, what, instance)
+
+    def finish(
         self,
-        *,
-        local: Place,
-        peer: str,
+        write: Any,
+        what: str,
         instance: int,
-        remote: Place,
-        begin: int,
-        num_bytes: int,
         is_alive: Callable[[], bool],
         limit_s: float,
     ) -> None:
-        """Write `num_bytes` bytes from offset `begin` of `local` to the same offset of `remote`.
+        """Wait until a write that was posted is done; see post.
 
-        Waits until they are there. peer: the agent that has `remote`, of `instance`. Raises
-        PeerLost if it dies meanwhile, ExchangeTimeout after limit_s.
+        Raises PeerLost if its target dies meanwhile, ExchangeTimeout after limit_s.
         """
-        if local.is_gpu:
-            import torch
-
-            # The bytes to write may still be on their way to `local`.
-            torch.cuda.current_stream(local.device).synchronize()
-        what = f"{num_bytes} bytes for {peer} by NIXL"
         deadline = time.monotonic() + limit_s
-        ends = [
-            self._agent.get_xfer_descs(
-                [(place.address + begin, num_bytes, place.device)], place.kind
-            )
-            for place in (local, remote)
-        ]
-        try:
-            handle = self._agent.initialize_xfer("WRITE", *ends, peer)
-            state = self._agent.transfer(handle)
-            while state == "PROC":
-                if not is_alive():
-                    raise PeerLost(f"{what}: the process is gone", instance)
-                if time.monotonic() > deadline:
-                    raise ExchangeTimeout(
-                        f"{what}: the process is alive but took more than {limit_s:.1f} s",
-                        instance,
-                    )
-                time.sleep(_POLL_S)
-                state = self._agent.check_xfer_state(handle)
-        except (self._bindings.nixlRemoteDisconnectError, self._bindings.nixlBackendError) as error:
-            raise PeerLost(f"{what}: {error}", instance) from error
-        if state != "DONE":
+        while not self.is_done(write, what, instance):
+            if not is_alive():
+                raise PeerLost(f"{what}: the process is gone", instance)
+            if time.monotonic() > deadline:
+                raise ExchangeTimeout(
+                    f"{what}: the process is alive but took more than {limit_s:.1f} s", instance
+                )
+            time.sleep(_POLL_S)
+
+    def discard(self, write: Any) -> None:
+        """Give up a prepared write that is not under way."""
+        self._agent.release_xfer_handle(write)
+
+    def go_on(self, limit_s: float) -> None:
+        """Let a thread make progress now and then, for so long from now on.
+
+        A write of which not all bytes fit into the socket would else stay, if its writer waits for
+        something else than this agent.
+        """
+        self._goes_on_until_s = max(self._goes_on_until_s, time.monotonic() + limit_s)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._go_on, name="nixl progress", daemon=True)
+            self._thread.start()
+        if not self._must_go_on.is_set():
+            self._must_go_on.set()
+
+    def close(self) -> None:
+        """End the thread that makes progress. Idempotent."""
+        self._is_closed = True
+        self._must_go_on.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _go_on(self) -> None:
+        while self._must_go_on.wait() and not self._is_closed:
+            while time.monotonic() < self._goes_on_until_s and not self._is_closed:
+                time.sleep(_PROGRESS_S)
+                self.progress()
+            self._must_go_on.clear()
+            if time.monotonic() < self._goes_on_until_s:  # it was set just before
+                self._must_go_on.set()
+
+    def keep(self, writes: Any) -> None:
+        """Keep writes that may be under way, and what they read, as long as the agent."""
+        self._kept.append(writes)
+
+    def _step(self, call: Callable[[Any], str], write: Any, what: str, instance: int) -> bool:
+        state = self._call(call, what, instance, write)
+        if state == "ERR":
             raise PeerLost(f"{what}: it ended as {state}", instance)
-        self._agent.release_xfer_handle(handle)
+        return bool(state == "DONE")
+
+    def _call(self, call: Callable[..., Any], what: str, instance: int, *arguments: Any) -> Any:
+        known = self._bindings
+        # NIXL forgets a peer whose connection broke.
+        lost = known.nixlRemoteDisconnectError, known.nixlBackendError, known.nixlNotFoundError
+        try:
+            return call(*arguments)
+        except lost as error:
+            raise PeerLost(f"{what}: {error}", instance) from error
 
 
 class NixlSegment(TcpSegment):
@@ -221,19 +280,22 @@ class NixlSegment(TcpSegment):
         """
         if bulk is not None and self.owner_is_alive():
             self.announce()
-            limit_s = self._limits.exchange_timeout_ms / 1000
-            begin, num_bytes = bulk
-            self._agent.write(
-                local=self._local,
-                peer=self._peer,
-                instance=self._instance,
-                remote=self._remote,
-                begin=begin,
-                num_bytes=num_bytes,
-                is_alive=self.owner_is_alive,
-                limit_s=limit_s,
-            )
+            self._write(*bulk)
         super().publish(word, value, chunks)
+
+    def _write(self, begin: int, num_bytes: int) -> None:
+        if self._local.is_gpu:
+            import torch
+
+            # The bytes to write may still be on their way to `bulk`.
+            torch.cuda.current_stream(self._local.device).synchronize()
+        what = f"{num_bytes} bytes for {self._peer} by NIXL"
+        limit_s = self._limits.exchange_timeout_ms / 1000
+        local, remote = (place.part(begin, num_bytes) for place in (self._local, self._remote))
+        write = self._agent.prepare(local, self._peer, remote, what, self._instance)
+        self._agent.post(write, what, self._instance)
+        self._agent.finish(write, what, self._instance, self.owner_is_alive, limit_s)
+        self._agent.discard(write)
 
     def close(self) -> None:
         """End the connection and release the memory for pages. Idempotent."""

@@ -1,18 +1,19 @@
-"""The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
+"""The exchange through shared memory and, to other nodes, TCP or NIXL (Linux on x86-64).
 
 Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are
 in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
 
-Peers on the receiver's node write its segment in place; for the others a thread of the receiver
-does (tcp_server.py). A segment has one block for each other instance. A block has two regions for
-each channel, one for each parity: a flag in a cache line of its own, then the fields. A flag is
-epoch + 1, so that a fresh segment, which is all zeros, has no epoch 0.
+Peers on the receiver's node write its segment in place. For the others a thread of the receiver
+does (tcp_server.py), or whoever looks for what came by NIXL (nixl_puts.py). A segment has one block
+for each other instance. A block has two regions for each channel, one for each parity: a flag in a
+cache line of its own, then the fields. A flag is epoch + 1, so that a fresh segment, which is all
+zeros, has no epoch 0.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +30,15 @@ from data_plane.transport.exchange import (
     PeerLost,
     RegionLayout,
 )
-from data_plane.transport.futex import Word, wait_for_any
+from data_plane.transport.futex import Word, look_until, wait_for_any
+from data_plane.transport.nixl_puts import Inbox
 from data_plane.transport.segments import Segment, Segments
-from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment, aligned
+from data_plane.transport.shared_memory import (
+    CACHE_LINE,
+    OwnedSegment,
+    PeerSegment,
+    aligned,
+)
 from nanocp.config.limits import LimitsConfig
 
 _NUM_PARITIES = 2
@@ -58,6 +65,8 @@ class _Region(NamedTuple):
     views: dict[str, np.ndarray]
     places: list[_Place]
     """The places of the fields, in the order of the layout."""
+    whole: list[tuple[int, int]]
+    """(offset, bytes) of all rows of each."""
 
 
 _Block = list[tuple[_Region, ...]]
@@ -89,7 +98,9 @@ class ShmExchange(Exchange):
         self._awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
-        """Peers that are reached by TCP."""
+        """Peers that are reached by TCP or NIXL."""
+        self._inbox = Inbox(segment, segments.term.number, segments.puts) if segments.puts else None
+        """What puts by NIXL come through; then every put comes so."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {
             source: self._map_block(segment, source, instance) for source in self._others()
@@ -112,7 +123,8 @@ class ShmExchange(Exchange):
         if not 0 <= instance < num_instances:
             raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")
         data_bytes = (num_instances - 1) * _block_bytes(layout)
-        segment = segments.own(_KIND, instance, _describe(layout, num_instances), data_bytes)
+        description = _describe(layout, num_instances)
+        segment = segments.own(_KIND, instance, description, data_bytes, has_puts=True)
         return cls(segment, segments, instance, num_instances, layout, limits)
 
     def connect(self, timeout_ms: float) -> None:
@@ -126,10 +138,11 @@ class ShmExchange(Exchange):
             if target in self._peers or not self._segments.is_there(target):
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            writer = _writer(self._instance)
-            peer = self._segments.attach(_KIND, target, writer, self._limits, left_ms)
+            writer, num_bytes = _writer(self._instance), _block_bytes(self._layout)
+            block = _number(self._instance, target) * num_bytes, num_bytes
+            peer = self._segments.attach(_KIND, target, writer, self._limits, left_ms, block=block)
             self._peers[target] = peer
-            if not self._segments.is_shared(target):
+            if not isinstance(peer, PeerSegment):
                 self._remote.add(target)
             peer.require(_describe(self._layout, self._num_instances))
             self._outgoing[target] = self._map_block(peer, self._instance, target)
@@ -172,22 +185,25 @@ class ShmExchange(Exchange):
         return self._incoming[source][channel][epoch & 1].views
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """The addresses of both flags; a peer that is reached by TCP must be put to."""
+        """The addresses of both flags; a peer that is reached by TCP or NIXL must be put to."""
         outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
         incoming = self._incoming[peer][channel][epoch & 1].flag.address
-        return Flags(None if peer in self._remote else outgoing, incoming)
+        return Flags(
+            None if peer in self._remote else outgoing,
+            None if self._inbox is not None else incoming,
+        )
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
-        flag = self._incoming[source][channel][epoch & 1].flag.load()
+        flag = self._look(self._incoming[source][channel][epoch & 1])
         if flag > epoch + 1:
             raise self._epoch_error(channel, source, epoch, flag)
         return flag == epoch + 1
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
         region = self._incoming[source][channel][epoch & 1]
-        flag = region.flag.load()
+        flag = self._look(region)
         if flag <= epoch:
-            flag = self._wait_for_flag(region.flag, channel, source, epoch)
+            flag = self._wait_for_flag(region, channel, source, epoch)
         if flag != epoch + 1:
             raise self._epoch_error(channel, source, epoch, flag)
         return region.views
@@ -199,13 +215,11 @@ class ShmExchange(Exchange):
         term = self._segments.term
         begin_ns = time.perf_counter_ns()
         self._awaited = awaited[0].source
-        has_arrived = wait_for_any(
+        has_arrived = self._until_any(
             [
-                (self._incoming[source][channel][epoch & 1].flag, epoch + 1)
+                (self._incoming[source][channel][epoch & 1], epoch + 1)
                 for channel, source, epoch in awaited
             ],
-            self._limits.exchange_timeout_ms,
-            self._limits.tick_ms,
             go_on=lambda: not term.is_over and all(self._is_alive(put.source) for put in awaited),
         )
         self._awaited = None
@@ -220,25 +234,43 @@ class ShmExchange(Exchange):
         """Drop every view and mapping, and remove this instance's segment. Idempotent."""
         self._incoming.clear()
         self._outgoing.clear()
+        self._inbox = None
         self._segment.close()
         for peer in self._peers.values():
             peer.close()
 
-    def _wait_for_flag(self, word: Word, channel: Channel, source: int, epoch: int) -> int:
+    def _look(self, region: _Region) -> int:
+        """The region's flag, once what came by NIXL is taken."""
+        if self._inbox is not None:
+            self._inbox.look(region.flag, region.whole)
+        return region.flag.load()
+
+    def _until_any(self, targets: list[tuple[_Region, int]], go_on: Callable[[], bool]) -> bool:
+        """Block until a region's flag is its value or more; whether one is."""
+        limits = self._limits.exchange_timeout_ms, self._limits.tick_ms
+        if self._inbox is not None:
+            return look_until(
+                lambda: any(self._look(region) >= value for region, value in targets),
+                *limits,
+                go_on,
+            )
+        if len(targets) == 1:
+            region, value = targets[0]
+            return region.flag.wait_at_least(value, *limits, go_on) is not None
+        return wait_for_any([(region.flag, value) for region, value in targets], *limits, go_on)
+
+    def _wait_for_flag(self, region: _Region, channel: Channel, source: int, epoch: int) -> int:
         term = self._segments.term
         begin_ns = time.perf_counter_ns()
         self._awaited = source
-        flag = word.wait_at_least(
-            epoch + 1,
-            self._limits.exchange_timeout_ms,
-            self._limits.tick_ms,
-            go_on=lambda: not term.is_over and self._is_alive(source),
+        has_arrived = self._until_any(
+            [(region, epoch + 1)], go_on=lambda: not term.is_over and self._is_alive(source)
         )
         self._awaited = None
         waited_ns = time.perf_counter_ns() - begin_ns
         self._waited_ns += waited_ns
-        if flag is not None:
-            return flag
+        if has_arrived:
+            return region.flag.load()
         term.check()
         raise self._not_arrived(Awaited(channel, source, epoch), waited_ns)
 
@@ -260,7 +292,8 @@ class ShmExchange(Exchange):
     def _is_alive(self, source: int) -> bool:
         """Whether the source's process is alive.
 
-        If a connection carries its puts, that is asked: all puts come before the connection ends.
+        If it attached by a connection, that is asked. Puts by TCP come before the connection ends;
+        of puts by NIXL the last ones may be lost with their writer.
         """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached
@@ -275,10 +308,8 @@ class ShmExchange(Exchange):
         return [other for other in range(self._num_instances) if other != self._instance]
 
     def _map_block(self, segment: OwnedSegment | Segment, source: int, target: int) -> _Block:
-        number = source if source < target else source - 1
-        block = _map_block(
-            segment, segment.data_offset + number * _block_bytes(self._layout), self._layout
-        )
+        begin = _number(source, target) * _block_bytes(self._layout)
+        block = _map_block(segment, segment.data_offset + begin, self._layout)
         if target == self._instance:
             for region in (region for parities in block for region in parities):
                 for view in region.views.values():
@@ -288,6 +319,11 @@ class ShmExchange(Exchange):
 
 def _writer(instance: int) -> str:
     return f"instance {instance}"
+
+
+def _number(source: int, target: int) -> int:
+    """The number of the source's block in the target's segment."""
+    return source if source < target else source - 1
 
 
 def _field_bytes(field: Field) -> int:
@@ -304,7 +340,7 @@ def _map_block(segment: OwnedSegment | Segment, offset: int, layout: RegionLayou
     block: _Block = [() for _ in Channel]
     for channel in sorted(layout):
         for _ in range(_NUM_PARITIES):
-            region = _Region(Word(segment.memory, offset), {}, [])
+            region = _Region(Word(segment.memory, offset), {}, [], [])
             offset += CACHE_LINE
             for field in layout[channel]:
                 view = np.ndarray(field.shape, field.dtype, buffer=segment.memory, offset=offset)
@@ -313,6 +349,7 @@ def _map_block(segment: OwnedSegment | Segment, offset: int, layout: RegionLayou
                 region.places.append(
                     _Place(offset=offset, num_rows=rows, row_bytes=view.nbytes // rows)
                 )
+                region.whole.append((offset, view.nbytes))
                 offset += _field_bytes(field)
             block[channel] += (region,)
     return block

@@ -94,6 +94,11 @@ class ClusterConfig:
         """(which state, which page of it) a frame behind those of KV is."""
         return divmod(frame - self.num_frames, self.carry_pages)
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the instances are on."""
+        return -(-self.num_instances // self.instances_per_node)
+
     def node_of(self, instance: int) -> int:
         """The node that the instance is on."""
         return instance // self.instances_per_node

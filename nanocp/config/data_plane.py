@@ -24,11 +24,11 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashmla", "flash_attention")
 
 EXPERT_BACKENDS = ("auto", "loop", "grouped_mm", "triton", "deep_gemm")
 
-DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "fused")
+DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "nixl_ep", "fused")
 
 MOE_SCHEDULES = ("auto", "barrier", "arrival")
 
-EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
+EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "nixl", "cuda_ipc", "nvshmem")
 
 PAGE_BACKENDS = ("auto", "nixl")
 
@@ -66,7 +66,8 @@ class DataPlaneConfig:
     dispatch_backend: str = "auto"
     """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
     mixture of experts is one call, with native kernels on a CPU (docs/develop/mixture.md). auto:
-    fused where it can run, else deep_ep where it can, else exchange."""
+    fused where it can run, else deep_ep where it can, else exchange. nixl_ep: as deep_ep, and it
+    goes on after a loss; experimental (docs/use/gpu.md)."""
     moe_schedule: str = "auto"
     """What a fused mixture runs when, on a CPU (docs/develop/mixture.md). barrier: the shared
     expert, then, once all rows are here, the experts. arrival: first what other instances wait for;
@@ -74,11 +75,13 @@ class DataPlaneConfig:
     another lane computes. auto: arrival where the mixture is fused. Tokens are the same."""
     exchange_backend: str = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
-    shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
-    memory, on one node. nvshmem is refused (docs/use/gpu.md)."""
+    shm: one node. tcp: TCP even within a node, for tests. nixl: NIXL even within a node, for
+    networks with RDMA (docs/use/deploy.md). auto on a GPU is cuda_ipc: the peers' memory, on one
+    node. nvshmem: GPUs of several nodes; experimental (docs/use/gpu.md)."""
     page_backend: str = "auto"
-    """What carries pages of prefill and page moves. auto: the exchange's backend. nixl: NIXL (RDMA
-    where available, TCP, or memory to memory within a node)."""
+    """What carries pages of prefill and page moves. auto: shared memory within a node, TCP between
+    nodes; only TCP where exchange_backend is tcp. nixl: NIXL (RDMA where available, TCP, or memory
+    to memory within a node)."""
     sampling: str = "inverse"
     """How a row of a temperature draws its token from a seed. inverse: by the distribution
     function, in the order of token ids. race: the token whose exponential clock rings first. At
@@ -94,6 +97,11 @@ class DataPlaneConfig:
     row_buckets: tuple[int, ...] = ()
     """Rows of the captured steps, ascending; the last must be max_rows. Empty: powers of two up to
     max_rows."""
+
+    @property
+    def has_nvshmem(self) -> bool:
+        """Whether GPUs exchange by NVSHMEM."""
+        return self.exchange_backend == "nvshmem"
 
     def __post_init__(self) -> None:
         check_one_of(DEVICES, device=self.device)
@@ -115,8 +123,13 @@ class DataPlaneConfig:
         require(
             self.exchange_backend == "auto"
             or (self.exchange_backend in ("cuda_ipc", "nvshmem")) == (self.device == "cuda"),
-            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and tcp "
-            "are for cpu, cuda_ipc and nvshmem for cuda",
+            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm, tcp "
+            "and nixl are for cpu, cuda_ipc and nvshmem for cuda",
+        )
+        require(
+            not self.has_nvshmem or self.dispatch_backend in ("auto", "exchange", "nixl_ep"),
+            f"exchange_backend is nvshmem and dispatch_backend {self.dispatch_backend}; it must be "
+            "exchange, which puts by NVSHMEM, or nixl_ep, which leaves the node by itself",
         )
         require(
             self.page_backend != "nixl" or self.exchange_backend != "shm",

@@ -32,8 +32,8 @@ class LimitsConfig:
     """A member that has sent nothing for this long is taken for lost."""
     recovery_timeout_ms: int = 120_000
     """After a member is lost, longest wait until the service goes on; then it ends. 0: it ends with
-    the first loss. On GPUs it does so too, unless data_plane.dispatch_backend is exchange or
-    fused."""
+    the first loss. On GPUs it does so too, unless data_plane.dispatch_backend is exchange, nixl_ep
+    or fused."""
     orphan_ms: int = 120_000
     """Members and front ends that have lost the controller wait so long for another one. Time in
     which their process does not run is not counted."""

@@ -21,6 +21,9 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.values.plan import PAGE_SIZE
 
+_REGROUPING = ("exchange", "nixl_ep", "fused")
+"""What carries rows to their experts on GPUs in one term after the other."""
+
 SECRETS = ("api_key", "api_keys")
 """Keys whose values are never shown, in whatever section."""
 
@@ -79,8 +82,15 @@ class Config:
     def recovers(self) -> bool:
         """Whether the cluster goes on after it has lost a member."""
         own, timeout_ms = self.data_plane, self.limits.recovery_timeout_ms
-        can_regroup = own.device == "cpu" or own.dispatch_backend in ("exchange", "fused")
+        can_regroup = own.device == "cpu" or own.dispatch_backend in _REGROUPING
+        can_regroup &= not own.has_nvshmem
         return can_regroup and own.page_backend != "nixl" and timeout_ms > 0
+
+    @property
+    def leave_timeout_ms(self) -> int:
+        """Longest time in which an instance may leave a term; the host ends no wait of NIXL-EP."""
+        has_nixl_ep = self.data_plane.dispatch_backend == "nixl_ep"
+        return self.limits.plan_timeout_ms + has_nixl_ep * self.limits.exchange_timeout_ms
 
     @property
     def has_prefill_member(self) -> bool:
@@ -133,11 +143,11 @@ def _refusals(config: Config) -> Iterator[str]:
             f"{scheduler.lanes}; on a GPU one of them must be off: drafts win with few rows, lanes "
             "with many"
         )
-    if not on_cpu and cluster.num_instances > cluster.instances_per_node:
+    if not on_cpu and cluster.num_nodes > 1 and not data_plane.has_nvshmem:
         yield (
             f"device is cuda, and {cluster.num_instances} instances are on more than one node of "
-            f"{cluster.instances_per_node} (cluster.instances_per_node); GPUs exchange only within "
-            "one node so far (docs/use/gpu.md)"
+            f"{cluster.instances_per_node} (cluster.instances_per_node); exchange_backend must be "
+            "nvshmem, which is experimental (docs/use/gpu.md)"
         )
     if config.prefill.stages != 1 and data_plane.page_backend != "auto":
         yield (
@@ -241,10 +251,6 @@ def _of_carries(config: Config) -> _Refusals:
     return (
         _of_instances(config),
         (scheduler.num_drafts != 0, f"scheduler.num_drafts {scheduler.num_drafts}: it must be 0"),
-        (
-            bool(config.prefill.engines),
-            "prefill.engines is set: leave it empty, as only the embedded prefill sends states",
-        ),
     )
 
 

@@ -78,6 +78,10 @@ def member_environment(config: Config) -> dict[str, str]:
     if config.data_plane.device == "cuda":
         # Ray would show each actor one GPU, as number 0.
         environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    if config.data_plane.has_nvshmem:
+        # Members of other machines must go by the same transport.
+        own = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+        environment |= own
     return environment
 
 

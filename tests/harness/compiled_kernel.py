@@ -118,6 +118,14 @@ def compile_kernel(kernel, arguments, constants, num_warps=4, num_stages=2, alig
     )
 
 
+def resource_usage(cubin, name):
+    """Read a kernel's registers and bytes of a thread's stack, in a binary of several functions."""
+    text = _cuobjdump("--dump-resource-usage", cubin)
+    usage = text[text.index(f"Function {name}") :]
+    names = {"registers": "REG", "stack_bytes": "STACK"}
+    return {key: int(re.search(rf"{found}:(\d+)", usage)[1]) for key, found in names.items()}
+
+
 def spills_in_loop(sass):
     """Count local loads and stores in innermost loops with a wgmma.
 

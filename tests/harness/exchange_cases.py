@@ -1,5 +1,6 @@
 """Instances in one process that exchange rows by the GPU's kernels: interpreted, or on one GPU."""
 
+import os
 import random
 import time
 from pathlib import Path
@@ -12,11 +13,12 @@ from control_plane.scheduler.windows.routing import build_routes
 from data_plane.model.weights import slots_of
 from data_plane.moe.all_to_all_gpu import GpuExpertExchange
 from data_plane.moe.kernels.pairs import lay_out
-from data_plane.transport.cuda_ipc import GpuExchange
-from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import Channel, Field
-from data_plane.transport.ipc_memory import IpcMemory
-from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.cuda_runtime import load_runtime
+from data_plane.transport.gpu.ipc_memory import IpcMemory
+from data_plane.transport.gpu.nvshmem import NvshmemMemory, load_nvshmem
+from data_plane.transport.gpu.peer_memory import FAR, PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
 from nanocp.config.limits import LimitsConfig
@@ -110,17 +112,18 @@ class ExchangeCase:
         max_rows=8,
         own_memory=None,
         has_experts=False,
+        is_packed=False,
     ):
         self.num_instances, self.num_slots, self.max_rows = num_instances, num_slots, max_rows
         self.layout = layout(num_slots, widths) | (expert_layout(max_rows) if has_experts else {})
-        self.places = RegionPlaces(self.layout, num_instances)
+        self.places = RegionPlaces(self.layout, num_instances, is_packed)
         memories = (
             own_memory or (lambda places: PeerMemory.create_all(places, torch.device(device)))
         )(self.places)
         self.members = {}
         for memory in memories:
             self.members[memory.instance] = GpuExchange(
-                self.places, torch.device(device), timeout_ms
+                self.places, torch.device(device), timeout_ms, FAR in memory.addresses
             )
             self.members[memory.instance].attach(memory)
         self.all_to_all, self.experts = {}, {}
@@ -193,8 +196,8 @@ class ExchangeCase:
             high = 2 if tensor.dtype == torch.bool else 256
             raw = torch.randint(high, (tensor.nbytes,), generator=generator, dtype=torch.uint8)
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
-        for tensor in (t for fields in (*self.received, *self.returned) for t in fields.values()):
-            tensor.view(torch.uint8).fill_(POISON)
+        for instance in range(self.num_instances):
+            self.forget(instance)
         # In each layer other rows visit other experts; of some instances, no row does.
         for tensor in (self.x, self.weight):
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
@@ -204,6 +207,12 @@ class ExchangeCase:
         self.expert.copy_(everybody.argsort(dim=-1)[..., :PER_ROW])
         is_idle = torch.rand(self.num_instances, 1, generator=generator) < 0.4
         self.live.copy_((torch.rand(self.live.shape, generator=generator) < 0.7) & ~is_idle)
+
+    def forget(self, instance):
+        """Let memory that is to be written hold poison."""
+        for fields in (self.received[instance], self.returned[instance]):
+            for tensor in fields.values():
+                tensor.view(torch.uint8).fill_(POISON)
 
     def phases(self):
         """List what an instance does in a layer, in this order."""
@@ -238,32 +247,27 @@ class ExchangeCase:
 
     def check(self):
         """Raise AssertionError unless rows are where routes say, and nothing else was written."""
-        everyone = range(self.num_instances)
-        firsts = [
-            [sum(len(self.q_route[s][j]) for s in range(i)) for i in everyone] for j in everyone
-        ]
         for j, member in self.members.items():
             member.check()
-            came = [(i, self.row_of[request]) for i in everyone for request in self.q_route[i][j]]
-            _assert_rows(
-                self.received[j], [{n: t[row] for n, t in self.own[i].items()} for i, row in came]
+            self.check_member(j, self)
+
+    def check_member(self, j, sent):
+        """Check what member j has of a layer, whose rows and routes `sent` has."""
+        everyone = range(self.num_instances)
+        firsts = [sum(len(sent.q_route[s][i]) for s in range(j)) for i in everyone]
+        came = [(i, sent.row_of[request]) for i in everyone for request in sent.q_route[i][j]]
+        _assert_rows(
+            self.received[j], [{n: t[row] for n, t in sent.own[i].items()} for i, row in came]
+        )
+        back = [(i, firsts[i] + slot) for i in everyone for slot in range(len(sent.q_route[j][i]))]
+        _assert_rows(
+            self.returned[j], [{n: t[row] for n, t in sent.partial[i].items()} for i, row in back]
+        )
+        if self.all_to_all:
+            expected = (
+                2 * sent.x[j] * sent.weight[j].sum(dim=1, keepdim=True) * sent.live[j][:, None]
             )
-            back = [
-                (i, firsts[i][j] + slot)
-                for i in everyone
-                for slot in range(len(self.q_route[j][i]))
-            ]
-            _assert_rows(
-                self.returned[j],
-                [{n: t[row] for n, t in self.partial[i].items()} for i, row in back],
-            )
-            if self.all_to_all:
-                expected = (
-                    2 * self.x[j] * self.weight[j].sum(dim=1, keepdim=True) * self.live[j][:, None]
-                )
-                torch.testing.assert_close(
-                    self.y[j], expected, msg=lambda text: f"combined: {text}"
-                )
+            torch.testing.assert_close(self.y[j], expected, msg=lambda text: f"combined: {text}")
 
 
 def _assert_rows(fields, expected):
@@ -309,20 +313,34 @@ def run_slowly(instance, num_instances, folder, num_layers):
         case.check()
 
 
-def run_process(instance, num_instances, store_path, device, num_layers):
+def run_process(instance, num_instances, store_path, device, num_layers, by_nvshmem=False):
     """Run one instance in this process, with its peers in others, all on one GPU.
 
-    Every process draws the same rows.
+    Every process draws the same rows. by_nvshmem: NVSHMEM puts, as if each had a node of its own.
     """
     store = dist.FileStore(store_path, num_instances)
     dist.init_process_group("gloo", store=store, rank=instance, world_size=num_instances)
     segments = Segments(Path(store_path).parent.name)
-    memories = []
+    memories, limits, nvshmem = [], LimitsConfig(), None
+    if by_nvshmem:
+        # NCCL refuses two processes on a card, and no NIC is looked for.
+        os.environ.update(NVSHMEM_DISABLE_NCCL="1", NVSHMEM_REMOTE_TRANSPORT="none")
+        torch.cuda.set_device(device)
+        nvshmem = load_nvshmem("127.0.0.1:0")
 
     def own_memory(places):
-        runtime, limits = load_runtime(torch.device(device).index or 0), LimitsConfig()
-        memories.append(IpcMemory(runtime, segments, 0, instance, places, limits))
-        return [memories[0].begin_term(range(num_instances))]
+        if nvshmem is not None:
+            memories.append(
+                NvshmemMemory(nvshmem, segments, instance, places, limits, torch.device(device))
+            )
+        else:
+            runtime = load_runtime(torch.device(device).index or 0)
+            memories.append(IpcMemory(runtime, segments, 0, instance, places, limits))
+        memory = memories[0].begin_term(range(num_instances))
+        if nvshmem is not None:
+            own = memory.addresses[instance]
+            memory.addresses = [own if i == instance else FAR for i in range(num_instances)]
+        return [memory]
 
     try:
         case = ExchangeCase(
@@ -332,7 +350,11 @@ def run_process(instance, num_instances, store_path, device, num_layers):
             timeout_ms=10_000,
             own_memory=own_memory,
             has_experts=True,
+            is_packed=by_nvshmem,
         )
+        if nvshmem is not None:
+            nvshmem.initialise(case.members[instance].forwarding_module())
+            dist.barrier()
         generator = torch.Generator().manual_seed(0)
         for _ in range(num_layers):
             case.fill(case.random_requests(12, generator), generator)

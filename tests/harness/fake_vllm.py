@@ -72,10 +72,15 @@ class FakeVllm:
         self._cached: dict[tuple[int, ...], int] = {}
         """The block whose last token ends this prefix of a prompt, while it is in use."""
         page = np.zeros((self.model.num_layers + 1, PAGE_SIZE, 1), np.uint64)
-        paged = PagedKv(list(self._kv), page, lambda page: page.copy().view(np.uint8).reshape(-1))
+        paged = PagedKv(
+            [[layer] for layer in self._kv],
+            block_size,
+            page,
+            lambda page: page.copy().view(np.uint8).reshape(-1),
+        )
 
         def read_page(part: PagePart, number: int, num_tokens: int) -> np.ndarray:
-            return paged.read(part.blocks, number, num_tokens, part.ticket.num_layers)
+            return paged.read(part.blocks[0], number, num_tokens, part.ticket.num_layers)
 
         self.requests = TicketedRequests(fingerprint or {}, max_held_blocks)
         self.sender = PageSender(read_page, places)

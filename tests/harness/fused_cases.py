@@ -10,8 +10,8 @@ from data_plane.model.weights import slots_of
 from data_plane.moe.fused import FusedMoe, FusedTiles, GateTiles
 from data_plane.moe.fused_state import FusedWeights
 from data_plane.moe.gate import gate
-from data_plane.transport.cuda_ipc import GpuExchange
-from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness.kernel_cases import in_fp8
 from nanocp.values.experts import home_experts

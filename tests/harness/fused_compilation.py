@@ -23,8 +23,8 @@ from data_plane.moe.fused_state import (
     FusedRows,
     FusedWeights,
 )
-from data_plane.transport.cuda_ipc import GpuExchange
-from data_plane.transport.peer_memory import RegionPlaces
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from harness import fused_roles as roles
 from harness.compiled_kernel import compile_kernel

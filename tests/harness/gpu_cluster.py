@@ -31,12 +31,13 @@ from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.gpu_weights import place_weights
 from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.startup.gpu_parts import gpu_parts
-from data_plane.transport.cuda_runtime import load_runtime
 from data_plane.transport.exchange import Term
-from data_plane.transport.ipc_memory import IpcMemory
-from data_plane.transport.peer_memory import PeerMemory
+from data_plane.transport.gpu.cuda_runtime import load_runtime
+from data_plane.transport.gpu.ipc_memory import IpcMemory
+from data_plane.transport.gpu.peer_memory import PeerMemory
 from data_plane.transport.segments import Segments
 from harness.reference_prefill import prefill_pages
+from harness.weak_memory import apart
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
@@ -175,7 +176,8 @@ class GpuCluster:
         for number, parts in enumerate(lanes):
             places = next(iter(parts.values())).places
             if one_of is None:
-                memories = PeerMemory.create_all(places, self.device)
+                make = partial(PeerMemory.create_all, device=self.device)
+                memories = (apart if places.is_packed else make)(places)
             else:
                 memories = [one_of.begin_term(number, [one_of.instance], places)]
             self.lanes.append({m.instance: GpuInstance(parts[m.instance], m) for m in memories})
@@ -258,7 +260,7 @@ class GpuCluster:
                 instance = lane[memory.instance]
                 if table is not None:
                     self._held[memory.instance](table.at(memory.instance))
-                    instance.step.place_experts(table.seats)
+                    instance.step.place_experts(table)
                 instance.step.meet([seat for seat in seats if seat != memory.instance])
                 instance.exchange.attach(memory, number)
 

@@ -14,7 +14,8 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.values.sampling import SamplingParams
 
-NUM_DRAFTS, NUM_TOKENS, MAX_ROWS = 2, 12, 6
+# The greedy row takes at least 8 steps and the other one at most 5, whichever begins first.
+NUM_DRAFTS, NUM_TOKENS, MAX_ROWS = 2, 24, 6
 BOUNDS = BoundsConfig(max_rows=MAX_ROWS, max_links=3, max_attention_rows=6, max_partials=3)
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=3, max_tokens=5)

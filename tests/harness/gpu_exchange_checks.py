@@ -14,9 +14,9 @@ FULL_WIDTHS = Widths(q=1536, kv=576, heads=128, value=128)
 def exchange_checks(device, num_instances, num_slots, widths):
     """Yield (name, check) of what needs no streams."""
 
-    def in_turn():
+    def in_turn(is_packed=False):
         case = ExchangeCase(
-            num_instances, num_slots, widths, device, timeout_ms=1000, has_experts=True
+            num_instances, num_slots, widths, device, 1000, has_experts=True, is_packed=is_packed
         )
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
@@ -35,6 +35,7 @@ def exchange_checks(device, num_instances, num_slots, widths):
         raise AssertionError("a wait for what was never put had no error")
 
     yield "routed exchange, instances in turn", in_turn
+    yield "routed exchange, packed rows", lambda: in_turn(is_packed=True)
     yield "routed exchange, a flag that does not come", nothing_comes
 
 
@@ -64,7 +65,11 @@ def captured_exchange():
         case.check()
 
 
-def exchange_between_processes():
-    """Two processes on this GPU exchange through memory that each maps of the other."""
+def exchange_between_processes(by_nvshmem=False):
+    """Two processes on this GPU exchange through memory that each maps of the other.
+
+    by_nvshmem: by NVSHMEM's puts. That shows links, addresses and numbers; no order on a network.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_process, (2, f"{directory}/store", "cuda:0", 5), nprocs=2)
+        arguments = 2, f"{directory}/store", "cuda:0", 5, by_nvshmem
+        torch.multiprocessing.spawn(run_process, arguments, nprocs=2)

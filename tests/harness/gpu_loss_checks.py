@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from data_plane.transport.cuda_runtime import CudaRuntime
 from data_plane.transport.exchange import TermOver
+from data_plane.transport.gpu.cuda_runtime import CudaRuntime
 from harness.fake_cudart import FakeCudart
 from harness.gpu_cluster import GpuCluster, OneOfMany
 from harness.gpu_token_checks import make_prompts

@@ -9,11 +9,11 @@ ROPE_DIM = 64
 read_pairs = paged_kv.PagedKv.read
 
 
-def read_halves(self, blocks, page, num_tokens):
+def read_halves(self, blocks, page, num_tokens, num_layers):
     payload = self._payload
     self._payload = lambda kv: payload(halves(kv))
     try:
-        return read_pairs(self, blocks, page, num_tokens)
+        return read_pairs(self, blocks, page, num_tokens, num_layers)
     finally:
         self._payload = payload
 

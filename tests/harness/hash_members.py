@@ -136,6 +136,7 @@ class HashProbe:
     """A prefill.probe.Probe: every layer of a HashModel is known."""
 
     fingerprint = {"layout": "hash-1"}
+    num_state_pages = 0
     token_ids = tuple((7 * position + 3) % MODEL.vocab_size for position in range(65))
 
     def __init__(self, num_layers: int) -> None:

@@ -97,7 +97,7 @@ def exchange_kernels():
     Q has position, live flag, q latent and latent KV, RES has partials and LSE. A dispatch carries
     eight experts, their weights and a hidden state.
     """
-    from data_plane.transport import triton_exchange as exchange
+    from data_plane.transport.gpu import triton_exchange as exchange
 
     counts = {"epoch_ptr": "*i64", "error_ptr": "*i64", "count_ptr": "*i32"}
     put_head = {"peer_ptr": "*i64", **counts, "row_ptr": "*i32", "done_ptr": "*i32"}
@@ -107,28 +107,32 @@ def exchange_kernels():
     dispatch = ("*i32",) * 3, (16, 8, 3584)
     field_offsets = [f"{letter}_offset" for letter in "abcd"]
 
-    def build(kernel, head, offsets, fields, constants):
+    def build(kernel, head, offsets, fields, constants, names=(), row_bytes=0):
         types, widths = fields
         types, widths = (*types, *types[:1] * 2)[:4], (*widths, 0, 0)[:4]
         pointers = {f"{letter}_ptr": type for letter, type in zip("abcd", types, strict=True)}
-        scalars = dict.fromkeys(offsets, "i64") | numbers("instance", "num_slots")
-        sizes = dict(zip("ABCD", widths, strict=True)) | {"BLOCK": 1024, "BLOCK_N": 32}
+        scalars = dict.fromkeys(offsets, "i64") | numbers("instance", "num_slots", *names)
+        sizes = dict(zip("ABCD", widths, strict=True))
+        sizes |= {"ROW_BYTES": row_bytes, "BLOCK": 1024, "BLOCK_N": 32}
         return compile_kernel(
             kernel, {**head, **pointers, **scalars}, constants | sizes, aligned=offsets
         )
 
-    def put(fields, ahead, has_rows, is_counted=False):
+    def put(fields, ahead, has_rows, is_counted=False, row_bytes=0):
         offsets = ["flag_offset", "cell_offset", *field_offsets]
         constants = {"AHEAD": ahead, "HAS_ROWS": has_rows, "COUNTED": is_counted}
-        return build(exchange.put_kernel, put_head, offsets, fields, constants)
+        names = "num_listed", "cell_stride", "stage"
+        return build(exchange.put_kernel, put_head, offsets, fields, constants, names, row_bytes)
 
-    def take(fields):
-        return build(exchange.take_kernel, take_head, field_offsets, fields, {})
+    def take(fields, row_bytes=0):
+        return build(
+            exchange.take_kernel, take_head, field_offsets, fields, {}, row_bytes=row_bytes
+        )
 
     def wait(is_counted):
         offsets = ["flag_offset", "cell_offset"]
         arguments = {"peer_ptr": "*i64", **counts, **dict.fromkeys(offsets, "i64")}
-        arguments |= numbers("instance", "num_instances", "channel", "max_polls")
+        arguments |= numbers("instance", "num_instances", "channel", "max_polls", "cell_stride")
         constants = {"COUNTED": is_counted, "BLOCK_N": 32}
         return compile_kernel(
             exchange.wait_kernel, arguments, constants, num_warps=1, aligned=offsets
@@ -138,9 +142,14 @@ def exchange_kernels():
         "put q": lambda: put(q, ahead=1, has_rows=True),
         "put res": lambda: put(res, ahead=0, has_rows=False),
         "put dispatch": lambda: put(dispatch, ahead=1, has_rows=True, is_counted=True),
+        "put q packed": lambda: put(q, ahead=1, has_rows=True, row_bytes=4_352),
+        "put dispatch packed": lambda: put(
+            dispatch, ahead=1, has_rows=True, is_counted=True, row_bytes=14_464
+        ),
         "wait": lambda: wait(False),
         "wait counted": lambda: wait(True),
         "take q": lambda: take(q),
+        "take q packed": lambda: take(q, row_bytes=4_352),
         "take res": lambda: take(res),
     }
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from data_plane.transport.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from harness import exchange_cases, gpu_cluster
 from harness.gpu_token_checks import BOUNDS
 from nanocp.config.data_plane import DataPlaneConfig

@@ -129,7 +129,7 @@ def pair_kernels():
         names = ("source_count_ptr", "row_ptr", "slot_ptr", "count_ptr")
         arguments |= {**dict.fromkeys(names, "*i32"), "expert_offset": "i64"}
         arguments |= numbers("instance", "num_instances", "num_rows", "num_slots", "num_routed")
-        arguments |= numbers("per_row", "num_shared")
+        arguments |= numbers("per_row", "id_stride", "num_shared")
         constants = {"IN_REGION": in_region, "BLOCK_T": 128, "BLOCK_K": 8}
         constants |= {"BLOCK_N": 32 if in_region else 1}
         aligned = ["expert_offset", "num_rows", "num_slots"]
@@ -139,10 +139,10 @@ def pair_kernels():
         arguments = {"x_ptr": "*bf16", "peer_ptr": "*i64", "row_ptr": "*i32"}
         arguments |= {"count_ptr": "*i32", "out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
         arguments |= {"offset": "i64", **numbers("instance", "num_experts", "num_slots")}
-        arguments |= numbers("scale_slots", "width")
+        arguments |= numbers("scale_slots", "width", "stride")
         constants = {"GATHERS": gathers, "IN_REGION": in_region, "IS_GATED": is_gated}
         constants |= {"IS_FP8": True, "BLOCK_G": 8, "GROUP": 128, "BLOCK_E": 16}
-        aligned = ["offset", "num_slots", "width"]
+        aligned = ["offset", "num_slots", "width", "stride"]
         return compile_kernel(pairs.lay_out_kernel, arguments, constants, aligned=aligned)
 
     return {
@@ -162,12 +162,13 @@ def product_kernels():
         arguments = {"x_ptr": f"*{dtype}", "peer_ptr": "*i64", "row_ptr": "*i32"}
         arguments |= {"weight_ptr": "*fp8e4nv" if is_fp8 else f"*{dtype}", "scale_ptr": "*fp32"}
         arguments |= {"count_ptr": "*i32", "y_ptr": f"*{dtype}", "offset": "i64"}
-        arguments |= numbers("instance", "num_experts", "num_slots", "num_columns", "width")
+        names = "instance", "num_experts", "num_slots", "num_columns", "width", "stride"
+        arguments |= numbers(*names)
         block = 128 if is_fp8 else 0
         constants = {"GATHERS": is_gated, "IN_REGION": is_gated, "IS_GATED": is_gated}
         constants |= {"SCALE_N": block, "SCALE_X": block, "BLOCK_S": tiles.rows}
         constants |= {"BLOCK_N": tiles.columns, "BLOCK_X": gemm.DEPTH, "BLOCK_E": 16}
-        aligned = ["offset", "num_slots", "num_columns", "width"]
+        aligned = ["offset", "num_slots", "num_columns", "width", "stride"]
         return compile_kernel(
             gemm.grouped_gemm_kernel, arguments, constants, tiles.num_warps, tiles.num_stages,
             aligned,
@@ -197,13 +198,15 @@ def sum_kernels():
     from data_plane.moe.kernels import sums as sums
     from data_plane.step import triton_returned as returned
 
-    def send_back():
+    def send_back(is_packed=False):
         names = ("peer_ptr", "epoch_ptr", "error_ptr")
         arguments = {**dict.fromkeys(names, "*i64"), "count_ptr": "*i32", "done_ptr": "*i32"}
         arguments |= {"y_ptr": "*bf16", "slot_ptr": "*i32", "weight_ptr": "*fp32"}
         offsets = ["flag_offset", "hidden_offset", "weight_offset"]
         arguments |= {**dict.fromkeys(offsets, "i64"), **numbers("instance", "num_rows", "width")}
-        constants, aligned = {"K": 8, "BLOCK_X": 2048}, [*offsets, "num_rows", "width"]
+        arguments |= numbers("hidden_stride", "weight_stride", "stage")
+        constants = {"IS_PACKED": is_packed, "K": 8, "BLOCK_X": 2048}
+        aligned = [*offsets, "num_rows", "width", "hidden_stride"]
         return compile_kernel(sums.return_kernel, arguments, constants, 8, aligned=aligned)
 
     rows = dict.fromkeys(("shared_ptr", "norm_ptr", "out_ptr", "normed_ptr"), "*bf16")
@@ -217,8 +220,10 @@ def sum_kernels():
     def sum_returned():
         arguments = {"x_ptr": "*bf16", "peer_ptr": "*i64", "epoch_ptr": "*i64"}
         arguments |= {"slot_ptr": "*i32", **rows, "offset": "i64"}
-        arguments |= {**numbers("instance", "num_instances", "num_slots", "width"), "eps": "fp32"}
-        constants, aligned = {"HAS_SHARED": True, "BLOCK_X": 8192}, ["offset", "num_slots", "width"]
+        names = "instance", "num_instances", "num_slots", "stride", "width"
+        arguments |= {**numbers(*names), "eps": "fp32"}
+        constants = {"HAS_SHARED": True, "BLOCK_X": 8192}
+        aligned = ["offset", "num_slots", "stride", "width"]
         return compile_kernel(sums.sum_returned_kernel, arguments, constants, 8, aligned=aligned)
 
     def merge():
@@ -227,13 +232,16 @@ def sum_kernels():
         offsets = ["partial_offset", "lse_offset"]
         arguments |= dict.fromkeys(offsets, "i64")
         arguments |= numbers("instance", "num_instances", "num_slots")
-        constants, aligned = {"WIDTH": 128, "BLOCK_V": 128, "BLOCK_N": 32}, [*offsets, "num_slots"]
+        arguments |= numbers("partial_stride", "lse_stride")
+        constants = {"WIDTH": 128, "BLOCK_V": 128, "BLOCK_N": 32}
+        aligned = [*offsets, "num_slots", "partial_stride"]
         return compile_kernel(
             returned.merge_returned_kernel, arguments, constants, 1, aligned=aligned
         )
 
     return {
         "return sums": send_back,
+        "return sums packed": lambda: send_back(is_packed=True),
         "sum pairs": sum_pairs,
         "sum returned": sum_returned,
         "merge returned": merge,

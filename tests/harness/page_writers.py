@@ -148,16 +148,7 @@ def write_nixl_pages(
     except PeerLost as lost:
         pipe.send(str(lost))
     try:
-        segment._agent.write(
-            local=segment._local,
-            peer=segment._peer,
-            instance=0,
-            remote=segment._remote,
-            begin=0,
-            num_bytes=page_bytes,
-            is_alive=lambda: True,
-            limit_s=5,
-        )
+        segment._write(0, page_bytes)
     except PeerLost as lost:
         pipe.send(str(lost))
     # The test kills this process. UCX has been seen to abort when it closes an agent that has lost

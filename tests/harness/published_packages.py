@@ -305,15 +305,20 @@ class Buffer:
         received = torch.full(
             (num_experts, num_max_dispatch_tokens_per_rank, x.shape[1]), math.nan, dtype=x.dtype
         )
-        count = torch.zeros(num_experts, dtype=torch.int32)
+        count = torch.full((num_experts,), -1, dtype=torch.int32)
         source = {}
-        for row, experts in enumerate(topk_idx.tolist()):
-            for expert in experts:
-                if expert >= 0:
-                    source[row, expert] = int(count[expert])
-                    received[expert, count[expert]] = x[row]
-                    count[expert] += 1
-        return received, count, (source, num_max_dispatch_tokens_per_rank), None, None
+
+        def receive():
+            count.zero_()
+            for row, experts in enumerate(topk_idx.tolist()):
+                for expert in experts:
+                    if expert >= 0:
+                        source[row, expert] = int(count[expert])
+                        received[expert, count[expert]] = x[row]
+                        count[expert] += 1
+
+        hook = _now_or_later(receive, return_recv_hook)
+        return received, count, (source, num_max_dispatch_tokens_per_rank), None, hook
 
     def low_latency_combine(
         self,
@@ -334,12 +339,22 @@ class Buffer:
             and x.shape[1] == max_rows
             and topk_weights.dtype == torch.float32
         )
-        combined = torch.zeros(len(topk_idx), x.shape[2])
-        for row, experts in enumerate(topk_idx.tolist()):
-            for expert, weight in zip(experts, topk_weights[row], strict=True):
-                if expert >= 0:
-                    combined[row] += weight * x[expert, source[row, expert]].float()
-        return combined.bfloat16(), None, None
+        combined = torch.full((len(topk_idx), x.shape[2]), math.nan, dtype=x.dtype)
+
+        def receive():
+            of_rows = torch.zeros(combined.shape)
+            for row, experts in enumerate(topk_idx.tolist()):
+                for expert, weight in zip(experts, topk_weights[row], strict=True):
+                    if expert >= 0:
+                        of_rows[row] += weight * x[expert, source[row, expert]].float()
+            combined.copy_(of_rows)
+
+        return combined, None, _now_or_later(receive, return_recv_hook)
+
+
+def _now_or_later(receive, return_recv_hook):
+    """What a low-latency call returns as its hook."""
+    return receive if return_recv_hook else receive()
 
 
 deep_ep = SimpleNamespace(Buffer=Buffer)

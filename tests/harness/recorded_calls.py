@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from harness.nixl_ep_stand_in import Kernels
+
 _LEFT_OUT = ("aten::empty", "aten::new_empty")
 
 
@@ -18,6 +20,15 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, calls):
         super().__init__()
         self._calls, self.is_in_kernel = calls, False
+
+    @contextmanager
+    def inside_a_kernel(self):
+        """What is done inside is the kernel's own."""
+        self.is_in_kernel = True
+        try:
+            yield
+        finally:
+            self.is_in_kernel = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         keys = kwargs or {}
@@ -57,18 +68,21 @@ def recorded(calls):
 
     def noted(kernel, *args, **keys):
         calls.append(lambda: run(kernel, *args, **keys))
-        recorder.is_in_kernel = True
-        try:
+        with recorder.inside_a_kernel():
             return run(kernel, *args, **keys)
-        finally:
-            recorder.is_in_kernel = False
 
-    InterpretedFunction.run = noted
+    def noted_call(call):
+        calls.append(call)
+        with recorder.inside_a_kernel():
+            call()
+
+    InterpretedFunction.run, of_package = noted, Kernels.run
+    Kernels.run = noted_call
     try:
         with recorder:
             yield
     finally:
-        InterpretedFunction.run = run
+        InterpretedFunction.run, Kernels.run = run, of_package
 
 
 class RecordedSteps:

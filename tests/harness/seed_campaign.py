@@ -48,6 +48,19 @@ KINDS = ("losses", "changes", "failovers")
 """Seed N is of kind N % 3."""
 OPERATORS = "operators"
 """A kind that takes no turn with the others."""
+
+
+def play_between_nodes(seed: int) -> Any:
+    """Layers of GPUs of several nodes, interpreted, over a network that delivers late."""
+    # Before Triton is imported, which the other kinds do without.
+    from harness.interpreter import interpret
+
+    interpret()
+    from harness.weak_memory import run_layers
+
+    return run_layers(seed)
+
+
 OTHERS: dict[str, Callable[[int], HashPlay]] = {
     "plain": hash_seeds.play,
     "levelling": hash_seeds.play_levelling,
@@ -64,6 +77,7 @@ OTHERS: dict[str, Callable[[int], HashPlay]] = {
     "pipeline": hash_pipeline.play,
     "pipeline-chaos": partial(hash_pipeline.play, is_chaos=True),
     "pipeline-losses": hash_pipeline_losses.play,
+    "between-nodes": play_between_nodes,
     "pipeline-losses-chaos": partial(hash_pipeline_losses.play, is_chaos=True),
 }
 """Such kinds too; each plays a seed."""

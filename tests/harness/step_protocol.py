@@ -7,6 +7,8 @@ seen.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import numpy as np
 
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel
+from data_plane.transport.nixl import NixlAgent
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp_server import TcpSegmentServer
@@ -46,6 +49,12 @@ class Protocol:
     """Share of the pairs that hand a row over before a step."""
     is_one_deep: bool = False
     """A fault that must be seen: both parities share one buffer."""
+    addresses: tuple[str, ...] = ("127.0.0.1",) * 4
+    """Where each instance listens."""
+    namespaces: tuple[str, ...] = ()
+    """Names of network namespaces, which `ip netns` made, one for each instance; needs root."""
+    by_nixl: bool = False
+    """Instances put by NIXL."""
 
 
 class ProtocolMember:
@@ -194,11 +203,22 @@ def mark(epoch: int, source: int, target: int) -> int:
     return (epoch * 16 + source * 4 + target) % 60_000
 
 
+def join_namespace(name: str) -> None:
+    """Move this thread, and those that it starts, into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as namespace:
+        assert libc.setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+
+
 def run_protocol(
     cluster_id: str, instance: int, node: str, protocol: Protocol, pipe: Connection
 ) -> None:
     """Send this instance's Peer, receive all, run the protocol; send "ok" or the error's text."""
-    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), node=node)
+    if protocol.namespaces:
+        join_namespace(protocol.namespaces[instance])
+    server = TcpSegmentServer(protocol.addresses[instance], receive_puts)
+    agent = NixlAgent(f"{cluster_id} {instance}") if protocol.by_nixl else None
+    segments = Segments(cluster_id, server, node=node, puts=agent)
     exchange = ShmExchange.create(segments, instance, protocol.num_instances, LAYOUT, LIMITS)
     try:
         pipe.send(Peer(node, segments.address))

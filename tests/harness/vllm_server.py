@@ -29,6 +29,7 @@ class VllmServer:
         module="nanocp.connectors.vllm",
         dtype="float32",
         api_key="",
+        attention="CPU_MLA",
         more=(),
     ):
         """more: options of its command line."""
@@ -38,7 +39,7 @@ class VllmServer:
             *(python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(checkpoint), "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16"),
-            *("--enforce-eager", "--attention-backend", "CPU_MLA"),
+            *("--enforce-eager", "--attention-backend", attention),
             *("--kv-transfer-config.kv_connector", "NanocpConnector"),
             *("--kv-transfer-config.kv_connector_module_path", module),
             *("--kv-transfer-config.kv_role", "kv_producer"),

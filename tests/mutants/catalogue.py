@@ -359,9 +359,9 @@ MUTANTS = [
     Mutant(
         name="probe-key",
         why="an engine with another layout of the rotated key passes the probe",
-        path="data_plane/prefill/probe.py",
-        text='(("latent", slice(self._rank)), ("key", slice(self._rank, None)))',
-        fault='(("latent", slice(self._rank)),)',
+        path="data_plane/startup/prefill.py",
+        text="parts=((names[0], slice(width)), (names[1], slice(width, None))),",
+        fault="parts=((names[0], slice(width)),),",
         tests=("tests/data_plane/prefill/test_probe.py",),
     ),
     Mutant(

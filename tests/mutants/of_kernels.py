@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 ROUTED = "tests/data_plane/kernels/test_routed_exchange.py"
+BETWEEN = "tests/data_plane/kernels/test_between_nodes.py"
 STORED = "tests/data_plane/native/test_stored_bf16.py"
 
 MUTANTS = [
@@ -57,7 +58,7 @@ MUTANTS = [
     Mutant(
         name="gpu-deaf-wait",
         why="a wait on a GPU does not see that its term is over (bounded waits)",
-        path="data_plane/transport/triton_exchange.py",
+        path="data_plane/transport/gpu/triton_exchange.py",
         text="is_over = is_term_over(peer_ptr, num_instances)",
         fault="is_over = 0",
         tests=(ROUTED, "-k", "wait_ends_with_its_term and not polls"),
@@ -65,7 +66,7 @@ MUTANTS = [
     Mutant(
         name="gpu-base-kept",
         why="a captured step writes to the memory of the term before (terms)",
-        path="data_plane/transport/cuda_ipc.py",
+        path="data_plane/transport/gpu/cuda_ipc.py",
         text="self.table.copy_(torch.tensor(words, dtype=torch.int64))",
         fault="self.table = torch.tensor(words, dtype=torch.int64)",
         tests=(ROUTED, "-k", "recorded_layer"),
@@ -73,10 +74,58 @@ MUTANTS = [
     Mutant(
         name="gpu-absent-awaited",
         why="a step on a GPU awaits an instance that is not in the term (bounded waits)",
-        path="data_plane/transport/triton_exchange.py",
+        path="data_plane/transport/gpu/triton_exchange.py",
         text="is_awaited = tl.where(error == 0, address, 0) != 0",
         fault="is_awaited = tl.where(error == 0, source, num_instances) < num_instances",
         tests=(ROUTED, "-k", "neither_written"),
+    ),
+    Mutant(
+        name="nvshmem-flag-added",
+        why="a flag between nodes is the sum of epochs, as by torch's number for setting it",
+        path="data_plane/transport/gpu/nvshmem_put.py",
+        text="SET = tl.constexpr(9)",
+        fault="SET = tl.constexpr(0)",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
+    ),
+    Mutant(
+        name="nvshmem-header-uncounted",
+        why="the last bytes of a dispatch between nodes are not put",
+        path="data_plane/transport/gpu/nvshmem_put.py",
+        text="num_bytes = count * row_bytes + header",
+        fault="num_bytes = count * row_bytes + (header > 0)",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
+    ),
+    Mutant(
+        name="nvshmem-one-parity",
+        why="every put between nodes goes into the same region, which may be read still",
+        path="data_plane/transport/gpu/nvshmem_put.py",
+        text="region = (epoch & 1) * num_instances + instance",
+        fault="region = (epoch & 0) * num_instances + instance",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
+    ),
+    Mutant(
+        name="nvshmem-worthless-rows",
+        why="rows of a step that failed are put to other nodes, and merged there",
+        path="data_plane/transport/gpu/nvshmem_put.py",
+        text="if is_far & (num_bytes > 0) & (tl.load(error_ptr) == 0):",
+        fault="if is_far & (num_bytes > 0):",
+        tests=(BETWEEN, "-k", "after_an_error"),
+    ),
+    Mutant(
+        name="packed-rows-overlap",
+        why="the fields of a packed row are written over each other",
+        path="data_plane/transport/gpu/peer_memory.py",
+        text="begins.append(row_bytes)",
+        fault="begins.append(0)",
+        tests=(BETWEEN, "-k", "do_not_overlap or whatever_is_late"),
+    ),
+    Mutant(
+        name="far-rows-astray",
+        why="rows for a far peer are packed where those for another one are",
+        path="data_plane/transport/gpu/triton_exchange.py",
+        text="tl.where(is_far, target.to(tl.int64), region)",
+        fault="tl.where(is_far, target.to(tl.int64) * 0, region)",
+        tests=(BETWEEN, "-k", "whatever_is_late"),
     ),
     Mutant(
         name="fp8-scales-by-row",

@@ -116,7 +116,7 @@ OF_LAYER = [
     Mutant(
         name="skip-epochs",
         why="a step without links does not count its layers, and instances' epochs part",
-        path="data_plane/transport/cuda_ipc.py",
+        path="data_plane/transport/gpu/cuda_ipc.py",
         text="self.epoch_C[Channel.Q : Channel.RES + 1].add_(num_layers)",
         fault="pass",
         tests=(_LAYER, "-k", "equal_epochs"),

@@ -2,6 +2,8 @@
 
 from mutant import Mutant, seen_by
 
+GPU_TERMS = "tests/data_plane/kernels/test_gpu_terms.py"
+NIXL_EP = "tests/data_plane/moe/test_nixl_ep.py"
 IPC_MEMORY = "tests/data_plane/transport/test_ipc_memory.py"
 
 SEATS = "tests/control_plane/coordinator/members/test_seats.py"
@@ -13,7 +15,7 @@ OF_TERMS = [
     Mutant(
         name="gpu-memory-freed-early",
         why="memory of a GPU is freed while a process that hangs may write it (terms)",
-        path="data_plane/transport/ipc_memory.py",
+        path="data_plane/transport/gpu/ipc_memory.py",
         text="if any(owned):",
         fault="if not any(owned):",
         tests=(IPC_MEMORY, "-k", "hangs"),
@@ -21,10 +23,50 @@ OF_TERMS = [
     Mutant(
         name="gpu-unmapped-under-a-step",
         why="memory of a peer is unmapped while a kernel may use it (terms)",
-        path="data_plane/transport/ipc_memory.py",
+        path="data_plane/transport/gpu/ipc_memory.py",
         text="self._runtime.synchronize()",
         fault="pass",
         tests=(IPC_MEMORY, "-k", "survivor"),
+    ),
+    Mutant(
+        name="mixture-given-up-in-silence",
+        why="tokens of a step are taken that had no rows of a peer (bounded waits)",
+        path="data_plane/step/gpu.py",
+        text="self.check_mixture()",
+        fault="pass",
+        tests=(GPU_TERMS, "-k", "given_up"),
+    ),
+    Mutant(
+        name="mixture-of-the-last-term",
+        why="what a lost instance sent is taken for rows of the one that replaces it (terms)",
+        path="data_plane/moe/nixl_ep.py",
+        text="self._buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True).zero_()",
+        fault="pass",
+        tests=(NIXL_EP, "-k", "not_taken_for_rows"),
+    ),
+    Mutant(
+        name="connects-before-all-have-read",
+        why="a peer of another node awaits a thread that stands still (bounded waits)",
+        path="data_plane/moe/nixl_ep.py",
+        text="self._await_reader(peer, segment, deadline)",
+        fault="pass",
+        tests=(NIXL_EP, "-k", "nobody_connects"),
+    ),
+    Mutant(
+        name="still-connected",
+        why="a survivor sends rows to the process that was lost at a seat (terms)",
+        path="data_plane/moe/nixl_ep.py",
+        text="self._buffer.disconnect_ranks(self._connected)",
+        fault="pass",
+        tests=(NIXL_EP, "-k", "one_term_after"),
+    ),
+    Mutant(
+        name="rows-for-the-old-slot",
+        why="an expert that has moved is visited in the slot that it had",
+        path="data_plane/moe/nixl_ep.py",
+        text="self._number_E.copy_(torch.tensor(numbers, dtype=torch.int64))",
+        fault="self._number_E = torch.tensor(numbers, dtype=torch.int64)",
+        tests=(GPU_TERMS, "-k", "captured and NixlEp"),
     ),
     Mutant(
         name="same-segments",

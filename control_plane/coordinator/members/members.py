@@ -70,7 +70,7 @@ class Members(TermSteps):
         has_prefill = config.has_prefill_member
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
-        self.recovers = config.recovers
+        self.recovers, self._leave_ms = config.recovers, config.leave_timeout_ms
         self.attached = Attached(self.output)
         self.start = Start(self.expected, limits.start_timeout_ms)
         self.takes_over = False
@@ -239,12 +239,12 @@ class Members(TermSteps):
 
     def ask_to_leave(self, instance: Member) -> None:
         self._send(instance, Leave())
-        self.deadlines.start("leave", self._limits.plan_timeout_ms, self._lose_those_that_stay)
+        self.deadlines.start("leave", self._leave_ms, self._lose_those_that_stay)
 
     def _lose_those_that_stay(self) -> None:
         for instance in self.terms.those(Standing.LEAVING):
-            limit = f"plan_timeout_ms ({self._limits.plan_timeout_ms} ms)"
-            self.lose(instance, f"{instance}: it did not leave its term in {limit}", "stuck")
+            message = f"{instance}: it did not leave its term in {self._leave_ms} ms"
+            self.lose(instance, message, "stuck")
 
     def ask_to_join(self) -> None:
         self.deadlines.met("leave")

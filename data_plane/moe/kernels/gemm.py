@@ -74,9 +74,9 @@ def _scaled(
 @triton.jit
 def grouped_gemm_kernel(
     x_ptr, peer_ptr, row_ptr, weight_ptr, scale_ptr, count_ptr, y_ptr, offset, instance,
-    num_experts, num_slots, num_columns, width, GATHERS: tl.constexpr, IN_REGION: tl.constexpr,
-    IS_GATED: tl.constexpr, SCALE_N: tl.constexpr, SCALE_X: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
+    num_experts, num_slots, num_columns, width, stride, GATHERS: tl.constexpr,
+    IN_REGION: tl.constexpr, IS_GATED: tl.constexpr, SCALE_N: tl.constexpr, SCALE_X: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Program (column tile, p) of P: row tiles p, p + P, ... of all experts' products.
 
@@ -99,7 +99,7 @@ def grouped_gemm_kernel(
         row = slot
         if GATHERS:
             row = tl.load(row_ptr + slot, mask=is_row, other=0).to(tl.int64)
-        x_row = x_base + row[:, None] * width
+        x_row = x_base + row[:, None] * stride
         weight_rows = num_columns
         if IS_GATED:
             weight_rows += num_columns
@@ -186,7 +186,7 @@ def _product(
     num_experts, columns, width = values.shape
     columns //= 2 if is_gated else 1
     y = x.new_empty(num_experts * num_slots, columns)
-    table, offset, instance = pairs.place if pairs else (count_E, 0, 0)
+    table, offset, instance, stride = pairs.place if pairs else (count_E, 0, 0, width)
     tiles = _tiles(x.dtype, is_gated, bool(block[0]), expected_rows)
     most_tiles = num_experts * triton.cdiv(max(num_slots, 1), tiles.rows)
     grid = (
@@ -197,7 +197,7 @@ def _product(
     if num_slots:
         grouped_gemm_kernel[grid](
             x, table, pairs.row_ES if pairs else count_E, values, scale, count_E, y, offset,
-            instance, num_experts, num_slots, columns, width, GATHERS=is_gated,
+            instance, num_experts, num_slots, columns, width, stride, GATHERS=is_gated,
             IN_REGION=pairs is not None and pairs.region is not None, IS_GATED=is_gated,
             SCALE_N=block[0], SCALE_X=block[1], BLOCK_S=tiles.rows, BLOCK_N=tiles.columns,
             BLOCK_X=DEPTH, BLOCK_E=triton.next_power_of_2(num_experts),

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from data_plane.kernels.fp8 import BLOCK, LEAST_SCALE, divided, padded_scales
 from data_plane.kernels.norm import gated_product
-from data_plane.transport.cuda_ipc import GpuExchange, Region
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange, Region
 
 _BLOCK_T = 128
 _NUM_GATHERERS = 528
@@ -36,7 +36,7 @@ _NUM_GATHERERS = 528
 def pairs_kernel(
     expert_ptr, live_ptr, place_ptr, peer_ptr, epoch_ptr, source_count_ptr, row_ptr, slot_ptr,
     count_ptr, expert_offset, instance, num_instances, num_rows, num_slots, num_routed, per_row,
-    num_shared, IN_REGION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    id_stride, num_shared, IN_REGION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program e: give a slot to every row that visits local expert e, in row order.
@@ -75,7 +75,7 @@ def pairs_kernel(
         pair = at[:, None] * stride + k[None, :]
         in_k = (k < per_row)[None, :]
         is_pair = is_live[:, None] & in_k
-        visited = tl.load(ids_ptr + row[:, None] * per_row + k[None, :], mask=is_pair, other=0)
+        visited = tl.load(ids_ptr + row[:, None] * id_stride + k[None, :], mask=is_pair, other=0)
         place = tl.load(place_ptr + visited, mask=is_pair, other=-1)
         is_here = is_pair & (place == e)
         visits = tl.max(is_here.to(tl.int32), 1)
@@ -117,7 +117,7 @@ def count_tiles(count_ptr, num_experts, BLOCK_E: tl.constexpr, BLOCK_S: tl.const
 @triton.jit
 def lay_out_kernel(
     x_ptr, peer_ptr, row_ptr, count_ptr, out_ptr, scale_ptr, offset, instance, num_experts,
-    num_slots, scale_slots, width, GATHERS: tl.constexpr, IN_REGION: tl.constexpr,
+    num_slots, scale_slots, width, stride, GATHERS: tl.constexpr, IN_REGION: tl.constexpr,
     IS_GATED: tl.constexpr, IS_FP8: tl.constexpr, BLOCK_G: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -140,11 +140,11 @@ def lay_out_kernel(
         if GATHERS:
             row = tl.load(row_ptr + slot).to(tl.int64)
         if IS_GATED:
-            gate = tl.load(x_base + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(x_base + row * 2 * width + width + at, mask=inside, other=0.0)
+            gate = tl.load(x_base + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(x_base + row * stride + width + at, mask=inside, other=0.0)
             x = gated_product(gate, up.to(tl.float32))
         else:
-            x = tl.load(x_base + row * width + at, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(x_base + row * stride + at, mask=inside, other=0.0).to(tl.float32)
         if IS_FP8:
             x, scale = divided(x, LEAST_SCALE)
             first_scale = expert.to(tl.int64) * tl.cdiv(width, GROUP) * scale_slots + place
@@ -171,11 +171,12 @@ class Pairs:
     slot, without the parity."""
 
     @property
-    def place(self) -> tuple[Tensor, int, int]:
-        """What tells a kernel where rows are: (table, offset, instance)."""
+    def place(self) -> tuple[Tensor, int, int, int]:
+        """What tells a kernel where rows are: (table, offset, instance, elements of a row)."""
         if self.region is None:
-            return self.row_ES, 0, 0
-        return self.region.table, self.region.offset, self.region.instance
+            return self.row_ES, 0, 0, self.x.shape[1]
+        region = self.region
+        return region.table, region.offset, region.instance, region.stride_in(self.x)
 
 
 def find_pairs(
@@ -199,7 +200,7 @@ def find_pairs(
     if num_rows:
         pairs_kernel[(num_here + num_shared,)](
             expert_BK, live_B.view(torch.uint8), place_E, expert_BK, expert_BK, place_E, row_ES,
-            slot, count_E, 0, 0, 0, num_rows, num_rows, num_here, per_row, num_shared,
+            slot, count_E, 0, 0, 0, num_rows, num_rows, num_here, per_row, per_row, num_shared,
             IN_REGION=False, BLOCK_T=_BLOCK_T, BLOCK_K=triton.next_power_of_2(per_row), BLOCK_N=1,
         )  # fmt: skip
     else:
@@ -226,8 +227,9 @@ def find_arrived_pairs(
     row_ES, slot, count_E = _tables(x_BX, num_here, most, slot_shape=(most, per_row))
     pairs_kernel[(num_here,)](
         expert_BK, count_N, place_E, ids.table, ids.epoch, count_N, row_ES, slot, count_E,
-        ids.offset, ids.instance, num_instances, ids.num_slots, most, num_here, per_row, 0,
-        IN_REGION=True, BLOCK_T=_BLOCK_T, BLOCK_K=triton.next_power_of_2(per_row),
+        ids.offset, ids.instance, num_instances, ids.num_slots, most, num_here, per_row,
+        ids.stride_in(expert_BK), 0, IN_REGION=True, BLOCK_T=_BLOCK_T,
+        BLOCK_K=triton.next_power_of_2(per_row),
         BLOCK_N=triton.next_power_of_2(num_instances),
     )  # fmt: skip
     return Pairs(x_BX, hidden, row_ES, count_E, slot)
@@ -260,13 +262,13 @@ def lay_out(
         num_experts, num_slots, width, dtype=torch.float8_e4m3fn if is_fp8 else x.dtype
     )
     scale = x.new_empty(num_experts, groups, padded, dtype=torch.float32) if is_fp8 else count_E
-    table, offset, instance = pairs.place if pairs else (count_E, 0, 0)
+    table, offset, instance, stride = pairs.place if pairs else (count_E, 0, 0, x.shape[-1])
     block = min(8, triton.next_power_of_2(groups))
     if num_slots:
         grid = min(num_experts * num_slots, _NUM_GATHERERS), triton.cdiv(groups, block)
         lay_out_kernel[grid](
             x, table, pairs.row_ES if pairs else count_E, count_E, out, scale, offset, instance,
-            num_experts, num_slots, padded, width, GATHERS=pairs is not None,
+            num_experts, num_slots, padded, width, stride, GATHERS=pairs is not None,
             IN_REGION=pairs is not None and pairs.region is not None, IS_GATED=is_gated,
             IS_FP8=is_fp8, BLOCK_G=block, GROUP=BLOCK, BLOCK_E=triton.next_power_of_2(num_experts),
         )  # fmt: skip

@@ -17,10 +17,13 @@ from torch import Tensor
 
 from data_plane.kernels.norm import store_normed
 from data_plane.moe.kernels.pairs import Pairs, first_row_of
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import FAR
+from data_plane.transport.gpu.triton_exchange import staged
 
 _NUM_WARPS = 8
+_FAR = tl.constexpr(FAR)
 
 
 @triton.jit
@@ -54,13 +57,15 @@ def _store_row(
 @triton.jit
 def return_kernel(
     peer_ptr, epoch_ptr, error_ptr, count_ptr, done_ptr, y_ptr, slot_ptr, weight_ptr, flag_offset,
-    hidden_offset, weight_offset, instance, num_rows, width, K: tl.constexpr, BLOCK_X: tl.constexpr,
+    hidden_offset, weight_offset, instance, num_rows, width, hidden_stride, weight_stride, stage,
+    IS_PACKED: tl.constexpr, K: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Program (source, p) of P, a power of two: sum rows p, p + P, ... of a source over its pairs.
 
     The sums are stored in the source's memory, and then its flag is released, as put_kernel does
     it. epoch_ptr: of the last wait for DISPATCH, which is also that of this put. A source without a
-    row, or that is not in the term, gets nothing.
+    row, or that is not in the term, gets nothing. The sums for a far one are left here
+    (triton_exchange.staged); IS_PACKED: there may be one.
     """
     source, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -71,9 +76,13 @@ def return_kernel(
     epoch = tl.load(epoch_ptr)
     parity = (epoch & 1) * num_instances
     own = tl.load(peer_ptr + instance) + weight_offset
-    pair_weight_ptr = own.to(weight_ptr.dtype) + (parity + source) * num_rows * K
+    pair_weight_ptr = own.to(weight_ptr.dtype) + (parity + source) * num_rows * weight_stride
+    region = parity + instance
+    is_far = base == _FAR
+    if IS_PACKED:
+        base, region = staged(peer_ptr, base, region, source, instance, stage)
     sum_ptr = tl.multiple_of((base + hidden_offset).to(y_ptr.dtype), 16)
-    sum_ptr += (parity + instance) * num_rows * width
+    sum_ptr += region * num_rows * hidden_stride
     for row in range(program, count, num_programs):
         at = (source * num_rows + row) * K
         for begin in range(0, width, BLOCK_X):
@@ -82,11 +91,13 @@ def return_kernel(
             acc = tl.zeros([BLOCK_X], tl.float32)
             for k in tl.static_range(K):
                 slot = tl.load(slot_ptr + at + k)
-                weight = tl.load(pair_weight_ptr + row * K + k)
+                weight = tl.load(pair_weight_ptr + row * weight_stride + k)
                 acc = _weighted(acc, y_ptr, slot, weight, column, inside, width)
-            to = sum_ptr + row * width + column
+            to = sum_ptr + row * hidden_stride + column
             tl.store(to, acc.to(y_ptr.dtype.element_ty), mask=inside)
-    # The order of flags is that of put_kernel in transport/triton_exchange.py.
+    if is_far & IS_PACKED:
+        return
+    # The order of flags is that of put_kernel in transport/gpu/triton_exchange.py.
     tl.debug_barrier()
     num_done = tl.atomic_add(done_ptr + source, 1, sem="acq_rel", scope="sys") + 1
     if (num_done & (num_programs - 1)) == 0:
@@ -119,7 +130,7 @@ def sum_pairs_kernel(
 @triton.jit
 def sum_returned_kernel(
     x_ptr, peer_ptr, epoch_ptr, slot_ptr, shared_ptr, norm_ptr, out_ptr, normed_ptr, offset,
-    instance, num_instances, num_slots, width, eps, HAS_SHARED: tl.constexpr,
+    instance, num_instances, num_slots, stride, width, eps, HAS_SHARED: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Program b: add to row b what the instances returned for it; write the sum, and it normed.
@@ -136,7 +147,7 @@ def sum_returned_kernel(
         slot = tl.load(slot_ptr + n * num_rows + row)
         if slot >= 0:
             at = ((first_region + n) * num_slots + slot).to(tl.int64)
-            acc += tl.load(base + at * width + column, mask=inside, other=0.0).to(tl.float32)
+            acc += tl.load(base + at * stride + column, mask=inside, other=0.0).to(tl.float32)
     _store_row(
         acc, x_ptr, shared_ptr, norm_ptr, out_ptr, normed_ptr, row, column, inside, width, eps,
         HAS_SHARED,
@@ -152,17 +163,22 @@ def return_sums(
     their dtype; those of the rows arrived with them.
     """
     weights = exchange.region(Channel.DISPATCH, "weight")
-    hidden = exchange.region(Channel.COMBINE, "hidden")
+    hidden, place = (
+        exchange.region(Channel.COMBINE, "hidden"),
+        exchange.places.channels[Channel.COMBINE],
+    )
     num_instances, width = len(count_N), y.shape[1]
     most = max(16, 256 // num_instances)
     programs = min(triton.next_power_of_2(hidden.num_slots), 1 << (most.bit_length() - 1))
     return_kernel[(num_instances, programs)](
         weights.table, weights.epoch, exchange.error, count_N, exchange.done(Channel.COMBINE), y,
-        pairs.slot, weight_BK, exchange.places.channels[Channel.COMBINE].flag_offset,
-        hidden.offset, weights.offset, weights.instance, hidden.num_slots, width,
+        pairs.slot, weight_BK, place.flag_offset, hidden.offset, weights.offset, weights.instance,
+        hidden.num_slots, width, hidden.stride_in(y), weights.stride_in(weight_BK),
+        place.stage_offset - place.offset, IS_PACKED=exchange.places.is_packed,
         K=pairs.slot.shape[1], BLOCK_X=min(2048, triton.next_power_of_2(width)),
         num_warps=_NUM_WARPS,
     )  # fmt: skip
+    exchange.forward(Channel.COMBINE, count_N)
 
 
 def sum_pairs(
@@ -201,7 +217,7 @@ def sum_returned(
         sum_returned_kernel[(num_rows,)](
             x_BX, hidden.table, hidden.epoch, slot_NB, x_BX if shared_BX is None else shared_BX,
             norm_X, out, normed, hidden.offset, hidden.instance, num_instances, hidden.num_slots,
-            width, eps, HAS_SHARED=shared_BX is not None, BLOCK_X=triton.next_power_of_2(width),
-            num_warps=_NUM_WARPS,
+            hidden.stride_in(x_BX), width, eps, HAS_SHARED=shared_BX is not None,
+            BLOCK_X=triton.next_power_of_2(width), num_warps=_NUM_WARPS,
         )  # fmt: skip
     return out, normed

@@ -108,6 +108,7 @@ class Hardware:
                 kv_dtype=self.kv_dtype,
                 # The only one that both lanes can use on a GPU.
                 dispatch_backend="exchange" if self.lanes else config.data_plane.dispatch_backend,
+                exchange_backend="nvshmem" if is_gpu and num > _GPUS_OF_A_NODE else "auto",
             ),
         )
 
@@ -125,12 +126,12 @@ def report_folder(folder: Path, hardware: Hardware) -> bool:
     config, device = hardware.config(), hardware.device
     report = _report_stages if hardware.layout == "pipeline" else _report
     fits = report(folder, model, config, device, hardware.memory_gb)
-    if fits and device != _CPU and config.cluster.num_instances > _GPUS_OF_A_NODE:
+    if config.data_plane.has_nvshmem:
         typer.echo(
-            "It cannot run yet: GPUs exchange only within one node so far (docs/use/gpu.md), "
-            f"and that has {_GPUS_OF_A_NODE}."
+            f"More than {_GPUS_OF_A_NODE} GPUs are on several nodes, which exchange by "
+            "exchange_backend nvshmem: it is experimental, and no two nodes have run it "
+            "(docs/use/deploy.md)."
         )
-        fits = False
     if tokenizer is None:
         typer.echo("No tokenizer here: prompts are token ids, and chats are refused.")
     return fits

@@ -13,6 +13,7 @@ import pytest
 
 from control_plane.frontend.controller_interface import Submission
 from control_plane.shell.event_log import LogReader
+from data_plane.transport.nixl import nixl_package
 from harness.hash_parts import FREE_LINKS
 from harness.hash_service import (
     CONFIG,
@@ -93,11 +94,15 @@ def test_every_token_is_right(policy, num_steps, max_tokens):
     assert shared_memory_of(service) == []
 
 
-def test_every_token_is_right_between_nodes():
-    """TCP for every pair: hand-offs, page moves and the prefill's pages too."""
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+def test_every_token_is_right_between_nodes(backend, monkeypatch):
+    """TCP for every pair: hand-offs, page moves and the prefill's pages too; or puts by NIXL."""
+    if backend == "nixl" and nixl_package() is None:
+        pytest.skip("NIXL is not installed")
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # as between machines
     lengths = [1, 64, 130, 300, 900]
     config = with_policy("chaos")
-    config = replace(config, data_plane=replace(config.data_plane, exchange_backend="tcp"))
+    config = replace(config, data_plane=replace(config.data_plane, exchange_backend=backend))
     with hash_service(config) as service:
         outputs = generate_all(service.address, lengths, max_tokens=40)
         assert service.metrics.registry.get_sample_value("nanocp:pages_moved_total")

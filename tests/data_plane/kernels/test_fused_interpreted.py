@@ -13,7 +13,7 @@ from data_plane.moe.fused import fused_obstacle
 from data_plane.moe.fused_state import ROUTE
 from data_plane.moe.kernels.rows import route_rows
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, TermOver
-from data_plane.transport.peer_memory import PeerMemory
+from data_plane.transport.gpu.peer_memory import PeerMemory
 from harness.fused_cases import FusedCase, FusedSizes, run_turns
 from harness.fused_roles import run_gate, run_queues, run_roles
 from harness.fused_schedules import explore, weave

@@ -13,7 +13,7 @@ import torch
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.moe.fused import GateTiles
 from data_plane.step.gpu import GpuStep
-from data_plane.transport.cuda_runtime import CudaRuntime
+from data_plane.transport.gpu.cuda_runtime import CudaRuntime
 from harness import check_run, gpu_cluster, gpu_token_checks
 from harness.check_run import run
 from harness.cuda_stand_in import Cuda

@@ -16,23 +16,28 @@ from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.instance import decode
 from data_plane.instance.decode import DecodeInstance
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.moe import backend, nixl_ep
 from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.kernels.gemm import TritonGemm
 from data_plane.reference.oracle import Oracle
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
 from data_plane.step.gpu import GpuStep
-from data_plane.transport.cuda_runtime import CudaRuntime
 from data_plane.transport.exchange import TermOver
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.cuda_runtime import CudaRuntime
+from data_plane.transport.gpu.nvshmem import Nvshmem
 from data_plane.transport.segments import Segments
-from harness import decode_cluster
+from harness import decode_cluster, nixl_ep_stand_in
 from harness.cuda_stand_in import Cuda
 from harness.decode_cluster import DecodeCluster, Prompt
 from harness.fake_cudart import FakeCudart
+from harness.fake_nvshmem import FakeLibrary, Group
 from harness.gpu_cluster import run_in_turn
 from harness.gpu_drafts import MAX_ROWS, NUM_DRAFTS, assert_drafts_as, played
 from harness.interpreter import shared_by_threads
 from harness.mtp_layers import add_mtp_layer
+from harness.weak_memory import WeakMemory, network
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -75,6 +80,13 @@ def stand_in_for_a_gpu(monkeypatch, folder):
     return library
 
 
+def stand_in_for_nixl_ep(monkeypatch):
+    """Let instances of this process take a stand-in for NIXL-EP, with rows in fp32."""
+    monkeypatch.setattr(backend, "nixl_ep_obstacle", lambda *site, **sizes: "")
+    monkeypatch.setattr(nixl_ep, "import_module", lambda name: nixl_ep_stand_in)
+    monkeypatch.setattr(nixl_ep_stand_in.Buffer, "dtype", torch.float32)
+
+
 def counting(call, calls):
     """A function that notes each call."""
 
@@ -98,6 +110,7 @@ def launched(cuda, run):
         pytest.param("exchange", "always", True, marks=pytest.mark.system),
         pytest.param("auto", "off", True, marks=pytest.mark.system),
         pytest.param("fused", "off", True, marks=pytest.mark.system),
+        pytest.param("nixl_ep", "off", True, marks=pytest.mark.system),
     ],
 )
 def test_greedy_and_sampled_tokens_and_their_logprobs(
@@ -108,6 +121,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
     They outlive its term. What several do together is tested with tests/harness/gpu_cluster.py.
     """
     stand_in_for_a_gpu(monkeypatch, tmp_path)
+    stand_in_for_nixl_ep(monkeypatch)
     made = []
 
     def gpu_parts(*arguments, **keys):
@@ -121,13 +135,14 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
         monkeypatch.setattr(CudaGraphs, "warm", lambda self, step: None)  # nothing is to be loaded
         monkeypatch.setattr(GpuStep, "run", launched(cuda, GpuStep.run))
     path, oracle = mini
-    bounds = BoundsConfig(max_rows=2, max_links=1, max_attention_rows=2, max_partials=1)
+    most = 4 if dispatch == "nixl_ep" else 2
+    bounds = BoundsConfig(max_rows=most, max_links=1, max_attention_rows=most, max_partials=1)
     config = Config(
         cluster=ClusterConfig(num_instances=1, num_frames=8, max_model_len=256, bounds=bounds),
         # With this seed the first two windows, and the two rows, are in different lanes.
         scheduler=SchedulerConfig(steps_per_window=2, lanes=lanes, chaos_seed=8),
         data_plane=DataPlaneConfig(
-            device="cuda", eager=is_eager, row_buckets=(2,), dispatch_backend=dispatch
+            device="cuda", eager=is_eager, row_buckets=(most,), dispatch_backend=dispatch
         ),
     )
     greedy = Prompt(list(range(2, 65)), SamplingParams(max_tokens=3, temperature=0.0))
@@ -266,6 +281,53 @@ def test_two_instances_meet_in_one_term_after_the_other(mini, two_instances):
         names = library.names()
     assert names.count("cudaMalloc") == 6, "memory to be alone, and for each term"
     assert names.count("cudaFree") >= 4, "what nobody has mapped is free"
+    for prompt in prompts:
+        assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+
+
+@without_gpu
+def test_instances_of_two_nodes_meet_by_nvshmem(mini, two_instances, monkeypatch):
+    """Each is alone at first; then NVSHMEM's memory is taken, and its module initialised."""
+    (path, oracle), (config, _) = mini, two_instances
+    group, libraries = Group(2, far=[(0, 1)]), []
+
+    def load(address):
+        libraries.append(FakeLibrary(group))
+        return Nvshmem(libraries[-1])
+
+    monkeypatch.setattr(gpu, "load_nvshmem", load)
+    monkeypatch.setattr(gpu, "nvshmem_obstacle", lambda **site: "")
+    monkeypatch.setattr(GpuExchange, "forwarding_module", lambda exchange: 5)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, instances_per_node=1, redundant_experts=0),
+        scheduler=replace(config.scheduler, policy="fixed_degree:2"),
+        data_plane=replace(config.data_plane, exchange_backend="nvshmem", dispatch_backend="auto"),
+    )
+    prompt = greedy_prompt(2)
+    with network(WeakMemory(group, seed=1)), DecodeCluster(config, path) as cluster:
+        cluster.run([prompt])
+        selected = cluster.instances[0].selected
+    assert [library.modules for library in libraries] == [[5], [5]]
+    assert all(memory.any() for memories in group.memory.values() for memory in memories)
+    assert "dispatch: exchange, because exchange_backend is nvshmem" in selected
+    assert any(each.startswith("exchange: nvshmem, experimental") for each in selected)
+    assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
+
+
+@without_gpu
+def test_mixtures_by_nixl_ep_meet_in_one_term_after_the_other(mini, two_instances, monkeypatch):
+    """Instances run steps alone first, as before a capture; in the end all experts are at one."""
+    (path, oracle), (config, _) = mini, two_instances
+    stand_in_for_nixl_ep(monkeypatch)
+    data_plane = replace(config.data_plane, dispatch_backend="nixl_ep")
+    prompts = [greedy_prompt(2), greedy_prompt(90)]
+    with DecodeCluster(replace(config, data_plane=data_plane), path) as cluster:
+        cluster.run(prompts[:1])
+        cluster.regroup(place_experts(8, 2, 4, [1]))
+        cluster.run(prompts[1:])
+        selected = cluster.instances[0].selected
+    assert "dispatch: nixl_ep, as configured" in selected
     for prompt in prompts:
         assert oracle.judge(prompt.ids, prompt.output).exact and len(prompt.output) == 3
 

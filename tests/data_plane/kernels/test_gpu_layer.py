@@ -330,7 +330,7 @@ def test_instances_without_links_stay_at_equal_epochs(mini, monkeypatch, counts)
 
     counts: False plants the fault that a step without links does not count its layers.
     """
-    from data_plane.transport.cuda_ipc import GpuExchange
+    from data_plane.transport.gpu.cuda_ipc import GpuExchange
 
     path, oracle = mini
     skipped, skip = [], GpuExchange.skip_attention

@@ -17,7 +17,7 @@ from data_plane.moe.fused import FusedMixtures
 from data_plane.moe.kernels.rows import route_rows
 from data_plane.reference.oracle import Oracle
 from data_plane.step.triton_returned import merge_returned
-from data_plane.transport.cuda_ipc import Region
+from data_plane.transport.gpu.cuda_ipc import Region
 from harness.fp8_twin import make_twin
 from harness.gpu_cluster import GpuCluster
 from harness.kernel_cases import make_partials, poisoned
@@ -296,8 +296,11 @@ def test_returned_partials_are_merged_into_their_rows(parity):
     base = places[0].data_ptr()
     table, epoch = torch.tensor([0, base, 0]), torch.tensor([6 + parity])
     offsets = {"partial": 0, "lse": places[1].data_ptr() - base}
+    strides = {"partial": 3 * 20 * 4, "lse": 3 * 4}
     exchange = SimpleNamespace(
-        region=lambda channel, name: Region(table, epoch, offsets[name], 1, num_slots=2)
+        region=lambda channel, name: Region(
+            table, epoch, offsets[name], 1, num_slots=2, stride=strides[name]
+        )
     )
     out, out_lse = own.clone(), own_lse.clone()
     merge_returned(out, out_lse, exchange, slot_NB)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
-from data_plane.transport.exchange import TermOver
+from data_plane.transport.exchange import ExchangeTimeout, TermOver
 from harness import gpu_cluster
 from harness.gpu_cluster import GpuCluster
+from harness.nixl_ep_cluster import NixlEpCluster
 from harness.recorded_calls import RecordedSteps
 from nanocp.values.plan import PAGE_SIZE
 
@@ -85,12 +86,13 @@ class OneBucket(BucketTable):
         return Bucket(4, 8)
 
 
+@pytest.mark.parametrize("kind", [GpuCluster, NixlEpCluster])
 @pytest.mark.parametrize("num_steps", [2])
-def test_survivors_go_on_with_what_they_captured(mini, monkeypatch, num_steps):
+def test_survivors_go_on_with_what_they_captured(mini, monkeypatch, num_steps, kind):
     """One of three instances is lost inside a step, two hold all experts, and it comes again."""
     monkeypatch.setattr(gpu_cluster, "BucketTable", OneBucket)
     path, oracle = mini
-    cluster = GpuCluster(path, num_instances=3, num_parts=2, num_redundant=1)
+    cluster = kind(path, num_instances=3, num_parts=2, num_redundant=1)
     recorder = RecordedSteps()
     cluster.phases = recorder.phases
     for number, length in enumerate((1, 70, 63, 66)):
@@ -125,6 +127,8 @@ def test_survivors_go_on_with_what_they_captured(mini, monkeypatch, num_steps):
 
     newcomer = cluster.instances[2]
     newcomer.frames.layers.fill_(7.0)
+    if kind is NixlEpCluster:
+        cluster.start(2)
     for key in [key for key in recorder.phases_of if key[0] is newcomer]:
         del recorder.phases_of[key]
     cluster.begin_term(3, [0, 1, 2])
@@ -137,3 +141,22 @@ def test_survivors_go_on_with_what_they_captured(mini, monkeypatch, num_steps):
     for request in cluster.requests:
         assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
     assert max(len(request.output) for request in cluster.requests) == 3 * num_steps
+
+
+def test_rows_by_nixl_ep_have_the_tokens_of_the_model_and_a_peer_given_up_is_an_error(mini):
+    """A step whose mixture gave a peer up in silence is no step."""
+    path, oracle = mini
+    cluster = NixlEpCluster(path, num_parts=2, seed=3)
+    cluster.add(prompt(70), degree=2)
+    cluster.add(prompt(5, seed=2), degree=1)
+    for _ in range(3):
+        cluster.step()
+    for request in cluster.requests:
+        assert oracle.judge(request.ids[: request.num_prompt], request.output).exact
+    cluster.forget_requests(seed=0)
+    cluster.stage()
+    own, _ = cluster.begin()
+    while advance(own):
+        pass
+    with pytest.raises(ExchangeTimeout, match="rows of instance 1 in a mixture"):
+        cluster.instances[0].step.check()

@@ -57,6 +57,8 @@ LIMITS = {
     "decode K/V heads bf16, two queries": Limit(168),
     "decode K/V heads fp32": Limit(128),
     **dict.fromkeys(("put q", "put res", "put dispatch", "take q", "take res"), Limit(64)),
+    **dict.fromkeys(("put q packed", "put dispatch packed", "take q packed"), Limit(64)),
+    "return sums packed": Limit(64),
     **dict.fromkeys(("wait", "wait counted"), Limit(32)),
     **dict.fromkeys(("adopt", "locate", "route", "next turn"), Limit(64)),
     **dict.fromkeys(("target", "plan"), Limit(128)),
@@ -179,25 +181,20 @@ def test_no_flag_is_released_before_what_it_announces(compiled, name):
     assert compiled(name)["unordered_releases"] == []
 
 
-@pytest.mark.parametrize("name", ["put q", "put res", "put dispatch", "return sums", "put, right"])
+PUTS = [
+    *("put q", "put res", "put dispatch", "return sums"),
+    *("put q packed", "put dispatch packed", "return sums packed"),
+]
+
+
+@pytest.mark.parametrize("name", [*PUTS, "put, right"])
 def test_a_put_releases_its_stores_to_the_whole_system_and_needs_its_barrier(compiled, name):
     kernel = compiled(name)
     assert kernel["unannounced_stores"] == [] and kernel["unordered_releases"] == []
     assert kernel["num_unordered_without_barriers"] > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "put q",
-        "put res",
-        "put dispatch",
-        "return sums",
-        "wait",
-        "wait counted",
-        "wait, acquire sys",
-    ],
-)
+@pytest.mark.parametrize("name", [*PUTS, "wait", "wait counted", "wait, acquire sys"])
 def test_what_others_released_is_acquired(compiled, name):
     # A put's last program must have seen the others' stores before it sets the flag for all.
     assert compiled(name)["num_system_acquires"] == 1

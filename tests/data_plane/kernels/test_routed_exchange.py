@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_plane.transport import peer_memory, triton_exchange
-from data_plane.transport.cuda_ipc import GpuExchange
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, Term, TermOver
-from data_plane.transport.peer_memory import PeerMemory, cuda_ipc_obstacle
+from data_plane.transport.gpu import peer_memory, triton_exchange
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from data_plane.transport.gpu.peer_memory import PeerMemory, cuda_ipc_obstacle
 from harness.exchange_cases import ExchangeCase
 from harness.member_fakes import until
 from harness.recorded_calls import recorded

@@ -229,6 +229,7 @@ def test_start_up_refuses_what_the_cpu_cannot_have(tiny_checkpoint):
         ("attention", "flashmla"),
         ("expert", "triton"),
         ("dispatch", "deep_ep"),
+        ("dispatch", "nixl_ep"),
     ):
         config = Config(data_plane=DataPlaneConfig(**{f"{name}_backend": backend_name}))
         with pytest.raises(ValueError, match=f"{name}_backend is {backend_name}: it needs"):

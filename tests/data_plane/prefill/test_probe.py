@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from data_plane.kv.carry_pool import CarryPool
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from data_plane.prefill.pages import payload_of
+from data_plane.prefill.pages import begin_state, payload_of
 from data_plane.prefill.probe import NUM_TOKENS
 from data_plane.startup.prefill import build_probe
-from data_plane.startup.shared_parts import model_of
+from data_plane.startup.shared_parts import model_of, torch_dtype
 from harness.paths import ROOT
 from harness.reference_prefill import prefill_pages
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
+from nanocp.values.plan import CARRY_PAGE
 
 RANK, ROPE_DIM, NUM_LAYERS = 64, 32, 4
 CONFIGS = {
@@ -36,10 +38,10 @@ def pages_of(config, checkpoint, token_ids):
     return {page: payload_of(kv, None).reshape(-1).copy() for page, kv in pages}
 
 
-def changed(pages, dtype, change):
+def changed(pages, dtype, change, num_layers=NUM_LAYERS):
     """The pages after `change` of their KV [layers, 64, width] in place."""
     for payload in pages.values():
-        kv = torch.from_numpy(payload).view(getattr(torch, dtype)).view(NUM_LAYERS, 64, -1)
+        kv = torch.from_numpy(payload).view(getattr(torch, dtype)).view(num_layers, 64, -1)
         change(kv)
     return pages
 
@@ -104,7 +106,86 @@ def test_a_checkpoint_of_another_seed_fails(tiny_checkpoint, tmp_path):
     assert build_probe(config, tmp_path).fingerprint == probe.fingerprint
 
 
-def test_a_model_without_latent_kv_is_refused(tmp_path):
-    make_checkpoint(tmp_path, "tiny-qwen3-moe")
-    with pytest.raises(ValueError, match="the connector sends latent KV"):
+@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen2"])
+@pytest.mark.parametrize("dtype", CONFIGS)
+def test_keys_and_values_of_heads_pass_and_others_do_not(tmp_path, preset, dtype):
+    """The first has experts in its first layer, so no other is known."""
+    make_checkpoint(tmp_path, preset)
+    probe = build_probe(CONFIGS[dtype], tmp_path)
+    pages = pages_of(CONFIGS[dtype], tmp_path, probe.token_ids)
+    assert [payload.nbytes for payload in pages.values()] == [probe.page_bytes] * 2
+    assert probe.problem(pages) is None
+
+    def values_first(kv):
+        kv[:] = torch.cat(kv.chunk(2, dim=-1)[::-1], dim=-1)
+
+    def another_head(kv):
+        key, value = kv.chunk(2, dim=-1)
+        kv[:] = torch.cat((key, value.roll(value.shape[-1] // 2, dims=-1)), dim=-1)
+
+    for change, part in ((values_first, "key of layer 0"), (another_head, "value of layer 0")):
+        copies = {page: payload.copy() for page, payload in pages.items()}
+        assert part in probe.problem(changed(copies, dtype, change, num_layers=3)), change
+
+
+def test_of_a_model_without_experts_the_first_layers_are_loaded(tmp_path):
+    make_checkpoint(tmp_path, "tiny-qwen3", overrides={"num_hidden_layers": 6})
+    probe = build_probe(CONFIGS["float32"], tmp_path)
+    assert (probe.num_layers, len(probe._expected)) == (6, 4)
+
+
+@pytest.fixture(scope="module")
+def states_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states")
+    make_checkpoint(folder, "tiny-qwen3-next")
+    return folder
+
+
+@torch.no_grad()
+def state_pages(probe, config, folder, change=lambda fields: None, num_tokens=NUM_TOKENS):
+    """Pages of an engine: KV that nobody knows, and a state in which all layers have the tokens."""
+    model = model_of(config, folder)
+    first = replace(model, num_layers=1)
+    weights = load_weights(folder, first, torch_dtype(config), range(0))
+    pool = CarryPool(
+        model.delta, len(model.linear_layers), 1, torch_dtype(config), probe.page_bytes
+    )
+    begin_state(pool, weights, model, probe.token_ids[:num_tokens])
+    for fields in pool.layers:
+        fields.folded[0] = num_tokens
+    change(pool.layers[0])
+    pages = {page: np.zeros(probe.page_bytes, np.uint8) for page in (0, 1)}
+    return pages | {
+        CARRY_PAGE + number: pool.page(0, number).copy() for number in range(probe.num_state_pages)
+    }
+
+
+@pytest.mark.parametrize("dtype", CONFIGS)
+def test_the_first_layers_state_passes_and_others_do_not(states_folder, dtype):
+    config = CONFIGS[dtype]
+    probe = build_probe(config, states_folder)
+
+    def problem(*change):
+        return probe.problem(state_pages(probe, config, states_folder, *change))
+
+    def turned(fields):
+        state = fields.state[0].clone()
+        fields.state[0] = state.transpose(1, 2).reshape(state.shape)
+
+    def of_a_token_less(fields):
+        fields.channels[0] = fields.channels[0].roll(1, dims=0)
+
+    def not_finite(fields):
+        fields.state[0, 0, 0, 0] = torch.nan
+
+    assert probe.num_state_pages > 0 and problem() is None
+    assert "the state of layer 0 is off by" in problem(turned)
+    assert "the input of layer 0 is off by" in problem(of_a_token_less)
+    assert "the state of layer 0 is off by nan" in problem(not_finite)
+    assert "64 tokens of the probe's 65" in problem(lambda fields: None, NUM_TOKENS - 1)
+
+
+def test_states_that_no_engine_sends_are_refused(tmp_path):
+    make_checkpoint(tmp_path, "tiny-kimi-linear")
+    with pytest.raises(ValueError, match="engines send states of Gated DeltaNet"):
         build_probe(CONFIGS["float32"], tmp_path)

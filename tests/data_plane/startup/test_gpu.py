@@ -19,10 +19,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
     ("keys", "words"),
     [
         ({}, "device is cuda: it needs an NVIDIA GPU, and torch sees none here"),
-        (
-            {"exchange_backend": "nvshmem"},
-            "exchange_backend is nvshmem: .*; cuda_ipc serves the GPUs of one node",
-        ),
+        ({"exchange_backend": "nvshmem"}, "device is cuda: it needs an NVIDIA GPU"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_path, keys, words):
@@ -39,7 +36,7 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_pa
         ({"kv_dtype": "fp8"}, "kv_dtype is fp8, which needs a GPU: device must be cuda"),
         (
             {"exchange_backend": "cuda_ipc"},
-            "exchange_backend is cuda_ipc and device cpu; shm and tcp are for cpu",
+            "exchange_backend is cuda_ipc and device cpu; shm, tcp and nixl are for cpu",
         ),
         ({"exchange_backend": "shm", "device": "cuda"}, "exchange_backend is shm and device cuda"),
     ],
@@ -51,11 +48,20 @@ def test_what_does_not_go_together_is_refused(keys, words):
 
 @pytest.mark.parametrize(
     ("dispatch", "goes_on"),
-    [("exchange", True), ("fused", True), ("auto", False), ("deep_ep", False)],
+    [
+        ("exchange", True),
+        ("fused", True),
+        ("nixl_ep", True),
+        ("auto", False),
+        ("deep_ep", False),
+    ],
 )
 def test_a_service_on_gpus_goes_on_after_a_loss_with_a_dispatch_that_can_regroup(dispatch, goes_on):
     data_plane = DataPlaneConfig(device="cuda", dispatch_backend=dispatch)
-    assert Config(data_plane=data_plane).recovers == goes_on
+    config = Config(data_plane=data_plane)
+    assert config.recovers == goes_on
+    waits_ms = config.limits.exchange_timeout_ms if dispatch == "nixl_ep" else 0
+    assert config.leave_timeout_ms == config.limits.plan_timeout_ms + waits_ms
     with pytest.raises(ValueError, match=r"spares is 1, and .* is cuda: it must be cpu"):
         Config(data_plane=data_plane, cluster=ClusterConfig(spares=1))
 
@@ -64,7 +70,8 @@ def test_deep_ep_has_no_redundant_slots():
     gpu = pytest.importorskip("data_plane.startup.gpu")
     cluster = ClusterConfig(num_instances=4, instances_per_node=4, redundant_experts=2)
     model = SimpleNamespace(num_experts=8)
-    assert [gpu._num_slots(cluster, model, has_deep_ep) for has_deep_ep in (False, True)] == [4, 0]
+    names = ("exchange", "nixl_ep", "deep_ep")
+    assert [gpu._num_slots(cluster, model, name) for name in names] == [4, 4, 0]
 
 
 def test_members_on_gpus_see_all_of_them():

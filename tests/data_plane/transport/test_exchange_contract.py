@@ -1,7 +1,9 @@
 """What every backend of the exchange must do; a new backend is one line in BACKENDS."""
 
 import ctypes
+import functools
 import itertools
+import os
 import threading
 import time
 import uuid
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.native.receiver import receive_puts
+from data_plane.transport import nixl
 from data_plane.transport.exchange import (
     Awaited,
     Channel,
@@ -71,13 +74,20 @@ class NodeMember(ShmExchange):
         self._segments.close()
 
 
-def make_on_nodes(nodes, receiver=None):
+@functools.cache
+def agent(instance):
+    """An agent of a process for all its terms; the package may be missing."""
+    pytest.importorskip(nixl.nixl_package() or "nixl_cu13")
+    return nixl.NixlAgent(f"contract {os.getpid()} {instance}")
+
+
+def make_on_nodes(nodes, receiver=None, agents=None):
     def make(layout, num_instances, limits=PATIENT):
         cluster_id = f"test-{uuid.uuid4().hex}"
         servers = [TcpSegmentServer("127.0.0.1", receiver or receive_puts) for _ in nodes]
         segments = [
-            Segments(cluster_id, server, node=node)
-            for server, node in zip(servers, nodes, strict=True)
+            Segments(cluster_id, server, node=node, puts=agents and agents(number))
+            for number, (server, node) in enumerate(zip(servers, nodes, strict=True))
         ]
         members = [
             NodeMember.create(segments[i], i, num_instances, layout, limits)
@@ -97,6 +107,7 @@ BACKENDS = {
     "tcp": make_on_nodes("abc"),
     "tcp in Python": make_on_nodes("abc", receive_in_python),
     "shm and tcp": make_on_nodes("aab"),
+    "nixl": make_on_nodes("aab", agents=agent),
 }
 
 

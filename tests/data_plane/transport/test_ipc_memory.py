@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_plane.transport.cuda_runtime import GRANULE, CudaError, CudaRuntime
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term, TermOver
-from data_plane.transport.ipc_memory import IpcMemory
+from data_plane.transport.gpu.cuda_runtime import GRANULE, CudaError, CudaRuntime
+from data_plane.transport.gpu.ipc_memory import IpcMemory
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import segment_name
 from harness.fake_cudart import FakeCudart
@@ -214,7 +214,7 @@ def test_a_handle_that_a_process_took_with_it_names_the_peer_that_is_gone(member
 
 
 def test_a_handle_that_cannot_be_opened_is_an_error_if_its_process_lives(member, monkeypatch):
-    monkeypatch.setattr("data_plane.transport.ipc_memory._DEATH_S", 0.05)
+    monkeypatch.setattr("data_plane.transport.gpu.ipc_memory._DEATH_S", 0.05)
     a, b = member("a", 0), member("b", 1, limits=IMPATIENT)
     with pytest.raises(ExchangeTimeout):
         b.begin_term(1, [0, 1])

@@ -107,7 +107,8 @@ class StuckAgent:
 def test_a_write_that_fails_has_the_number_of_the_peer(state, is_alive, kind):
     agent, segment = object.__new__(nixl.NixlAgent), object.__new__(nixl.NixlSegment)
     agent._agent = StuckAgent(state)
-    agent._bindings = SimpleNamespace(nixlRemoteDisconnectError=OSError, nixlBackendError=OSError)
+    names = "nixlRemoteDisconnectError", "nixlBackendError", "nixlNotFoundError"
+    agent._bindings = SimpleNamespace(**dict.fromkeys(names, OSError))
     place = nixl.Place(0, 100, device=0, is_gpu=False)
     segment._agent, segment._local, segment._remote, segment._peer = agent, place, place, "a peer"
     segment._instance, segment._limits = 5, SimpleNamespace(exchange_timeout_ms=50)

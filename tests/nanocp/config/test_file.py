@@ -221,6 +221,10 @@ def test_costs_are_those_of_the_device_unless_they_are_set() -> None:
 
 def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded() -> None:
     on_gpus = {"data_plane.device": "cuda", "cluster.num_instances": 16}
-    with pytest.raises(ValueError, match=r"16 instances are on more than one node of 8 .* so far"):
+    with pytest.raises(ValueError, match=r"16 instances are on more than one node of 8 .* nvshmem"):
         load_config(None, on_gpus | {"cluster.instances_per_node": 8}, {})
     load_config(None, on_gpus | {"cluster.instances_per_node": 16}, {})
+    nvshmem = {"cluster.instances_per_node": 8, "data_plane.exchange_backend": "nvshmem"}
+    assert not load_config(None, on_gpus | nvshmem, {}).recovers
+    with pytest.raises(ValueError, match="nvshmem and dispatch_backend fused; it must be exchange"):
+        load_config(None, on_gpus | nvshmem | {"data_plane.dispatch_backend": "fused"}, {})

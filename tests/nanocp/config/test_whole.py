@@ -5,7 +5,6 @@ import pytest
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.limits import LimitsConfig
-from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -76,10 +75,6 @@ def test_numbers_and_ways_of_drafting_that_there_are_not_are_refused():
     ("sections", "sentence"),
     [
         ({"scheduler": SchedulerConfig(num_drafts=1)}, "num_drafts 1: it must be 0"),
-        (
-            {"prefill": PrefillConfig(engines=("http://prefill:8000",))},
-            "engines is set: leave it empty, as only the embedded prefill sends states",
-        ),
         ({"cluster": ClusterConfig(layout="pipeline")}, "it must be instances"),
     ],
 )

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from data_plane.transport.cuda_runtime import CudaError, CudaRuntime
 from data_plane.transport.exchange import PeerLost
-from data_plane.transport.peer_memory import PeerMemory, RegionPlaces
+from data_plane.transport.gpu.cuda_runtime import CudaError, CudaRuntime
+from data_plane.transport.gpu.peer_memory import PeerMemory, RegionPlaces
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import OwnedSegment, require_description
 from nanocp.config.limits import LimitsConfig

@@ -1,4 +1,4 @@
-"""The routed exchange through peer memory of the GPUs of one node, for captured steps.
+"""The routed exchange through peer memory of GPUs, for captured steps.
 
 Enters: the layout of a region; routing tables and rows on the device. Leaves: rows put into peers'
 memory, and rows taken from this instance's own. Does not know: layers, models, which rows a table
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, TermOver
-from data_plane.transport.peer_memory import (
+from data_plane.transport.gpu.peer_memory import (
     CHANNELS,
     MAX_FIELDS,
     PeerMemory,
@@ -74,7 +74,13 @@ class Region(NamedTuple):
     """Bytes from the begin of an instance's memory."""
     instance: int
     num_slots: int
-    """Slots of a source."""
+    """Slots from a source's region to the next one's."""
+    stride: int
+    """Bytes from a slot to the next."""
+
+    def stride_in(self, like: Tensor) -> int:
+        """Elements from a slot to the next, in the dtype of a tensor."""
+        return self.stride // like.element_size()
 
 
 class GpuExchange:
@@ -86,11 +92,20 @@ class GpuExchange:
     kernel that writes to its peers as a put of COMBINE does (moe/kernels/sums.py).
     """
 
-    def __init__(self, places: RegionPlaces, device: torch.device, timeout_ms: float) -> None:
+    def __init__(
+        self,
+        places: RegionPlaces,
+        device: torch.device,
+        timeout_ms: float,
+        has_far_peers: bool = False,
+    ) -> None:
         """Prepare an end, which can put and wait after `attach`.
 
-        timeout_ms: the limit of each wait, counted in polls and therefore not exact.
+        timeout_ms: the limit of each wait, counted in polls and therefore not exact. has_far_peers:
+        a term may have some, so each put has a second launch; rows are packed then.
         """
+        assert places.is_packed or not has_far_peers, "one put carries packed rows only"
+        self._has_far_peers = has_far_peers
         self.places = places
         """Where the regions of every channel lie in an instance's memory."""
         self._timeout_ms = timeout_ms
@@ -101,8 +116,8 @@ class GpuExchange:
         self.table = torch.zeros(places.num_instances + 2, dtype=torch.int64, device=device)
         """[N + 2] int64: what captured steps must know of a term; `attach` writes it.
 
-        The address of each instance's memory, 0 for one that is not in the term; then the address
-        of two words of the host, then the number of the term.
+        The address of each instance's memory, 0 for one that is not in the term, FAR for one that
+        only NVSHMEM reaches; then the address of two words of the host, then the term's number.
         """
         self._words = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.ended: np.ndarray = self._words[:1].numpy()
@@ -121,6 +136,10 @@ class GpuExchange:
         self._done_CN = torch.zeros(
             len(CHANNELS), places.num_instances, dtype=torch.int32, device=device
         )
+        self._packed = {
+            channel: torch.tensor(place.packed, dtype=torch.int64, device=device)
+            for channel, place in places.channels.items()
+        }
 
     def attach(self, memory: PeerMemory, term: int = 1) -> None:
         """Begin a term: take its memory, which is zero, and begin at epoch 1. No step may run.
@@ -156,7 +175,7 @@ class GpuExchange:
         number of slots at each peer. row_NL [N, slots] int32: the row of each slot; None: the rows
         are dense, those for lower peers first.
         """
-        from data_plane.transport.triton_exchange import put_kernel
+        from data_plane.transport.gpu.triton_exchange import put_kernel
 
         place = self.places.channels[channel]
         follows, ahead = _FOLLOWS[channel]
@@ -174,12 +193,42 @@ class GpuExchange:
             *offsets,
             self.memory.instance,
             place.num_slots,
+            1 if row_NL is None else row_NL.shape[1],
+            place.cell_stride,
+            place.stage_offset - place.offset,
             AHEAD=ahead,
             HAS_ROWS=row_NL is not None,
             COUNTED=place.is_counted,
             BLOCK_N=_power_of_two(self.places.num_instances),
             **widths,
         )
+        self.forward(channel, count_N)
+
+    def forward(self, channel: Channel, count_N: Tensor) -> None:
+        """Put the rows for far peers that a kernel has left in this instance's own memory.
+
+        count_N: [N] int32, rows for each peer. Nothing is launched where no peer is far.
+        """
+        if self._has_far_peers:
+            from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
+
+            arguments = self._forwarding(channel, count_N)
+            forward_kernel[(self.places.num_instances,)](*arguments, **link_options())
+
+    def forwarding_module(self) -> int:
+        """The CUDA module of the kernel that puts to far peers, loaded on this GPU."""
+        from data_plane.transport.gpu.nvshmem_put import forward_kernel, link_options
+
+        arguments = self._forwarding(Channel.Q, self._done_CN[Channel.Q])
+        kernel = forward_kernel.warmup(*arguments, grid=(1,), **link_options())
+        _ = kernel.run  # loads it
+        module: int = kernel.module
+        return module
+
+    def _forwarding(self, channel: Channel, count_N: Tensor) -> tuple[Any, ...]:
+        follows, ahead = _FOLLOWS[channel]
+        epoch, places = self.epoch_C[follows:], self._packed[channel]
+        return self.table, epoch, self.error, count_N, places, self.memory.instance, ahead
 
     def wait(self, channel: Channel, count_N: Tensor) -> None:
         """Wait on the device, a bounded time, until the rows of every peer with a count are here.
@@ -187,7 +236,7 @@ class GpuExchange:
         count_N: [N] int32. If the channel is counted, waits for every peer of the term and writes
         their counts to count_N. `check` reports a wait that failed.
         """
-        from data_plane.transport.triton_exchange import wait_kernel
+        from data_plane.transport.gpu.triton_exchange import wait_kernel
 
         place, num_instances = self.places.channels[channel], self.places.num_instances
         wait_kernel[(1,)](
@@ -201,6 +250,7 @@ class GpuExchange:
             num_instances,
             int(channel),
             self.max_polls,
+            place.cell_stride,
             COUNTED=place.is_counted,
             BLOCK_N=_power_of_two(num_instances),
             num_warps=1,
@@ -208,7 +258,7 @@ class GpuExchange:
 
     def take(self, channel: Channel, count_N: Tensor, fields: Mapping[str, Tensor]) -> None:
         """Copy the rows that were waited for to the first rows of the fields, by ascending peer."""
-        from data_plane.transport.triton_exchange import take_kernel
+        from data_plane.transport.gpu.triton_exchange import take_kernel
 
         place = self.places.channels[channel]
         tensors, offsets, widths = self._fields(place, fields)
@@ -227,9 +277,9 @@ class GpuExchange:
     def region(self, channel: Channel, name: str) -> Region:
         """Say where rows of a field are that a wait found, for kernels that read them there."""
         place = self.places.channels[channel]
-        offset = next(field.offset for field in place.fields if field.name == name)
-        epoch = self.epoch_C[channel:]
-        return Region(self.table, epoch, offset, self.memory.instance, place.num_slots)
+        field = next(field for field in place.fields if field.name == name)
+        epoch, instance = self.epoch_C[channel:], self.memory.instance
+        return Region(self.table, epoch, field.offset, instance, place.num_slots, field.stride)
 
     def done(self, channel: Channel) -> Tensor:
         """[N] int32: programs of puts to each instance that have ended, modulo their number."""
@@ -297,6 +347,7 @@ class GpuExchange:
             widths[letter] = tensors[-1].shape[1]
             assert tensors[-1].nbytes == len(tensor) * field.row_bytes, field.name
         widths["BLOCK"] = min(_MAX_BLOCK, _power_of_two(max(widths.values())))
+        widths["ROW_BYTES"] = place.row_bytes
         missing = MAX_FIELDS - len(tensors)
         offsets = [field.offset for field in place.fields]
         return tensors + tensors[:1] * missing, offsets + [0] * missing, widths

@@ -5,7 +5,8 @@ receivers' memory; an error word where a wait failed. Does not know: what rows m
 memory. (The paper's section 5.3.)
 
 A field is [parity, source, slot, width] in the receiver's memory, at the same offset on every
-instance; flags are [parity, source] int64. Epochs are on the device, so that a captured step can be
+instance; where rows are packed, all fields of a slot are side by side (peer_memory.RegionPlaces).
+Flags are [parity, source] int64. Epochs are on the device, so that a captured step can be
 replayed. The wait on a channel advances that channel's epoch. A put takes its epoch from the other
 channel of its pair (cuda_ipc._FOLLOWS): the queries of a layer follow the partials of the layer
 before, partials follow the queries that they answer, and dispatch and combine do the same.
@@ -15,8 +16,9 @@ puts to every one, and each flag has a count, [parity, source] int32.
 
 A launch may be replayed in another term, with other memory. So every address comes from peer_ptr
 [N + 2] int64 (cuda_ipc.GpuExchange.table): where the memory of each instance is, 0 for one that is
-not in the term; where two words of the host are; the number of this term. The words are the last
-term that is over, which the host writes, and the instance that a wait polls for + 1, or 0.
+not in the term, FAR for one that no store reaches; where two words of the host are; the number of
+this term. The words are the last term that is over, which the host writes, and the instance that a
+wait polls for + 1, or 0.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from data_plane.transport.gpu.peer_memory import FAR
+
 TERM_OVER = tl.constexpr(16)
 """What the error word's first number has more if the wait ended because the term was over."""
+_FAR = tl.constexpr(FAR)
 _POLLS_A_LOOK = tl.constexpr(64)
 """Polls of device memory between two looks at the host's memory, which is further away."""
 
@@ -38,14 +43,39 @@ def is_term_over(peer_ptr, num_instances):
 
 
 @triton.jit
-def _field(base, offset, region, num_slots, slot, like_ptr, WIDTH: tl.constexpr):
+def staged(peer_ptr, base, region, target, instance, stage):
+    """Where rows for a target are stored: (address, region).
+
+    For a far target that is this instance's own memory, `stage` bytes behind the regions, with a
+    region for each target; nvshmem_put.py puts them from there.
+    """
+    is_far = base == _FAR
+    own = tl.load(peer_ptr + instance) + stage
+    return tl.where(is_far, own, base), tl.where(is_far, target.to(tl.int64), region)
+
+
+@triton.jit
+def _field(
+    base,
+    offset,
+    region,
+    num_slots,
+    slot,
+    like_ptr,
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):
     """Pointer to a slot of a field, of the type of like_ptr.
 
     Fields are aligned to 16 bytes. The compiler cannot see that through an address that it loads,
     and would store 2 bytes at a time.
     """
     field_ptr = tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
-    return field_ptr + (region * num_slots + slot) * WIDTH
+    if ROW_BYTES:
+        stride = ROW_BYTES // (like_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        return field_ptr + (region * num_slots + slot) * stride
+    else:
+        return field_ptr + (region * num_slots + slot) * WIDTH
 
 
 @triton.jit
@@ -77,6 +107,9 @@ def put_kernel(
     d_offset,
     instance,
     num_slots,
+    num_listed,
+    cell_stride,
+    stage,
     AHEAD: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -84,15 +117,17 @@ def put_kernel(
     B: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Store rows in the slots at every target, and then release its flag.
 
     Program (target, p) of P, a power of two, stores slots p, p + P, ... of the target. A, B, C and
-    D are the widths of the fields. HAS_ROWS: row_ptr [N, num_slots] has the row of each slot; else
+    D are the widths of the fields. HAS_ROWS: row_ptr [N, num_listed] has the row of each slot; else
     rows are dense, by target, then slot. The program that finishes last for a target releases the
-    flag. A target that is not in the term gets nothing.
+    flag. A target that is not in the term gets nothing. ROW_BYTES: of a packed row, else 0. Packed
+    rows for a far target are left here, without a flag (`staged`).
     """
     target, program = tl.program_id(0), tl.program_id(1)
     num_instances, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -103,28 +138,31 @@ def put_kernel(
         return
     epoch = tl.load(epoch_ptr) + AHEAD
     region = (epoch & 1) * num_instances + instance
+    is_far = base == _FAR
+    if ROW_BYTES:
+        base, region = staged(peer_ptr, base, region, target, instance, stage)
     lower = tl.arange(0, BLOCK_N)
     first = tl.sum(tl.load(count_ptr + lower, mask=lower < target, other=0))
     for slot in range(program, count, num_programs):
         if HAS_ROWS:
-            row = tl.load(row_ptr + target * num_slots + slot).to(tl.int64)
+            row = tl.load(row_ptr + target * num_listed + slot).to(tl.int64)
         else:
             row = (first + slot).to(tl.int64)
-        _copy(a_ptr + row * A, _field(base, a_offset, region, num_slots, slot, a_ptr, A), A, BLOCK)
+        to_ptr = _field(base, a_offset, region, num_slots, slot, a_ptr, A, ROW_BYTES)
+        _copy(a_ptr + row * A, to_ptr, A, BLOCK)
         if B:
-            _copy(
-                b_ptr + row * B, _field(base, b_offset, region, num_slots, slot, b_ptr, B), B, BLOCK
-            )
+            to_ptr = _field(base, b_offset, region, num_slots, slot, b_ptr, B, ROW_BYTES)
+            _copy(b_ptr + row * B, to_ptr, B, BLOCK)
         if C:
-            _copy(
-                c_ptr + row * C, _field(base, c_offset, region, num_slots, slot, c_ptr, C), C, BLOCK
-            )
+            to_ptr = _field(base, c_offset, region, num_slots, slot, c_ptr, C, ROW_BYTES)
+            _copy(c_ptr + row * C, to_ptr, C, BLOCK)
         if D:
-            _copy(
-                d_ptr + row * D, _field(base, d_offset, region, num_slots, slot, d_ptr, D), D, BLOCK
-            )
+            to_ptr = _field(base, d_offset, region, num_slots, slot, d_ptr, D, ROW_BYTES)
+            _copy(d_ptr + row * D, to_ptr, D, BLOCK)
     if COUNTED and program == 0:
-        tl.store((base + cell_offset).to(count_ptr.dtype) + region, count)
+        tl.store((base + cell_offset + region * cell_stride).to(count_ptr.dtype), count)
+    if is_far & (ROW_BYTES > 0):
+        return
     # Only one thread releases the flag. Without this barrier the stores of other threads could come
     # after it.
     tl.debug_barrier()
@@ -146,6 +184,7 @@ def wait_kernel(
     num_instances,
     channel,
     max_polls,
+    cell_stride,
     COUNTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -198,8 +237,9 @@ def wait_kernel(
     tl.store(epoch_ptr, epoch)
     if COUNTED:
         is_counted = tl.where(first_wrong == BLOCK_N, is_awaited.to(tl.int32), 0) > 0
-        cell_ptr = (base + cell_offset).to(count_ptr.dtype)
-        came = tl.load(cell_ptr + (epoch & 1) * num_instances + source, mask=is_counted, other=0)
+        region = (epoch & 1) * num_instances + source
+        cell_ptr = (base + cell_offset + region * cell_stride).to(count_ptr.dtype)
+        came = tl.load(cell_ptr, mask=is_counted, other=0)
         tl.store(count_ptr + source, came, mask=source < num_instances)
     if first_wrong < BLOCK_N:
         tl.store(error_ptr + 1, first_wrong)
@@ -227,6 +267,7 @@ def take_kernel(
     B: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -244,16 +285,14 @@ def take_kernel(
     first = tl.sum(tl.load(count_ptr + lower, mask=lower < source, other=0))
     for slot in range(program, count, tl.num_programs(1)):
         row = (first + slot).to(tl.int64)
-        _copy(_field(base, a_offset, region, num_slots, slot, a_ptr, A), a_ptr + row * A, A, BLOCK)
+        from_ptr = _field(base, a_offset, region, num_slots, slot, a_ptr, A, ROW_BYTES)
+        _copy(from_ptr, a_ptr + row * A, A, BLOCK)
         if B:
-            _copy(
-                _field(base, b_offset, region, num_slots, slot, b_ptr, B), b_ptr + row * B, B, BLOCK
-            )
+            from_ptr = _field(base, b_offset, region, num_slots, slot, b_ptr, B, ROW_BYTES)
+            _copy(from_ptr, b_ptr + row * B, B, BLOCK)
         if C:
-            _copy(
-                _field(base, c_offset, region, num_slots, slot, c_ptr, C), c_ptr + row * C, C, BLOCK
-            )
+            from_ptr = _field(base, c_offset, region, num_slots, slot, c_ptr, C, ROW_BYTES)
+            _copy(from_ptr, c_ptr + row * C, C, BLOCK)
         if D:
-            _copy(
-                _field(base, d_offset, region, num_slots, slot, d_ptr, D), d_ptr + row * D, D, BLOCK
-            )
+            from_ptr = _field(base, d_offset, region, num_slots, slot, d_ptr, D, ROW_BYTES)
+            _copy(from_ptr, d_ptr + row * D, D, BLOCK)

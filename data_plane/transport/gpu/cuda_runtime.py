@@ -21,6 +21,8 @@ GRANULE = 2 << 20
 """Memory is allocated in multiples of this: of less, the driver would share more than was meant."""
 _ENABLE_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess."""
+_WRITES_ORDERING, _ORDERED_FOR_OWNER = 118, 100
+"""cudaDevAttrGPUDirectRDMAWritesOrdering, and its value for the GPU that has the memory."""
 _TOKEN = uuid4().hex
 
 
@@ -34,6 +36,7 @@ _ADDRESS = ctypes.POINTER(ctypes.c_void_p)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cudaSetDevice": (ctypes.c_int,),
     "cudaDeviceSynchronize": (),
+    "cudaDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cudaMalloc": (_ADDRESS, ctypes.c_size_t),
     "cudaMemset": (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t),
     "cudaFree": (ctypes.c_void_p,),
@@ -74,6 +77,17 @@ class CudaRuntime:
     def synchronize(self) -> None:
         """Wait until the GPU has done all that this process gave it."""
         self._on_device("cudaDeviceSynchronize")
+
+    @property
+    def orders_writes(self) -> bool:
+        """Whether this GPU sees what a network card writes into its memory in order.
+
+        Elsewhere a reader must flush, which a wait that only polls does not.
+        """
+        found = ctypes.c_int()
+        attribute = _WRITES_ORDERING
+        self._call("cudaDeviceGetAttribute", ctypes.byref(found), attribute, self._device)
+        return found.value >= _ORDERED_FOR_OWNER
 
     def free(self, address: int) -> None:
         """Free memory that `allocate` returned. No other process may have it mapped."""

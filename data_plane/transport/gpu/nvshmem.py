@@ -1,0 +1,297 @@
+"""NVSHMEM's host calls: memory that GPUs of every node write, for the one term of its instances.
+
+Enters: the instances of the term, and their segments. Leaves: the addresses of their memory: of
+stores where NVLink reaches, else FAR. Does not know: regions, epochs, kernels.
+
+Experimental: no two nodes have run this (docs/decisions/0064). NVSHMEM's members are fixed when it
+starts, and it ends the process when one is lost. So there is one term.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from data_plane.transport.exchange import ExchangeTimeout
+from data_plane.transport.gpu.nvshmem_put import device_library
+from data_plane.transport.gpu.peer_memory import FAR, PeerMemory, RegionPlaces
+from data_plane.transport.segments import Segments
+from nanocp.config.limits import LimitsConfig
+
+_HOST_LIBRARY = "libnvshmem_host.so.3"
+_WITH_UNIQUE_ID = 1 << 3
+_ID_BYTES = 128
+_KIND = "gpu_memory0"
+_INTERFACE = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
+_DEVICES = Path("/sys/class/infiniband")
+_VERBS_TRANSPORTS = ("ibrc", "ibgda", "ibdevx")
+_TRANSPORTS = (*_VERBS_TRANSPORTS, "ucx", "libfabric", "none")
+_TICK_S = 0.05
+
+
+class _UniqueIdArguments(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_int),
+        ("id", ctypes.c_void_p),
+        ("rank", ctypes.c_int),
+        ("num_ranks", ctypes.c_int),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_int),
+        ("unique_id", _UniqueIdArguments),
+        ("content", ctypes.c_char * 96),
+    )
+
+
+class _Attributes(ctypes.Structure):
+    """nvshmemx_init_attr_t of NVSHMEM 3."""
+
+    _fields_ = (
+        ("version", ctypes.c_int),
+        ("mpi_comm", ctypes.c_void_p),
+        ("arguments", _Arguments),
+    )
+
+
+def _version(kind: type[ctypes.Structure] | int) -> int:
+    return (1 << 16) + (kind if isinstance(kind, int) else ctypes.sizeof(kind))
+
+
+class NvshmemError(RuntimeError):
+    """A call of NVSHMEM failed."""
+
+
+class Nvshmem:
+    """NVSHMEM in this process: a PE of one group. All but `unique_id` needs `start` first."""
+
+    def __init__(self, library: Any) -> None:
+        """library: a ctypes library, libnvshmem_host."""
+        self._library = library
+        self.is_started = False
+        for name in ("nvshmem_calloc", "nvshmem_ptr"):
+            getattr(library, name).restype = ctypes.c_void_p
+        library.nvshmem_calloc.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
+        library.nvshmem_ptr.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        library.nvshmemx_cumodule_init.argtypes = (ctypes.c_void_p,)
+
+    def unique_id(self) -> bytes:
+        """Make the id of a group, for all its PEs; it has the address at which they meet."""
+        made = ctypes.create_string_buffer(_ID_BYTES)
+        ctypes.c_int.from_buffer(made).value = _version(_ID_BYTES)
+        self._call("nvshmemx_get_uniqueid", made)
+        return made.raw
+
+    def start(self, unique_id: bytes, pe: int, num_pes: int) -> None:
+        """Join the group on the present GPU. Waits for all PEs, without a limit of its own."""
+        kept = ctypes.create_string_buffer(unique_id, _ID_BYTES)
+        attributes = _Attributes(version=_version(_Attributes))
+        attributes.arguments.version = _version(_Arguments)
+        attributes.arguments.unique_id.version = _version(_UniqueIdArguments)
+        self._call("nvshmemx_set_attr_uniqueid_args", pe, num_pes, kept, ctypes.byref(attributes))
+        self._call("nvshmemx_hostlib_init_attr", _WITH_UNIQUE_ID, ctypes.byref(attributes))
+        self.is_started = True
+
+    def allocate(self, num_bytes: int) -> int:
+        """Allocate memory, all zero, at an address of this PE; all PEs do so in the same order."""
+        address: int | None = self._library.nvshmem_calloc(num_bytes, 1)
+        if not address:
+            raise NvshmemError(
+                f"NVSHMEM has no room for {num_bytes} bytes: raise NVSHMEM_SYMMETRIC_SIZE"
+            )
+        return address
+
+    def address_at(self, address: int, pe: int) -> int:
+        """Where stores of this GPU reach a PE's memory of `allocate`; 0 if they do not."""
+        return self._library.nvshmem_ptr(address, pe) or 0
+
+    def initialise(self, module: int) -> None:
+        """Let kernels of a loaded CUDA module put. module: a CUmodule."""
+        self._call("nvshmemx_cumodule_init", module)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._library, name)(*arguments):
+            raise NvshmemError(f"{name} failed: error {code} (NVSHMEM_DEBUG=INFO says more)")
+
+
+class NvshmemMemory:
+    """An instance's memory for one lane's exchange, in the only term that there is."""
+
+    def __init__(
+        self,
+        nvshmem: Nvshmem,
+        segments: Segments,
+        instance: int,
+        places: RegionPlaces,
+        limits: LimitsConfig,
+        device: torch.device,
+    ) -> None:
+        """places: of the regions, equal on every instance. device: this instance's GPU."""
+        self._nvshmem, self._segments, self._instance = nvshmem, segments, instance
+        self._places, self._limits, self._device = places, limits, device
+        self._alone: torch.Tensor | None = None
+        self._has_begun = False
+
+    def begin_term(self, seats: Sequence[int]) -> PeerMemory:
+        """Make this instance's memory, and find its peers'.
+
+        seats: all instances; or this one alone, which meets nobody and may put nothing. Raises
+        ExchangeTimeout, TermOver or NvshmemError; ValueError if there was a term already, or seats
+        are some of the instances only.
+        """
+        num_instances = self._places.num_instances
+        addresses = [0] * num_instances
+        if list(seats) == [self._instance]:
+            self._alone = torch.zeros(
+                self._places.num_bytes, dtype=torch.uint8, device=self._device
+            )
+            addresses[self._instance] = self._alone.data_ptr()
+            return PeerMemory(self._instance, addresses)
+        if self._has_begun or len(seats) != num_instances:
+            raise ValueError(
+                "exchange_backend is nvshmem, whose instances are fixed at the start: the service "
+                "must be started again"
+            )
+        self._has_begun = True
+        # NVSHMEM allocates as much, and not of what torch keeps.
+        self._alone = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not self._nvshmem.is_started:
+            self._start()
+        address = self._bounded(lambda: self._nvshmem.allocate(self._places.num_bytes))
+        for seat in seats:
+            addresses[seat] = self._nvshmem.address_at(address, seat) or FAR
+        return PeerMemory(self._instance, addresses)
+
+    def leave(self) -> None:
+        """Do nothing: memory goes with the process, since freeing it takes all instances."""
+
+    def _start(self) -> None:
+        """Meet the others: the first instance says where, in a segment's description."""
+        if self._instance == 0:
+            unique_id = self._nvshmem.unique_id()
+            meeting: Any = self._segments.own(_KIND, 0, unique_id.hex(), 0)
+        else:
+            writer, limit_ms = f"instance {self._instance}", self._limits.start_timeout_ms
+            meeting = self._segments.attach(_KIND, 0, writer, self._limits, limit_ms)
+            unique_id = bytes.fromhex(meeting.description)
+        num_pes = self._places.num_instances
+        try:
+            self._bounded(lambda: self._nvshmem.start(unique_id, self._instance, num_pes))
+        finally:
+            meeting.close()
+
+    def _bounded(self, call: Callable[[], Any]) -> Any:
+        """Make a call that waits for every instance, which NVSHMEM itself would do for ever."""
+        outcome: list[Any] = []
+
+        def run() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            try:
+                outcome.append((call(), None))
+            except Exception as error:
+                outcome.append((None, error))
+
+        thread = threading.Thread(target=run, name="nvshmem", daemon=True)
+        thread.start()
+        for _ in range(round(self._limits.start_timeout_ms / 1000 / _TICK_S) + 1):
+            thread.join(_TICK_S)
+            if outcome:
+                value, error = outcome[0]
+                if error is not None:
+                    raise error
+                return value
+            self._segments.term.check()
+        raise ExchangeTimeout(
+            f"NVSHMEM did not start on all {self._places.num_instances} instances in "
+            f"{self._limits.start_timeout_ms} ms"
+        )
+
+
+def load_nvshmem(address: str, environment: MutableMapping[str, str] = os.environ) -> Nvshmem:
+    """Load NVSHMEM's host library, which then meets its peers over this member's own network.
+
+    address: host:port of this member, as peers know it.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    names = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(each.address == host for each in addresses)
+    )
+    if name := next(names, ""):
+        # A bare name would also be the begin of others.
+        environment.setdefault(_INTERFACE, f"={name}")
+    library = device_library()
+    assert library is not None, "nvshmem_obstacle was asked first"
+    # Global, because its transports and bootstraps are plug-ins that need its symbols.
+    return Nvshmem(ctypes.CDLL(str(library.with_name(_HOST_LIBRARY)), mode=ctypes.RTLD_GLOBAL))
+
+
+def nvshmem_obstacle(
+    has_far_peers: bool,
+    orders_writes: bool,
+    shares_gpu: bool,
+    environment: Mapping[str, str] = os.environ,
+    devices: Path = _DEVICES,
+) -> str:
+    """Say why NVSHMEM cannot serve here; an empty string if it may. It would end the process.
+
+    has_far_peers: whether instances are on several nodes. orders_writes: of this GPU, see
+    CudaRuntime. shares_gpu: whether instances share one. devices: where the kernel lists NICs.
+    """
+    if device_library() is None:
+        return "NVSHMEM is not installed (pip install '.[nvshmem]')"
+    if shares_gpu:
+        return "each instance needs a GPU of its own: NVSHMEM makes no teams on one that is shared"
+    if not has_far_peers:
+        return ""
+    transport = _transport(environment)
+    if transport not in _TRANSPORTS:
+        known = ", ".join(_TRANSPORTS)
+        return f"NVSHMEM_REMOTE_TRANSPORT is {transport!r}; NVSHMEM has {known}"
+    if transport == "none":
+        return "NVSHMEM_REMOTE_TRANSPORT is none, and instances are on several nodes"
+    if not orders_writes:
+        return (
+            "this GPU does not see a network card's writes in order, so a flag may come before its "
+            "rows: it needs a Hopper GPU or later"
+        )
+    if transport in _VERBS_TRANSPORTS and not any(map(_has_verbs, _listed(devices))):
+        return (
+            f"NVSHMEM would go by {transport}, and this machine has no InfiniBand or RoCE device: "
+            "NVSHMEM_REMOTE_TRANSPORT=libfabric is for other networks"
+        )
+    return ""
+
+
+def nvshmem_choice(has_far_peers: bool, environment: Mapping[str, str] = os.environ) -> str:
+    """Say for an operator how peers are reached, as the environment asks for."""
+    way = f"peers of other nodes by {_transport(environment)}" if has_far_peers else "one node"
+    return f"exchange: nvshmem, experimental and for one term: {way}"
+
+
+def _transport(environment: Mapping[str, str]) -> str:
+    if environment.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower() in ("1", "true", "yes", "on"):
+        return "ibgda"
+    return environment.get("NVSHMEM_REMOTE_TRANSPORT", "ibrc").lower()
+
+
+def _has_verbs(device: Path) -> bool:
+    """Whether a device is one of InfiniBand or RoCE; EFA's are listed too, and are none."""
+    return (device / "device" / "driver").resolve().name != "efa"
+
+
+def _listed(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,130 @@
+"""The put between nodes: one call of NVSHMEM a target, from the device, in a captured step.
+
+Enters: packed rows that kernels left in this instance's memory, counts, the epoch. Leaves: the rows
+in a far peer's memory, and then its flag. Does not know: fields, what rows mean, which network.
+
+A target's rows lie in one run, so one put carries them, and the flag is that put's own signal:
+NVSHMEM orders nothing else (docs/decisions/0064). The flag is the epoch, as it is from a near peer.
+Rows are packed by an earlier launch, so no fence between programs is needed.
+
+NVSHMEM is linked into this one kernel, because linking takes 20 s and more. So the kernel is
+compiled once, for any channel: what differs between channels is in a table on the device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+from data_plane.transport.gpu.peer_memory import FAR
+
+SET = tl.constexpr(9)
+"""NVSHMEM_SIGNAL_SET. Every other number adds, also the 0 that torch's documentation gives."""
+_FAR = tl.constexpr(FAR)
+_LIBRARY = "libnvshmem_device.bc"
+
+
+if find_spec("triton_dist") is None:
+
+    @core.extern
+    def _put_signal_block(to, source, num_bytes, signal, value, operation, pe, _semantic=None):
+        whole, number = core.dtype("int64"), core.dtype("int32")
+        kinds = whole, whole, whole, whole, whole, number, number
+        return core.extern_elementwise(
+            "",
+            "",
+            [to, source, num_bytes, signal, value, operation, pe],
+            {kinds: ("nvshmemx_putmem_signal_block", number)},
+            is_pure=False,
+            _semantic=_semantic,
+        )
+
+    @triton.jit
+    def put_signal(to, source, num_bytes, signal, value, pe):
+        """Put bytes, then set the signal at their receiver; all threads of a program call it.
+
+        Addresses are of this instance's symmetric memory, in int64; NVSHMEM adds the peer's place.
+        The source may be written again once this returns.
+        """
+        _put_signal_block(to, source, num_bytes, signal, value, SET, pe)
+
+else:  # Triton-distributed is a Triton of its own, which links NVSHMEM and initialises modules.
+    from triton_dist.language.extra import libshmem_device
+
+    @triton.jit
+    def put_signal(to, source, num_bytes, signal, value, pe):
+        """Put bytes, then set the signal at their receiver, as with NVIDIA's library."""
+        libshmem_device.putmem_signal_block(
+            to.to(tl.pointer_type(tl.uint8)),
+            source.to(tl.pointer_type(tl.uint8)),
+            num_bytes,
+            signal.to(tl.pointer_type(tl.uint64)),
+            value,
+            SET,
+            pe,
+        )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "peer_ptr",
+        "epoch_ptr",
+        "error_ptr",
+        "count_ptr",
+        "place_ptr",
+        "instance",
+        "ahead",
+    ]
+)
+def forward_kernel(peer_ptr, epoch_ptr, error_ptr, count_ptr, place_ptr, instance, ahead):
+    """Program t: put the packed rows for target t, if it is far, and set its flag to the epoch.
+
+    place_ptr: [6] int64 of the channel: offsets of its flags, of its regions and of its staged
+    rows, then bytes of a region, of a row, and of the header that travels before the first row: 0
+    if the channel is not counted. A target without a row gets nothing, unless the channel is
+    counted.
+    """
+    target, num_instances = tl.program_id(0), tl.num_programs(0)
+    count = tl.load(count_ptr + target).to(tl.int64)
+    is_far = tl.load(peer_ptr + target) == _FAR
+    header = tl.load(place_ptr + 5)
+    row_bytes = tl.load(place_ptr + 4)
+    num_bytes = count * row_bytes + header
+    # After an error the rows of this instance are worthless, and peers must not merge them.
+    if is_far & (num_bytes > 0) & (tl.load(error_ptr) == 0):
+        epoch = tl.load(epoch_ptr) + ahead
+        region = (epoch & 1) * num_instances + instance
+        own = tl.load(peer_ptr + instance)
+        region_bytes = tl.load(place_ptr + 3)
+        # The header is the end of the slot before the first row's.
+        begin = row_bytes - header
+        put_signal(
+            own + tl.load(place_ptr + 1) + region * region_bytes + begin,
+            own + tl.load(place_ptr + 2) + target * region_bytes + begin,
+            num_bytes,
+            own + tl.load(place_ptr) + region * 8,
+            epoch,
+            target,
+        )
+
+
+def device_library() -> Path | None:
+    """Where NVSHMEM's wheel has the library that kernels are linked with; None if it is absent."""
+    package = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
+    folders = package.submodule_search_locations if package else None
+    paths = [Path(folder) / "lib" / _LIBRARY for folder in folders or ()]
+    return next((path for path in paths if path.exists()), None)
+
+
+@cache
+def link_options() -> dict[str, Any]:
+    """What a launch of `forward_kernel` says besides its arguments: the library to link."""
+    library = device_library()
+    has_fork = find_spec("triton_dist") is not None
+    return {} if has_fork or library is None else {"extern_libs": {_LIBRARY[:-3]: str(library)}}

@@ -1,0 +1,207 @@
+"""Memory of GPUs that peers write: where regions lie in it, and where it is.
+
+Enters: the layout of a region. Leaves: the places of regions, and the address of each instance's
+memory. Does not know: epochs, kernels, what rows mean, how another process's memory is mapped
+(ipc_memory.py).
+
+The memory is of one term, as the segments of the host's exchange are: a process that was lost may
+still write what it has mapped (protocol.md, terms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_plane.transport.exchange import Channel, Field, RegionLayout
+from data_plane.transport.gpu.cuda_runtime import loaded_cudart
+
+CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
+"""The channels that a step uses; the mailbox is the host's."""
+
+MAX_FIELDS = 4
+"""Most fields of a channel, besides the count."""
+_ALIGNMENT = 128
+HEADER_BYTES = _ALIGNMENT
+"""Bytes before a region's first packed row, with its count if the channel is counted."""
+FAR = -1
+"""The address of memory that this GPU's stores do not reach, but NVSHMEM's puts do."""
+_FIELD_ALIGNMENT = 16
+"""Kernels read and write a field 16 bytes at a time."""
+_COUNT = "count"
+"""The field that makes a channel a counted one: every instance puts to every one, also no rows."""
+
+
+def cuda_ipc_obstacle(device: torch.device) -> str:
+    """The reason why this exchange cannot run on the device; an empty string if it can."""
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU, and this instance runs on the CPU"
+    if not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU, and torch sees none here"
+    if find_spec("triton") is None:
+        return "the package triton is not installed (pip install '.[gpu]')"
+    if not loaded_cudart():
+        return "torch has loaded no CUDA runtime (libcudart), whose calls map memory of peers"
+    return ""
+
+
+class FieldPlace(NamedTuple):
+    """The place of a field in the memory of every instance."""
+
+    name: str
+    offset: int
+    """Offset in bytes of [parity, source, slot] in an instance's memory."""
+    row_bytes: int
+    stride: int
+    """Bytes from a slot to the next: row_bytes, or those of a whole row where rows are packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlace:
+    """The place of a channel in the memory of every instance."""
+
+    flag_offset: int
+    """Offset of the flags, [parity, source] int64."""
+    cell_offset: int
+    """Offset of the counts, [parity, source] int32; unused if the channel is not counted."""
+    cell_stride: int
+    """Bytes from a count to the next."""
+    is_counted: bool
+    num_slots: int
+    """Slots from a source's region to the next one's: one more than hold rows if rows are packed,
+    since the header is before the first."""
+    fields: tuple[FieldPlace, ...]
+    offset: int = 0
+    """Offset of the packed rows, [parity, source, slot, row_bytes], with the slot of the header."""
+    stage_offset: int = 0
+    """Offset of the packed rows that wait to be put, [target, slot, row_bytes]."""
+    row_bytes: int = 0
+    """Bytes of a packed row; 0 if each field has an array of its own."""
+
+    @property
+    def packed(self) -> list[int]:
+        """What nvshmem_put.forward_kernel must know of the channel."""
+        header = HEADER_BYTES if self.is_counted else 0
+        region_bytes = self.num_slots * self.row_bytes
+        offsets = [self.flag_offset, self.offset, self.stage_offset]
+        return [*offsets, region_bytes, self.row_bytes, header]
+
+
+class RegionPlaces:
+    """The places of the layout's channels, equal in the memory of every instance."""
+
+    def __init__(self, layout: RegionLayout, num_instances: int, is_packed: bool = False) -> None:
+        """is_packed: the fields of a slot are side by side, so that one put carries all rows."""
+        self.num_instances = num_instances
+        self.is_packed = is_packed
+        self.channels: dict[Channel, RegionPlace] = {}
+        self.num_bytes = 0
+        for channel in (channel for channel in CHANNELS if channel in layout):
+            rows = [field for field in layout[channel] if field.name != _COUNT]
+            num_slots = rows[0].shape[0]
+            assert len(rows) <= MAX_FIELDS, channel.name
+            assert all(field.shape[0] == num_slots for field in rows), (
+                f"the fields of {channel.name} have different numbers of slots"
+            )
+            is_counted = len(rows) < len(layout[channel])
+            place = self._packed if is_packed else self._apart
+            self.channels[channel] = place(rows, num_slots, is_counted)
+
+    def _apart(self, rows: list[Field], num_slots: int, is_counted: bool) -> RegionPlace:
+        regions = 2 * self.num_instances
+        flag_offset, cell_offset = self._take(regions * 8), self._take(regions * 4)
+        places = []
+        for field in rows:
+            num_bytes = _row_bytes(field)
+            offset = self._take(regions * num_slots * num_bytes)
+            places.append(FieldPlace(field.name, offset, num_bytes, num_bytes))
+        return RegionPlace(flag_offset, cell_offset, 4, is_counted, num_slots, tuple(places))
+
+    def _packed(self, rows: list[Field], num_slots: int, is_counted: bool) -> RegionPlace:
+        regions = 2 * self.num_instances
+        begins, row_bytes = [], 0
+        for field in rows:
+            begins.append(row_bytes)
+            row_bytes += -(-_row_bytes(field) // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+        row_bytes = _aligned(row_bytes)
+        region_bytes = (num_slots + 1) * row_bytes
+        flag_offset, offset = self._take(regions * 8), self._take(regions * region_bytes)
+        fields = (
+            FieldPlace(field.name, offset + row_bytes + begin, _row_bytes(field), row_bytes)
+            for field, begin in zip(rows, begins, strict=True)
+        )
+        return RegionPlace(
+            flag_offset=flag_offset,
+            cell_offset=offset + row_bytes - HEADER_BYTES,
+            cell_stride=region_bytes,
+            is_counted=is_counted,
+            num_slots=num_slots + 1,
+            fields=tuple(fields),
+            offset=offset,
+            stage_offset=self._take(self.num_instances * region_bytes),
+            row_bytes=row_bytes,
+        )
+
+    def _take(self, num_bytes: int) -> int:
+        """The offset of so many bytes behind all that was taken."""
+        offset = self.num_bytes
+        self.num_bytes += _aligned(num_bytes)
+        return offset
+
+
+class TermMemory(Protocol):
+    """What makes an instance's memory for one lane's exchange, in one term after the other."""
+
+    def begin_term(self, seats: Sequence[int]) -> PeerMemory:
+        """Make memory, all zero, and find that of these instances, with this one."""
+
+    def leave(self) -> None:
+        """Give up the memory of the term. Idempotent."""
+
+
+class PeerMemory:
+    """An instance's memory that its peers write in one term, and where the peers' memory is."""
+
+    def __init__(
+        self,
+        instance: int,
+        addresses: Sequence[int],
+        memory: Tensor | None = None,
+        owner: Any = None,
+    ) -> None:
+        """owner: an object that keeps the peers' memory alive."""
+        self.instance = instance
+        self.addresses = addresses
+        """The address of each instance's memory, or FAR; 0 for one that is not in the term."""
+        self.memory = memory
+        """[bytes] uint8, this instance's; None if it is no tensor."""
+        self._owner = owner
+
+    @classmethod
+    def create_all(
+        cls, places: RegionPlaces, device: torch.device, seats: Sequence[int] | None = None
+    ) -> list[PeerMemory]:
+        """Make the memory of all seats of a term in one process on one device; None: every seat."""
+        memory_of = {
+            seat: torch.zeros(places.num_bytes, dtype=torch.uint8, device=device)
+            for seat in (range(places.num_instances) if seats is None else seats)
+        }
+        addresses = [
+            memory_of[seat].data_ptr() if seat in memory_of else 0
+            for seat in range(places.num_instances)
+        ]
+        return [cls(seat, addresses, memory, memory_of) for seat, memory in memory_of.items()]
+
+
+def _row_bytes(field: Field) -> int:
+    return int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

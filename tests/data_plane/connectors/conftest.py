@@ -1,0 +1,16 @@
+"""The connector for vLLM, over stand-ins for what it imports."""
+
+import sys
+
+import pytest
+
+from harness import published_vllm
+
+
+@pytest.fixture
+def connector_module(monkeypatch):
+    published_vllm.install(monkeypatch)
+    import data_plane.connectors.vllm as module
+
+    yield module
+    sys.modules.pop("data_plane.connectors.vllm", None)
