@@ -275,7 +275,8 @@ def test_stages_send_the_states_of_their_layers(preset, num_stages, tmp_path):
     assert any(map(all, stages)) and all(map(any, stages)) == (num_stages == 2)
     link, num_state_pages = Link(join(1)), config.cluster.carry_pages
     with staged(tmp_path, link, config):
-        receiver = Receiver(0, 1, model, config)
+        # A stage joins once it is attached to the rings of all instances.
+        receiver, other = (Receiver(instance, 1, model, config) for instance in range(2))
         try:
             for ticket, length in enumerate((230, 1), start=4):
                 ids = [random.randrange(2, 512) for _ in range(length)]
@@ -291,6 +292,7 @@ def test_stages_send_the_states_of_their_layers(preset, num_stages, tmp_path):
                 assert_same_state(receiver.frames.carry, expected, length)
         finally:
             receiver.leave()
+            other.leave()
 
 
 class Recorder:
