@@ -127,7 +127,8 @@ class RecoveringCluster(RegroupingCluster):
         draw = random.random()
         is_calm = self.is_serving and (self.change is None or self.change.done())
         wants = self.changes_left and is_calm and random.random() < 0.5
-        if draw < self.change_share and self.losses_left and not wants:
+        # What may not be lost now may be so until another seat is back.
+        if draw < self.change_share and self.losses_left and self._may_lose() and not wants:
             self._lose_some()
         elif draw < self.change_share and wants:
             self.changes_left -= 1
