@@ -8,7 +8,7 @@ import sys
 import tomllib
 import zipfile
 from email.parser import Parser
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 
 import pytest
@@ -129,8 +129,11 @@ def modules_of(requirements):
             except metadata.PackageNotFoundError:
                 continue
             waiting += names_of(line for line in required if "extra ==" not in line)
-    modules = metadata.packages_distributions().items()
+    modules = distributions().items()
     return {module for module, names in modules if found & set(map(normal, names))}
+
+
+distributions = cache(metadata.packages_distributions)
 
 
 def run_with(modules, program):
@@ -162,7 +165,7 @@ for words in {lines!r}:
         ends.append([os.waitstatus_to_exitcode(status), *texts])
 print(json.dumps(ends))
 """
-BASE = modules_of(PROJECT["dependencies"])
+BASE = PROJECT["dependencies"]
 TO_NOBODY = [
     ["generate", "--target", "127.0.0.1:1", "--prompt", "x"],
     ["top", "--target", "127.0.0.1:1"],
@@ -180,7 +183,7 @@ def base_install(tmp_path_factory, tiny_checkpoint, worker_id):
     def run_all(answer):
         values = {"checkpoint": tiny_checkpoint, "folder": answer.with_name("new")}
         filled = [[word.format(**values) for word in words] for words in lines]
-        result = run_with(BASE, EACH_IN_A_FORK.format(lines=filled))
+        result = run_with(modules_of(BASE), EACH_IN_A_FORK.format(lines=filled))
         assert result.returncode == 0, result.stderr
         answer.write_text(result.stdout)
 
@@ -200,7 +203,7 @@ def test_the_base_install_has_the_clients():
     program = (
         "import nanocp, nanocp.client; nanocp.Client('127.0.0.1:1').close(); nanocp.AsyncClient"
     )
-    result = run_with(BASE, program)
+    result = run_with(modules_of(BASE), program)
     assert result.returncode == 0, result.stderr
 
 

@@ -69,7 +69,7 @@ def cases() -> list[Case]:
 
 
 def _case(path: Path) -> Case:
-    told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    told = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     told |= {name: _made(value) for name, value in told.items()}
     name = path.relative_to(CASES).with_suffix("").as_posix()
     case = Case(name, **{**told, "ways": tuple(told.get("ways", ()))})

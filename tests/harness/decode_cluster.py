@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -36,6 +37,7 @@ from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
 from harness.followed_tables import follow
 from harness.lost_changes import corrupted, full
+from harness.one_processor import one_processor
 from harness.reference_prefill import prefill_pages
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
@@ -79,21 +81,28 @@ class Prompt:
         return [*self.ids, *self.output]
 
 
+Prefilled = tuple[list[tuple[int, torch.Tensor]], CarryPool | None]
+
+
 @lru_cache(maxsize=4)
 def known_prefill(
     checkpoint: Path, model: ModelConfig, dtype: torch.dtype, chunk_tokens: int
-) -> Callable[[tuple[int, ...], int, CarryPool | None], list[tuple[int, torch.Tensor]]]:
-    """A prefill that computes each prompt once, for all clusters that play it."""
+) -> Callable[[tuple[int, ...], int, CarryPool | None], Prefilled]:
+    """A prefill that computes each prompt once, for all clusters that play it.
+
+    Returns its pages, and the pool, given or earlier, whose frame 0 has its state.
+    """
     weights = load_weights(checkpoint, model, dtype, range(model.num_experts))
+    known: dict[tuple[tuple[int, ...], int, int], Prefilled] = {}
 
-    def compute(
-        ids: tuple[int, ...], num_tokens: int, carry: CarryPool | None
-    ) -> list[tuple[int, torch.Tensor]]:
-        return [*prefill_pages(weights, model, ids, num_tokens, chunk_tokens, carry=carry)]
+    def prefilled(ids: tuple[int, ...], num_tokens: int, carry: CarryPool | None) -> Prefilled:
+        key = ids, num_tokens, carry.depth if carry else 0
+        if key not in known:
+            pages = prefill_pages(weights, model, ids, num_tokens, chunk_tokens, carry=carry)
+            known[key] = [*pages], carry
+        return known[key]
 
-    known = lru_cache(maxsize=128)(compute)
-    # A state is written too.
-    return lambda ids, num_tokens, carry: (compute if carry else known)(ids, num_tokens, carry)
+    return prefilled
 
 
 class DecodeCluster:
@@ -139,13 +148,18 @@ class DecodeCluster:
         ]
 
     def __enter__(self) -> DecodeCluster:
-        for thread in self._threads:
-            thread.start()
-        for _ in self._threads:
-            self._take_outbox()
+        with ExitStack() as stack:
+            if self.config.data_plane.threads_per_instance == 1:
+                stack.enter_context(one_processor())
+            for thread in self._threads:
+                thread.start()
+            for _ in self._threads:
+                self._take_outbox()
+            self._leave = stack.pop_all().close
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._leave()
         for inbox in self._inboxes:
             inbox.put(None)
         for thread in self._threads:
@@ -337,7 +351,7 @@ class DecodeCluster:
         instance_of = dict(list(transfer.instances().items())[num_fetched:])
         writers: dict[int, PageRingWriter] = {}
         carry = new_carry(self.config, self._model, 1)
-        pages = self._prefill_of(tuple(ids), transfer.num_tokens, carry)
+        pages, carry = self._prefill_of(tuple(ids), transfer.num_tokens, carry)
         payloads = (
             (page, kv_LSD.contiguous().view(torch.uint8).numpy().reshape(-1))
             for page, kv_LSD in pages

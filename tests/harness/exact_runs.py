@@ -1,13 +1,15 @@
 """What tests of exactness share: a cluster of four, random prompts, and the judgement."""
 
 import random
+from weakref import WeakKeyDictionary
 
+from data_plane.reference.oracle import Verdict
 from harness.decode_cluster import Prompt
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.values.experts import ExpertTable
 from nanocp.values.sampling import SamplingParams
 
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 """A row gets another page if its prompt ends fewer before a page's edge."""
 CLUSTER = ClusterConfig(
     num_instances=4,
@@ -17,12 +19,15 @@ CLUSTER = ClusterConfig(
 )
 
 
-def make_prompts(lengths, seed, arrival_gap=0, num_tokens=NUM_TOKENS):
-    """Make greedy requests of random prompts, that many windows apart."""
-    rng = random.Random(seed)
+right_outputs = WeakKeyDictionary()
+"""By oracle and prompt: the longest output that it found right without a near-tie."""
+
+
+def make_prompts(lengths, arrival_gap=0, num_tokens=NUM_TOKENS):
+    """Make greedy requests, that many windows apart; of a length, there is one random prompt."""
     return [
         Prompt(
-            ids=[rng.randrange(2, 512) for _ in range(length)],
+            ids=random.Random(length).choices(range(2, 512), k=length),
             params=SamplingParams(max_tokens=num_tokens, temperature=0.0),
             arrives_at_window=number * arrival_gap,
         )
@@ -34,11 +39,23 @@ def assert_exact(oracle, prompts):
     """Every token is the reference's; near-ties are one, or one in a thousand."""
     near_ties = 0
     for prompt in prompts:
-        verdict = oracle.judge(prompt.ids, prompt.output)
+        verdict = judge(oracle, tuple(prompt.ids), tuple(prompt.output))
         assert len(prompt.output) == prompt.params.max_tokens
         assert verdict.exact, (len(prompt.ids), verdict, prompt.placements)
         near_ties += verdict.near_ties
     assert near_ties * 1000 <= max(sum(len(prompt.output) for prompt in prompts), 1000)
+
+
+def judge(oracle, ids, output):
+    """Let the oracle judge what it has not found right before."""
+    known = right_outputs.setdefault(oracle, {})
+    right = known.get(ids, ())
+    if output == right[: len(output)]:
+        return Verdict(len(output), None, 0)
+    verdict = oracle.judge(ids, output)
+    if verdict.exact and not verdict.near_ties:
+        known[ids] = output
+    return verdict
 
 
 def random_table(num_experts: int, num_instances: int, seed: int) -> ExpertTable:

@@ -52,12 +52,11 @@ def _run(
     checkpoint: Path,
     how: How,
     lengths: Iterable[int],
-    seed: int,
     arrival_gap: int = 0,
     num_tokens: int = 26,
     **settings: Any,
 ) -> tuple[list[Prompt], DecodeCluster]:
-    prompts = make_prompts(lengths, seed, arrival_gap, num_tokens)
+    prompts = make_prompts(lengths, arrival_gap, num_tokens)
     return how.play(checkpoint, how.config(**settings), prompts)
 
 
@@ -65,7 +64,7 @@ def forced(checkpoint: Path, how: How, degree: int) -> list[Prompt]:
     """All prompts have one degree."""
     lengths = [length for length in (1, 63, 64, 65, 500) if length > 64 * degree or degree == 1]
     policy = f"fixed_degree:{degree}"
-    prompts, _ = _run(checkpoint, how, [*lengths, 300], degree, policy=policy)
+    prompts, _ = _run(checkpoint, how, [*lengths, 300], policy=policy)
     assert all(prompt.placements[0].cp_degree == degree for prompt in prompts)
     return prompts
 
@@ -73,7 +72,7 @@ def forced(checkpoint: Path, how: How, degree: int) -> list[Prompt]:
 def mixed(checkpoint: Path, how: How) -> list[Prompt]:
     """Degrees 1, 2 and 4 in a batch; requests arrive and end while others run."""
     lengths = (1, 17, 64, 65, 129, 511, 1023, 1500, 3001)
-    prompts, _ = _run(checkpoint, how, lengths, 11, 4, policy="dual_balanced")
+    prompts, _ = _run(checkpoint, how, lengths, 4, policy="dual_balanced")
     assert {prompt.placements[0].cp_degree for prompt in prompts} == {1, 2, 4}
     return prompts
 
@@ -83,8 +82,7 @@ def chaos(checkpoint: Path, how: How) -> list[Prompt]:
     prompts, cluster = _run(
         checkpoint,
         how,
-        (1, 40, 64, 130, 400, 900),
-        how.num_steps,
+        (1, 40, 64, 130, 300, 500),
         3,
         policy="chaos",
         chaos_seed=how.num_steps,
@@ -100,7 +98,7 @@ def chaos(checkpoint: Path, how: How) -> list[Prompt]:
 def preempted(checkpoint: Path, how: How) -> list[Prompt]:
     """Rows that are promised no frame outgrow the cluster together."""
     settings = {"num_tokens": 90, "num_frames": 3, "growth_promise": "tokens:0"}
-    prompts, _ = _run(checkpoint, how, range(45, 61, 2), 7, **settings)
+    prompts, _ = _run(checkpoint, how, range(45, 61, 2), **settings)
     assert sum(prompt.num_preemptions for prompt in prompts) >= 1
     return prompts
 
@@ -108,12 +106,13 @@ def preempted(checkpoint: Path, how: How) -> list[Prompt]:
 def shared(checkpoint: Path, how: How, policy: str) -> list[Prompt]:
     """Whole prompts and beginnings, while their writer runs and after all requests have ended."""
     config = how.config(policy=policy, growth_promise="tokens:0")
-    (first,) = make_prompts([400], seed=5, num_tokens=64)
+    (first,) = make_prompts([400], num_tokens=64)
     others = [[*first.ids[:200], 7, 8, 9], first.ids, first.ids[:257]]
     # The first has KV of its prompt by then, and has not ended.
     window = 20 if how.num_steps == 1 else 12
-    earlier = [first, *(Prompt(ids, first.params, window) for ids in others[:2])]
-    later = [Prompt(ids, first.params) for ids in others[2:]]
+    params = replace(first.params, max_tokens=24)
+    earlier = [first, *(Prompt(ids, params, window) for ids in others[:2])]
+    later = [Prompt(ids, params) for ids in others[2:]]
     prompts, cluster = how.play(checkpoint, config, earlier, later)
     assert cluster.scheduler.prefix_sharing.num_hit_tokens >= 64 * (3 + 6)
     return prompts

@@ -24,6 +24,14 @@ from nanocp.values.sampling import SamplingParams, Token
 MAX_TURNS = 1_500_000
 
 
+def below(random: Random, number: int) -> int:
+    """What `random.randrange(number)` draws, in less time."""
+    num_bits = number.bit_length()
+    while (drawn := random.getrandbits(num_bits)) >= number:
+        pass
+    return drawn
+
+
 class HashPlay:
     """Plays one seed. Raises AssertionError as soon as something is wrong.
 
@@ -51,6 +59,8 @@ class HashPlay:
         self.now_us = 0
         self.deadline_share = 0.1
         self.num_stale_events = self.num_failed_transfers = self.num_missed = 0
+        self._awaited: Story | None = None
+        """One that was not settled when it was last looked at."""
 
     def _start_cluster(self) -> None:
         """The first term begins."""
@@ -97,8 +107,10 @@ class HashPlay:
     def _is_answered(self) -> bool:
         if len(self.stories) != self.num_requests:
             return False
-        # One of the newest is the last to be settled.
-        return all(each.is_settled for each in reversed(self.stories.values()))
+        if self._awaited is None or self._awaited.is_settled:
+            stories = self.stories.values()
+            self._awaited = next((each for each in stories if not each.is_settled), None)
+        return self._awaited is None
 
     # --- requests and their front end
 
@@ -168,7 +180,7 @@ class HashPlay:
         )
         longest = (self.num_layers and prompt_len) or longest
         prompt_len = prompt_len or any_prompt_len
-        prompt_ids = [random.randrange(self.vocab_size) for _ in range(prompt_len)]
+        prompt_ids = [below(random, self.vocab_size) for _ in range(prompt_len)]
         if (earlier := self._known_prompts()) and random.random() < self.prefix_share:
             common = random.choice([*earlier.values()])
             common = common[: random.choice([len(common), random.randrange(len(common) + 1)])]
@@ -219,7 +231,7 @@ class HashPlay:
     def _plan(self) -> None:
         sources = [*(process.events for process in self.processes), self.events]
         for source in self.random.sample(sources, len(sources)):
-            for _ in range(min(len(source), self.random.choice([0, 1, 100]))):
+            for _ in range(min(len(source), (0, 1, 100)[below(self.random, 3)])):
                 self._take(source.popleft())
         batch = self.coordinator.take_events()
         if batch or self.random.random() >= 0.9:

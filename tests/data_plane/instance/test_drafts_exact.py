@@ -346,7 +346,7 @@ def test_families_are_exact_with_drafts(with_mtp_layer):
     scheduler = SchedulerConfig(**CHAOS, num_drafts=2, steps_per_window=4)
     config = Config(cluster=replace(CLUSTER, num_instances=3), scheduler=scheduler)
     with DecodeCluster(config, checkpoint) as cluster:
-        prompts = cluster.run(make_prompts((5, 64, 130), 3, arrival_gap=2, num_tokens=64))
+        prompts = cluster.run(make_prompts((5, 64, 130), arrival_gap=2, num_tokens=64))
     assert sum(right for _, right in cluster.checked_drafts()) > 20
     assert_exact(oracle, prompts)
 

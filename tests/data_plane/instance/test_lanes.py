@@ -95,7 +95,7 @@ def run(checkpoint, scheduler, cpu_kernels, num_instances, lengths):
     )
     # `always` gives rows that come one after the other the same lane: they are to overlap.
     num_tokens = 96 if scheduler.lanes == "always" else 24
-    prompts = make_prompts(lengths, seed=3, num_tokens=num_tokens)
+    prompts = make_prompts(lengths, num_tokens=num_tokens)
     with DecodeCluster(config, checkpoint) as cluster:
         cluster.run(prompts)
         plans = [plan for each in cluster.plans for plan in each.instances]

@@ -36,9 +36,9 @@ def cluster_of(checkpoint, num_frames, host_pages, file_dir="", **scheduler):
 def talk(checkpoint, oracle, **config):
     """Two rounds of some conversations, and others between them, which take the frames."""
     with cluster_of(checkpoint, 8, 100, **config) as cluster:
-        first = make_prompts([40, 130, 200], seed=1, num_tokens=70)
+        first = make_prompts([40, 130, 200], num_tokens=70)
         prompts = list(cluster.run(first))
-        prompts += cluster.run(make_prompts([445, 446, 447, 448], seed=2, num_tokens=8))
+        prompts += cluster.run(make_prompts([445, 446, 447, 448], num_tokens=8))
         offload = cluster.scheduler.offload
         before = sum(offload.num_fetched)
         second = [Prompt([*prompt.ids, *prompt.output, 7, 8, 9], prompt.params) for prompt in first]
@@ -108,7 +108,7 @@ def test_preempted_requests_come_back_without_a_prefill(tiny_checkpoint, tiny_or
 
 def crowd(checkpoint, oracle, k):
     """Rows that are promised no frame outgrow the cluster together."""
-    prompts = make_prompts(range(45, 61, 2), seed=7, num_tokens=90)
+    prompts = make_prompts(range(45, 61, 2), num_tokens=90)
     config = {"growth_promise": "tokens:0", "steps_per_window": k}
     with cluster_of(checkpoint, 3, 100, **config) as cluster:
         prompts = cluster.run(prompts)

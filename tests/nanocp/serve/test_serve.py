@@ -64,10 +64,19 @@ def test_an_idle_service_rests_and_wakes():
         assert generate(serve.address, prompt(300, 2), 5) == expected(prompt(300, 2), 5)
 
 
+def replay(log):
+    status, output, _ = nanocp("simulate", "replay", str(log), "--json")
+    return status, json.loads(output)
+
+
 @pytest.mark.parametrize(("number", "front_ends"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_drains_and_exits_0(number, front_ends):
-    """The last front end is asked; two are processes."""
-    with Serve(*TWO, "--front-ends", str(front_ends), factory="build_slow") as serve:
+def test_a_signal_drains_and_exits_0(number, front_ends, tmp_path):
+    """The last front end is asked; two are processes. The event log replays byte for byte."""
+    options = ["--front-ends", str(front_ends), "--event-log", str(tmp_path / "log")]
+    with Serve(*TWO, *options, factory="build_slow") as serve:
+        short = [Stream(serve.address, max_tokens=20) for _ in range(2)]
+        for each in short:
+            each.join()
         stream = Stream(serve.address, max_tokens=400)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
@@ -79,6 +88,10 @@ def test_a_signal_drains_and_exits_0(number, front_ends):
         assert_nothing_is_left(members, segments, num_instances=2)
         begins = "draining: finishing 1 request, refusing new ones"
         assert any(line.startswith(begins) for line in serve.lines), serve.lines
+    status, played = replay(tmp_path / "log")
+    found = status, played["difference"], played["failure"], played["is_truncated"]
+    assert found == (0, None, "", False)
+    assert played["num_requests"] == 3 and played["num_windows"] >= 100
 
 
 def test_a_second_signal_does_not_wait_for_running_requests():
@@ -132,11 +145,13 @@ def test_an_instance_lost_in_mid_run_is_replaced_and_the_stream_goes_on(number):
     [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)],
     ids=lambda each: each.name,
 )
-def test_without_recovery_a_lost_instance_ends_the_service_in_the_stated_time(number):
+def test_without_recovery_a_lost_instance_ends_the_service_in_the_stated_time(number, tmp_path):
+    """The event log of a lost cluster replays to its end."""
     documented = (ROOT / "docs/develop/architecture.md").read_text()
     words = " ".join(documented.split())
     limit_s = int(re.search(r"at the first loss, within (\d+) seconds", words)[1])
-    with Serve(*TWO, factory="build_slow", environment=NO_RECOVERY) as serve:
+    options = ["--event-log", str(tmp_path / "log")]
+    with Serve(*TWO, *options, factory="build_slow", environment=NO_RECOVERY) as serve:
         stream = Stream(serve.address, max_tokens=1700)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
@@ -150,37 +165,6 @@ def test_without_recovery_a_lost_instance_ends_the_service_in_the_stated_time(nu
             serve.lines
         )
         assert_nothing_is_left(members, segments, num_instances=2)
-
-
-def replay(log):
-    status, output, _ = nanocp("simulate", "replay", str(log), "--json")
-    return status, json.loads(output)
-
-
-def test_an_event_log_replays_byte_for_byte(tmp_path):
-    with Serve(*TWO, "--event-log", str(tmp_path / "log")) as serve:
-        streams = [Stream(serve.address, max_tokens=100) for _ in range(3)]
-        serve.process.send_signal(signal.SIGINT)
-        assert serve.wait(150) == 0
-        for stream in streams:
-            stream.join()
-    status, played = replay(tmp_path / "log")
-    assert (status, played["difference"], played["failure"], played["is_truncated"]) == (
-        0,
-        None,
-        "",
-        False,
-    )
-    assert played["num_requests"] == 3 and played["num_windows"] >= 100
-
-
-def test_the_event_log_of_a_lost_cluster_replays_to_its_end(tmp_path):
-    options = ["--event-log", str(tmp_path / "log")]
-    with Serve(*TWO, *options, factory="build_slow", environment=NO_RECOVERY) as serve:
-        stream = Stream(serve.address, max_tokens=1700)
-        os.kill(an_instance_of(descendants(serve.process.pid)), signal.SIGKILL)
-        assert serve.wait() == 1
-        stream.join()
     assert '"ClusterLost"' in (tmp_path / "log").read_text()
     assert replay(tmp_path / "log")[0] == 0
 

@@ -1,9 +1,11 @@
 """`--explain`: stories say why, decide nothing, and are the same of a run and of its event log."""
 
 import json
+import tempfile
 from dataclasses import replace
 from functools import cache
 from itertools import groupby, islice, pairwise
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -60,10 +62,12 @@ def play(policy, event_log=None, explainer=None):
 
 
 @cache
-def stories_of(policy):
-    explainer = Explainer(list(map(str, range(1, NUM_REQUESTS + 1))))
-    play(policy, explainer=explainer)
-    return explainer.stories.values()
+def explained(policy):
+    """(stories of all requests, the event log of the run that explains them)."""
+    explainer = Explainer(list(map(str, range(1, NUM_REQUESTS + 1))), first_long_from_us=0)
+    with tempfile.TemporaryDirectory() as folder:
+        play(policy, log := Path(folder) / "log", explainer)
+        return explainer.stories.values(), log.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -71,13 +75,12 @@ def stories_of(policy):
     ["dual_balanced", "cost_aware", pytest.param("least_batch", marks=pytest.mark.system), "chaos"],
 )
 def test_every_plan_is_the_same_with_an_explanation_and_without(policy, tmp_path):
-    explainer = Explainer(list(map(str, range(1, NUM_REQUESTS + 1))), first_long_from_us=0)
+    stories, log = explained(policy)
     play(policy, tmp_path / "plain")
-    play(policy, tmp_path / "explained", explainer)
-    assert (tmp_path / "plain").read_bytes() == (tmp_path / "explained").read_bytes()
-    assert len(explainer.stories) == NUM_REQUESTS
+    assert (tmp_path / "plain").read_bytes() == log
+    assert len(stories) == NUM_REQUESTS
     num_ended = 0
-    for story in explainer.stories.values():
+    for story in stories:
         texts = [note.text for note in story.notes]
         assert texts[0].startswith("arrives")
         # The run ends before some of the requests do.
@@ -104,7 +107,10 @@ def test_a_policy_that_says_no_more_shows_the_paragraphs_of_its_docstring():
 
 def test_what_cost_aware_chose_is_the_best_that_it_compared():
     decisions = [
-        note.decision for story in stories_of("cost_aware") for note in story.notes if note.decision
+        note.decision
+        for story in explained("cost_aware")[0]
+        for note in story.notes
+        if note.decision
     ]
     assert max(len(decision.explanation.candidates) for decision in decisions) > 10
     # Where its cheapest split may not fit, dual_balanced's is taken, which compares none.
@@ -121,7 +127,7 @@ def test_a_crowded_cluster_gives_every_kind_of_reason():
     texts = [
         note.text
         for policy in ("chaos", "dual_balanced")
-        for story in stories_of(policy)
+        for story in explained(policy)[0]
         for note in story.notes
     ]
     for words in (
@@ -144,7 +150,7 @@ def test_a_crowded_cluster_gives_every_kind_of_reason():
 
 def test_reasons_to_wait_are_bounded_and_the_last_is_told():
     longest = 0
-    for story in stories_of("chaos"):
+    for story in explained("chaos")[0]:
         waits = [note.text.startswith("waits") for note in story.notes]
         longest = max(
             [longest, *(len(list(group)) for is_waiting, group in groupby(waits) if is_waiting)]
