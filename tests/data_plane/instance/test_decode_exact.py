@@ -210,21 +210,19 @@ def test_sampling_is_the_same_at_any_degree_batch_and_binding(tiny_checkpoint):
         )
         with DecodeCluster(config, tiny_checkpoint) as cluster:
             for companions in (0, 7):
-                asked = Prompt(ids=list(range(2, 302)), params=params)
-                others = [
-                    Prompt(asked.ids[number:], replace(params, seed=number))
-                    for number in range(companions)
-                ]
-                cluster.run([*others, asked])
-                outputs.append(asked.output)
-                if policy == "chaos":
-                    assert len({placement.moe_binding for placement in asked.placements}) > 1, (
-                        "it must be re-bound"
-                    )
-                else:
-                    assert {
-                        f"fixed_degree:{placement.cp_degree}" for placement in asked.placements
-                    } == {policy}
+                # chaos draws by window, and which windows a row lives in is a matter of time.
+                for _ in range(1 if policy != "chaos" else 20):
+                    asked = Prompt(ids=list(range(2, 302)), params=params)
+                    others = [
+                        Prompt(asked.ids[number:], replace(params, seed=number))
+                        for number in range(companions)
+                    ]
+                    cluster.run([*others, asked])
+                    outputs.append(asked.output)
+                    if is_rebound := len({each.moe_binding for each in asked.placements}) > 1:
+                        break
+                degrees = {f"fixed_degree:{each.cp_degree}" for each in asked.placements}
+                assert is_rebound if policy == "chaos" else degrees == {policy}
             if policy == "fixed_degree:1":
                 (uncontrolled,) = cluster.run([Prompt(asked.ids, sampled)])
     assert all(output == outputs[0] for output in outputs)
