@@ -222,7 +222,8 @@ def test_states_of_linear_attention_layers_come_with_the_pages(vllm_python, tmp_
     every_expert = {"num_experts_per_tok": 16}
     widths = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     make_checkpoint(tmp_path / "model", "tiny-qwen3-next", overrides=every_expert | widths)
-    more = ("--no-enable-prefix-caching", "--max-num-batched-tokens", "300")
+    asked = ("--mamba-ssm-cache-dtype", "float32", "--no-enable-prefix-caching")
+    more = (*asked, "--max-num-batched-tokens", "300")
     options = {"dtype": "bfloat16", "attention": "CPU_ATTN", "more": more}
     with VllmServer(vllm_python, tmp_path / "model", tmp_path / "log", **options) as engine:
         engine.wait()
