@@ -126,6 +126,7 @@ def _check_requests(scheduler: Scheduler) -> None:
         is_carried = request.carry_source is not None
         assert is_carried == (request.request_id in scheduler._rows.carried), request
         assert request.carry is None or request.carry.instance == request.moe_binding, request
+        assert request.ran_at is None or request.is_started, request
         is_moving |= is_carried and request.ticket is not None
         assert (request.state is State.TRANSFERRING or is_moving) == (request.ticket is not None), (
             request

@@ -27,7 +27,7 @@ from nanocp.values.plan import CARRY_PAGE
 
 NUM_SEEDS = int(os.environ.get("STATE_SEEDS", "200"))
 QUICK = (71001, 71002, 71006, 71008, 71009, 71011, 71012, 71018, 71021, 71022)
-SEEN_BY = (71004, 71006, 71037, 71060, 71172)
+SEEN_BY = (71004, 71006, 71037, 71060, 71172, 7545)
 """Each sees some of the mutants (tests/mutants/of_states.py), or saw a fault that was mended."""
 KINDS = {Stateful, StatefulFailovers, StatefulLosses, StatefulOperators}
 

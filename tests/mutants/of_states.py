@@ -355,6 +355,14 @@ OF_STATES = [
         tests=(_KEPT, "-k", "may_go_on"),
     ),
     Mutant(
+        name="binding-of-an-earlier-term",
+        why="a front end is told the instance of a row that an earlier term had (one state)",
+        path="control_plane/scheduler/state/request.py",
+        text="self.first_window = self.last_window = self.ran_at = None",
+        fault="self.first_window = self.last_window = None",
+        tests=_played(7545),
+    ),
+    Mutant(
         name="state-for-the-old-binding",
         why="a lost state is made again at another instance than the row's (one state)",
         path="control_plane/scheduler/terms/held_requests.py",

@@ -158,7 +158,7 @@ class Request:
         """No instance has a row of it or an entry in its table any more."""
         self.ever_bound = {}
         self.holder_digest = 0
-        self.first_window = self.last_window = None
+        self.first_window = self.last_window = self.ran_at = None
 
     @property
     def is_started(self) -> bool:

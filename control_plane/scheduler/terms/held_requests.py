@@ -141,7 +141,7 @@ class HeldRequests:
                 frames = self._state.frames[run.instance]
                 frames.quarantine([FrameRun(run.frame, run.num_pages)])
                 frames.free([FrameRun(run.frame, run.num_pages)])
-        request.carry = request.carry_source = request.restart = request.ran_at = None
+        request.carry = request.carry_source = request.restart = None
 
     def drop(self, request: Request) -> None:
         """The request ends."""
