@@ -37,10 +37,8 @@ def prefill_flags(
         loaded = load_config(config, {})
         delta = ModelConfig.from_folder(checkpoint).delta
         if delta is not None and delta.has_channel_decay:
-            raise ValueError(
-                f"{checkpoint} has Kimi Delta Attention, whose states do not come from vLLM; "
-                "let NanoCP's own prefill compute its prompts"
-            )
+            reason = "states of Kimi Delta Attention do not come from vLLM"
+            raise ValueError(f"{reason}; let NanoCP's own prefill compute prompts of {checkpoint}")
     except (ValueError, OSError) as error:
         print(f"nanocp prefill-flags: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -51,7 +49,6 @@ def prefill_flags(
         f"{_TRANSFER}.kv_role kv_producer",
     ]
     if delta is not None:
-        # Without them vLLM keeps states of several positions, and in the dtype of rows.
         flags += ["--mamba-ssm-cache-dtype float32", "--no-enable-prefix-caching"]
     if allow:
         flags.append(f"{_TRANSFER}.kv_connector_extra_config.allowed {','.join(allow)}")

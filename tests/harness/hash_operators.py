@@ -102,8 +102,8 @@ class OperatedCluster(FailoverCluster):
         if draw < self.change_share and self.operators_left and (is_calm or random.random() < 0.2):
             self.operators_left -= 1
             self._operate(self._draw_operator())
-        elif draw < self.change_share and is_calm and self._num_left() == self.failures_left:
-            # Some requests are too large for fewer. Only a process that comes may fail yet.
+        elif draw < self.change_share and is_calm and not self._num_due():
+            # Some requests are too large for fewer.
             self._operate(self._want(range(len(self.processes))))
         elif 0.01 < draw < 0.011 and self.ill_seat in self.coordinator.attached:
             if self.losses_left and self._may_lose():
@@ -124,6 +124,11 @@ class OperatedCluster(FailoverCluster):
 
     def _num_left(self) -> int:
         return super()._num_left() + self.operators_left + self.failures_left
+
+    def _num_due(self) -> int:
+        """Without what only a process that comes may do, or no seat may for now."""
+        num_barred = 0 if self._may_lose() else self.losses_left
+        return self._num_left() - self.failures_left - num_barred
 
     def _want_seats(self, seats: Any = ()) -> None:
         """Operators do."""
