@@ -74,9 +74,6 @@ def test_a_signal_drains_and_exits_0(number, front_ends, tmp_path):
     """The last front end is asked; two are processes. The event log replays byte for byte."""
     options = ["--front-ends", str(front_ends), "--event-log", str(tmp_path / "log")]
     with Serve(*TWO, *options, factory="build_slow") as serve:
-        short = [Stream(serve.address, max_tokens=20) for _ in range(2)]
-        for each in short:
-            each.join()
         stream = Stream(serve.address, max_tokens=400)
         members = descendants(serve.process.pid)
         segments = set().union(*map(segments_of, members))
@@ -91,7 +88,7 @@ def test_a_signal_drains_and_exits_0(number, front_ends, tmp_path):
     status, played = replay(tmp_path / "log")
     found = status, played["difference"], played["failure"], played["is_truncated"]
     assert found == (0, None, "", False)
-    assert played["num_requests"] == 3 and played["num_windows"] >= 100
+    assert played["num_requests"] == 1 and played["num_windows"] >= 100
 
 
 def test_a_second_signal_does_not_wait_for_running_requests():
