@@ -47,9 +47,8 @@ struct Source {
     Mixture<T, W>* mixture = nullptr;
     long number = 0, count = 0;
     // Row i is at which[i], or at i without `which`.
-    const int64_t *which, *expert;
-    const float* weight;
-    const T* hidden;
+    const int64_t* which;
+    Region<T> from;
 
     std::atomic<State> state{AWAY};
     // ExpertRows that have not run, of those with its rows; blocks of rows that have no sums.
@@ -130,16 +129,17 @@ class Arrivals {
         source.pairs.clear();
         for (long i = 0; i < source.count; ++i) {
             const long at = source.at(i);
-            for (long k = at * of.K; k < (at + 1) * of.K; ++k)
-                if (const long slot = of.slot[source.expert[k]]; slot >= 0)
-                    source.pairs.push_back({rows_of(of, slot), 0, source.weight[k]});
+            const int64_t* expert = source.from.expert.at(at);
+            for (long k = 0; k < of.K; ++k)
+                if (const long slot = of.slot[expert[k]]; slot >= 0)
+                    source.pairs.push_back({rows_of(of, slot), 0, source.from.weight.at(at)[k]});
             std::sort(source.pairs.begin() + source.first_pair.back(), source.pairs.end(),
                       [](const auto& a, const auto& b) { return a.rows->slot < b.rows->slot; });
             for (long p = source.first_pair.back(); p < long(source.pairs.size()); ++p) {
                 ExpertRows<T, W>& rows = *waiting[source.pairs[p].rows->slot];
                 num_experts += rows.rows.empty() || rows.rows.back().source != &source;
                 source.pairs[p].at = long(rows.rows.size());
-                rows.rows.push_back({source.hidden + at * of.X, &source});
+                rows.rows.push_back({source.from.hidden.at(at), &source});
                 rows.has_peers |= is_peer;
             }
             source.first_pair.push_back(long(source.pairs.size()));

@@ -101,8 +101,8 @@ static void visit_experts(const T* x, const int64_t* expert, const float* weight
     for (long n = 0; n < num_regions; ++n)
         for (long i = 0; i < counts[n]; ++i, ++at) {
             const Region<T>& from = arrived[n];
-            visitors[at] = {from.hidden + i * X, from.expert + i * K, from.weight + i * K,
-                            answers[n].hidden + i * X};
+            visitors[at] = {from.hidden.at(i), from.expert.at(i), from.weight.at(i),
+                            answers[n].hidden.at(i)};
         }
     experts(visitors, gate_up, down, rows, K, slot, count, X, I);
 }

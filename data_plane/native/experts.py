@@ -23,8 +23,16 @@ from data_plane.moe.rows import Region
 from data_plane.native.calls import LONG, POINTER
 from data_plane.native.packing import packed_address
 
-_NOWHERE = (None,) * 4
-"""The addresses of a region that is not there."""
+_NOWHERE = (None,) * 7
+"""A region that is not there."""
+
+
+def region_places(region: Region) -> list[int | None]:
+    """Where a region's count, expert ids, weights and hidden rows are, as rows.h declares it."""
+    places = [region["count"].data_ptr() if "count" in region else None]
+    for rows in map(region.get, ("expert", "weight", "hidden")):
+        places += (None, None) if rows is None else (rows.data_ptr(), rows.stride(0))
+    return places
 
 
 class _Experts(NamedTuple):
@@ -44,7 +52,7 @@ class NativeExpertKernels:
         # Addresses that are the same in every step, by the id of the object that has them. The
         # object is kept too, so that no other can get its id.
         self._experts: dict[int, tuple[MoeWeights, _Experts]] = {}
-        self._known_regions: dict[int, tuple[Region, tuple[int | None, ...]]] = {}
+        self._known_regions: dict[int, tuple[Region, list[int | None]]] = {}
 
     def gate(self, x_BX: Tensor, moe: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
         """The experts [B, K] of each row and their weights [B, K]; see moe.gate.gate."""
@@ -196,17 +204,10 @@ class NativeExpertKernels:
 
     def _regions(self, regions: Sequence[Region | None]) -> Any:
         """The addresses of the regions, as rows.h declares them."""
-        addresses: list[int | None] = []
+        places: list[int | None] = []
         for region in regions:
-            addresses += _NOWHERE if region is None else self._region(region)
-        return (POINTER * len(addresses))(*addresses)
-
-    def _region(self, region: Region) -> tuple[int | None, ...]:
-        known = self._known_regions.get(id(region))
-        if known is None:
-            fields = ("count", "expert", "weight", "hidden")
-            addresses = tuple(
-                region[name].data_ptr() if name in region else None for name in fields
-            )
-            known = self._known_regions[id(region)] = region, addresses
-        return known[1]
+            known = self._known_regions.get(id(region))
+            if known is None and region is not None:
+                known = self._known_regions[id(region)] = region, region_places(region)
+            places += _NOWHERE if known is None else known[1]
+        return (POINTER * len(places))(*places)

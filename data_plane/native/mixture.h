@@ -222,13 +222,12 @@ class Mixture {
     }
 
     void take(Source<T, W>& source) {
-        const Region<T>& from = peers[source.number].arrived;
         const bool is_own = source.number == own;
-        source.count = is_own ? counts_of[own] : *from.count;
+        source.from = is_own ? Region<T>{nullptr, {expert.data(), of.K}, {weight.data(), of.K},
+                                         {const_cast<T*>(normed), of.X}}
+                             : peers[source.number].arrived;
+        source.count = is_own ? counts_of[own] : *source.from.count;
         source.which = is_own ? rows.data() + own * B : nullptr;
-        source.hidden = is_own ? normed : from.hidden;
-        source.expert = is_own ? expert.data() : from.expert;
-        source.weight = is_own ? weight.data() : from.weight;
         if (source.count < 0 || source.count > max_rows) {
             wrong = source.number;
             return;
@@ -361,10 +360,10 @@ class Mixture {
         const long X = mixture.of.X;
         const bool is_own = source.number == mixture.own;
         const Peer<T>& peer = mixture.peers[source.number];
-        T* sums = is_own ? mixture.own_sum.data() : peer.answers;
+        const Strided<T> sums = is_own ? Strided<T>{mixture.own_sum.data(), X} : peer.answers;
         float* wide = scratch<float, 27>(X);
         const long end = std::min((number + 1) * SUMMED_ROWS, source.count);
-        for (long i = number * SUMMED_ROWS; i < end; ++i) source.sum(i, X, wide, sums + i * X);
+        for (long i = number * SUMMED_ROWS; i < end; ++i) source.sum(i, X, wide, sums.at(i));
         if (source.blocks_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
             const bool is_put = is_own || peer.answered_flag;
             if (!is_own && is_put) raise_flag(peer.answered_flag, mixture.flag);
@@ -410,7 +409,7 @@ class Mixture {
         awaited[1] = 0;
         for (long n = 0; n < N; ++n) {
             if (n != own && peers[n].answered_flag) awaited[1] += sources[n].count;
-            regions[n].hidden = n == own || !counts_of[n] ? nullptr : (T*)peers[n].returned;
+            regions[n].hidden = n == own || !counts_of[n] ? Strided<T>{} : peers[n].returned;
         }
         combine_sums(x, of.shared_gate_up && B ? shared_out.data() : nullptr, own_sum.data(),
                      regions.data(), rows.data(), counts_of.data(), N, B, of.X, out);

@@ -22,6 +22,7 @@ from data_plane.model.weights import LayerWeights
 from data_plane.moe.all_to_all_cpu import MoePhase
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.native.calls import LONG, POINTER, MixtureFields
+from data_plane.native.experts import region_places
 from data_plane.native.kernels import NativeKernels
 from data_plane.native.packing import packed_address
 from data_plane.transport.exchange import Awaited, Channel, ExchangeError
@@ -36,7 +37,6 @@ _CHANNEL_OF = {
     _AWAITS_SUMS: Channel.COMBINE,
     _PUTS_SUMS: Channel.COMBINE,
 }
-_ROW_FIELDS = ("count", "expert", "weight", "hidden")
 
 
 class NativeMixtures:
@@ -167,14 +167,12 @@ class NativeMixtures:
         exchange, addresses = self._exchange, list[int | None]()
         for peer in range(self._num_instances):
             if peer not in self._present:
-                addresses += [None] * 14
+                addresses += [None] * 22
                 continue
-            sent = exchange.outgoing(Channel.DISPATCH, peer, parity)
-            arrived = exchange.incoming(Channel.DISPATCH, peer, parity)
-            addresses += [sent[name].data_ptr() for name in _ROW_FIELDS]
-            addresses += [arrived[name].data_ptr() for name in _ROW_FIELDS]
-            addresses.append(exchange.outgoing(Channel.COMBINE, peer, parity)["hidden"].data_ptr())
-            addresses.append(exchange.incoming(Channel.COMBINE, peer, parity)["hidden"].data_ptr())
+            for side in (exchange.outgoing, exchange.incoming):
+                addresses += region_places(side(Channel.DISPATCH, peer, parity))
+            for side in (exchange.outgoing, exchange.incoming):
+                addresses += region_places(side(Channel.COMBINE, peer, parity))[-2:]
             rows, sums = (
                 exchange.flags(channel, peer, parity)
                 for channel in (Channel.DISPATCH, Channel.COMBINE)

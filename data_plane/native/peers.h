@@ -9,8 +9,7 @@
 template <class T>
 struct Peer {
     Region<T> sent, arrived;
-    T* answers;
-    const T* returned;
+    Strided<T> answers, returned;
     uint64_t *sent_flag, *answered_flag;
     const uint64_t *arrived_flag, *returned_flag;
 };

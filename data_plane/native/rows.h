@@ -4,18 +4,27 @@
 
 #include "vector.h"
 
+// Rows as they lie in memory: the first one, and how many values lie from one to the next.
+template <class V>
+struct Strided {
+    V* first;
+    long stride;
+
+    V* at(long row) const { return first + row * stride; }
+};
+
 template <class T>
 struct Region {
     int32_t* count;
-    int64_t* expert;
-    float* weight;
-    T* hidden;
+    Strided<int64_t> expert;
+    Strided<float> weight;
+    Strided<T> hidden;
 
     void put(long at, const T* x, const int64_t* experts, const float* weights, long K,
              long X) const {
-        memcpy(hidden + at * X, x, X * sizeof(T));
-        memcpy(expert + at * K, experts, K * sizeof(int64_t));
-        memcpy(weight + at * K, weights, K * sizeof(float));
+        memcpy(hidden.at(at), x, X * sizeof(T));
+        memcpy(expert.at(at), experts, K * sizeof(int64_t));
+        memcpy(weight.at(at), weights, K * sizeof(float));
     }
 };
 
@@ -52,7 +61,7 @@ static void combine_sums(const T* x, const T* shared, const T* own_sum, const Re
     memset(wide, 0, B * X * sizeof(float));
     for (long n = 0; n < N; ++n)
         for (long i = 0; i < counts[n]; ++i) {
-            const T* from = (regions[n].hidden ? regions[n].hidden : own_sum) + i * X;
+            const T* from = regions[n].hidden.first ? regions[n].hidden.at(i) : own_sum + i * X;
             float* to = wide + rows[n * B + i] * X;
             for (long at = 0; at < X; at += LANES) {
                 const Mask mask = first_lanes(X - at);

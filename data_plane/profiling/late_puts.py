@@ -69,17 +69,15 @@ class LateExchange(ShmExchange):
             self._begin_link()
         region = self._outgoing[target][channel][epoch & 1]
         flag, value = region.flag, epoch + 1
-        chunks = [place.chunk(num_rows) for place in region.places]
-        num_bytes = sum(size for _, size in chunks)
+        offset, num_bytes = region.run(num_rows)
         self._free_s = max(self._free_s, time.monotonic()) + 1e-9 * self.ns_per_byte * num_bytes
         connection, header, parts = -1, b"", list[int]()
         if target in self._remote:
             peer = self._peers[target]
             assert isinstance(peer, TcpSegment)
-            connection, header = peer.fileno(), put_header(flag.offset, value, chunks)
-            parts = [
-                n for offset, size in chunks for n in (flag.address + offset - flag.offset, size)
-            ]
+            connection = peer.fileno()
+            header = put_header(flag.offset, value, [(offset, num_bytes)])
+            parts = [flag.address + offset - flag.offset, num_bytes]
         due_ns = int((self._free_s + self.late_s) * 1e9)
         addresses = (ctypes.c_long * len(parts))(*parts)
         self._put(

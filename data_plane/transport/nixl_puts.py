@@ -1,13 +1,13 @@
 """Puts by NIXL: a region of the exchange is one write into memory of the receiver, on any node.
 
-Enters: at the writer, chunks of a segment and a word; at the owner, a word that is awaited. Leaves:
-the chunks in the owner's segment, then the word. Does not know: layers, what an epoch is.
+Enters: at the writer, bytes of a segment and a word; at the owner, a word that is awaited. Leaves:
+the bytes in the owner's segment, then the word. Does not know: layers, what an epoch is.
 
 UCX promises no order between two writes, nor between the bytes of one. NIXL's notification comes
 behind the write, but the writer sends it only when it calls its agent after the owner's agent has
-acknowledged: neither may happen while both compute. So a put needs no second message. Its chunks
-are packed behind a header with two sums of all that follows them, and the owner believes nothing
-but a whole message: it copies the message, adds up the copy, and only then writes the segment. The
+acknowledged: neither may happen while both compute. So a put needs no second message. Its bytes
+follow a header with two sums of all that is behind them, and the owner believes nothing but a whole
+message: it copies the message, adds up the copy, and only then writes the segment. The
 sums are of 64 bits each, so that a message of which bytes are missing, or are of an earlier put or
 term, passes with a chance of 2^-58 at most.
 
@@ -27,15 +27,14 @@ from data_plane.transport.exchange import PeerLost, Term
 from data_plane.transport.futex import Word
 from data_plane.transport.nixl import NixlAgent, Place
 from data_plane.transport.shared_memory import CACHE_LINE, OwnedSegment
-from data_plane.transport.tcp_messages import MAX_CHUNKS
 from data_plane.transport.tcp_segment import TcpSegment
 from nanocp.config.limits import LimitsConfig
 
-_VALUE, _TERM, _SIZES = 2, 3, 4
-"""Words of the header behind the two sums; the sizes of the chunks take 32 bits each."""
-_HEADER_BYTES = 8 * _SIZES + 4 * MAX_CHUNKS
-assert _HEADER_BYTES <= CACHE_LINE, "a message must fit where its region's flag and fields are"
+_VALUE, _TERM, _SIZE = 2, 3, 4
+"""Words of the header behind the two sums."""
 _WORD_BYTES = 8
+_HEADER_BYTES = 5 * _WORD_BYTES
+assert _HEADER_BYTES <= CACHE_LINE, "a message must fit where its region's flag and rows are"
 _ACKNOWLEDGED_S = 0.1
 """So long after a message was taken its owner goes on: what acknowledges it must be sent."""
 
@@ -76,30 +75,23 @@ class Inbox:
         self._words = memoryview(segment.bulk).cast("Q")
         self._term = term
 
-    def look(self, word: Word, fields: Sequence[tuple[int, int]]) -> None:
+    def look(self, word: Word, offset: int, most: int) -> None:
         """Raise the word of a region if a later message than the last is there, all of it.
 
-        fields: (offset, bytes) of all rows of each field, in the order of the writer's chunks.
+        offset, most: where the region is behind its word, and its bytes.
         """
         self._agent.progress()
         begin = word.offset - self._data_offset
         first = begin // _WORD_BYTES
-        value, term = self._words[first + _VALUE], self._words[first + _TERM]
-        if value <= word.load() or term != self._term:
+        value, term, size = self._words[first + _VALUE : first + _SIZE + 1]
+        if value <= word.load() or term != self._term or size > most:
             return
-        sizes = self._bytes[begin : begin + _HEADER_BYTES].view(np.uint32)[2 * _SIZES :].tolist()
-        del sizes[len(fields) :]
-        if any(size > most for size, (_, most) in zip(sizes, fields, strict=True)):
-            return
-        end = begin + _HEADER_BYTES + sum(map(_padded, sizes))
+        end = begin + _HEADER_BYTES + _padded(size)
         # What is checked is what is taken: a late write of another term may still come.
         message = self._bytes[begin:end].copy().view(np.uint64)
-        if [*_sums(message), value, term] != message[:_SIZES].tolist():
+        if [*_sums(message), value, term, size] != message[: _SIZE + 1].tolist():
             return
-        taken, at = message.view(np.uint8), _HEADER_BYTES
-        for size, (offset, _) in zip(sizes, fields, strict=True):
-            self._segment[offset : offset + size] = taken[at : at + size]
-            at += _padded(size)
+        self._segment[offset : offset + size] = message.view(np.uint8)[_HEADER_BYTES:][:size]
         word.store(value)
         self._agent.go_on(_ACKNOWLEDGED_S)
 
@@ -152,26 +144,24 @@ class NixlPuts(TcpSegment):
         chunks: Sequence[tuple[int, int]] = (),
         bulk: tuple[int, int] | None = None,
     ) -> None:
-        """Post the chunks and the word, as one write; see segments.Segment.
+        """Post the only chunk and the word, as one write; see segments.Segment.
 
         Raises PeerLost if NIXL has lost the owner, and while the word's last write is under way
         still, ExchangeTimeout or TermOver.
         """
-        assert bulk is None, "the segment has no bulk"
+        assert bulk is None and len(chunks) == 1, "a region is one run of bytes"
         word.store(value)
         if not self.owner_is_alive():
             return
         begin = word.offset - self.data_offset
         self._finish(begin)
-        message = self._message[begin - self._begin :]
-        mirror, end = np.frombuffer(self.memory, np.uint8), _HEADER_BYTES
-        sizes = message[8 * _SIZES : end].view(np.uint32)
-        for number, (offset, num_bytes) in enumerate(chunks):
-            message[end : end + num_bytes] = mirror[offset : offset + num_bytes]
-            sizes[number] = num_bytes
-            end += _padded(num_bytes)
-        words = message[:end].view(np.uint64)
-        words[_VALUE], words[_TERM] = value, self._number
+        ((offset, size),) = chunks
+        end = _HEADER_BYTES + _padded(size)
+        message = self._message[begin - self._begin :][:end]
+        mirror = np.frombuffer(self.memory, np.uint8)
+        message[_HEADER_BYTES : _HEADER_BYTES + size] = mirror[offset : offset + size]
+        words = message.view(np.uint64)
+        words[_VALUE], words[_TERM], words[_SIZE] = value, self._number, size
         words[:_VALUE] = _sums(words)
         if (write := self._writes.get((begin, end))) is None:
             assert self._local is not None

@@ -6,15 +6,17 @@ in the receiver's segment. Does not know: routes, layers, models, who decides th
 Peers on the receiver's node write its segment in place. For the others a thread of the receiver
 does (tcp_server.py), or whoever looks for what came by NIXL (nixl_puts.py). A segment has one block
 for each other instance. A block has two regions for each channel, one for each parity: a flag in a
-cache line of its own, then the fields. A flag is epoch + 1, so that a fresh segment, which is all
-zeros, has no epoch 0.
+cache line of its own, the count of rows if there is one, and the rows. All fields of a row are side
+by side, so that what was written is one run of bytes. A flag is epoch + 1, so that a fresh segment,
+which is all zeros, has no epoch 0.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,31 +44,21 @@ from data_plane.transport.shared_memory import (
 from nanocp.config.limits import LimitsConfig
 
 _NUM_PARITIES = 2
+_FIELD_ALIGNMENT = 16
 _KIND = "exchange"
-
-
-class _Place(NamedTuple):
-    """The place of a field in the segment."""
-
-    offset: int
-    num_rows: int
-    row_bytes: int
-
-    def chunk(self, num_rows: int | None) -> tuple[int, int]:
-        """(offset, bytes) of the first rows; None: all. A field of one row is never cut."""
-        rows = self.num_rows
-        if num_rows is not None and rows > 1:
-            rows = min(rows, num_rows)
-        return self.offset, rows * self.row_bytes
 
 
 class _Region(NamedTuple):
     flag: Word
     views: dict[str, np.ndarray]
-    places: list[_Place]
-    """The places of the fields, in the order of the layout."""
-    whole: list[tuple[int, int]]
-    """(offset, bytes) of all rows of each."""
+    header_bytes: int
+    """Bytes of the count; 0 without one."""
+    rows: np.ndarray
+
+    def run(self, num_rows: int | None = None) -> tuple[int, int]:
+        """(offset, bytes) of the count and the first rows; None: of all."""
+        num_bytes = self.header_bytes + self.rows[:num_rows].nbytes
+        return self.flag.offset + CACHE_LINE, num_bytes
 
 
 _Block = list[tuple[_Region, ...]]
@@ -177,8 +169,7 @@ class ShmExchange(Exchange):
         if target not in self._remote:
             flag.store(epoch + 1)
             return
-        chunks = [place.chunk(num_rows) for place in region.places]
-        self._peers[target].publish(flag, epoch + 1, chunks)
+        self._peers[target].publish(flag, epoch + 1, [region.run(num_rows)])
 
     def incoming(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
         """Read-only views of the source's region; its put may not be there yet."""
@@ -242,7 +233,7 @@ class ShmExchange(Exchange):
     def _look(self, region: _Region) -> int:
         """The region's flag, once what came by NIXL is taken."""
         if self._inbox is not None:
-            self._inbox.look(region.flag, region.whole)
+            self._inbox.look(region.flag, *region.run())
         return region.flag.load()
 
     def _until_any(self, targets: list[tuple[_Region, int]], go_on: Callable[[], bool]) -> bool:
@@ -326,32 +317,51 @@ def _number(source: int, target: int) -> int:
     return source if source < target else source - 1
 
 
-def _field_bytes(field: Field) -> int:
-    return aligned(int(np.prod(field.shape, dtype=np.int64)) * np.dtype(field.dtype).itemsize)
+@functools.cache
+def _rows(fields: tuple[Field, ...]) -> tuple[int, int, np.dtype]:
+    """(bytes of the count, number of rows, a row's type) of a region with these fields.
+
+    A row begins with its largest field, at a cache line. The row of a field alone has no padding.
+    """
+    of_rows = [field for field in fields if field.name != "count"]
+    (num_rows,) = {field.shape[0] for field in of_rows}
+    types = {field.name: np.dtype((field.dtype, field.shape[1:])) for field in of_rows}
+    names = sorted(types, key=lambda name: -types[name].itemsize)
+    sizes = [-(-types[name].itemsize // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT for name in names]
+    row: Any = {
+        "names": names,
+        "formats": [types[name] for name in names],
+        "offsets": [sum(sizes[:number]) for number in range(len(names))],
+        "itemsize": aligned(sum(sizes)) if len(names) > 1 else types[names[0]].itemsize,
+    }
+    return CACHE_LINE * (len(names) < len(fields)), num_rows, np.dtype(row)
+
+
+def _region_bytes(fields: tuple[Field, ...]) -> int:
+    header_bytes, num_rows, row = _rows(fields)
+    return CACHE_LINE + aligned(header_bytes + num_rows * row.itemsize)
 
 
 def _block_bytes(layout: RegionLayout) -> int:
-    return sum(
-        _NUM_PARITIES * (CACHE_LINE + sum(map(_field_bytes, fields))) for fields in layout.values()
-    )
+    return _NUM_PARITIES * sum(map(_region_bytes, layout.values()))
 
 
 def _map_block(segment: OwnedSegment | Segment, offset: int, layout: RegionLayout) -> _Block:
     block: _Block = [() for _ in Channel]
     for channel in sorted(layout):
+        fields = layout[channel]
+        header_bytes, num_rows, row = _rows(fields)
         for _ in range(_NUM_PARITIES):
-            region = _Region(Word(segment.memory, offset), {}, [], [])
-            offset += CACHE_LINE
-            for field in layout[channel]:
-                view = np.ndarray(field.shape, field.dtype, buffer=segment.memory, offset=offset)
-                region.views[field.name] = view
-                rows = field.shape[0] if field.shape else 1
-                region.places.append(
-                    _Place(offset=offset, num_rows=rows, row_bytes=view.nbytes // rows)
-                )
-                region.whole.append((offset, view.nbytes))
-                offset += _field_bytes(field)
-            block[channel] += (region,)
+            begin = offset + CACHE_LINE
+            rows = np.ndarray(num_rows, row, segment.memory, begin + header_bytes)
+            views = {
+                field.name: np.ndarray(field.shape, field.dtype, segment.memory, begin)
+                if field.name == "count"
+                else rows[field.name]
+                for field in fields
+            }
+            block[channel] += (_Region(Word(segment.memory, offset), views, header_bytes, rows),)
+            offset += _region_bytes(fields)
     return block
 
 
@@ -361,4 +371,5 @@ def _describe(layout: RegionLayout, num_instances: int) -> str:
         for channel in sorted(layout)
         for field in layout[channel]
     ]
-    return "\n".join([f"num_instances {num_instances}", *fields])
+    sizes = [f"{channel.name} {_region_bytes(layout[channel])} B" for channel in sorted(layout)]
+    return "\n".join([f"num_instances {num_instances}", *fields, *sizes])

@@ -34,16 +34,15 @@ int main() {
     of.K = K;
     of.num_slots = SLOTS;
     // Expert 4 has three of the own rows, 1 two, the others at most one; 0 has none.
-    const std::vector<int64_t> own_experts = {4, 1, 4, 1, 4, 3, 2, 5}, all = {0, 1, 2, 3, 4, 5, 0, 5};
-    const std::vector<float> weight(K * 4, 1.0f), hidden(X * 4);
+    std::vector<int64_t> own_experts = {4, 1, 4, 1, 4, 3, 2, 5}, all = {0, 1, 2, 3, 4, 5, 0, 5};
+    std::vector<float> weight(K * 4, 1.0f), hidden(X * 4);
     for (const bool by_rows : {false, true}) {
         Rows own, peer;
         own.count = peer.count = 4;
         own.which = peer.which = nullptr;
-        own.weight = peer.weight = weight.data();
-        own.hidden = peer.hidden = hidden.data();
-        own.expert = own_experts.data();
-        peer.expert = all.data();
+        own.from = {nullptr, {own_experts.data(), K}, {weight.data(), K}, {hidden.data(), X}};
+        peer.from = own.from;
+        peer.from.expert.first = all.data();
         Arrivals<float, float> arrivals;
         std::vector<ExpertRows<float, float>*> order;
         for (long layer = 0; layer < 2; ++layer) {

@@ -51,11 +51,15 @@ struct Weights {
 // One DISPATCH or COMBINE region, and its flag.
 struct Store {
     int32_t count = 0;
-    std::vector<int64_t> expert = std::vector<int64_t>(MAX_ROWS * K);
-    Values weight = Values(MAX_ROWS * K), hidden = Values(MAX_ROWS * X);
+    // Rows are further apart than they are long.
+    std::vector<int64_t> expert = std::vector<int64_t>(MAX_ROWS * (K + 1));
+    Values weight = Values(MAX_ROWS * (K + 2)), sums = Values(MAX_ROWS * (X + 8));
     alignas(64) uint64_t flag = 0;
 
-    Region<float> region() { return {&count, expert.data(), weight.data(), hidden.data()}; }
+    Strided<float> hidden() { return {sums.data(), X + 8}; }
+    Region<float> region() {
+        return {&count, {expert.data(), K + 1}, {weight.data(), K + 2}, hidden()};
+    }
 };
 
 struct Rows {
@@ -109,9 +113,8 @@ struct Cluster {
             if (n == own) continue;
             Store &sent = store(0, parity, own, n), &arrived = store(0, parity, n, own);
             Store &answered = store(1, parity, own, n), &returned = store(1, parity, n, own);
-            made[n] = {sent.region(),       arrived.region(), answered.hidden.data(),
-                       returned.hidden.data(), &sent.flag,    &answered.flag,
-                       &arrived.flag,       &returned.flag};
+            made[n] = {sent.region(), arrived.region(), answered.hidden(), returned.hidden(),
+                       &sent.flag,    &answered.flag,   &arrived.flag,     &returned.flag};
         }
         return made;
     }

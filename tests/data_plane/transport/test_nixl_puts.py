@@ -45,8 +45,8 @@ from nanocp.values.members import Peer
 
 pytestmark = pytest.mark.skipif(nixl.nixl_package() is None, reason="NIXL is not installed")
 TERM = 7
-FIELDS = [(64, 400), (64 + 448, 4), (64 + 512, 30)]
-"""(offset, bytes) of the fields of a region, from its flag on."""
+COUNT_BYTES, ROW_BYTES, MOST_ROWS = 30, 100, 4
+"""What a region holds behind the line of its flag."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,30 +65,26 @@ class Region:
         self.inbox = Inbox(self.segment, TERM, agent)
         offset = self.segment.data_offset
         self.word = Word(self.segment.memory, offset)
-        self.fields = [(offset + begin, num_bytes) for begin, num_bytes in FIELDS]
+        self.run = offset + 64, COUNT_BYTES + MOST_ROWS * ROW_BYTES
 
     def message(self, value, rows, term=TERM):
-        """The bytes of a put of so many rows of the first two fields, and of the third."""
-        sizes = [100 * len(rows), len(rows), 30]
-        data = [b"".join(rows), bytes(len(row) % 2 for row in rows), bytes([value % 256] * 30)]
-        message = np.zeros(64 + sum(-(-size // 8) * 8 for size in sizes), np.uint8)
-        at = 64
-        for each in data:
-            message[at : at + len(each)] = np.frombuffer(each, np.uint8)
-            at += -(-len(each) // 8) * 8
+        """The bytes of a put of what stands for a count, and rows."""
+        data = bytes([value % 256] * COUNT_BYTES) + b"".join(rows)
+        message = np.zeros(40 + -(-len(data) // 8) * 8, np.uint8)
+        message[40 : 40 + len(data)] = np.frombuffer(data, np.uint8)
         words = message.view(np.uint64)
-        words[2:4] = value, term
-        message[32:64].view(np.uint32)[:3] = sizes
+        words[2:5] = value, term, len(data)
         words[:2] = nixl_puts._sums(words)
         return message
 
     def look(self, message):
         self.segment.bulk[: len(message)] = message
-        self.inbox.look(self.word, self.fields)
+        self.inbox.look(self.word, *self.run)
         return self.word.load()
 
     def contents(self):
-        return [bytes(self.segment.memory[at : at + size]) for at, size in self.fields]
+        at, size = self.run
+        return bytes(self.segment.memory[at : at + size])
 
 
 @pytest.fixture
@@ -106,11 +102,10 @@ def rows_of(rng):
 def test_a_message_is_taken_whole_and_once(region):
     rows = [b"a" * 100, b"b" * 100]
     assert region.look(region.message(3, rows)) == 3
-    assert region.contents()[0] == b"a" * 100 + b"b" * 100 + bytes(200)
-    assert region.contents()[2] == bytes([3] * 30)
-    region.segment.memory[region.fields[0][0]] = 0
+    assert region.contents() == bytes([3] * 30) + b"a" * 100 + b"b" * 100 + bytes(200)
+    region.segment.memory[region.run[0]] = 0
     assert region.look(region.message(3, rows)) == 3
-    assert region.contents()[0][0] == 0, "it may be read, or even overwritten, meanwhile"
+    assert region.contents()[0] == 0, "it may be read, or even overwritten, meanwhile"
 
 
 @pytest.mark.parametrize("unit", [1, 8, 64])
@@ -139,7 +134,7 @@ def test_a_message_of_which_bytes_are_missing_is_not_taken(region, unit):
 def test_a_message_that_differs_in_high_bits_alone_is_not_taken(region):
     """Flags and signs may be: they are the highest bytes of their words."""
     new = region.message(1, [bytes(100)])
-    highest = range(64 + 7, 64 + 96, 8)
+    highest = range(40 + 7, 40 + 128, 8)
     for first, second in itertools.combinations(highest, 2):
         torn = new.copy()
         torn[[first, second]] ^= 128
@@ -150,13 +145,13 @@ def test_a_message_that_differs_in_high_bits_alone_is_not_taken(region):
 def test_a_message_of_another_term_is_not_taken(region):
     rows = [b"x" * 100]
     assert region.look(region.message(9, rows, term=TERM - 1)) == 0
-    assert region.contents()[0] == bytes(400)
+    assert region.contents() == bytes(430)
     assert region.look(region.message(1, rows)) == 1
 
 
-def test_sizes_that_do_not_fit_are_not_taken(region):
+def test_a_size_that_does_not_fit_is_not_taken(region):
     message = region.message(1, [b"x" * 100])
-    message[32:36].view(np.uint32)[0] = 401
+    message[32:40].view(np.uint64)[0] = 431
     message.view(np.uint64)[:2] = nixl_puts._sums(message.view(np.uint64))
     assert region.look(message) == 0
 

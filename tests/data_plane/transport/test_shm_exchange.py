@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -382,12 +383,29 @@ def test_sweeping_spares_the_living_and_other_clusters(cluster_id):
     assert not segments_of(cluster_id)
 
 
-def test_flags_and_fields_have_cache_lines_of_their_own(pair):
-    starts = set()
+def test_flags_counts_and_rows_have_cache_lines_of_their_own(pair):
+    starts = []
     for channel in LAYOUT:
         for parity in range(2):
-            for view in pair[0].outgoing(channel, 1, parity).values():
-                starts.add(view.ctypes.data)
-                assert view.ctypes.data % 64 == 0
-    assert len(starts) == 2 * sum(len(fields) for fields in LAYOUT.values())
-    assert np.all(np.diff(sorted(starts)) >= 64)
+            views = dict(pair[0].outgoing(channel, 1, parity))
+            starts.append(pair[0].flags(channel, 1, parity).outgoing)
+            if "count" in views:
+                starts.append(views.pop("count").ctypes.data)
+            starts.append(min(view.ctypes.data for view in views.values()))
+    assert all(start % 64 == 0 for start in starts)
+    assert np.all(np.diff(starts) >= 64)
+
+
+def test_the_fields_of_a_row_are_side_by_side(pair):
+    """So rows that were written are one run of bytes, whatever their number."""
+    for channel, fields in LAYOUT.items():
+        rows = [field for field in fields if field.name != "count"]
+        views = [pair[0].outgoing(channel, 1, 0)[field.name] for field in rows]
+        (stride,) = {view.strides[0] for view in views}
+        row_bytes = [view[0].nbytes for view in views]
+        assert sum(row_bytes) <= stride < sum(row_bytes) + 16 * len(rows) + 64
+        starts = sorted(
+            (view.ctypes.data, size) for view, size in zip(views, row_bytes, strict=True)
+        )
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(starts))
+        assert starts[-1][0] + starts[-1][1] <= starts[0][0] + stride
