@@ -1,6 +1,6 @@
 """Rows re-bind, pages move and requests are preempted while others run: exactness, and the cost.
 
-Enters: the tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings,
+Enters: a tiny checkpoint, four real instances under the policy `chaos`, which draws re-bindings,
 extensions and page moves. Leaves: tables, and a list of {phase, seconds, requests, tokens, wrong,
 near_ties, pages_moved, binding_changes, preemptions, frames_not_back, tpot_ms_p50, tpot_ms_p99,
 wait_ms_p50, wait_ms_max, moves}, where moves are what `costs` says and the waits those of
@@ -13,6 +13,9 @@ A window gives every row in it one token, so the gap before a token has two fair
 gaps of the others in the same window, for what the request itself loses; and the request's own gaps
 just before, in windows in which nothing was moved, for what all lose with it. Both are taken within
 a second, so a machine that drifts does not show.
+
+With `--preset tiny-qwen3-next` rows have states too. A re-bound row stands still while its state
+travels; `beside a state` is what the others' next tokens take meanwhile.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ RE_BINDING, EXTENSION, RE_LEVELLING = MOVES = ("re-binding", "extension", "re-le
 """A new MoE binding; pages that go to an instance that is new to the KV binding; pages that go to
 another of it."""
 ANY, RESUMED, NOTHING = "any move", "nothing, after a preemption", "nothing"
+BESIDE = "nothing, beside a state"
 PARKING, PREEMPTION = "parking", "preemption"
 """The row stood still for a while: it waited for a frame, or gave its frames away."""
 NUM_BEFORE, MAX_WINDOWS_BEFORE = 4, 16
@@ -82,6 +86,9 @@ MIN_PREEMPTIONS_PER_MIN = 1.0
 MAX_NEAR_TIES = 1e-3
 """Claims: pages that move in a second and preemptions in a minute, at least; near-ties of the
 reference, of all tokens, at most."""
+MAX_RATIO_BESIDE = 1.02
+"""Claim: what a token of the others takes while a row's state travels, of what it takes while
+nothing moves. A row with a state stands still during its re-binding, so it has no such ratio."""
 MAX_RATIO_OTHERS, MAX_RATIO_BEFORE = 1.05, 1.10
 """Claims: the time to the next token while the request is moved, of that of the others in the same
 windows, for every kind of move; and of its own just before, when nothing moved of anybody, for all
@@ -115,9 +122,10 @@ class PlayedRequest:
 def main(
     run: BenchRun,
     minutes: Annotated[float, "Of load with moves; preemptions take a fifth more."] = 10.0,
+    preset: Annotated[str, "Of the checkpoint; rows of tiny-qwen3-next have states."] = "tiny",
 ) -> None:
     """Play the load, then let the reference model judge every output."""
-    checkpoint, moving_s = checkpoint_of("tiny"), 14.0 if run.is_quick else 60.0 * minutes
+    checkpoint, moving_s = checkpoint_of(preset), 14.0 if run.is_quick else 60.0 * minutes
     results = [
         judge(checkpoint, name, *play(checkpoint, name, moving_s))
         for name in run.track(list(PHASES), "playing")
@@ -230,7 +238,11 @@ def claims_of(results: Sequence[dict[str, Any]]) -> Iterator[Claim]:
     )
     yield at_most("near-ties, of all tokens", sums["near_ties"] / sums["tokens"], MAX_NEAR_TIES)
     cost_of = {cost["kind"]: cost for cost in moving["moves"]}
-    for kind in MOVES:
+    if BESIDE in cost_of:
+        ratio = cost_of[BESIDE]["ratio_before"] / cost_of[NOTHING]["ratio_before"]
+        what = "a state that travels: others' next tokens take {} times as long as without"
+        yield at_most(what, ratio, MAX_RATIO_BESIDE)
+    for kind in MOVES if BESIDE not in cost_of else (EXTENSION, RE_LEVELLING):
         ratio = cost_of[kind]["ratio_others"] if kind in cost_of else math.inf
         what = f"{kind}: the moved request's next token takes {{}} times as long as others' then"
         yield at_most(what, ratio, MAX_RATIO_OTHERS)
@@ -256,6 +268,8 @@ class Gap(NamedTuple):
     """The time from a request's token to its next."""
 
     prompt_hash: bytes
+    since: int
+    """The window of the first token."""
     turn: Turn
     """The next token's."""
     seconds: float
@@ -335,7 +349,8 @@ def gaps_of(log: Path, outputs: Iterable[tuple[Sequence[int], Sequence[float]]])
             f"{len(arrivals_s)} tokens came of {len(turns)} windows"
         )
         for index in range(1, len(turns)):
-            gaps.append(Gap(prompt_hash, turns[index], arrivals_s[index] - arrivals_s[index - 1]))
+            seconds = arrivals_s[index] - arrivals_s[index - 1]
+            gaps.append(Gap(prompt_hash, turns[index - 1].window, turns[index], seconds))
     return gaps
 
 
@@ -343,21 +358,29 @@ def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
     """Compare gaps with their references: how many, their mean, each reference's mean, the ratios.
 
     There is an entry for each kind of move, for any of them, for a request that goes on after its
-    preemption, and for none, as a control. Gaps that lack a reference are left out.
+    preemption, for one beside a row whose state travels, and for none, as a control. Gaps that lack
+    a reference are left out.
     """
     by_window: defaultdict[int, list[Gap]] = defaultdict(list)
     for gap in gaps:
         by_window[gap.turn.window].append(gap)
     still: defaultdict[bytes, dict[int, float]] = defaultdict(dict)
+    of_states = {
+        window
+        for gap in gaps
+        if RE_BINDING in gap.turn.kinds
+        for window in range(gap.since + 1, gap.turn.window)
+    }
     for window, beside in by_window.items():
-        if not any(gap.turn.kinds for gap in beside):
+        if window not in of_states and not any(gap.turn.kinds for gap in beside):
             for gap in beside:
                 still[gap.prompt_hash][window] = gap.seconds
     compared: dict[str, list[tuple[float, float, float]]] = {
-        kind: [] for kind in (*MOVES, ANY, RESUMED, NOTHING)
+        kind: [] for kind in (*MOVES, ANY, RESUMED, BESIDE, NOTHING)
     }
     for gap in gaps:
         window, kinds, is_resumed = gap.turn
+        is_alone = not any(other.turn.kinds for other in by_window[window])
         others = [
             o.seconds
             for o in by_window[window]
@@ -370,6 +393,8 @@ def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
         if not others or len(before) < NUM_BEFORE or kinds - set(MOVES):
             continue
         labels = [*kinds, ANY] if kinds else [NOTHING, RESUMED][: 1 + is_resumed]
+        if window in of_states:
+            labels = [BESIDE] if is_alone else []
         for label in labels:
             compared[label].append((gap.seconds, fmean(others), fmean(before)))
     return [_cost(kind, found) for kind, found in compared.items() if found]

@@ -115,8 +115,9 @@ def test_a_log_of_another_scheduler_or_of_windows_of_several_steps_is_refused(tm
         turns_of(path)
 
 
-def gap(request, window, seconds, *kinds):
-    return Gap(bytes([request]), Turn(window, frozenset(kinds), is_resumed=request == 2), seconds)
+def gap(request, window, seconds, *kinds, since=None):
+    turn = Turn(window, frozenset(kinds), is_resumed=request == 2)
+    return Gap(bytes([request]), window - 1 if since is None else since, turn, seconds)
 
 
 def test_a_move_costs_beside_the_others_and_beside_its_own_gaps_before():
@@ -142,3 +143,19 @@ def test_a_move_costs_beside_the_others_and_beside_its_own_gaps_before():
     assert (found["nothing"]["gaps"], found["nothing"]["ratio_others"]) == (2 * 59 + 51, 1.0)
     assert found["nothing, after a preemption"]["gaps"] == 59
     assert waits_ms(gaps) == [100_000.0, 102_000.0]
+
+
+def test_others_tokens_while_a_state_travels_are_counted_apart():
+    gaps = []
+    for window in range(65):
+        # Request 0 stands still in windows 5 to 7 of eight, and is elsewhere then.
+        place = window % 8
+        travels = place in (5, 6, 7)
+        if not travels:
+            kinds = (RE_BINDING, "parking") if place == 0 and window else ()
+            gaps.append(gap(0, window, 1.0, *kinds, since=window - 4 if kinds else None))
+        gaps += [gap(request, window, 1.5 if travels else 1.0) for request in (1, 3)]
+    found = {cost["kind"]: cost for cost in costs(gaps)}
+    beside = found["nothing, beside a state"]
+    assert (beside["gaps"], beside["ratio_before"]) == (2 * 3 * 8, 1.5)
+    assert found["nothing"]["ratio_before"] == 1.0 and RE_BINDING not in found
