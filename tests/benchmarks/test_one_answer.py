@@ -41,7 +41,8 @@ def by_command(line, cluster):
     """What a command line of `nanocp` answers about the small cluster."""
     words = shlex.split(line, comments=True)[1:]
     question = f"""--cluster {cluster} --workload {WORKLOAD} --wire-form {FORM} --seed {SEED}
-        --seeds 1 --warm-up {WARM_UP_S} --seconds {MEASURED_S} --first-rate 12 --json"""
+        --constants {paper_figures.CONSTANTS} --seeds 1 --warm-up {WARM_UP_S}
+        --seconds {MEASURED_S} --first-rate 12 --json"""
     result = CliRunner().invoke(app, [*words, *question.split()])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)[POLICY]["max_rate"]
@@ -62,6 +63,7 @@ def by_scheduling_quality(cluster):
         warm_up_us=WARM_UP_S * 10**6,
         measure_us=MEASURED_S * 10**6,
         wire_form=FORM,
+        constants=paper_figures.CONSTANTS,
     )
     task = scheduling_quality.SearchTask(WORKLOAD, trial, 1, scheduling_quality.PRECISION)
     return scheduling_quality.search(task).found.rate_per_s
