@@ -58,7 +58,11 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("gpu_step", {"ceilings", "exchange", "step", "widths", "graphs", "replay", "wire"}),
+        (
+            "gpu_step",
+            {"ceilings", "exchange", "exchange, packed", "graphs", "replay", "step", "widths"}
+            | {"wire"},
+        ),
         ("gpu_attention", {"ceilings", "merge", "experts", "attention"}),
     ],
 )
