@@ -371,8 +371,9 @@ def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
         if RE_BINDING in gap.turn.kinds
         for window in range(gap.since + 1, gap.turn.window)
     }
+    of_moves = {gap.turn.window for gap in gaps if gap.turn.kinds}
     for window, beside in by_window.items():
-        if window not in of_states and not any(gap.turn.kinds for gap in beside):
+        if window not in of_states and window not in of_moves:
             for gap in beside:
                 still[gap.prompt_hash][window] = gap.seconds
     compared: dict[str, list[tuple[float, float, float]]] = {
@@ -380,7 +381,6 @@ def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
     }
     for gap in gaps:
         window, kinds, is_resumed = gap.turn
-        is_alone = not any(other.turn.kinds for other in by_window[window])
         others = [
             o.seconds
             for o in by_window[window]
@@ -392,9 +392,10 @@ def costs(gaps: Collection[Gap]) -> list[dict[str, Any]]:
         ][:NUM_BEFORE]
         if not others or len(before) < NUM_BEFORE or kinds - set(MOVES):
             continue
-        labels = [*kinds, ANY] if kinds else [NOTHING, RESUMED][: 1 + is_resumed]
         if window in of_states:
-            labels = [BESIDE] if is_alone else []
+            labels = [] if window in of_moves else [BESIDE]
+        else:
+            labels = [*kinds, ANY] if kinds else [NOTHING, RESUMED][: 1 + is_resumed]
         for label in labels:
             compared[label].append((gap.seconds, fmean(others), fmean(before)))
     return [_cost(kind, found) for kind, found in compared.items() if found]

@@ -360,7 +360,7 @@ class Mixture {
         const long X = mixture.of.X;
         const bool is_own = source.number == mixture.own;
         const Peer<T>& peer = mixture.peers[source.number];
-        const Strided<T> sums = is_own ? Strided<T>{mixture.own_sum.data(), X} : peer.answers;
+        const Strided<T> sums = is_own ? Strided<T>{mixture.own_sum.data(), X} : peer.answers.hidden;
         float* wide = scratch<float, 27>(X);
         const long end = std::min((number + 1) * SUMMED_ROWS, source.count);
         for (long i = number * SUMMED_ROWS; i < end; ++i) source.sum(i, X, wide, sums.at(i));
@@ -409,7 +409,7 @@ class Mixture {
         awaited[1] = 0;
         for (long n = 0; n < N; ++n) {
             if (n != own && peers[n].answered_flag) awaited[1] += sources[n].count;
-            regions[n].hidden = n == own || !counts_of[n] ? Strided<T>{} : peers[n].returned;
+            regions[n] = n == own || !counts_of[n] ? Region<T>{} : peers[n].returned;
         }
         combine_sums(x, of.shared_gate_up && B ? shared_out.data() : nullptr, own_sum.data(),
                      regions.data(), rows.data(), counts_of.data(), N, B, of.X, out);

@@ -167,12 +167,11 @@ class NativeMixtures:
         exchange, addresses = self._exchange, list[int | None]()
         for peer in range(self._num_instances):
             if peer not in self._present:
-                addresses += [None] * 22
+                addresses += [None] * 32
                 continue
-            for side in (exchange.outgoing, exchange.incoming):
-                addresses += region_places(side(Channel.DISPATCH, peer, parity))
-            for side in (exchange.outgoing, exchange.incoming):
-                addresses += region_places(side(Channel.COMBINE, peer, parity))[-2:]
+            for channel in (Channel.DISPATCH, Channel.COMBINE):
+                for side in (exchange.outgoing, exchange.incoming):
+                    addresses += region_places(side(channel, peer, parity))
             rows, sums = (
                 exchange.flags(channel, peer, parity)
                 for channel in (Channel.DISPATCH, Channel.COMBINE)

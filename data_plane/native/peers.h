@@ -8,8 +8,7 @@
 // A peer's regions and flags of one parity. A flag that is raised here is null if the caller puts.
 template <class T>
 struct Peer {
-    Region<T> sent, arrived;
-    Strided<T> answers, returned;
+    Region<T> sent, arrived, answers, returned;
     uint64_t *sent_flag, *answered_flag;
     const uint64_t *arrived_flag, *returned_flag;
 };

@@ -16,9 +16,10 @@ channels, MoE layers for the MoE channels, windows for the mailbox.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -75,6 +76,10 @@ class Flags(NamedTuple):
     """None: only `arrived` knows."""
 
 
+_FIELD_ALIGNMENT = 16
+"""Kernels read and write a field 16 bytes at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One array of a region."""
@@ -84,6 +89,17 @@ class Field:
     """A numpy dtype name; bfloat16 travels as uint16, because numpy has no bfloat16."""
     shape: tuple[int, ...]
     """Rows (or slots) first."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the field in one row."""
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+def side_by_side(fields: Iterable[Field]) -> list[int]:
+    """Where each field of a row begins, in this order; behind them the bytes of all."""
+    sizes = (-(-field.row_bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT for field in fields)
+    return list(accumulate(sizes, initial=0))
 
 
 RegionLayout = Mapping[Channel, tuple[Field, ...]]
@@ -106,11 +122,7 @@ def in_two_lanes(layout: RegionLayout) -> RegionLayout:
 def row_bytes(layout: RegionLayout) -> dict[Channel, int]:
     """Bytes that one row, or slot, takes in each channel's region, without the count of rows."""
     return {
-        channel: sum(
-            int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
-            for field in fields
-            if field.name != "count"
-        )
+        channel: sum(field.row_bytes for field in fields if field.name != "count")
         for channel, fields in layout.items()
     }
 

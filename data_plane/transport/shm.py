@@ -31,6 +31,7 @@ from data_plane.transport.exchange import (
     Flags,
     PeerLost,
     RegionLayout,
+    side_by_side,
 )
 from data_plane.transport.futex import Word, look_until, wait_for_any
 from data_plane.transport.nixl_puts import Inbox
@@ -44,7 +45,6 @@ from data_plane.transport.shared_memory import (
 from nanocp.config.limits import LimitsConfig
 
 _NUM_PARITIES = 2
-_FIELD_ALIGNMENT = 16
 _KIND = "exchange"
 
 
@@ -53,12 +53,13 @@ class _Region(NamedTuple):
     views: dict[str, np.ndarray]
     header_bytes: int
     """Bytes of the count; 0 without one."""
-    rows: np.ndarray
+    num_rows: int
+    row_bytes: int
 
     def run(self, num_rows: int | None = None) -> tuple[int, int]:
         """(offset, bytes) of the count and the first rows; None: of all."""
-        num_bytes = self.header_bytes + self.rows[:num_rows].nbytes
-        return self.flag.offset + CACHE_LINE, num_bytes
+        rows = self.num_rows if num_rows is None else min(self.num_rows, num_rows)
+        return self.flag.offset + CACHE_LINE, self.header_bytes + rows * self.row_bytes
 
 
 _Block = list[tuple[_Region, ...]]
@@ -325,16 +326,15 @@ def _rows(fields: tuple[Field, ...]) -> tuple[int, int, np.dtype]:
     """
     of_rows = [field for field in fields if field.name != "count"]
     (num_rows,) = {field.shape[0] for field in of_rows}
-    types = {field.name: np.dtype((field.dtype, field.shape[1:])) for field in of_rows}
-    names = sorted(types, key=lambda name: -types[name].itemsize)
-    sizes = [-(-types[name].itemsize // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT for name in names]
+    of_rows.sort(key=lambda field: -field.row_bytes)
+    *begins, num_bytes = side_by_side(of_rows)
     row: Any = {
-        "names": names,
-        "formats": [types[name] for name in names],
-        "offsets": [sum(sizes[:number]) for number in range(len(names))],
-        "itemsize": aligned(sum(sizes)) if len(names) > 1 else types[names[0]].itemsize,
+        "names": [field.name for field in of_rows],
+        "formats": [(field.dtype, field.shape[1:]) for field in of_rows],
+        "offsets": begins,
+        "itemsize": aligned(num_bytes) if len(of_rows) > 1 else of_rows[0].row_bytes,
     }
-    return CACHE_LINE * (len(names) < len(fields)), num_rows, np.dtype(row)
+    return CACHE_LINE * (len(of_rows) < len(fields)), num_rows, np.dtype(row)
 
 
 def _region_bytes(fields: tuple[Field, ...]) -> int:
@@ -360,7 +360,8 @@ def _map_block(segment: OwnedSegment | Segment, offset: int, layout: RegionLayou
                 else rows[field.name]
                 for field in fields
             }
-            block[channel] += (_Region(Word(segment.memory, offset), views, header_bytes, rows),)
+            flag = Word(segment.memory, offset)
+            block[channel] += (_Region(flag, views, header_bytes, num_rows, row.itemsize),)
             offset += _region_bytes(fields)
     return block
 

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 import torch
 
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.reference.oracle import Oracle, Verdict
+from data_plane.reference.oracle import Oracle
 from harness.decode_cluster import Prompt
+from harness.exact_runs import judge
 from harness.exact_stories import STORIES, How
 from harness.seed_campaign import present_code
 
@@ -69,7 +70,6 @@ class Judge:
         self.checkpoint = folder / family
         make_checkpoint(self.checkpoint, family, published_spelling=True)
         self._oracle = Oracle(self.checkpoint)
-        self._verdicts: dict[tuple[tuple[int, ...], tuple[int, ...]], Verdict] = {}
         self._generated: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def counts(self, prompts: list[Prompt]) -> dict[str, int]:
@@ -77,9 +77,7 @@ class Judge:
         counts: Counter[str] = Counter(tokens=0, wrong=0, near_ties=0, unlike_cached=0)
         for prompt in prompts:
             key = tuple(prompt.ids), tuple(prompt.output)
-            if key not in self._verdicts:
-                self._verdicts[key] = self._oracle.judge(*key)
-            verdict, num = self._verdicts[key], prompt.params.max_tokens
+            verdict, num = judge(self._oracle, *key), prompt.params.max_tokens
             counts["tokens"] += len(prompt.output)
             counts["wrong"] += (not verdict.exact) + (len(prompt.output) != num)
             counts["near_ties"] += verdict.near_ties
@@ -126,10 +124,10 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         arguments.progress.open("a") as file,
     ):
-        judge = cache(lambda family: Judge(Path(folder), family))
+        judges = cache(lambda family: Judge(Path(folder), family))
         for cell in Random(0).sample(cells, len(cells)):  # a part of them has all of everything
             if "error" in lines.get(cell.name, {"error": "not played"}):
-                lines[cell.name] = line = _played(cell, judge) | {"code": code}
+                lines[cell.name] = line = _played(cell, judges) | {"code": code}
                 print(json.dumps(line), file=file, flush=True)
                 if line.get("wrong") or "error" in line:
                     print(line, flush=True)
@@ -142,10 +140,10 @@ def main() -> int:
     return bool(num_failed or totals["wrong"])
 
 
-def _played(cell: Cell, judge: Any) -> dict[str, Any]:
+def _played(cell: Cell, judges: Any) -> dict[str, Any]:
     begin_s, line = time.process_time(), {"cell": cell.name}
     try:
-        of_family = judge(cell.family)
+        of_family = judges(cell.family)
         line |= of_family.counts(STORIES[cell.story](of_family.checkpoint, cell.how))
     except Exception as raised:
         line["error"] = f"{type(raised).__name__}: {raised}"

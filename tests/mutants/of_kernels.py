@@ -114,9 +114,9 @@ MUTANTS = [
     Mutant(
         name="packed-rows-overlap",
         why="the fields of a packed row are written over each other",
-        path="data_plane/transport/gpu/peer_memory.py",
-        text="begins.append(row_bytes)",
-        fault="begins.append(0)",
+        path="data_plane/transport/exchange.py",
+        text="list(accumulate(sizes, initial=0))",
+        fault="[0 for _ in fields] + [sum(sizes)]",
         tests=(BETWEEN, "-k", "do_not_overlap or whatever_is_late"),
     ),
     Mutant(

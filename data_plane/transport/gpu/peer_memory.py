@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from data_plane.transport.exchange import Channel, Field, RegionLayout
+from data_plane.transport.exchange import Channel, Field, RegionLayout, side_by_side
 from data_plane.transport.gpu.cuda_runtime import loaded_cudart
 
 CHANNELS = (Channel.Q, Channel.RES, Channel.DISPATCH, Channel.COMBINE)
@@ -32,8 +31,6 @@ HEADER_BYTES = _ALIGNMENT
 """Bytes before a region's first packed row, with its count if the channel is counted."""
 FAR = -1
 """The address of memory that this GPU's stores do not reach, but NVSHMEM's puts do."""
-_FIELD_ALIGNMENT = 16
-"""Kernels read and write a field 16 bytes at a time."""
 _COUNT = "count"
 """The field that makes a channel a counted one: every instance puts to every one, also no rows."""
 
@@ -118,22 +115,18 @@ class RegionPlaces:
         flag_offset, cell_offset = self._take(regions * 8), self._take(regions * 4)
         places = []
         for field in rows:
-            num_bytes = _row_bytes(field)
-            offset = self._take(regions * num_slots * num_bytes)
-            places.append(FieldPlace(field.name, offset, num_bytes, num_bytes))
+            offset = self._take(regions * num_slots * field.row_bytes)
+            places.append(FieldPlace(field.name, offset, field.row_bytes, field.row_bytes))
         return RegionPlace(flag_offset, cell_offset, 4, is_counted, num_slots, tuple(places))
 
     def _packed(self, rows: list[Field], num_slots: int, is_counted: bool) -> RegionPlace:
         regions = 2 * self.num_instances
-        begins, row_bytes = [], 0
-        for field in rows:
-            begins.append(row_bytes)
-            row_bytes += -(-_row_bytes(field) // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
-        row_bytes = _aligned(row_bytes)
+        *begins, num_bytes = side_by_side(rows)
+        row_bytes = _aligned(num_bytes)
         region_bytes = (num_slots + 1) * row_bytes
         flag_offset, offset = self._take(regions * 8), self._take(regions * region_bytes)
         fields = (
-            FieldPlace(field.name, offset + row_bytes + begin, _row_bytes(field), row_bytes)
+            FieldPlace(field.name, offset + row_bytes + begin, field.row_bytes, row_bytes)
             for field, begin in zip(rows, begins, strict=True)
         )
         return RegionPlace(
@@ -197,10 +190,6 @@ class PeerMemory:
             for seat in range(places.num_instances)
         ]
         return [cls(seat, addresses, memory, memory_of) for seat, memory in memory_of.items()]
-
-
-def _row_bytes(field: Field) -> int:
-    return int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
 
 
 def _aligned(num_bytes: int) -> int:

@@ -113,7 +113,7 @@ struct Cluster {
             if (n == own) continue;
             Store &sent = store(0, parity, own, n), &arrived = store(0, parity, n, own);
             Store &answered = store(1, parity, own, n), &returned = store(1, parity, n, own);
-            made[n] = {sent.region(), arrived.region(), answered.hidden(), returned.hidden(),
+            made[n] = {sent.region(), arrived.region(), answered.region(), returned.region(),
                        &sent.flag,    &answered.flag,   &arrived.flag,     &returned.flag};
         }
         return made;
