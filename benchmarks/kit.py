@@ -259,7 +259,7 @@ def _parser(measure: Callable[..., None], quick: str, on_gpu_s: int) -> argparse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if quick:
-        parser.add_argument("--quick", action="store_true", help=quick)
+        parser.add_argument("--quick", action="store_true", help=quick.replace("%", "%%"))
     if on_gpu_s:
         tiny = "Small shapes, on the CPU under TRITON_INTERPRET=1 too: does it run at all?"
         limit = "Begin no measurement after so long; the same command goes on, if the code is too."

@@ -158,7 +158,6 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     from rich.console import Console
 
     from control_plane.frontend.descriptors import max_connections, raise_limit
-    from nanocp.config.cost import CPU_COSTS, CostConfig
     from nanocp.logs import configure
     from nanocp.serve.service import Service, open_checkpoint
 
@@ -183,17 +182,30 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     launcher = _launcher(config, address, ray, groups)
     place = _place(config, address, ray, groups)
     num = config.cluster.num_instances
-    what, policy = "instance", config.scheduler.policy
-    if config.cluster.layout == "pipeline":
-        what, policy = "stage", config.pipeline.layer_policy
-    estimates = {CostConfig(): "32 H200s", CPU_COSTS: "a CPU"}
-    if policy == "cost_aware" and num > 1 and config.scheduler.costs in estimates:
-        of = estimates[config.scheduler.costs]
-        policy += f" by the costs of {of} (nanocp profile measures yours)"
-    output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy}")
+    what = "stage" if config.cluster.layout == "pipeline" else "instance"
+    output.say(f"{num} {what}{'s' * (num != 1)} as {place}, policy {policy_in_words(config)}")
     if config.service.controller_process:
         return _supervise(config, served, launcher, output)
     return serve_until_end(Service(config, served, launcher), served, output)
+
+
+def policy_in_words(config: Config) -> str:
+    """The policy by name, and whose costs it goes by where they are not of this machine."""
+    from nanocp.config.cost import CPU_COSTS, CostConfig
+    from nanocp.config.passes import PassCosts
+
+    estimates: dict[object, str] = {CostConfig(): "of 32 H200s", CPU_COSTS: "of a CPU"}
+    policy = config.scheduler.policy
+    costs: object = None
+    if config.cluster.layout == "pipeline":
+        policy, estimates = config.pipeline.layer_policy, {PassCosts(): "that nobody measured"}
+        if policy in ("delta", "level"):
+            costs = config.pipeline.costs
+    elif policy == "cost_aware" and config.cluster.num_instances > 1:
+        costs = config.scheduler.costs
+    if costs not in estimates:
+        return policy
+    return f"{policy} by costs {estimates[costs]} (nanocp profile measures yours)"
 
 
 def serve_until_end(

@@ -36,6 +36,22 @@ OF_SCHEDULING = [
         tests=("tests/control_plane/scheduler/policies/test_dual_balanced.py", "-k", "spans_nodes"),
     ),
     Mutant(
+        name="member-with-most-kv",
+        why="a long request is joined by the instances with the most KV (4.2.3)",
+        path="control_plane/scheduler/policies/dual_balanced.py",
+        text="others = sorted(near, key=state.loads.kv_tokens)",
+        fault="others = sorted(near, key=state.loads.kv_tokens, reverse=True)",
+        tests=("tests/control_plane/scheduler/policies/test_dual_balanced.py", "-k", "least_kv"),
+    ),
+    Mutant(
+        name="lane-ahead-first",
+        why="of two lanes that can go on the one that is ahead does, and they overlap no more",
+        path="data_plane/instance/lanes.py",
+        text="lane = min(ready, key=num_waits.__getitem__)",
+        fault="lane = max(ready, key=num_waits.__getitem__)",
+        tests=("tests/data_plane/instance/test_lanes.py", "-k", "behind"),
+    ),
+    Mutant(
         name="gateway-without-room",
         why="links count in what a gateway carries and not in what it may carry: it takes nothing",
         path="control_plane/scheduler/policies/relevel_nodes.py",

@@ -40,6 +40,26 @@ def test_a_lane_computes_while_the_other_waits_and_who_is_behind_goes_first():
     assert stop.value.value >= 2_000_000, "b computed while a waited"
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_of_lanes_that_can_go_on_the_one_that_is_behind_does(ahead):
+    here, order = set(), []
+
+    def step(lane):
+        for number in range(4):
+            order.append(lane)
+            yield Awaited(Channel.Q, lane, number)
+
+    turns = in_turns([step(0), step(1)], lambda awaited: tuple(awaited)[1:] in here)
+    next(turns)
+    here.update((ahead, number) for number in range(2))
+    next(turns)
+    assert order == [0, 1, ahead, ahead]
+    here.update((lane, number) for lane in (0, 1) for number in range(3))
+    next(turns)
+    behind = 1 - ahead
+    assert order[4:] == [behind, behind, *sorted((behind, ahead))]
+
+
 def test_each_lane_has_regions_of_its_own_and_the_mailbox_none():
     layout = in_two_lanes(dict.fromkeys(list(Channel)[:5], ()))
     assert set(layout) == set(Channel)

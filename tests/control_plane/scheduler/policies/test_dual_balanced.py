@@ -1,6 +1,7 @@
 """Policies by name, and what each must and must not do."""
 
 from collections import Counter
+from itertools import permutations
 
 import pytest
 
@@ -75,6 +76,19 @@ def test_a_request_larger_than_a_node_spans_nodes(policy):
     check(scheduler)
     assert scheduler.placement(1).cp_degree == 4
     assert [load.frames_committed for load in scheduler.loads()] == [10, 10, 10, 10]
+
+
+@pytest.mark.parametrize("policy", ["dual_balanced", "fixed_degree:2"])
+@pytest.mark.parametrize("lengths", [*permutations((5, 30, 60))])
+def test_the_other_member_is_the_one_with_the_least_kv(policy, lengths):
+    """Instances 0 to 2 have a row each, 3 none: it is the MoE binding, and one of them joins."""
+    config = SchedulerConfig(policy=policy, cp_degree_buckets=((1024, 1),), cp_degree_max=2)
+    scheduler = Scheduler(ClusterConfig(num_instances=4, num_frames=64), config)
+    for request_id, length in enumerate((*lengths, 2048)):
+        scheduler.plan_window([arrival(request_id, length)], request_id)
+    placement = scheduler.placement(3)
+    assert placement.moe_binding == 3
+    assert {instance for instance, _ in placement.kv_split()} == {3, lengths.index(5)}, "4.2.3"
 
 
 def test_rows_are_balanced_and_kv_is_levelled():
