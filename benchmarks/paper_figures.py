@@ -45,6 +45,9 @@ ROWS = (32, 64, 128, 192, 240)
 """About, of Figure 16. Its requests are short, issue-0: with 1% long the memory ends at 130 rows an
 instance."""
 STEADY_TPOT_US = 45_000
+SEEDS = (1, 2, 3)
+"""Of Figure 12. One seed has about 70 long requests at a rate; which of two policies misses one of
+them is chance. The other figures have the first."""
 LEAST_HELD = 14
 """Claim: as many claims of the paper hold as docs/research/paper-figures.md says."""
 
@@ -58,6 +61,7 @@ class OneRun:
     rate: float
     warm_up_s: float
     measure_s: float
+    seed: int = SEEDS[0]
     begins_at_us: int = 0
     """The run begins with what runs at this time per token. 0: at the policy's own."""
 
@@ -80,10 +84,15 @@ class Plans:
     measure_s: float
     rates: dict[str, tuple[float, ...]]
     baselines: tuple[str, ...]
+    seeds: tuple[int, ...] = SEEDS
 
-    def mix(self, policy: str, workload: str, rate: float) -> OneRun:
+    def mix(self, policy: str, workload: str, rate: float, seed: int = SEEDS[0]) -> OneRun:
         """A run of a mix."""
-        return OneRun(policy, workload, rate, self.warm_up_s, self.measure_s)
+        return OneRun(policy, workload, rate, self.warm_up_s, self.measure_s, seed)
+
+    def seeded(self, policy: str, workload: str, rate: float) -> list[OneRun]:
+        """The runs of a mix, one for each seed of Figure 12."""
+        return [self.mix(policy, workload, rate, seed) for seed in self.seeds]
 
     def static(self, policy: str, scenario: str) -> OneRun:
         """A run of the static scenario, which has no rate. Its transfers take less than 3 s."""
@@ -92,13 +101,16 @@ class Plans:
     def steady(self, policy: str, rows: int) -> OneRun:
         """A run with about `rows` rows an instance; a request generates 1,000 tokens on average."""
         rate = 32 * rows / (1000 * STEADY_TPOT_US / 1e6)
-        return OneRun(policy, "issue-0", rate, 2.0, min(5.0, self.measure_s), STEADY_TPOT_US)
+        measure_s = min(5.0, self.measure_s)
+        return OneRun(policy, "issue-0", rate, 2.0, measure_s, begins_at_us=STEADY_TPOT_US)
 
     def tasks(self) -> Iterator[OneRun]:
         """Every run; some are asked for by more than one figure."""
         policies = (*self.baselines, *OURS)
         for workload, rates in self.rates.items():
-            yield from (self.mix(policy, workload, rate) for policy in policies for rate in rates)
+            for policy in policies:
+                for rate in rates:
+                    yield from self.seeded(policy, workload, rate)
         for workload, rate in COMPARED.items():
             yield from (self.mix(policy, workload, rate) for policy in policies)
         for policy in ("least_batch", *OURS):
@@ -111,7 +123,9 @@ class Plans:
 
 FULL = Plans(20.0, 60.0, RATES, BASELINES)
 QUICK = Plans(
-    1.0, 4.0, {"issue-1": RATES["issue-1"][1::3]}, ("least_batch", "least_cache", "uniform_cp:8")
+    *(1.0, 4.0, {"issue-1": RATES["issue-1"][1::3]}),
+    ("least_batch", "least_cache", "uniform_cp:8"),
+    SEEDS[:1],
 )
 
 
@@ -120,7 +134,7 @@ def play(task: OneRun) -> tuple[OneRun, TimelineRecorder]:
     trial = Trial(
         load_cluster_file(CLUSTER),
         task.policy,
-        Workload(task.workload, task.rate, seed=1, steady_tpot_us=task.begins_at_us),
+        Workload(task.workload, task.rate, seed=task.seed, steady_tpot_us=task.begins_at_us),
         constants=CONSTANTS,
         wire_form="absorbed",  # the paper's
         warm_up_us=round(task.warm_up_s * 1e6),
@@ -138,6 +152,8 @@ class Figures:
     def __init__(self, plan: Plans, runs: dict[OneRun, TimelineRecorder], out: Path) -> None:
         self.plan = plan
         self.claims: list[PaperClaim] = []
+        self.aware_leads = True
+        """Whether no policy sustains a higher rate than cost_aware in any workload of Figure 12."""
         self._runs = runs
         self._out = out
 
@@ -154,6 +170,16 @@ class Figures:
     def _outcome(self, policy: str, workload: str, rate: float) -> Outcome:
         return self._runs[self.plan.mix(policy, workload, rate)].outcome()
 
+    def _attainment(self, policy: str, workload: str, rate: float) -> float:
+        """Of all seeds: the share of requests within the time per token, by the paper's yardstick.
+
+        That is the time from arrival to the last token, by token.
+        """
+        runs = self.plan.seeded(policy, workload, rate)
+        outcomes = [self._runs[run].outcome() for run in runs]
+        num_met = sum(each.normalized_attainment * each.num_judged for each in outcomes)
+        return num_met / max(sum(each.num_judged for each in outcomes), 1)
+
     def _timelines(
         self, policies: tuple[str, ...], workload: str, rate: float
     ) -> dict[str, TimelineRecorder]:
@@ -169,13 +195,9 @@ class Figures:
 
     def _rates(self) -> None:
         policies = (*self.plan.baselines, *OURS)
-        # The paper's own yardstick: time from arrival to the last token, by token, within 50 ms.
         curves = {
             workload: {
-                policy: [
-                    (rate, self._outcome(policy, workload, rate).normalized_attainment)
-                    for rate in rates
-                ]
+                policy: [(rate, self._attainment(policy, workload, rate)) for rate in rates]
                 for policy in policies
             }
             for workload, rates in self.plan.rates.items()
@@ -185,6 +207,7 @@ class Figures:
             most = {policy: most_sustained(points) for policy, points in by_policy.items()}
             best = max(self.plan.baselines, key=lambda policy: most[policy])
             ours, aware = most["dual_balanced"], f"cost_aware {most['cost_aware']:g}"
+            self.aware_leads &= most["cost_aware"] >= max(most.values())
             if workload in ("issue-1", "issue-5"):
                 claim = f"{workload}: higher rate within the SLO than the best baseline"
                 here = f"{ours:g} beside {most[best]:g} of {best}; {aware}"
@@ -346,7 +369,13 @@ def main(
     run.markdown(run.results)
     run.say(f"pictures: {out}")
     num_held = sum(claim.holds for claim in figures.claims)
-    run.judge([at_least("claims of the paper that hold", num_held, LEAST_HELD)], run.too_quick)
+    run.judge(
+        [
+            at_least("claims of the paper that hold", num_held, LEAST_HELD),
+            ("no policy sustains a higher rate than cost_aware", figures.aware_leads),
+        ],
+        run.too_quick,
+    )
 
 
 if __name__ == "__main__":
