@@ -108,6 +108,28 @@ def test_a_trace_begins_with_what_would_be_running():
     assert all(1 <= r.output_len == r.max_tokens for r in running)
 
 
+@pytest.mark.parametrize("name", ["issue-1", "issue-100", "fixed:100:900"])
+@pytest.mark.parametrize("burstiness", [0.3, 1.0])
+def test_requests_of_a_mix_are_the_same_whatever_runs_as_they_come(name, burstiness):
+    """So policies whose time per token differs are compared under equal load."""
+
+    def requests(steady_tpot_us):
+        workload = Workload(name, 5, 7, burstiness, steady_tpot_us=steady_tpot_us)
+        drawn = list(islice(workload.requests(MAX_LEN), 900))
+        running = list(takewhile(lambda request: request.is_running, drawn))
+        return running, [
+            (request.arrival_us, request.prompt_len, request.output_len)
+            for request in drawn[len(running) :]
+        ]
+
+    (none, of_none), (few, of_few), (many, of_many) = map(requests, (0, 10_000, 30_000))
+    assert not none and 0 < len(few) < len(many)
+    num = min(map(len, (of_none, of_few, of_many)))
+    assert of_none[:num] == of_few[:num] == of_many[:num]
+    mean_output = fmean(output_len for _, _, output_len in of_none)
+    assert len(many) == pytest.approx(5 * mean_output * 0.030, rel=0.5)
+
+
 @pytest.mark.parametrize(
     ("name", "share"), [("issue-0", 0.0), ("issue-1", 0.01), ("issue-5", 0.05), ("issue-100", 1.0)]
 )
