@@ -35,12 +35,12 @@ from typing import Annotated, Any, NamedTuple
 from kit import BenchRun, Claim, at_least, at_most, bench, none
 from service import checkpoint_of, random_prompts
 
-from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import RUNNING, Request
 from control_plane.shell.event_log import LogReader, digest
 from nanocp.client import AsyncClient
 from nanocp.serve.process import serving
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import PAGE_SIZE, Arrival
 
 MIN_PROMPT_LEN = PAGE_SIZE + 1

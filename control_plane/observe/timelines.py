@@ -238,7 +238,7 @@ class Timelines:
         for fence in plan.fences:
             self._receivers.pop(fence.ticket, None)
         for transfer in plan.transfers:
-            kept = replace(transfer, targets=())
+            kept = replace(transfer, targets=transfer.targets[:1])  # what was there is before it
             self._receivers[transfer.ticket] = kept, set(transfer.receivers)
         for placement in plan.placements:
             self._placed(now_us, placement)
@@ -335,7 +335,10 @@ def sentences(timeline: Timeline) -> list[tuple[str, str]]:
                 lengths = f"{what.prompt_len:,} tokens of prompt, at most {what.max_tokens:,}"
                 shown.append((title, f"{lengths} to generate"))
             case Transfer(source=None):
-                detail = f"{what.num_tokens:,} tokens from the prefill; its row can start"
+                num_there = min(what.targets[0].first_page * PAGE_SIZE, what.num_tokens)
+                there = f" behind {num_there:,} that were in the cluster" if num_there else ""
+                num_sent = what.num_tokens - num_there
+                detail = f"{num_sent:,} tokens from the prefill{there}; its row can start"
                 shown.append(("KV is there", detail))
             case Transfer():
                 shown.append(("pages have moved", f"from instance {what.source}"))

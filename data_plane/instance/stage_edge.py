@@ -161,9 +161,14 @@ class StageEdge(StageLayers):
         self.progress()
 
     def skip(self, plan: PassPlan) -> None:
-        """Pass over a pass of a pipeline of one stage, which may have failed; its requests end."""
+        """Pass over a pass of a pipeline of one stage, which may have failed; its requests end.
+
+        A request that shares their pages, planned before, finds them empty, which raises.
+        """
         if self._table.digest != plan.table.result_digest:
             self._apply(plan)
+        for span in plan.spans:
+            self._filled[:, self._frames_of(span)[span.first // PAGE_SIZE :]] = 0
         self._links.send_tokens(PassTokens(plan.number, ()))
 
     def poll(self) -> StagePolled:

@@ -138,7 +138,7 @@ class PrefillStageLoop:
     def _run(self, plan: PassPlan) -> None:
         self._failed -= set(plan.table.ends)
         kept = tuple(span for span in plan.spans if span.request_id not in self._failed)
-        plan = plan._replace(spans=kept)
+        plan, has_failed = plan._replace(spans=kept), False
         try:
             if kept:
                 for _ in self._built.stage.run(plan):
@@ -152,6 +152,7 @@ class PrefillStageLoop:
                 raise
             logger.error("pass %d failed", plan.number, exc_info=error)
             self._built.stage.skip(plan)
+            has_failed = True
             for span in plan.spans:
                 self._failed.add(span.request_id)
                 self._give_up(span.request_id, sentence(error))
@@ -159,7 +160,7 @@ class PrefillStageLoop:
         for span in plan.spans:
             self._send_pages(span)
         self._built.stage.poll()  # the prefill counts passes by this loop's report
-        self._pipe.send(StageRan(plan.number))
+        self._pipe.send(StageRan(plan.number, has_failed))
 
     def _send_pages(self, span: Span) -> None:
         """Send what the span has finished; a full ring keeps the pipeline waiting."""

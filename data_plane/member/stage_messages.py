@@ -69,6 +69,8 @@ class StageRan(NamedTuple):
     """A stage has run a pass, and its pages are on their way."""
 
     number: int
+    has_failed: bool = False
+    """Whether the frames that it was to fill are empty."""
 
 
 class StageGaveUp(NamedTuple):

@@ -46,6 +46,7 @@ from data_plane.member.term_loop import LOOK, wake
 from data_plane.member.ticket_loop import TicketLoop
 from nanocp.values.commands import Join, PrefillRequest
 from nanocp.values.members import Beat, Loading, Ready, Suspect
+from nanocp.values.offload import page_hashes
 from nanocp.values.passes import PassDone, PassPlan, PipelinePlan
 from nanocp.values.plan import AbortRequested, Arrival
 
@@ -120,6 +121,8 @@ class StagedPrefillLoop(TicketLoop):
         self._reports: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._number = 0
         """The number of the present term."""
+        self._num_failed = 0
+        """Passes that failed: pages that were to be there after them may not be found."""
         self._waiting: dict[int, PrefillRequest] = {}
         """Ticket -> request, until its first pass is planned."""
         self._open: set[int] = set()
@@ -185,7 +188,14 @@ class StagedPrefillLoop(TicketLoop):
         transfer = request.transfer
         self._waiting[transfer.ticket] = request
         self._open.add(transfer.ticket)
-        self._events.append(Arrival(transfer.ticket, transfer.num_tokens, max_tokens=1))
+        self._events.append(self._arrival(request))
+
+    def _arrival(self, request: PrefillRequest, attempt: int = 0) -> Arrival:
+        ticket, num_tokens = request.transfer.ticket, request.transfer.num_tokens
+        hashes: tuple[bytes, ...] = ()
+        if request.prompt_logprobs is None:  # else every token is computed
+            hashes = page_hashes(request.token_ids[:num_tokens], b"%d" % self._num_failed)
+        return Arrival(ticket, num_tokens, max_tokens=1, page_hashes=hashes, attempt=attempt)
 
     def _cancel(self, ticket: int) -> None:
         if ticket in self._open:
@@ -252,7 +262,11 @@ class StagedPrefillLoop(TicketLoop):
                 self._unjoined.discard(stage)
                 if not self._unjoined:
                     self._send(Ready((f"process {os.getpid()}",)))
-            case StageRan(number):
+            case StageRan(number, has_failed):
+                if has_failed:
+                    self._num_failed += 1
+                    again = self._waiting.values()
+                    self._events += (self._arrival(each, self._num_failed) for each in again)
                 self._next_runs[stage] = number + 1
                 self._restart_clock()
                 if stage == self._num_stages - 1:

@@ -101,8 +101,10 @@ class Config:
     def of_prefill_stages(self) -> Config:
         """What the stages of the prefill are configured with: a pipeline that serves nobody.
 
-        A stage has frames for two prompts of the greatest length. Its kernels are torch's: of their
-        weights long chunks can make the keys and values of all heads.
+        A stage has frames for two prompts of the greatest length, and keeps the pages of those that
+        were computed last: a prompt that begins as one of them goes on behind it. A state cannot be
+        shared. Its kernels are torch's: of their weights long chunks can make the keys and values
+        of all heads.
         """
         num_frames = 2 * -(-self.cluster.max_model_len // PAGE_SIZE)
         mine = self.data_plane
@@ -114,9 +116,11 @@ class Config:
                 bounds=BoundsConfig(max_grammar_bytes=0),
                 layout="pipeline",
             ),
-            # Nothing but its stages limits what waits for them, and a page is written once.
+            # Nothing but its stages limits what waits for them.
             scheduler=SchedulerConfig(
-                prefix_sharing=False, max_queued_requests=10**6, max_queued_tokens=10**12
+                prefix_sharing=self.scheduler.prefix_sharing and not self.cluster.carry_pages,
+                max_queued_requests=10**6,
+                max_queued_tokens=10**12,
             ),
             data_plane=DataPlaneConfig(
                 dtype=mine.dtype,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from nanocp.values.table_changes import PAGE_SIZE
+
 HASH_BYTES = 16
 """Long enough that no prompt with the hash of another's page can be found: that takes 2^128
 tries."""
@@ -22,6 +24,20 @@ def next_page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
     previous: empty for the first page.
     """
     return blake2b(previous + array("I", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+
+
+def page_hashes(token_ids: Sequence[int], salt: bytes = b"") -> tuple[bytes, ...]:
+    """One hash for each full page, of all tokens up to its end (see `Arrival.page_hashes`).
+
+    All requests have the same weights, so equal tokens have equal KV; salt keeps pages apart that
+    must not be found. The page of the last token is left out: the first decode step writes its KV.
+    """
+    tokens, page_hash = array("I", token_ids), salt
+    hashes: list[bytes] = []
+    for first in range(0, (len(token_ids) - 1) // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE):
+        page_hash = next_page_hash(page_hash, tokens[first : first + PAGE_SIZE])
+        hashes.append(page_hash)
+    return tuple(hashes)
 
 
 class WrittenPage(NamedTuple):

@@ -14,11 +14,11 @@ from live_moves import (
     waits_ms,
 )
 
-from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import EventLog
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import Arrival, TransferDone, WindowDone
 
 NUM_INSTANCES = 3

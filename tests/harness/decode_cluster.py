@@ -21,7 +21,7 @@ from random import Random
 import torch
 
 from control_plane.coordinator.flights.transfers import fetched_pages
-from control_plane.frontend.page_hashes import page_hashes, page_state
+from control_plane.frontend.page_hashes import page_state
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from data_plane.instance.decode import DecodeInstance
@@ -41,6 +41,7 @@ from harness.one_processor import one_processor
 from harness.reference_prefill import prefill_pages
 from nanocp.config.whole import Config
 from nanocp.values.experts import ExpertTable
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     CARRY_PAGE,
     Arrival,

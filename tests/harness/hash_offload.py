@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from control_plane.frontend.controller_interface import Submission
-from control_plane.frontend.page_hashes import page_hashes
 from data_plane.instance.interface import TermEnds
 from data_plane.transport.exchange import PeerLost
 from harness.hash_cluster import HashCluster
@@ -23,6 +22,7 @@ from harness.hash_play import played
 from harness.hash_recovery import RecoveringCluster
 from harness.local_pages import LocalPageRing
 from nanocp.config.whole import Config
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import PAGE_SIZE, Event, TransferDone, TransferMissed
 from nanocp.values.sampling import SamplingParams
 

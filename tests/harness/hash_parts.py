@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from control_plane.frontend.page_hashes import page_hashes, page_state
+from control_plane.frontend.page_hashes import page_state
 from control_plane.frontend.token_owners import TokenOwners
 from control_plane.scheduler.policies import relevel_nodes
 from harness.hash_instance import HashInstance
@@ -27,6 +27,7 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.values.commands import ExpectPages, RefusePages, SendPages
 from nanocp.values.members import Member, Said
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     Event,
     Fetch,

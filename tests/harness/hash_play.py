@@ -13,11 +13,11 @@ from random import Random
 from typing import Any, TypeVar
 
 from control_plane.frontend.controller_interface import ControllerEvents, Submission
-from control_plane.frontend.page_hashes import page_hashes
 from harness.hash_coordinator import HashCoordinator
 from harness.hash_parts import Story, row_start
 from nanocp.config.whole import Config
 from nanocp.values.members import Member, Ready, Said
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import AbortRequested, Arrival, Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import SamplingParams, Token
 

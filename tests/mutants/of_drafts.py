@@ -281,6 +281,14 @@ OF_DRAFTS = [
         tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "mtp_layer"),
     ),
     Mutant(
+        name="pages-of-a-failed-pass",
+        why="the prefill finds pages that a pass which failed was to write",
+        path="data_plane/member/staged_prefill.py",
+        text='b"%d" % self._num_failed',
+        fault='b"%d" % 0',
+        tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "not_found"),
+    ),
+    Mutant(
         name="draft-next-id",
         why="the prefill does not get the token after the last one with KV",
         path="control_plane/coordinator/flights/transfers.py",

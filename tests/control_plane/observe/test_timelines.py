@@ -7,6 +7,7 @@ from control_plane.scheduler.scheduler import Scheduler
 from harness import hash_seeds
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     AbortRequested,
     Arrival,
@@ -78,6 +79,24 @@ def test_a_timeline_says_why_a_request_is_where_it_is_or_waits():
     story.plan(2, Arrival(2, 600, 20))
     ((title, detail),) = story.told("2", 3)
     assert title == "arrived" and "; kept in the queue by frames: " in detail
+
+
+def test_a_timeline_says_how_much_of_a_prompt_was_there():
+    hashes = page_hashes([7] * 300)
+    for asked, told in (
+        (300, "43 tokens from the prefill behind 256 that were"),
+        (280, "23 tokens"),
+    ):
+        story = Story(num_instances=1, num_frames=30)
+        (transfer,) = story.plan(0, Arrival(1, 300, 20, page_hashes=hashes)).transfers
+        story.plan(1, TransferDone(transfer.ticket, 0))
+        (_, title_and_detail) = story.told("1", 2)[1:3]
+        assert title_and_detail == ("KV is there", "299 tokens from the prefill; its row can start")
+        again = page_hashes([7] * asked)
+        (transfer,) = story.plan(3, Arrival(2, asked, 20, page_hashes=again)).transfers
+        story.plan(4, TransferDone(transfer.ticket, 0))
+        detail = story.told("2", 5)[2][1]
+        assert detail.startswith(told)
 
 
 def test_refusals_are_not_among_those_that_ended_last():

@@ -31,6 +31,7 @@ from nanocp.config.whole import Config
 from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.values.commands import CancelPrefill, Join, PrefillRequest, Shutdown
 from nanocp.values.members import Envelope, Ready
+from nanocp.values.offload import page_hashes
 from nanocp.values.passes import PassDone
 from nanocp.values.plan import Arrival, TargetRun, Transfer, TransferFailed
 from nanocp.values.sampling import TokenLogprobs
@@ -255,6 +256,26 @@ def test_a_pass_that_fails_costs_no_prompt_of_a_later_pass(ring):
     assert [each for each in reports if isinstance(each, StageGaveUp)] == [
         StageGaveUp(1, "the prompt is cursed")
     ]
+
+
+def test_a_prompt_that_shares_pages_of_a_pass_that_fails_fails_too(ring):
+    """It was planned before the failure was known; the next one is computed."""
+    hashes = page_hashes([7] * 200)
+    with cursed_stage() as (stage, reports, plan):
+        passes = [
+            plan(Arrival(1, 200, 1, page_hashes=hashes)),
+            plan(Arrival(2, 200, 1, page_hashes=hashes)),
+        ]
+        assert [span[:3] for each in passes for span in each.spans] == [(1, 0, 200), (2, 192, 8)]
+        for each in passes:
+            stage.send(each)
+        until(lambda: StageRan(1, has_failed=True) in reports)
+        stage.send(plan(PassDone(0), PassDone(1), Arrival(3, 30, 1)))
+        until(lambda: StageRan(2) in reports)
+        assert [page.ticket for page in ring.arrived()] == [3]
+    gave_up = [each for each in reports if isinstance(each, StageGaveUp)]
+    assert [each.ticket for each in gave_up] == [1, 2]
+    assert StageRan(0, has_failed=True) in reports and "filled with" in gave_up[1].message
 
 
 def test_a_pass_for_another_page_table_ends_the_only_stage_too(ring):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.pages.tiers import OwnPage
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     CARRY_PAGE,
     AbortRequested,

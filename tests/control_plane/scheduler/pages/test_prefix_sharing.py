@@ -2,11 +2,11 @@
 
 import pytest
 
-from control_plane.frontend.page_hashes import page_hashes
 from control_plane.scheduler.invariants import _pages, check
 from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.offload import page_hashes
 from nanocp.values.plan import (
     AbortRequested,
     Arrival,
