@@ -28,8 +28,18 @@ def configure(log_format: str, level: str, process: str = "") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter((_JsonLines if log_format == "json" else _TextLines)(process))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Let this process log from this level on: one of nanocp.config.service.LOG_LEVELS."""
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
+
+
+def get_level() -> str:
+    """The level that this process logs from."""
+    return logging.getLevelName(logging.getLogger(_PACKAGES[0]).getEffectiveLevel()).lower()
 
 
 def fields(**values: Any) -> dict[str, Any]:

@@ -254,6 +254,10 @@ class ClusterView:
             snapshot = self._published
         return json.dumps(self._as_dict(snapshot), separators=(",", ":")).encode()
 
+    def numbers_of(self, name: str) -> list[int]:
+        """The numbers of the latest requests of this name."""
+        return [each.timeline.arrival.request_id for each in self._timelines.find(name, 0)]
+
     def requests_json(self, name: str) -> bytes | None:
         """Why the requests of this name took as long as they did, as JSON; None if none is known.
 

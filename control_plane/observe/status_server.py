@@ -31,7 +31,7 @@ SnapshotJson = Callable[[], bytes]
 RequestsJson = Callable[[str], bytes | None]
 """Why requests of a name took as long as they did; None if none is known."""
 Change = Callable[[bytes | None, str], bytes]
-"""Answers for /cluster/seats or /cluster/layout: how it is now, or, for a body, once it is so.
+"""Answers for /cluster/seats and others: how it is now, or, for a body, once it is so.
 
 The second argument says who asks, for the log. Raises ValueError, with a sentence, if it cannot be,
 RuntimeError if the change failed.
@@ -57,6 +57,10 @@ SEATS_PATH = "/cluster/seats"
 """The seats of the cluster: GET says them, POST changes them. At the status port only."""
 LAYOUT_PATH = "/cluster/layout"
 """The layers of a pipeline's stages: GET says them, POST changes them. At the status port only."""
+ABORT_PATH = "/cluster/abort"
+"""POST ends a request. At the status port only, as the next."""
+CONFIG_PATH = "/cluster/config"
+"""The running configuration: GET says it, POST changes the level of the log."""
 _MAX_BODY_BYTES = 1 << 16
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,6 +89,11 @@ def metrics_page(registry: CollectorRegistry) -> bytes:
 def cluster_page() -> bytes:
     """The page at /cluster: HTML in UTF-8, without its data (/cluster/snapshot.json)."""
     return files("control_plane.observe").joinpath("cluster_page.html").read_bytes()
+
+
+def start_page() -> bytes:
+    """The page at / of the HTTP API: HTML in UTF-8, with links."""
+    return files("control_plane.observe").joinpath("start_page.html").read_bytes()
 
 
 class StatusServer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ _STREAMS_GRACE_S = 1.0
 """Longest wait for the members' streams to take their last message."""
 _ANSWER_S = 10.0
 """Longest wait for the controller's thread to answer."""
+_NUMBER = re.compile("[0-9]{1,18}")
 _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
 
@@ -154,6 +156,21 @@ class Controller(ControllerInterface):
             return self.members.seats_now
 
         return asyncio.run_coroutine_threadsafe(undo(), self._loop)
+
+    def end_requests(self, name: str) -> Future[list[int]]:
+        """Abort what is open under a name (Arrival.names); done with the requests' numbers."""
+        answer: Future[list[int]] = Future()
+
+        def end() -> None:
+            state, queue = self._scheduler.decided
+            numbers = {*self._view.numbers_of(name), int(name) if _NUMBER.fullmatch(name) else 0}
+            found = sorted(each for each in numbers if each in state.requests or each in queue)
+            for number in found:
+                self._coordinator.happened(AbortRequested(number))
+            answer.set_result(found)
+
+        self._call(end)
+        return answer
 
     def want_layout(self, split: Sequence[int]) -> Future[None]:
         """Let layers of a pipeline move; done when they have. See PipelineFlights.want_layout."""

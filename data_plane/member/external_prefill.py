@@ -48,6 +48,8 @@ MAX_WAITING_PROMPTS = 4096
 NO_ENGINE_S = 10.0
 """A prompt is given up if no engine has been up for this long."""
 _REPORT_S = 0.5
+_SAY_S = 10.0
+"""Until all engines have been probed and one is up, what is awaited is said as often as this."""
 _START_SHARE = 0.75
 """The part of start_timeout_ms after which this member says why it is not ready."""
 
@@ -121,6 +123,7 @@ class ExternalLoop:
         self._clock = clock
         limit_s = config.limits.start_timeout_ms / 1000
         self._start_deadline = clock() + _START_SHARE * limit_s
+        self._say_at = clock() + _SAY_S
         self._pool = EnginePool(config.prefill.engines, config.prefill.max_tokens_in_flight)
         self._waiting: deque[_Prompt] = deque()
         self._answers: SimpleQueue[_Answered | _Probed] = SimpleQueue()
@@ -164,7 +167,7 @@ class ExternalLoop:
         """How long nothing has to be done; None: until a message comes."""
         times = [self._pool.next_change(now), *(a.deadline for a in self._attempts.values())]
         if not self._is_ready:
-            times.append(self._start_deadline)
+            times += [self._start_deadline, self._say_at]
         if self._waiting and self._pool.none_up_since is not None:
             times.append(now + _REPORT_S)
         if self._is_serving and self._reported != _state_of(self._pool.engines):
@@ -303,6 +306,14 @@ class ExternalLoop:
             self._attempt_failed(attempt, problem, now)
         if not self._is_ready and now >= self._start_deadline:
             raise ValueError(f"no engine for prefill is up: {self._pool.problems()}")
+        if not self._is_ready and now >= self._say_at:
+            self._say_at = now + _SAY_S
+            logger.warning(
+                "not ready: %s; asking again, %.0f s more (does vLLM run there, with the flags of "
+                "`nanocp prefill-flags`?)",
+                self._pool.problems(),
+                self._start_deadline - now,
+            )
         since = self._pool.none_up_since
         if since is None:
             return
@@ -350,6 +361,8 @@ class ExternalLoop:
         )
 
     def _probed(self, engine: Engine, answer: EngineAnswer, now: float) -> None:
+        if engine.index in self._unprobed and answer.outcome is not EngineOutcome.SENT:
+            self._say_at = now  # a wrong address is said at once
         self._unprobed.discard(engine.index)
         was_up = engine.state is EngineState.UP
         if answer.outcome is EngineOutcome.SENT:

@@ -113,6 +113,9 @@ def _answer(status: int, body: bytes) -> EngineAnswer:
             f"HTTP {status}: it asks for its API key: set NANOCP_PREFILL__API_KEY to what vLLM has "
             "as --api-key",
         )
+    if status == 404:
+        sentence = "HTTP 404: what answers there has no /v1/completions, so it is no vLLM"
+        return EngineAnswer(EngineOutcome.FAILED, sentence)
     if status == 400:
         return EngineAnswer(EngineOutcome.REFUSED, said)
     if status != 200:

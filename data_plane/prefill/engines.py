@@ -40,7 +40,7 @@ class Engine:
     process: str = ""
     """The engine's process, as the answer to the latest probe named it."""
     state: EngineState = EngineState.RESTING
-    problem: str = "it was not asked yet"
+    problem: str = "it has not answered yet"
     """Why it is not up."""
     probe_at: float = 0.0
     """When it is to be probed: it has rested, or its latest probe was an hour ago."""

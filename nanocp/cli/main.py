@@ -23,10 +23,10 @@ from nanocp.cli.overlap.app import app as overlap
 from nanocp.cli.plan.app import plan
 from nanocp.cli.prefill_flags import prefill_flags
 from nanocp.cli.profile import profile
-from nanocp.cli.seats import drain, layout, scale, upgrade
+from nanocp.cli.seats import abort, drain, layout, scale, upgrade
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
-from nanocp.cli.top import top
+from nanocp.cli.top import status, top
 from nanocp.cli.why import why
 
 app = typer.Typer(
@@ -64,8 +64,10 @@ for command in (
     config,
     generate,
     batch,
+    status,
     top,
     why,
+    abort,
     make_checkpoint,
     prefill_flags,
     with_options(plan),

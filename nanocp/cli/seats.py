@@ -1,7 +1,8 @@
-"""`nanocp drain`, `scale`, `upgrade` and `layout`: changes of a service that runs.
+"""`nanocp drain`, `scale`, `upgrade`, `layout` and `abort`: changes of a service that runs.
 
-Enters: a service's status port, seats or layers. Leaves: the change, once it has been made; exit
-status 1 if it was not, 2 if the service cannot make it. Does not know: how instances come and go.
+Enters: a service's status port, seats, layers or a request. Leaves: the change, once it has been
+made; exit status 1 if it was not, 2 if the service cannot make it. Does not know: how instances
+come and go.
 """
 
 from __future__ import annotations
@@ -120,6 +121,23 @@ def layout(
     _carry_out("layout", change)
 
 
+def abort(
+    request: Annotated[
+        str, typer.Argument(help="The request: the client's id, or the cluster's number.")
+    ],
+    target: Target = "127.0.0.1:9464",
+    operator_key: OperatorKey = "",
+) -> None:
+    """End a request, wherever it is: its client gets what there is, with finish_reason abort."""
+
+    def change() -> None:
+        body = json.dumps({"request": request}).encode()
+        ended = _ask(target, operator_key, body, "/cluster/abort")["ended"]
+        print(f"ended: {', '.join(f'request {number}' for number in ended)}", flush=True)
+
+    _carry_out("abort", change)
+
+
 def _carry_out(name: str, change: Callable[[], None]) -> None:
     try:
         change()
@@ -130,7 +148,7 @@ def _carry_out(name: str, change: Callable[[], None]) -> None:
         print(f"nanocp {name}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        undone = "" if name == "layout" else f", and {_UNDO}"
+        undone = "" if name in ("layout", "abort") else f", and {_UNDO}"
         print(f"nanocp {name}: {_GOES_ON}{undone}", file=sys.stderr)
         raise typer.Exit(130) from None
 

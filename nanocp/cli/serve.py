@@ -35,7 +35,6 @@ CONFIG_OPTIONS = FieldOptions(
     [
         config_option("cluster.num_instances", name="instances"),
         config_option("cluster.layout"),
-        config_option("pipeline.layer_policy"),
         config_option("cluster.instances_per_node"),
         config_option("cluster.num_frames"),
         config_option("cluster.max_model_len"),

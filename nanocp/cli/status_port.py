@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Annotated, Any
 
 import typer
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster.")]
+Target = Annotated[
+    str, typer.Option(help="HOST:PORT of the service's /metrics and /cluster, or their https://.")
+]
 OperatorKey = Annotated[
     str,
     typer.Option(
@@ -39,7 +42,8 @@ def fetch_json(
 
     Raises ValueError with a sentence if it does not answer: Refused if it answers with an error.
     """
-    url = f"http://{target}{path}"
+    base = re.sub(r"(/cluster|/metrics)?/*$", "", target)
+    url = (base if "://" in base else f"http://{base}") + path
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"

@@ -1,8 +1,8 @@
-"""`nanocp top`: the cluster page in a terminal.
+"""`nanocp top` and `nanocp status`: the cluster page in a terminal, and in a line.
 
-Enters: a service's status port. Leaves: a live picture until Ctrl-C, or one on standard output;
-exit status 2 if nothing answers. Does not know: the service's insides; it reads what the page at
-/cluster reads.
+Enters: a service's status port. Leaves: a live picture until Ctrl-C, or one on standard output, or
+a line; exit status 2 if nothing answers. Does not know: the service's insides; it reads what the
+page at /cluster reads.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _PERIOD_S = 0.5
-_MAX_LONG = 20
+_MAX_SHOWN = 20
+"""Requests of a live picture, those with the most pages."""
 _WIDE = 80
 """Columns of a terminal from which on every title fits."""
+_WIDEST = 130
+"""Columns from which on the client's ids fit too."""
 _PAGES = "instance:pages"
 _WIDE_TITLES = ("state", "tokens", "CP degree", "MoE binding", _PAGES)
 _NARROW_TITLES = ("tokens", "CP", "MoE", _PAGES)
@@ -69,7 +72,7 @@ def top(
             from rich.console import Console
 
             console = Console()
-            console.print(picture(snapshot, console.width))
+            console.print(picture(snapshot, console.width, len(snapshot["requests"])))
         else:
             _live(target, operator_key, snapshot)
     except ValueError as error:
@@ -77,6 +80,46 @@ def top(
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
+
+
+def status(target: Target = "127.0.0.1:9464", operator_key: OperatorKey = "") -> None:
+    """Say in one line how the service is. Exit status 0: whole, 1: it is not, 2: none answers."""
+    try:
+        snapshot = fetch(target, operator_key)
+    except ValueError as error:
+        is_closed = getattr(error.__cause__, "code", None) == 503  # it starts or stops
+        print(f"nanocp status: {error}", file=sys.stderr)
+        raise typer.Exit(1 if is_closed else 2) from None
+    problems = _problems(snapshot)
+    seats = Counter(snapshot["recovery"]["seats"])
+    taken = sum(each["frames_committed"] for each in snapshot["instances"])
+    frames = snapshot["num_frames"] * max(seats["serving"], 1)
+    print(
+        f"{'degraded: ' + '; '.join(problems) if problems else 'whole'}; {seats['serving']} of "
+        f"{seats.total()} instances serve, {snapshot['num_running']} requests run, "
+        f"{snapshot['num_prefilling']} prefill, {snapshot['num_queued']} wait, "
+        f"{taken / frames:.0%} of the frames taken"
+    )
+    raise typer.Exit(1 if problems else 0)
+
+
+def _problems(snapshot: Snapshot) -> list[str]:
+    """What keeps the service from being whole. A seat that was left empty does not."""
+    recovery = snapshot["recovery"]
+    problems = []
+    if recovery["recovers_for_s"] is not None:
+        problems.append(f"it recovers for {recovery['recovers_for_s']:.1f} s")
+    if recovery["held"]:
+        problems.append(f"{recovery['held']} requests held for another attempt")
+    for state in ("loading", "draining"):
+        if number := recovery["seats"].count(state):
+            problems.append(f"{number} seats {state}")
+    problems += [
+        f"prefill {each['url']} is down ({each['problem']})"
+        for each in snapshot["engines"]
+        if not each["is_up"]
+    ]
+    return problems
 
 
 def fetch(target: str, key: str = "") -> Snapshot:
@@ -98,8 +141,8 @@ def _live(target: str, key: str, snapshot: Snapshot) -> None:
             live.update(picture(fetch(target, key), console.width), refresh=True)
 
 
-def picture(snapshot: Snapshot, width: int) -> RenderableType:
-    """The snapshot for a terminal of `width` columns."""
+def picture(snapshot: Snapshot, width: int, most: int = _MAX_SHOWN) -> RenderableType:
+    """The snapshot for a terminal of `width` columns, with as many requests at most."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -120,36 +163,48 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
         )
         bar = _bar(snapshot, one, keys, bar_width)
         instances.add_row(str(one["instance"]), bar, str(one["frames_free"]), str(one["rows"]), *ms)
-    requests = Table(box=None, pad_edge=False, padding=(0, 1))
-    is_wide = width >= _WIDE
-    for title in ("", "request", *(_WIDE_TITLES if is_wide else _NARROW_TITLES)):
-        requests.add_column(
-            title,
-            justify="left" if title in ("state", _PAGES) else "right",
-            no_wrap=title != _PAGES,
-        )
-    for request in sorted(long, key=lambda request: -request["num_tokens"])[:_MAX_LONG]:
-        key = keys[request["id"]]
-        pages = " ".join(f"{instance}:{count}" for instance, count in sorted(request["pages_on"]))
-        requests.add_row(
-            Text(_KEYS[key], style=_style(key)),
-            str(request["id"]),
-            *([request["state"]] if is_wide else []),
-            f"{request['num_tokens']:,}",
-            str(len(request["pages_on"])),
-            str(request["moe_binding"]),
-            pages,
-        )
     parts: list[RenderableType] = [*_head(snapshot, width), Text(""), instances]
     parts.append(Text(_LEGEND, style="dim"))
-    if long:
-        parts += [Text(""), requests]
+    if snapshot["requests"]:
+        parts += [Text(""), *_requests(snapshot, keys, width, most)]
     parts += _stages(snapshot.get("stages", []))
     parts += _tenants(snapshot.get("tenants", []))
     if snapshot["engines"]:
         parts += [Text(""), *(_engine(engine) for engine in snapshot["engines"])]
     parts += _recovery(snapshot["recovery"])
     return Group(*parts)
+
+
+def _requests(
+    snapshot: Snapshot, keys: dict[int, int], width: int, most: int
+) -> list[RenderableType]:
+    """A table of the requests that hold most pages, and how many others there are."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    is_wide, is_widest = width >= _WIDE, width >= _WIDEST
+    titles = ("", "request", *(["client's id"] if is_widest else []))
+    for title in (*titles, *(_WIDE_TITLES if is_wide else _NARROW_TITLES)):
+        is_left = title in ("state", "client's id", _PAGES)
+        table.add_column(title, justify="left" if is_left else "right", no_wrap=title != _PAGES)
+    held = [(sum(count for _, count in one["pages_on"]), one) for one in snapshot["requests"]]
+    held.sort(key=lambda pair: (-pair[0], pair[1]["id"]))
+    for _, request in held[:most]:
+        key = keys.get(request["id"])
+        pages = " ".join(f"{instance}:{count}" for instance, count in sorted(request["pages_on"]))
+        table.add_row(
+            Text("▓", style="grey62") if key is None else Text(_KEYS[key], style=_style(key)),
+            str(request["id"]),
+            *([request.get("client_id", "")] if is_widest else []),
+            *([request["state"]] if is_wide else []),
+            f"{request['num_tokens']:,}",
+            str(len(request["pages_on"])),
+            str(request["moe_binding"]),
+            pages,
+        )
+    num_more = snapshot["num_running"] + snapshot["num_prefilling"] - len(held[:most])
+    return [table, Text(f"{num_more:,} more, with fewer pages", style="dim")][: 1 + (num_more > 0)]
 
 
 def _stages(stages: list[dict[str, Any]]) -> list[Text]:

@@ -1,4 +1,4 @@
-"""What operators change of a service that runs: its seats, and the layers of its stages.
+"""What operators change of a service that runs: seats, layers of stages, requests, its log.
 
 Enters: bodies of the status port, and who sends them. Leaves: how it is then, as JSON, and lines of
 the log that name the operator. Does not know: HTTP, keys, how a change is made.
@@ -10,8 +10,14 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
+
+from nanocp.config.choices import check_one_of
+from nanocp.config.service import LOG_LEVELS
+from nanocp.config.whole import Config
+from nanocp.config.yaml import config_yaml
+from nanocp.logs import get_level, set_level
 
 if TYPE_CHECKING:
     from nanocp.serve.service import Service
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SEATS, _SPLIT = '{"seats": [0, 1, 2]}', '{"split": [7, 5]}'
+_REQUEST, _LEVEL = '{"request": "ID"}', '{"log_level": "debug"}'
 
 
 def answer_seats(service: Service, num_seats: int, body: bytes | None, who: str) -> bytes:
@@ -52,6 +59,27 @@ def answer_layout(service: Service, body: bytes | None, who: str) -> bytes:
         with _logged(who, f"stages are to have {split} layers"):
             stages = service.want_layout(split)
     return json.dumps({"stages": stages}).encode()
+
+
+def answer_abort(service: Service, body: bytes | None, who: str) -> bytes:
+    """Answer for /cluster/abort. The body names the request: the client's id, or its number."""
+    name = str(_read(body or b"", _REQUEST).get("request", ""))
+    with _logged(who, f"request {name!r:.80} is to end"):
+        numbers = service.end_requests(name)
+        if not numbers:
+            raise ValueError(f"no open request is known as {name!r:.80}")
+    return json.dumps({"ended": numbers}).encode()
+
+
+def answer_config(config: Config, body: bytes | None, who: str) -> bytes:
+    """Answer for /cluster/config. The body names the level of this process' log from now on."""
+    if body is not None:
+        level = str(_read(body, _LEVEL).get("log_level", ""))
+        check_one_of(LOG_LEVELS, log_level=level)
+        with _logged(who, f"the log's level is to be {level}"):
+            set_level(level)
+    now = replace(config, service=replace(config.service, log_level=get_level()))
+    return json.dumps({"yaml": config_yaml(now, {})}).encode()
 
 
 def _read(body: bytes, example: str) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from control_plane.observe.cluster_view import ClusterView
 from control_plane.observe.metrics import Metrics
 from control_plane.observe.observer import Observer
 from control_plane.observe.status_server import (
+    ABORT_PATH,
+    CONFIG_PATH,
     LAYOUT_PATH,
     SEATS_PATH,
     StatusServer,
@@ -42,7 +44,7 @@ from control_plane.shell.controller import Controller
 from data_plane.member.lifetime import MemberSpec, SpareSpec
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config.whole import Config
-from nanocp.serve.changes import answer_layout, answer_seats
+from nanocp.serve.changes import answer_abort, answer_config, answer_layout, answer_seats
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
 from nanocp.serve.garbage import freeze_long_lived
@@ -310,6 +312,10 @@ class Service:
             self._controller.want_layout(list(split)).result(timeout_s)
         return self._controller.stages()
 
+    def end_requests(self, name: str) -> list[int]:
+        """Abort what is open under the client's id or a number; returns the requests' numbers."""
+        return self._controller.end_requests(name).result(_ANSWER_S)
+
     def regroup(self) -> None:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""
         self._controller.regroup()
@@ -378,6 +384,8 @@ class Service:
             {
                 SEATS_PATH: partial(answer_seats, self, self._config.cluster.num_instances),
                 LAYOUT_PATH: partial(answer_layout, self),
+                ABORT_PATH: partial(answer_abort, self),
+                CONFIG_PATH: partial(answer_config, self._config),
             },
         )
 

@@ -72,6 +72,7 @@ from control_plane.observe.status_server import (
     METRICS_CONTENT_TYPE,
     SnapshotJson,
     cluster_page,
+    start_page,
 )
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -292,17 +293,6 @@ def _add_health(app: FastAPI, parts: ApiParts) -> None:
         return Response(page, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
-_LINKS = """<!doctype html><html lang="en"><meta charset="utf-8"><title>NanoCP</title>
-<body style="font: 16px/1.6 system-ui, sans-serif; max-width: 40em; margin: 2em auto">
-<h1>NanoCP</h1><ul>
-<li><a href="docs">API</a> (<a href="openapi.json">openapi.json</a>)</li>
-<li><a href="cluster">The cluster</a></li>
-<li><a href="v1/models">Models</a></li>
-<li><a href="health">Health</a>, <a href="ready">ready</a>, <a href="version">version</a>,
-<a href="metrics">metrics</a></li></ul></body></html>
-"""
-
-
 _ABOUT = (
     "OpenAI's API, as vLLM serves it. [The cluster](cluster) is a page, and gRPC has a port of its "
     "own. Authorize takes the API key, if the service asks for one."
@@ -324,7 +314,7 @@ def _add_pages(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def links() -> Response:
-        return HTMLResponse(_LINKS)
+        return HTMLResponse(start_page())
 
 
 def _add_cluster(app: FastAPI, parts: ApiParts) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from nanocp.overlap.search import BestSchedule
 
 LEAST_SHARE_OF_BOUND = 0.95
+_KV_TOKENS, _LINKS = 300_000, 4
+"""With --cluster: KV tokens that each instance reads, and rows that it sends to others."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,6 @@ def search(
         str, typer.Option(help="With --cluster: a set of its file. Default: operators, or fitted.")
     ] = "",
     rows: Annotated[int, typer.Option(min=1, help="With --cluster: of each instance.")] = 64,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="With --cluster: KV tokens that each instance reads.")
-    ] = 300_000,
-    links: Annotated[
-        int, typer.Option(min=1, help="With --cluster: rows that each instance sends to others.")
-    ] = 4,
     seconds: Annotated[float, typer.Option(min=1, help="Search for about as long.")] = 60.0,
     out: Annotated[
         Path | None,
@@ -78,7 +74,7 @@ def search(
         raise typer.BadParameter("give one of --paper, --model and --cluster")
     try:
         if cluster:
-            case = _of_cluster(cluster, constants, rows, tokens, links)
+            case = _of_cluster(cluster, constants, rows)
         else:
             case = _of_paper() if paper else _of_model(model, gpu, gpus, prompt, output, batch)
     except ValueError as error:
@@ -132,7 +128,7 @@ def _of_model(model: str, gpu: str, gpus: int, prompt: int, output: int, batch: 
     )
 
 
-def _of_cluster(cluster: str, constants: str, rows: int, tokens: int, links: int) -> _Case:
+def _of_cluster(cluster: str, constants: str, rows: int) -> _Case:
     from nanocp.simulator import nano_batches
     from nanocp.simulator.cluster_file import load_cluster_file
     from nanocp.simulator.cost import CostModel
@@ -140,9 +136,9 @@ def _of_cluster(cluster: str, constants: str, rows: int, tokens: int, links: int
     file = load_cluster_file(cluster)
     constants = constants or file.default_constants
     model = CostModel(file, constants)
-    case = nano_batches.Case(cluster, constants, rows, tokens, links)
+    case = nano_batches.Case(cluster, constants, rows, _KV_TOKENS, _LINKS)
     return _Case(
-        f"An MoE layer of {cluster}, {rows} rows and {tokens:,} KV tokens an instance",
+        f"An MoE layer of {cluster}, {rows} rows and {_KV_TOKENS:,} KV tokens an instance",
         nano_batches.layer_operations(model, case.loads),
         nano_batches.INTERFERENCE,
         rows / file.model.num_layers,

@@ -69,12 +69,6 @@ class Scenario:
     ] = None
     warm_up: Annotated[float, typer.Option(help="Simulated seconds before them.")] = 40.0
     seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the gamma gaps between arrivals: 1 is Poisson, less is burstier."
-        ),
-    ] = 1.0
     length_scale: Annotated[float, typer.Option(help="Factor on prompt lengths.")] = 1.0
     slo_tpot_ms: Annotated[
         float, typer.Option(help="Most milliseconds for a token after the first (TPOT).")
@@ -189,8 +183,7 @@ class Scenario:
             self.workload,
             rate,
             self.seed,
-            self.burstiness,
-            self.length_scale,
+            length_scale=self.length_scale,
             num_instances=file.cluster.num_instances,
             instances_per_node=file.cluster.instances_per_node,
         )

@@ -25,9 +25,9 @@ LAYOUTS = ("instances", "pipeline")
 _CLUSTER, _WORKLOAD, _POLICIES = "a100x4-qwen2.5-14b", "sharegpt", ["even", "level"]
 """What is simulated unless it is given."""
 _HAVE_MEANING = {
-    *("cluster", "constants", "workload", "policy", "seconds", "warm_up", "seed", "burstiness"),
+    *("cluster", "constants", "workload", "policy", "seconds", "warm_up", "seed"),
     *("length_scale", "slo_tpot_ms", "slo_ttft_ms", "rate", "as_json"),
-    *("layout", "passes", "predictor", "layout_window", "slow_stage"),
+    *("layout", "passes", "slow_stage"),
 }
 _SECONDS, _WARM_UP = 60.0, 15.0
 _ROWS = (
@@ -71,13 +71,6 @@ class PipelineOptions:
             help="How passes of a pipeline are formed: ours, vllm, gllm, sarathi or no_mixing."
         ),
     ] = "ours"
-    predictor: Annotated[
-        str, typer.Option(help="Form of a pipeline's predictor: ours or paper.")
-    ] = "ours"
-    layout_window: Annotated[
-        int,
-        typer.Option(min=1, help="Passes in a row that must want the layers of a pipeline moved."),
-    ] = 25
     slow_stage: Annotated[
         list[str] | None,
         typer.Option(
@@ -127,9 +120,7 @@ def _play(
     from nanocp.simulator.workload import Workload
 
     file = load_pipeline_file(scenario.cluster)
-    workload = Workload(
-        scenario.workload, rate, scenario.seed, scenario.burstiness, scenario.length_scale
-    )
+    workload = Workload(scenario.workload, rate, scenario.seed, length_scale=scenario.length_scale)
     end_us = 1e6 * (scenario.warm_up + (scenario.seconds or _SECONDS))
     requests: Iterator[WorkloadRequest] = takewhile(
         lambda request: request.arrival_us < end_us, workload.requests(file.max_model_len)
@@ -139,8 +130,6 @@ def _play(
         policy,
         constants=scenario.constants or "fitted",
         passes=options.passes,
-        predictor=options.predictor,
-        layout_window=options.layout_window,
         slow_stages=tuple(map(_slow_stage, options.slow_stage or ())),
         warm_up_us=round(1e6 * scenario.warm_up),
         slo=Slo(round(1e3 * scenario.slo_tpot_ms), round(1e3 * scenario.slo_ttft_ms)),

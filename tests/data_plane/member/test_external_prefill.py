@@ -62,9 +62,9 @@ def silent_engine():
 
 
 @contextlib.contextmanager
-def running(link, prober, clock, url):
+def running(link, prober, clock, url, limits=LIMITS):
     prefill = PrefillConfig(engines=(url,), timeout_ms=10_000_000)
-    loop = ExternalLoop(replace(Config(), prefill=prefill, limits=LIMITS), link, prober, clock)
+    loop = ExternalLoop(replace(Config(), prefill=prefill, limits=limits), link, prober, clock)
 
     def run():
         with pytest.raises(ShutdownRequested), contextlib.closing(loop):
@@ -141,3 +141,29 @@ def test_a_loop_with_an_engine_that_is_up_sleeps(silent_engine):
             time.sleep(0.5)
             times_s.append(time.process_time() - before_s)
         assert min(times_s) < 0.1
+
+
+def test_what_a_start_waits_for_is_said_at_once_and_every_10_s(silent_engine, caplog):
+    """A wrong address, and one that takes connections and is silent."""
+    link, prober, clock = Link(), Prober(), Clock()
+    prober.answer = EngineAnswer(EngineOutcome.FAILED, "ConnectionRefusedError: refused")
+    prober.limits_ms = said = []
+    limits = replace(LIMITS, start_timeout_ms=100_000)
+
+    def lines():
+        return [each.getMessage() for each in caplog.records if "not ready" in each.getMessage()]
+
+    with running(link, prober, clock, silent_engine, limits):
+        until(lambda: said and len(lines()) == 1)
+        assert lines()[0].startswith(
+            f"not ready: {silent_engine}: ConnectionRefusedError: refused; asking again, 7"
+        )
+        assert "nanocp prefill-flags" in lines()[0]
+        clock.forward_s = 11
+        wake(link)
+        until(lambda: len(lines()) == 2)
+        prober.answer = PASSED
+        clock.forward_s = 22
+        wake(link)
+        until(lambda: reports(link, Ready))
+    assert len(lines()) <= 3
