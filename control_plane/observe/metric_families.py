@@ -176,6 +176,7 @@ READ = {
     "kv_balance_ratio": _gauge("Mean / max of kv_tokens over the instances; 1 is even."),
     "rows_balance_ratio": _gauge("Mean / max of rows over the instances; 1 is even."),
     "cache_config_info": _gauge("Pages and frames.", "engine", "block_size", "num_gpu_blocks"),
+    "build_info": _gauge("Always 1; the program's version.", "version"),
     # Pages outside the frames.
     "kv_offload_pages": _gauge("Pages outside the frames.", "tier"),
     "kv_offload_stowed_pages": _counter("Pages that went there.", "tier"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -21,6 +22,8 @@ from control_plane.observe.observed import ObservedScheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.values.group_load import GroupLoad
 from nanocp.values.plan import PAGE_SIZE, ClusterLoad, Ended, FinishReason, InstanceLoad
+
+_VERSION = version("nanocp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ class SchedulingMetrics(Collector):
                 "load_tokens": group.load_tokens,
                 "kv_balance_ratio": _balance(kv_tokens.values()),
                 "rows_balance_ratio": _balance(rows.values()),
+                "build_info": {_VERSION: 1},
                 "cache_config_info": {(i, PAGE_SIZE, self._cluster.num_frames): 1 for i in loads},
             }
         )

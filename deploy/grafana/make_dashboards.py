@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from memory_panels import now_panels, offload_panels
 from panels import ENGINE, Panel, dashboard, mean, panel, quantiles, rate
 from recovery_panels import recovery_panels
 from step_panels import step_panels
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).parent / "dashboards"
 
 DASHBOARDS: dict[str, list[Panel]] = {
     "service-health": [
+        *now_panels(),
         panel(
             "Scrapes",
             "short",
@@ -347,6 +349,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             (rate("prefill_pages_total", " by (url)"), "{{url}}"),
             about="Pages of KV that engines wrote into frames. Only with prefill.engines.",
         ),
+        *offload_panels(),
     ],
     "engine-internals": [
         *step_panels(),

@@ -44,6 +44,8 @@ def panel(
     if kind == "heatmap":
         targets[0] |= {"format": "heatmap", "legendFormat": "{{le}}"}
         options = {"calculate": False, "yAxis": {"unit": unit}}
+    if kind == "stat":
+        options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "textMode": "value_and_name"}
     return {
         "title": title,
         "description": about,

@@ -3,12 +3,15 @@
 import importlib
 import json
 import re
+import shutil
+import subprocess
 
 import promql_parser
 import pytest
 import yaml
 
 from control_plane.observe.metrics import Metrics
+from control_plane.scheduler.pages.offload import OffloadReading
 from harness.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
 from harness.paths import ROOT
 from nanocp.config.prefill import PrefillConfig
@@ -34,10 +37,17 @@ def selectors(node):
                 yield from selectors(one)
 
 
+def registry_of_a_service():
+    """The metrics of a service with engines and with pages outside the frames."""
+    metrics = Metrics(CONFIG)
+    metrics.offload.planned(OffloadReading((0, 0), (0, 0), (0, 0), 0))
+    return metrics.registry
+
+
 @pytest.fixture(scope="module")
 def exposed():
     """Names of all samples, and the labels of each, that a service can expose."""
-    registry = Metrics(CONFIG).registry
+    registry = registry_of_a_service()
     names = {"up": {"job", "instance"}}
     for family in registry.collect():
         suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(
@@ -76,7 +86,7 @@ def test_a_metric_that_does_not_exist_would_be_seen(exposed):
 def test_every_metric_of_ours_is_explained_and_shown(exposed):
     families = {
         family.name
-        for family in Metrics(CONFIG).registry.collect()
+        for family in registry_of_a_service().collect()
         if family.name.startswith("nanocp:")
     }
     shown = " ".join(expression for _, expression in EXPRESSIONS)
@@ -127,3 +137,50 @@ def test_compose_mounts_what_is_there():
             source = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", volume).split(":")[0]
             path = ROOT / "deploy" / source
             assert source in compose["volumes"] or path.is_dir() or path.is_char_device(), source
+
+
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["promtool", "test", "rules", "alerts_test.yml"],
+        ["promtool", "check", "config", "--syntax-only", "prometheus.yml"],
+        ["amtool", "check-config", "alertmanager.yml"],
+    ],
+    ids=lambda command: " ".join(command[:3]),
+)
+def test_prometheus_own_programs_accept_the_files_and_their_tests(command):
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no program `{command[0]}`: Debian's prometheus, prometheus-alertmanager")
+    done = subprocess.run(command, cwd=PROMETHEUS, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_reach_a_receiver_by_their_severity():
+    """Every severity has a route, and every route and secret a place that the comment names."""
+    receivers = yaml.safe_load((PROMETHEUS / "alertmanager.yml").read_text())
+    names = {each["name"] for each in receivers["receivers"]}
+    routes = receivers["route"]["routes"]
+    matched = {matcher for route in routes for matcher in route["matchers"]}
+    severities = {rule["labels"]["severity"] for rule in ALERTS}
+    assert matched == {f'severity="{severity}"' for severity in severities}
+    assert {route["receiver"] for route in routes} | {receivers["route"]["receiver"]} <= names
+    asked = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["alerting"]
+    (target,) = asked["alertmanagers"][0]["static_configs"][0]["targets"]
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    assert f"--web.listen-address={target}" in compose["alertmanager"]["command"]
+
+
+def test_numbers_and_pages_outside_the_frames_are_on_a_dashboard():
+    panels = {
+        panel["title"]: panel["type"]
+        for path in (GRAFANA / "dashboards").glob("*.json")
+        for panel in json.loads(path.read_text())["panels"]
+    }
+    assert [panels[title] for title in ("Requests now", "Tokens a second now", "Version")] == [
+        "stat"
+    ] * 3
+    for metric in ("pages", "stowed_pages_total", "fetched_pages_total", "hits_total"):
+        assert any(f"nanocp:kv_offload_{metric}" in one for _, one in dashboard_expressions())
