@@ -120,6 +120,8 @@ class RayLauncher(Launcher):
         # By default Ray's workers yield to every other process of the machine, and a step waits for
         # the slowest.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Since 2.56 it ends all workers of a group when memory is short: a node's instances.
+        os.environ.setdefault("RAY_worker_killing_policy_by_group", "true")
         self._init_ray()
         # Ray puts a handler of its own in its place, which exits without a word.
         signal.signal(signal.SIGTERM, on_sigterm)

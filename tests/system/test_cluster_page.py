@@ -230,3 +230,48 @@ def test_an_ended_request_says_what_took_its_time(chromium, service, tmp_path):
             assert re.search(r"decode [\d.]+ s, 20 tokens at [\d.]+ ms", line)
 
     asyncio.run(look())
+
+
+def test_a_request_is_ended_by_a_button(chromium, service, tmp_path):
+    async def look():
+        async with opened(f"http://{service.metrics_address}/cluster", tmp_path) as page:
+            with requests_running(service) as running:
+                await page.until("document.querySelector('#long .request')")
+                await page.evaluate("window.confirm = () => true")
+                await page.evaluate("document.querySelector('#long .request').click()")
+                await page.evaluate("document.getElementById('end').click()")
+                await page.until(
+                    "document.getElementById('end_note').textContent.includes('ended')"
+                )
+                open_ids = "latest.requests.map(one => one.id)"
+                await page.until(f"!{open_ids}.includes({running[0]})")
+                assert sorted(await page.evaluate(open_ids)) == sorted(running[1:])
+                assert page.problems == []
+
+    asyncio.run(look())
+
+
+CUT = """[...document.querySelectorAll(".id")]
+    .filter(name => name.offsetParent && name.scrollWidth > name.clientWidth).length"""
+
+
+def test_names_are_whole_and_more_of_a_list_is_a_link(chromium, service, tmp_path):
+    with Client(service.address) as client:
+        for number in range(8):
+            name = f"chatcmpl-{number:032x}"
+            list(client.generate(prompt(70, number), max_tokens=2, request_id=name))
+
+    async def look():
+        async with opened(f"http://{service.metrics_address}/cluster", tmp_path) as page:
+            lines = "document.querySelectorAll('#ended .request').length"
+            await page.until(f"{lines} === 6")
+            for width in (400, 1280):
+                await page.resize(width)
+                assert await page.evaluate(CUT) == 0
+            text = await page.evaluate("document.querySelector('#ended .link').textContent")
+            assert re.fullmatch(r"\d+ more", text)
+            await page.evaluate("document.querySelector('#ended .link').click()")
+            await page.until(f"{lines} === {6 + int(text.split()[0])}")
+            assert await page.evaluate("document.querySelector('#ended .link')") is None
+
+    asyncio.run(look())
