@@ -248,7 +248,8 @@ def test_every_command_has_an_extra_or_needs_none():
     names |= {group.name for group in app.registered_groups}
     assert names == {
         *EXTRAS,
-        *("config", "generate", "top", "why", "drain", "scale", "upgrade", "layout"),
+        *("config", "generate", "status", "top", "why", "abort"),
+        *("drain", "scale", "upgrade", "layout"),
     }
     assert set(EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
 
@@ -295,3 +296,45 @@ def test_the_extra_of_the_service_brings_all_that_its_modules_import():
     }
     missing = imported - modules - optional - set(sys.stdlib_module_names) - set(PACKAGES)
     assert not missing, missing
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory):
+    """The folder of an environment into which the checkout is installed as `make setup` does."""
+    folder = tmp_path_factory.mktemp("editable")
+    build = (
+        "import sys; from setuptools.build_meta import build_editable; "
+        "print(build_editable(sys.argv[1]))"
+    )
+    tree = folder / "nanocp"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-c", build, folder], cwd=tree, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder
+
+
+def test_a_script_beside_a_clone_named_nanocp_imports_the_client(editable):
+    """Its folder has a folder nanocp, which a finder of setuptools would come behind."""
+    (editable / "ask.py").write_text("from nanocp import Client; print(Client.__module__)\n")
+    path = f"import site, sys, runpy; site.addsitedir({str(editable / 'site')!r})"
+    # As after an installation: the environment of these tests has the checkout itself.
+    code = (
+        f"{path}; sys.path.insert(0, {str(editable)!r}); "
+        "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each).lower()]"
+        "; sys.path[:] = [each for each in sys.path if not each.rstrip('/').endswith("
+        f"{str(ROOT)!r})]; runpy.run_path({str(editable / 'ask.py')!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.stdout == "nanocp.client.sync_client\n", done.stderr
+
+
+def test_the_command_is_a_module_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "nanocp", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "Usage: nanocp " in done.stdout

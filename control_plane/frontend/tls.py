@@ -33,16 +33,22 @@ def check_tls(service: ServiceConfig) -> None:
 
 
 def _check_files(service: ServiceConfig) -> None:
-    """Raise ValueError for files that are no pair, or cannot be read."""
+    """Raise ValueError naming the file that cannot be read or used, or the two that are no pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key, roots = service.ssl_certfile, service.ssl_keyfile, service.ssl_ca_certs
+    what = ""
     try:
-        context.load_cert_chain(service.ssl_certfile, service.ssl_keyfile)
-        if service.ssl_ca_certs:
-            context.load_verify_locations(service.ssl_ca_certs)
+        for name, file in (("certfile", certificate), ("keyfile", key), ("ca_certs", roots)):
+            if file:
+                what = f"ssl_{name} {file} cannot be read"
+                Path(file).read_bytes()
+        what = f"ssl_certfile {certificate} and ssl_keyfile {key} cannot be used together"
+        context.load_cert_chain(certificate, key)
+        if roots:
+            what = f"ssl_ca_certs {roots} has no certificates that can be used"
+            context.load_verify_locations(roots)
     except OSError as error:
-        raise ValueError(
-            f"ssl_certfile, ssl_keyfile or ssl_ca_certs cannot be used: {error.strerror or error}"
-        ) from error
+        raise ValueError(f"{what}: {error.strerror or error}") from error
 
 
 class RenewedFiles:

@@ -128,7 +128,7 @@ class ProcessLauncher(Launcher):
     def _open(self, name: str, stdout: int | None) -> subprocess.Popen[bytes]:
         # A session of its own: a Ctrl-C in the terminal is for the service, which then drains.
         return subprocess.Popen(
-            [*self._command, name],
+            [*self._command, f"serve={os.getpid()}", name],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=subprocess.PIPE,

@@ -146,7 +146,7 @@ class RayLauncher(Launcher):
                 if member in group:
                     self._node_specs[node] = spec
             # The list of processes shows who is who.
-            run = actor.run.options(name=f"MemberActor {member}").remote(spec)
+            run = actor.run.options(name=f"MemberActor {member} serve={os.getpid()}").remote(spec)
             self._watch_by(self._watch, str(member), member, number, actor, run)
 
     def _new_actor(self, member: Member) -> Any:

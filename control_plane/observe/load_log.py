@@ -12,7 +12,7 @@ from control_plane.observe.observed import ObservedScheduler
 from control_plane.scheduler.state.request import State
 from nanocp.logs import fields
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanocp.load")
 
 PERIOD_S = 10.0
 """Time between two lines."""

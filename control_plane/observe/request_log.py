@@ -12,7 +12,7 @@ from control_plane.observe.observer import EndedRequest
 from nanocp.logs import fields
 from nanocp.values.plan import FinishReason
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanocp.requests")
 
 
 def log_ended(reason: FinishReason, request: EndedRequest) -> None:
@@ -43,11 +43,12 @@ def log_ended(reason: FinishReason, request: EndedRequest) -> None:
 
 
 def log_refused(client_id: str, endpoint: str, reason: FinishReason, message: str) -> None:
-    """Log a request that was refused before it was submitted."""
+    """Log a request that was refused before it was submitted; to be draining is no failure."""
+    shown = FinishReason.REFUSED if reason is FinishReason.FAILED else reason
     logger.info(
         "request refused",
         extra=fields(
-            id=client_id or None, endpoint=endpoint or None, reason=reason.value, error=message
+            id=client_id or None, endpoint=endpoint or None, reason=shown.value, error=message
         ),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _how_to_get(folder: Path) -> str:
+    """What to do if somebody gave a model's name for a folder; empty if the folder is there."""
+    if folder.exists():
+        return ""
+    said = ". Nothing is downloaded here"
+    if len(folder.parts) != 2 or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
+        return f"{said}: give a folder of this machine"
+    command = f"hf download {folder} --local-dir checkpoints/{folder.name}"
+    return f"{said}: `{command}`, then give checkpoints/{folder.name}"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file of one JSON object; raises ValueError saying what is wrong with it."""
     try:
@@ -81,6 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path} is missing; a checkpoint is a Hugging Face folder with a {path.name}"
+            f"{_how_to_get(path.parent)}"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(

@@ -160,6 +160,9 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
     except NotServing as error:
         print(f"nanocp demo: {error}", file=sys.stderr)
         raise typer.Exit(error.status) from None
+    except KeyboardInterrupt:
+        progress.console.print("stopping the service, which may take some seconds")
+        raise
     finally:
         server.send_signal(signal.SIGTERM)
         try:

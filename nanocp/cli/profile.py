@@ -132,7 +132,7 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         _run_pipeline(config, checkpoint, measurement, console)
         return
     from data_plane.model.config import ModelConfig
-    from nanocp.simulator.fit.fit import cluster_yaml, fit_cluster, serve_yaml
+    from nanocp.simulator.fit.fit import cluster_yaml, doubts, fit_cluster, serve_yaml
     from nanocp.simulator.fit.lanes import with_lane_table
 
     num_instances = config.cluster.num_instances
@@ -164,10 +164,12 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
     if config.scheduler.num_drafts:
         config = _measure_drafts(config, checkpoint)
     fitted = fit_cluster(config, model, degrees, points, ingest_gb_per_s)
-    about, out = _about(config, checkpoint), measurement.out
+    about, out = [*_about(config, checkpoint), *doubts(fitted)], measurement.out
     (out / "serve.yaml").write_text(serve_yaml(config, fitted, sweep, about))
     (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
     _show(sweep, fitted, console)
+    for doubt in doubts(fitted):
+        print(f"nanocp profile: {doubt}", file=sys.stderr)
     console.print(f"nanocp serve {checkpoint} --config {out / 'serve.yaml'}", soft_wrap=True)
     console.print(f"nanocp simulate --cluster {out / 'cluster.yaml'}", soft_wrap=True)
 

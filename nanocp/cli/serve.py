@@ -127,7 +127,7 @@ def serve(
     # here and goes on with gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from nanocp.config.file import load_config, origins
+    from nanocp.config.file import doubts_in, load_config, origins
     from nanocp.config.speculative import num_drafts_of
     from nanocp.config.yaml import config_yaml
 
@@ -142,6 +142,8 @@ def serve(
         if print_config:
             print(config_yaml(loaded, origins(config, flags)), end="")
             raise typer.Exit
+        for doubt in doubts_in(config):
+            print(f"{config}: {doubt}", file=sys.stderr)
         status = run(loaded, checkpoint, address, ray)
     except (ValueError, OSError) as error:
         print(f"nanocp serve: {error}", file=sys.stderr)

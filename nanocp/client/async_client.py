@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -138,12 +139,15 @@ class AsyncClient:
             self._endpoints.failed(endpoint)
             await asyncio.sleep(pause_s)
 
-    async def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
+    async def abort(
+        self, *request_ids: str | Sequence[str], timeout_s: float = 10.0
+    ) -> tuple[str, ...]:
         """Abort requests by id and return those that were running or waiting.
 
-        Raises NotFound if none of them was.
+        Several are several arguments, or a list. Raises NotFound if none of them was.
         """
-        message = pb.AbortRequest(request_ids=request_ids)
+        named = [[each] if isinstance(each, str) else each for each in request_ids]
+        message = pb.AbortRequest(request_ids=chain.from_iterable(named))
         aborted: dict[str, None] = {}
         failures = []
         for endpoint in self._endpoints.all:

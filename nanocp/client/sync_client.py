@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -134,12 +135,13 @@ class Client:
             self._endpoints.failed(endpoint)
             time.sleep(pause_s)
 
-    def abort(self, *request_ids: str, timeout_s: float = 10.0) -> tuple[str, ...]:
+    def abort(self, *request_ids: str | Sequence[str], timeout_s: float = 10.0) -> tuple[str, ...]:
         """Abort requests by id and return those that were running or waiting.
 
-        Raises NotFound if none of them was.
+        Several are several arguments, or a list. Raises NotFound if none of them was.
         """
-        message = pb.AbortRequest(request_ids=request_ids)
+        named = [[each] if isinstance(each, str) else each for each in request_ids]
+        message = pb.AbortRequest(request_ids=chain.from_iterable(named))
         aborted: dict[str, None] = {}
         failures = []
         for endpoint in self._endpoints.all:

@@ -25,6 +25,9 @@ ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is
 text."""
 
+UNRELIABLE = "Unreliable: "
+"""How a comment begins with which `nanocp profile` says that what it measured does not fit."""
+
 _Tree = dict[str, Any]
 
 
@@ -78,6 +81,12 @@ def origins(
                 spelled = source.key_of.get(keys)
                 found[".".join(keys)] = spelled or source.name
     return found
+
+
+def doubts_in(path: Path | None) -> list[str]:
+    """What `nanocp profile` has noted in a file that it wrote, which `load_config` has read."""
+    lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    return [each.removeprefix("# ") for each in lines if each.startswith(f"# {UNRELIABLE}")]
 
 
 # --- Sources

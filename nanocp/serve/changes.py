@@ -22,7 +22,7 @@ from nanocp.logs import get_level, set_level
 if TYPE_CHECKING:
     from nanocp.serve.service import Service
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanocp.changes")
 
 _SEATS, _SPLIT = '{"seats": [0, 1, 2]}', '{"split": [7, 5]}'
 _REQUEST, _LEVEL = '{"request": "ID"}', '{"log_level": "debug"}'

@@ -6,6 +6,7 @@ Enters: the scheduler's configuration. Leaves: a policy, or an error that names 
 from __future__ import annotations
 
 import difflib
+from importlib import import_module
 
 from control_plane.scheduler.policies.any_node import DualBalancedAnyNode
 from control_plane.scheduler.policies.chaos import Chaos
@@ -55,11 +56,27 @@ def make_policy(config: SchedulerConfig) -> Policy:
             raise ValueError(
                 "policy is 'fluid', a bound that only `nanocp simulate` knows; use cost_aware"
             )
+        case [module, name] if name.isidentifier():
+            return _imported(config, module, name)
     names = [name for name in POLICY_NAMES if name != "chaos"]  # for tests
     nearest = difflib.get_close_matches(config.policy, names, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"policy is {config.policy!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
     )
+
+
+def _imported(config: SchedulerConfig, module: str, name: str) -> Policy:
+    """The policy of somebody else's module. Raises ValueError saying what it lacks."""
+    try:
+        made: Policy = getattr(import_module(module), name)(config)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"policy is {config.policy!r}; module:Class must name a class that PYTHONPATH leads to "
+            f"and that is made of a SchedulerConfig: {error}"
+        ) from error
+    if not callable(getattr(made, "place", None)):
+        raise ValueError(f"policy is {config.policy!r}; {name} has no method place (policy.py)")
+    return made
 
 
 def _degree(policy: str, argument: list[str]) -> int:

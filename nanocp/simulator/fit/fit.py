@@ -20,6 +20,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.profiling.batch import Batch
 from data_plane.profiling.phase_clock import PhaseTimes
 from nanocp.config.cost import CostConfig
+from nanocp.config.file import UNRELIABLE
 from nanocp.config.whole import Config
 from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape, WireForm
 from nanocp.simulator.cost import CostModel, Loads
@@ -78,6 +79,8 @@ class Fit:
 
 _NO_EXPERTS = Fit((0.0, 0.0), ())
 """A dense model has nothing to measure here, and nothing is multiplied by it."""
+_MOST_MEDIAN, _MOST_WORST = 0.2, 0.75
+"""Errors of a fit on a machine where nothing else runs."""
 _LEAST_SPEED = 1e-3
 """A speed that is not known must still be above 0."""
 
@@ -263,6 +266,17 @@ def rounded(value: float) -> float:
 
 
 # --- Files
+
+
+def doubts(fitted: Fitted) -> list[str]:
+    """Lines for the head of both files if the steps that were measured do not fit the model."""
+    return [
+        f"{UNRELIABLE}{name} of the fitted costs differ from measured steps by {fit.median:.0%} in "
+        f"the median and {abs(fit.worst):.0%} at worst; {_MOST_MEDIAN:.0%} and {_MOST_WORST:.0%} "
+        "are usual. Profile again while nothing else runs here."
+        for name, fit in fitted.fits.items()
+        if fit.errors and (fit.median > _MOST_MEDIAN or abs(fit.worst) > _MOST_WORST)
+    ]
 
 
 def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str]) -> str:

@@ -200,7 +200,7 @@ def test_files_that_cannot_be_used_are_named(
         {"ssl_keyfile": key, "ssl_certfile": str(tmp_path / "nothing.pem")},
         {"ssl_keyfile": certificate(tmp_path, "other")[0], "ssl_certfile": made},
     ):
-        with pytest.raises(ValueError, match="ssl_certfile, ssl_keyfile or ssl_ca_certs cannot"):
+        with pytest.raises(ValueError, match=r"ssl_certfile .* cannot be"):
             check_tls(ServiceConfig(**wrong))
     check_tls(ServiceConfig())
     Path(key).chmod(0o644)
@@ -212,3 +212,24 @@ def test_files_that_cannot_be_used_are_named(
         ServiceConfig(ssl_keyfile="a")
     with pytest.raises(ValueError, match="ssl_cert_reqs is 2"):
         ServiceConfig(ssl_cert_reqs=2)
+
+
+@pytest.mark.parametrize("name", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+@pytest.mark.parametrize("content", [None, "no certificate\n"])
+def test_a_file_that_cannot_be_used_is_named(server_pair, tmp_path, name, content):
+    file = tmp_path / "a file"
+    if content is not None:
+        file.write_text(content)
+    files = {"ssl_keyfile": server_pair[0], "ssl_certfile": server_pair[1]} | {name: str(file)}
+    with pytest.raises(ValueError) as raised:
+        check_tls(ServiceConfig(**files))
+    said = str(raised.value)
+    assert f"{name} {file}" in said
+    assert ("cannot be read: No such file" in said) == (content is None), said
+
+
+def test_files_that_are_no_pair_are_both_named(server_pair, tmp_path):
+    key, _ = certificate(tmp_path, "other")
+    with pytest.raises(ValueError, match="cannot be used together") as raised:
+        check_tls(ServiceConfig(ssl_keyfile=key, ssl_certfile=server_pair[1]))
+    assert key in str(raised.value) and server_pair[1] in str(raised.value)

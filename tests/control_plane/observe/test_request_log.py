@@ -54,6 +54,13 @@ def test_the_services_fault_is_a_warning(caplog):
     }
 
 
+def test_a_refusal_of_a_service_that_drains_is_no_failure(caplog):
+    caplog.set_level(logging.INFO)
+    log_refused("a", "Generate", FinishReason.FAILED, "the service is draining")
+    assert fields(caplog.records[0])["reason"] == "refused"
+    assert caplog.records[0].name == "nanocp.requests", "a name that does not move"
+
+
 def test_the_load_is_logged_while_requests_are_open(caplog):
     caplog.set_level(logging.INFO)
     cluster = ClusterConfig(num_instances=1, num_frames=8, max_model_len=1000)

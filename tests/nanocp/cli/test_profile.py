@@ -16,15 +16,17 @@ from data_plane.profiling.phase_clock import PhaseTimes
 from nanocp.cli.main import app
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
-from nanocp.config.file import load_config
+from nanocp.config.file import doubts_in, load_config
 from nanocp.config.whole import Config
 from nanocp.simulator.cluster_file import Costs, WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel
 from nanocp.simulator.fit.fit import (
     CONSTANTS,
+    Fit,
     Point,
     cluster_yaml,
     degree_table,
+    doubts,
     fit,
     fit_cluster,
     loads_of,
@@ -303,3 +305,31 @@ def test_two_lanes_are_profiled_and_shown(tiny_checkpoint, tmp_path):
     shown = nanocp("overlap", "show", "--config", served)
     num_reasons = shown.output.count("two lanes cost") + shown.output.count("two lanes save")
     assert num_reasons == len(scheduler.lane_table), shown.output
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_doubted"),
+    [
+        ((0.0, 0.01, -0.05, 0.54), False),
+        ((0.0, 0.01, -0.05, -0.87), True),
+        ((0.3, -0.3, 0.25), True),
+        ((), False),
+    ],
+)
+def test_costs_of_a_busy_machine_say_so_in_the_files_and_at_the_start(
+    planted, tmp_path, errors, is_doubted
+):
+    config, fitted = planted
+    fitted = replace(fitted, fits={"attention": Fit((1.0,), errors)})
+    said = doubts(fitted)
+    assert len(said) == is_doubted
+    path = tmp_path / "serve.yaml"
+    path.write_text(serve_yaml(config, fitted, SWEEP, ["Measured here", *said]))
+    load_config(path, {}, {})
+    assert doubts_in(path) == said and doubts_in(None) == []
+    if is_doubted:
+        assert said[0].startswith("Unreliable: attention of the fitted costs differ") and (
+            "Profile again while nothing else runs here." in said[0]
+        )
+        found = CliRunner().invoke(app, ["serve", str(tmp_path / "absent"), "--config", str(path)])
+        assert f"{path}: Unreliable: attention" in found.stderr

@@ -139,7 +139,7 @@ def test_closing_the_chunks_aborts(server: ScriptedService) -> None:
 
 def test_abort_returns_what_was_aborted(server: ScriptedService) -> None:
     with Client(server.target) as client:
-        assert client.abort("a", "b") == ("a",)
+        assert client.abort("a", "b") == client.abort(["a", "b"]) == ("a",)
         with pytest.raises(nanocp_client.NotFound, match="no such request"):
             client.abort("nobody")
 

@@ -23,7 +23,7 @@ def test_each_request_is_a_line_with_the_clients_id():
         assert serve.wait(150) == 0
     (line,) = [line for line in serve.lines if "request ended" in line]
     assert re.match(
-        r"\S+Z INFO \S+request_log: request ended id=mine number=1 endpoint=GenerateUnary "
+        r"\S+Z INFO nanocp\.requests: request ended id=mine number=1 endpoint=GenerateUnary "
         r"reason=length tokens_in=300 tokens_out=5 queue_s=\S+ prefill_s=\S+ decode_s=\S+ "
         r"total_s=\S+ cp_degree=1 moe_binding=\d$",
         line,

@@ -52,7 +52,7 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
         assert (stream.tokens, stream.error) == (expected(prompt(300, 1), 800), "")
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait(WAIT_S) == 0, serve.lines
-    made = [line.partition(" nanocp.serve.changes: ")[2] for line in serve.lines]
+    made = [line.partition(" nanocp.changes: ")[2] for line in serve.lines]
     asked = "by alice at 127.0.0.1: instances"
     assert list(filter(None, made)) == [
         f"change asked for {asked} [0, 1, 2] are to serve",
@@ -61,7 +61,7 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
         "change made: instances [0, 1, 2, 3] are to serve (alice at 127.0.0.1)",
     ]
     idle = "draining: no request is open, refusing new ones; Ctrl-C again to stop now"
-    said = [line for line in serve.lines if "load_log" not in line]  # it says the load at times
+    said = [line for line in serve.lines if "nanocp.load" not in line]  # it says the load at times
     assert said[-2:] == [idle, "stopped"]
 
 

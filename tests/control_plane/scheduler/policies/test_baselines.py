@@ -134,3 +134,39 @@ def test_every_token_is_right_on_instances_that_would_notice(policy, monkeypatch
     monkeypatch.setattr(hash_cluster, "draw_config", with_policy)
     for seed in range(900, 904):
         hash_cluster.HashCluster(seed).play()
+
+
+class Mine:
+    """A policy of somebody else."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def place(self, arrival, state, turns):
+        """Place nothing."""
+
+
+class NoPolicy:
+    def __init__(self, config):
+        pass
+
+
+def test_a_policy_may_be_another_module_s_class():
+    config = SchedulerConfig(policy=f"{__name__}:Mine")
+    assert type(make_policy(config)).__name__ == "Mine"
+    assert make_policy(config).config is config
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("no_such_module:Mine", "No module named 'no_such_module'"),
+        (f"{__name__}:Yours", "has no attribute 'Yours'"),
+        (f"{__name__}:NoPolicy", "NoPolicy has no method place"),
+        ("datetime:date", "module:Class must name a class"),
+    ],
+)
+def test_a_class_that_is_no_policy_is_a_sentence(policy, said):
+    with pytest.raises(ValueError, match=f"policy is '{policy}'") as raised:
+        make_policy(SchedulerConfig(policy=policy))
+    assert said in str(raised.value)
