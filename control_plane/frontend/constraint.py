@@ -7,8 +7,11 @@ ValueError that names the field. Does not know: tokens, rows, HTTP.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
 from control_plane.frontend.grammar_check import GrammarCheck
@@ -23,6 +26,19 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 in it, and may take seconds for a long one."""
 _MAX_SENTENCE = 300
 """Characters of the library's sentence that are repeated."""
+_ONE_OF = "oneOf has choices that may both fit a value; give anyOf, or set them apart by a const"
+"""Instead of the library's sentence, which names an option of its own."""
+Schema = dict[str, Any]
+FOR_PEOPLE = frozenset({"title", "description", "$schema", "$id", "$comment", "examples"})
+"""Words of a schema that hold nothing to a form."""
+_MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+"""Words whose value has schemas by name."""
+_DATA = ("const", "enum", "default", "examples")
+"""Words whose value is no schema."""
+_DEEPEST_REFERENCE = 32
+_LARGEST_INTEGER, _LARGEST_NUMBER = (1 << 63) - 1024, 9.2e18
+"""The library holds numbers to bounds up to these, which it reads as doubles."""
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 
 
 def constraint_of(
@@ -82,7 +98,7 @@ def _compiled(
 
     try:
         if name == "structural_tag":
-            tagged = tagged_text(text, added_tokens, _JSON_OPTIONS)
+            tagged = tagged_text(text, added_tokens, _held)
             grammar = LLMatcher.grammar_from_lark(tagged)
         else:
             grammar = _grammar(name, text)
@@ -94,7 +110,7 @@ def _compiled(
     except Exception as failure:  # The converter of GBNF raises Exception itself.
         error = str(failure)
     if error:
-        sentence = " ".join(error.split())
+        sentence = _ONE_OF if "coerce_one_of" in error else " ".join(error.split())
         raise ValueError(sentence[:_MAX_SENTENCE])
     return grammar
 
@@ -105,6 +121,8 @@ def _grammar(name: str, text: str) -> str:
 
     match name:
         case "json_schema":
+            schema = json.loads(text)
+            text = _held(schema) if isinstance(schema, dict) else text
             return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
         case "json_object":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=_JSON_OPTIONS)
@@ -138,3 +156,118 @@ def _whole(rules: str, grammar: str) -> str:
     answer, *others = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
     whole = [{"lark_grammar": f"{_OPTIONS}\n{rules}"}, {**answer, "name": "answer"}, *others]
     return json.dumps({"grammars": whole})
+
+
+def parts_of(schema: Schema) -> Iterator[tuple[Schema, bool]]:
+    """Every schema within this one, itself first, before those that are within it.
+
+    With each, whether references in it are to the whole schema, and not to one with its own $id.
+    """
+    parts: list[tuple[Any, bool]] = [(schema, True)]
+    while parts:
+        part, is_own = parts.pop()
+        if isinstance(part, list):
+            parts += [(one, is_own) for one in part]
+        if not isinstance(part, dict):
+            continue
+        is_own = is_own and (part is schema or "$id" not in part)
+        yield part, is_own
+        for word, value in part.items():
+            if word in _MAPS and isinstance(value, dict):
+                parts += [(one, is_own) for one in value.values()]
+            elif word not in _DATA:
+                parts.append((value, is_own))
+
+
+def resolved(schema: Any, root: Schema) -> Any:
+    """The schema, or what it refers to within root if it is a reference alone."""
+    for _ in range(_DEEPEST_REFERENCE):
+        match schema:
+            case {"$ref": str(reference)} if reference.startswith("#"):
+                schema = _at(reference, root)
+            case {"allOf": [one]} if set(schema) <= {"allOf", "default", *FOR_PEOPLE}:
+                schema = one
+            case _:
+                break
+    return schema
+
+
+def _at(reference: str, root: Schema) -> Any:
+    place: Any = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        else:
+            place = place.get(name) if isinstance(place, dict) else None
+    return place
+
+
+def _held(schema: Schema) -> str:
+    """The schema in words that the library holds, as JSON, wherever a client gave it.
+
+    Formats that no grammar knows are left out: they only describe a value. Raises ValueError.
+    """
+    schema = json.loads(json.dumps({"x-guidance": _JSON_OPTIONS} | schema))
+    for part, _ in parts_of(schema):
+        if isinstance(name := part.get("format"), str) and not _is_known_format(name):
+            del part["format"]
+        if "propertyNames" in part and (names := _names(part.pop("propertyNames"), schema)):
+            part["allOf"] = [*part.get("allOf", ()), names | {"additionalProperties": False}]
+        most = _LARGEST_INTEGER if part.get("type") == "integer" else _LARGEST_NUMBER
+        for word, sign in _BOUNDS.items():
+            if isinstance(bound := part.get(word), int | float) and not isinstance(bound, bool):
+                if sign * bound < -most:
+                    least = "at most " if sign < 0 else "at least -"
+                    raise ValueError(f"{word} is {bound}; it must be {least}{most}")
+                part[word] = sign * _at_most(sign * bound, most)
+    return json.dumps(schema)
+
+
+@lru_cache(maxsize=256)
+def _is_known_format(name: str) -> bool:
+    from llguidance import LLMatcher
+
+    schema = {"type": "string", "format": name}
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return not LLMatcher.validate_grammar(grammar)
+
+
+def _names(schema: Any, root: Schema) -> Schema:
+    """Properties with the names that a schema of names allows; empty if it allows all.
+
+    Raises ValueError unless they are a list, or follow one pattern.
+    """
+    schema = resolved(schema, root)
+    if isinstance(schema, bool):
+        return {} if schema else {"properties": {}}
+    words = dict(schema) if isinstance(schema, dict) else {"": schema}
+    words = {word: each for word, each in words.items() if word not in {*FOR_PEOPLE, "default"}}
+    if "string" not in (words.pop("type", None) or "string"):
+        return {"properties": {}}
+    if isinstance(name := words.get("format"), str) and not _is_known_format(name):
+        del words["format"]
+    match words:
+        case {"anyOf": list(some), **rest} | {"oneOf": list(some), **rest} if not rest:
+            allowed = [_names(one, root) for one in some]
+            if not all(allowed):
+                return {}
+            if all("properties" in one for one in allowed):
+                return {"properties": {n: {} for one in allowed for n in one["properties"]}}
+        case {"enum": list(listed)} | {"const": listed} if len(words) == 1:
+            listed = listed if isinstance(listed, list) else [listed]
+            return {"properties": {name: {} for name in listed if isinstance(name, str)}}
+        case {"pattern": str(pattern)} if len(words) == 1:
+            return {"patternProperties": {pattern: {}}}
+        case _ if words.keys() <= {"minLength", "maxLength"}:
+            low, high = words.get("minLength", 0), words.get("maxLength", "")
+            return {"patternProperties": {f"(?s:^.{{{low},{high}}}$)": {}}} if words else {}
+    raise ValueError("propertyNames must be a list of names, or one pattern, or lengths")
+
+
+def _at_most(value: float, most: float) -> float:
+    """The largest bound that is no higher, and that a double is as well."""
+    if value >= most:
+        return most
+    held = float(value)
+    return value if held == value else int(held if held < value else math.nextafter(held, -most))

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
-def tagged_text(text: str, added_tokens: frozenset[str], json_options: dict[str, Any]) -> str:
+def tagged_text(
+    text: str, added_tokens: frozenset[str], schema_text: Callable[[dict[str, Any]], str]
+) -> str:
     """The grammar of vLLM's structural tags: text, and in it tags that begin with a trigger.
 
     text: JSON with lists of structures, each {begin, schema, end}, and of triggers. Instead of a
     schema a structure may have parts: texts, schemas, and lists of parts that may be left out;
     {either: lists of parts}, one of which is there; {texts, never, end}: text that all expressions
     of `texts` match, without the texts of `never` in it, up to the end. Markers in `between` mean
-    nothing. added_tokens: see Tokenizer. Raises ValueError.
+    nothing. added_tokens: see Tokenizer. schema_text: writes a schema as the grammar has it. Raises
+    ValueError.
     """
     form = json.loads(text)
     structures, triggers = (
@@ -32,7 +35,7 @@ def tagged_text(text: str, added_tokens: frozenset[str], json_options: dict[str,
             "it must have lists of structures, each with begin, schema and end, and of triggers; "
             '"format" is not supported'
         )
-    rules = _Rules(added_tokens, json_options)
+    rules = _Rules(added_tokens, schema_text)
     bodies: dict[str, list[str]] = {}
     for number, tag in enumerate(structures):
         match tag:
@@ -56,12 +59,14 @@ def tagged_text(text: str, added_tokens: frozenset[str], json_options: dict[str,
 class _Rules:
     """Rules of a grammar, as they are added."""
 
-    def __init__(self, added_tokens: frozenset[str], json_options: dict[str, Any]) -> None:
+    def __init__(
+        self, added_tokens: frozenset[str], schema_text: Callable[[dict[str, Any]], str]
+    ) -> None:
         named = [token for token in added_tokens if re.fullmatch(r"<[^<>\s]+>", token)]
         self._tokens = frozenset(named)
         spelled = "|".join(re.escape(token) for token in sorted(named, key=len, reverse=True))
         self._split = re.compile(f"({spelled})") if named else None
-        self._options = {"x-guidance": json_options}
+        self._schema_text = schema_text
         self._lines: list[str] = []
 
     def add(self, parts: list[Any]) -> str:
@@ -83,7 +88,7 @@ class _Rules:
         elif "never" in part:
             yield from self._text(**part)
         else:
-            yield f"%json {json.dumps(self._options | part)}"
+            yield f"%json {self._schema_text(part)}"
 
     def _text(self, texts: list[str], never: list[str], end: str) -> Iterator[str]:
         name, marker = f"VALUE_{len(self._lines)}", end.strip()

@@ -13,17 +13,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from control_plane.frontend.constraint import FOR_PEOPLE, Schema, resolved
 from control_plane.frontend.http.call_forms import CALL_FORMS, is_plain_name
 from control_plane.frontend.http.errors import ApiError
-from control_plane.frontend.http.tool_schemas import (
-    ALL_TYPES,
-    FOR_PEOPLE,
-    Schema,
-    moved,
-    parameters_of,
-    resolved,
-    types_of,
-)
+from control_plane.frontend.http.tool_schemas import ALL_TYPES, moved, parameters_of, types_of
 
 _SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
 _SPACED = {"x-guidance": {"whitespace_flexible": False, **_SEPARATORS}}

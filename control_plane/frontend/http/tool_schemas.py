@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
-from urllib.parse import unquote
 
-Schema = dict[str, Any]
+from control_plane.frontend.constraint import FOR_PEOPLE, Schema, parts_of, resolved
+
 NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 """A function without parameters takes none."""
 ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-FOR_PEOPLE = frozenset({"title", "description", "$schema", "$id", "$comment", "examples"})
-"""Words of a schema that hold nothing to a form."""
-_MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
-"""Words whose value has schemas by name."""
-_DATA = ("const", "enum", "default", "examples")
-"""Words whose value is no schema."""
-_DEEPEST_REFERENCE = 32
 
 
 def parameters_of(function: Mapping[str, Any]) -> Schema:
@@ -35,64 +27,16 @@ def parameters_of(function: Mapping[str, Any]) -> Schema:
 def moved(schema: Schema, place: str) -> Schema:
     """The schema with references to itself as they are if it stands at `place` of another one.
 
-    place: a JSON pointer, such as "#/$defs/f"; "#": nothing moves. Formats that no grammar knows
-    are left out: they only describe a value.
+    place: a JSON pointer, such as "#/$defs/f"; "#": nothing moves.
     """
     own = str(schema.get("$id", "")).removesuffix("#")
     copy: Schema = json.loads(json.dumps({k: each for k, each in schema.items() if k != "$id"}))
-    parts: list[tuple[Any, bool]] = [(copy, True)]
-    while parts:
-        part, is_own = parts.pop()
-        if isinstance(part, list):
-            parts += [(one, is_own) for one in part]
-        if not isinstance(part, dict):
-            continue
+    for part, is_own in parts_of(copy):
         # References within a schema that has a name of its own are to that schema.
-        is_own = is_own and "$id" not in part
         local = str(part.get("$ref")).removeprefix(own)
         if is_own and (local == "#" or local.startswith("#/")):
             part["$ref"] = place + local[1:]
-        if isinstance(name := part.get("format"), str) and not _is_known_format(name):
-            del part["format"]
-        for word, value in part.items():
-            if word in _MAPS and isinstance(value, dict):
-                parts += [(one, is_own) for one in value.values()]
-            elif word not in _DATA:
-                parts.append((value, is_own))
     return copy
-
-
-@lru_cache(maxsize=256)
-def _is_known_format(name: str) -> bool:
-    from llguidance import LLMatcher
-
-    schema = {"type": "string", "format": name}
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    return not LLMatcher.validate_grammar(grammar)
-
-
-def resolved(schema: Any, root: Schema) -> Any:
-    """The schema, or what it refers to within root if it is a reference alone."""
-    for _ in range(_DEEPEST_REFERENCE):
-        match schema:
-            case {"$ref": str(reference)} if reference.startswith("#"):
-                schema = _at(reference, root)
-            case {"allOf": [one]} if set(schema) <= {"allOf", "default", *FOR_PEOPLE}:
-                schema = one
-            case _:
-                break
-    return schema
-
-
-def _at(reference: str, root: Schema) -> Any:
-    place: Any = root
-    for step in unquote(reference[1:]).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
-            place = place[int(name)]
-        else:
-            place = place.get(name) if isinstance(place, dict) else None
-    return place
 
 
 def property_of(parameters: Schema, name: str) -> Any:
