@@ -15,6 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_ROLES = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 _KIMI_CLASS = "TikTokenTokenizer"
 # As in the code that Kimi's folders bring, and in vLLM's tiktoken.rs.
 _UPPER, _LOWER = (
@@ -68,6 +77,29 @@ def tokenizer_json(checkpoint: Path) -> str | None:
         return json.dumps(_byte_pairs(ranks, config.get("added_tokens_decoder", {})))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read with tokenizer_config.json: {error}") from error
+
+
+def special_tokens(checkpoint: Path) -> dict[str, str]:
+    """Texts of the tokens that have a role, such as eos_token. Raises ValueError.
+
+    Those of special_tokens_map.json go before those of tokenizer_config.json, unless the latter
+    lists the added tokens itself, as in transformers 5.
+    """
+    named: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = checkpoint / name
+        try:
+            told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        if "added_tokens_decoder" not in named and isinstance(told, dict):
+            named |= told
+    texts = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name in _ROLES
+        if (token := named.get(name))
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _byte_pairs(ranks: dict[bytes, int], added: dict[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,8 @@ class ClientRequest(SamplingRequest):
     origin: Origin = NOWHERE
     request_id: str = ""
     """Unique among running requests. Empty: one is made."""
+    prompt_number: int = 0
+    """Which prompt of a call it is: those after the first share the first one's id."""
     queue_timeout_ms: int | None = None
     resume: Resume | None = None
     """The client has a part of the answer; None: it has nothing."""

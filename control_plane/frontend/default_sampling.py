@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanocp.values.sampling import SamplingParams
-
-_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from nanocp.values.sampling_fields import CONTROLS
 
 
 def our_top_k(top_k: int) -> int:
@@ -26,19 +25,10 @@ def default_sampling(checkpoint: Path) -> dict[str, Any]:
     Raises ValueError, naming the file, if it cannot be read or a value is out of range: later that
     would look like an error of clients, in a field that they did not set.
     """
-    path = checkpoint / "generation_config.json"
-    try:
-        generation = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(generation, dict):
-        raise ValueError(f"{path} must be a JSON object")
-    sampling = {name: generation[name] for name in _FIELDS if generation.get(name) is not None}
+    path, generation = _generation(checkpoint)
+    sampling = {name: generation[name] for name in CONTROLS if generation.get(name) is not None}
     for name, value in sampling.items():
-        kind = int if name == "top_k" else int | float
-        if isinstance(value, bool) or not isinstance(value, kind):
-            expected = "an integer" if kind is int else "a number"
-            raise ValueError(f"{path}: {name} is {value!r}; it must be {expected}")
+        _check_number(path, name, value, int if name == "top_k" else int | float)
     if "top_k" in sampling:
         sampling["top_k"] = our_top_k(sampling["top_k"])
     try:
@@ -46,3 +36,34 @@ def default_sampling(checkpoint: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return sampling
+
+
+def default_max_tokens(checkpoint: Path) -> int | None:
+    """The default of a chat's max_tokens: max_new_tokens of generation_config.json, if it is there.
+
+    Raises ValueError, naming the file, if it cannot be read or the value is no number of tokens.
+    """
+    path, generation = _generation(checkpoint)
+    most: int | None = generation.get("max_new_tokens")
+    if most is not None:
+        _check_number(path, "max_new_tokens", most, int)
+        if most < 1:
+            raise ValueError(f"{path}: max_new_tokens is {most}; it must be at least 1")
+    return most
+
+
+def _generation(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+    path = checkpoint / "generation_config.json"
+    try:
+        generation = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(generation, dict):
+        raise ValueError(f"{path} must be a JSON object")
+    return path, generation
+
+
+def _check_number(path: Path, name: str, value: Any, kind: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        expected = "an integer" if kind is int else "a number"
+        raise ValueError(f"{path}: {name} is {value!r}; it must be {expected}")

@@ -53,7 +53,7 @@ class ChoiceFinish:
     reason: FinishReason
     """The reason: STOP or LENGTH."""
     stop_reason: int | str | None
-    """The stop token's id or the stop string. None if max_tokens or the model's own end of sequence
+    """The stop token's id or the stop string. None if max_tokens or the tokenizer's end of sequence
     ended it."""
     generated_tokens: int
     cp_degree: int
@@ -88,11 +88,14 @@ class OpenRequest:
         self,
         request_id: str,
         choices: Sequence[ClientStream],
-        eos_token_ids: Sequence[int],
+        silent_eos_id: int | None,
         streams: ClientStreams,
         constraint_field: str = "",
     ) -> None:
-        """constraint_field: what the client calls its constraint of structured output."""
+        """silent_eos_id: the end of sequence that is no stop_reason.
+
+        constraint_field: what the client calls its constraint of structured output.
+        """
         self._streams = streams
         self.request_id = request_id
         """The id that the client gave, or that was made."""
@@ -102,7 +105,7 @@ class OpenRequest:
         self._first = choices[0]
         self._open = {choice.index: choice for choice in choices}
         self._changed = choices[0].changed
-        self._eos_token_ids = eos_token_ids
+        self._silent_eos_id = silent_eos_id
         self._constraint_field = constraint_field
         self._outputs: deque[ChoiceOutput] = deque()
         self._error: RequestError | None = None
@@ -172,7 +175,7 @@ class OpenRequest:
                 continue
             if stream.finish_reason is not None:
                 text += stream.text.flush() if stream.text else ""
-                finish = _finish(stream, stream.finish_reason, self._eos_token_ids)
+                finish = _finish(stream, stream.finish_reason, self._silent_eos_id)
                 del self._open[index]
             if token_ids or finish:
                 self._outputs.append(
@@ -229,10 +232,10 @@ class OpenRequests:
             except RequestError as error:
                 log_refused(client_id, request.origin.endpoint, error.reason, str(error))
                 raise
-            eos_token_ids = () if request.ignore_eos else self.limits.eos_token_ids
+            silent_eos_id = None if request.ignore_eos else self.limits.tokenizer_eos_id
             given = [name for name in CONSTRAINTS if getattr(request, name)]
             field = request.constraint_field or "".join(given)
-            yield OpenRequest(client_id, choices, eos_token_ids, self._streams, field)
+            yield OpenRequest(client_id, choices, silent_eos_id, self._streams, field)
         finally:
             if choices:
                 self._streams.client_gone(choices)
@@ -240,11 +243,22 @@ class OpenRequests:
             if self.num_open == 0:
                 self.idle.set()
 
+    def check_number(self, num_prompts: int, n: int) -> None:
+        """Raise RequestError for a call whose choices do not fit an empty cluster and its queue."""
+        if num_prompts * n > self._max_open:
+            prompts = f"prompt has {num_prompts} prompts, and " if num_prompts > 1 else ""
+            raise RequestError(
+                FinishReason.INVALID,
+                f"{prompts}n is {n}; this cluster can hold and queue {self._max_open} choices, so "
+                "there must be at most as many together",
+            )
+
     def _check(self, request: ClientRequest) -> None:
         try:
             check_shape(request)
         except ValueError as error:
             raise RequestError(FinishReason.INVALID, str(error)) from error
+        self.check_number(1, request.n)
         if self.num_open + request.n > self._max_open:
             sentence = (
                 f"{self.num_open} requests are open; this cluster can hold and queue "
@@ -266,7 +280,12 @@ class OpenRequests:
                     timeout_ms = request.queue_timeout_ms
                     timeout_us = None if timeout_ms is None else timeout_ms * 1000
                     return self._streams.submit(
-                        client_id, prompt_ids, choices, request.origin, timeout_us
+                        client_id,
+                        prompt_ids,
+                        choices,
+                        request.origin,
+                        timeout_us,
+                        joins=request.prompt_number > 0,
                     )
             except ValueError as error:
                 raise RequestError(FinishReason.INVALID, str(error)) from error
@@ -309,9 +328,7 @@ class OpenRequests:
         )
 
 
-def _finish(
-    stream: ClientStream, reason: FinishReason, eos_token_ids: Sequence[int]
-) -> ChoiceFinish:
+def _finish(stream: ClientStream, reason: FinishReason, silent_eos_id: int | None) -> ChoiceFinish:
     placement = stream.placement or Placement(stream.request_id, 0, 0, ())
     # The last generated token has no KV.
     kv_split = placement.kv_split(stream.prompt_len + max(len(stream.output_ids) - 1, 0))
@@ -319,7 +336,7 @@ def _finish(
     if (
         reason is FinishReason.STOP
         and stop_reason is None
-        and stream.output_ids[-1] not in eos_token_ids
+        and stream.output_ids[-1] != silent_eos_id
     ):
         stop_reason = stream.output_ids[-1]
     return ChoiceFinish(

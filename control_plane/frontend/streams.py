@@ -81,13 +81,15 @@ class ClientStreams:
         choices: Sequence[Choice],
         origin: Origin = NOWHERE,
         queue_timeout_us: int | None = None,
+        joins: bool = False,
     ) -> list[ClientStream]:
         """Send a validated request's choices to the controller.
 
-        A client that resumes its request takes it over from its own earlier attempt. Raises
-        ValueError if a request with the client's id is running otherwise.
+        joins: whether it is a further prompt of a call that runs under the client's id. A client
+        that resumes its request takes it over from its own earlier attempt. Raises ValueError if a
+        request with the client's id is running otherwise.
         """
-        running = self._by_client.get(client_id, ())
+        running = () if joins else self._by_client.get(client_id, ())
         if any(stream.resumed >= choices[0].attempt for stream in running):
             raise ValueError(
                 f"request_id {client_id!r} is running; it must be unique among running requests"
@@ -107,7 +109,7 @@ class ClientStreams:
             )
             for choice in choices
         ]
-        self._by_client[client_id] = list(streams)
+        self._by_client.setdefault(client_id, []).extend(streams)
         self._by_request |= {stream.request_id: stream for stream in streams}
         self._observer.on_request(len(choices))
         hashes = page_hashes(prompt_ids)

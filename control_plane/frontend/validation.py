@@ -40,7 +40,8 @@ class ModelLimits:
     max_model_len: int
     """Most tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-sequence tokens: they stop a request unless it says ignore_eos."""
+    """End-of-sequence tokens of generation_config.json: they stop a request unless it says
+    ignore_eos, and are its stop_reason."""
     has_prefill: bool = True
     """Whether there is a prefill. False: KV is synthetic, and prompts have no log probabilities."""
     model: str = ""
@@ -53,6 +54,16 @@ class ModelLimits:
     """The checkpoint's defaults of sampling fields, for requests over gRPC."""
     max_held_tokens: int | None = None
     """Most tokens of one request that the empty cluster's frames hold; None: any number."""
+    default_max_tokens: int | None = None
+    """The checkpoint's default of max_tokens, for chats; None: as many as fit."""
+    tokenizer_eos_id: int | None = None
+    """The tokenizer's end of sequence, which ends a request as well, with no stop_reason."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a request unless it says ignore_eos, ascending."""
+        own = () if self.tokenizer_eos_id is None else (self.tokenizer_eos_id,)
+        return tuple(sorted({*self.eos_token_ids, *own}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +132,14 @@ def validated(
             "stop cannot be used: the checkpoint has no tokenizer.json; give stop_token_ids"
         )
     stop = StopStrings(tuple(request.stop), request.include_stop_str_in_output)
-    # Without max_tokens the prompt decides it: the other fields are checked with what any prompt
-    # leaves.
+    # The prompt may leave less: the other fields are checked with what any prompt leaves.
     params = _sampling_params(request, limits, tokenizer)
     prompt_ids = _prompt_ids(request, limits, tokenizer)
     num_left = _check_length(request, len(prompt_ids), limits)
     _check_prompt_logprobs(request.prompt_logprobs, len(prompt_ids), limits)
-    if request.max_tokens is None:
-        num_held = limits.max_held_tokens or limits.max_model_len
-        params = replace(params, max_tokens=max(1, min(num_left, num_held - len(prompt_ids))))
+    num_held = (limits.max_held_tokens or limits.max_model_len) - len(prompt_ids)
+    most = min(params.max_tokens, num_left, max(num_held, params.min_tokens, 1))
+    params = replace(params, max_tokens=most)
     if request.resume is not None:
         _check_resumed(request.resume, params, limits)
     seeds = (_seed(request.seed, choice) for choice in range(request.n))
@@ -173,16 +183,26 @@ def _sampling_params(
             _check_token_id(name, token_id, limits)
     constraint = _constraint(request, limits, tokenizer)
     # A complete output ends with the end of sequence, whatever the request says.
-    eos = () if request.ignore_eos and not constraint else limits.eos_token_ids
+    eos = () if request.ignore_eos and not constraint else limits.end_token_ids
     stop_ids = {*request.stop_token_ids, *eos}
     if len(stop_ids) > MAX_STOP_TOKEN_IDS:
         with_eos = f", the model's {len(eos)} end-of-sequence tokens included" if eos else ""
         raise ValueError(
             f"stop_token_ids has {len(stop_ids)} ids{with_eos}; at most {MAX_STOP_TOKEN_IDS} fit"
         )
+    most = request.max_tokens
+    if most is not None and most > limits.max_model_len:
+        raise ValueError(
+            f"{request.max_tokens_field} is {most}; it must be at most {limits.max_model_len}. "
+            f"{CONTEXT_LENGTH} {limits.max_model_len} tokens"
+        )
+    if most is None:
+        # The client asks for no number: what it asks for otherwise goes before the default.
+        most = min(limits.default_max_tokens or limits.max_model_len, limits.max_model_len)
+        most = max(most, request.min_tokens)
     return SamplingParams(
         **{name: getattr(request, name) for name in CONTROLS},
-        max_tokens=limits.max_model_len if request.max_tokens is None else request.max_tokens,
+        max_tokens=most,
         min_tokens=request.min_tokens,
         seed=request.seed or 0,
         stop_token_ids=tuple(sorted(stop_ids)),
@@ -266,13 +286,10 @@ def _check_length(request: ClientRequest, prompt_len: int, limits: ModelLimits) 
     num_left = limits.max_model_len - prompt_len
     if num_left < 1:
         raise ValueError(_too_long(request.prompt_field, str(prompt_len), limits))
-    if max(request.max_tokens or 0, request.min_tokens) > num_left:
-        field, most = request.max_tokens_field, request.max_tokens
-        if most is None:
-            field, most = "min_tokens", request.min_tokens
+    if request.min_tokens > num_left:
         raise ValueError(
-            f"{field} is {most}; after a prompt of {prompt_len} tokens it must be at most "
-            f"{num_left}. {CONTEXT_LENGTH} {limits.max_model_len} tokens"
+            f"min_tokens is {request.min_tokens}; after a prompt of {prompt_len} tokens it must be "
+            f"at most {num_left}. {CONTEXT_LENGTH} {limits.max_model_len} tokens"
         )
     return num_left
 

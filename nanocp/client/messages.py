@@ -77,7 +77,7 @@ class Finish:
     kv_split: tuple[tuple[int, int], ...]
     """(instance, pages of 64 tokens), ascending by instance."""
     stop_reason: int | str | None = None
-    """The stop token's id or the stop string. None: max_tokens or the model's own end of sequence
+    """The stop token's id or the stop string. None: max_tokens or the tokenizer's end of sequence
     ended it."""
 
 

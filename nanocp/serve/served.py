@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane.frontend.default_sampling import default_sampling
+from control_plane.frontend.default_sampling import default_max_tokens, default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from data_plane.model.config import ModelConfig
@@ -17,6 +17,7 @@ from data_plane.model.sizes import carry_pages, page_bytes
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
+from nanocp.tokenizer_file import special_tokens
 from nanocp.values.plan import PAGE_SIZE
 
 INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"
@@ -73,6 +74,9 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
     max_model_len = min(model.max_len, config.cluster.max_model_len)
     has_prefill = not config.prefill.synthetic_kv
     name = config.service.served_model_name or str(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    eos = special_tokens(checkpoint).get("eos_token", "")
+    eos_ids = tokenizer.encode(eos, add_special_tokens=False) if tokenizer else []
     limits = ModelLimits(
         model.vocab_size,
         max_model_len,
@@ -84,10 +88,15 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         default_sampling=default_sampling(checkpoint),
         # The last generated token has no KV.
         max_held_tokens=config.cluster.num_holders() * config.cluster.num_frames * PAGE_SIZE + 1,
+        default_max_tokens=default_max_tokens(checkpoint),
+        # A text that is no token of its own, or beyond the model's logits, ends nothing.
+        tokenizer_eos_id=eos_ids[0]
+        if len(eos_ids) == 1 and eos_ids[0] < model.vocab_size
+        else None,
     )
     return Served(
         limits,
-        load_tokenizer(checkpoint),
+        tokenizer,
         checkpoint,
         STAGE_FACTORY if is_pipeline else INSTANCE_FACTORY,
         num_experts=model.num_experts,

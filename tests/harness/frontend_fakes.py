@@ -139,7 +139,7 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(library)
 
 
-LIMITS = ModelLimits(vocab_size=300, max_model_len=200_000, eos_token_ids=(1,))
+LIMITS = ModelLimits(vocab_size=300, max_model_len=200_000, eos_token_ids=(1,), tokenizer_eos_id=1)
 TOKENIZER = byte_tokenizer()
 
 

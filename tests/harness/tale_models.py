@@ -33,6 +33,8 @@ class TaleModel:
     """Changes what tokenizer.json says."""
     options: dict[str, str] = field(default_factory=dict)
     """Fields of ServiceConfig."""
+    files: dict[str, Json] = field(default_factory=dict)
+    """Files of JSON that are others than those of models/tale, whole."""
 
 
 def _with_bos(tokenizer: Json) -> None:
@@ -63,6 +65,24 @@ MODELS = {
     "kimiish": TaleModel("kimi_k2.jinja", _with_bos),
     "thinking": TaleModel("thinking.jinja", _with_bos),
     "swapped": TaleModel("", _with_likely_bytes),
+    "effort": TaleModel("effort.jinja"),
+    "ends": TaleModel(
+        "bos.jinja",
+        files={
+            # The model's own ends are others than the tokenizer's, as in Kimi-K2's folder.
+            "generation_config.json": {
+                "eos_token_id": [300, 301],
+                "max_new_tokens": 3,
+                "presence_penalty": 1.5,
+                "frequency_penalty": 0.5,
+            },
+            "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+            "special_tokens_map.json": {
+                "bos_token": {"content": "<bos>", "lstrip": False, "special": True},
+                "eos_token": "<eos>",
+            },
+        },
+    ),
 }
 """The models that a case can name."""
 
@@ -77,6 +97,9 @@ def make_folder(name: str, folder: Path) -> Path:
     model.change_tokenizer(tokenizer)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for file, content in model.files.items():
+        (folder / file).unlink(missing_ok=True)
+        (folder / file).write_text(json.dumps(content))
     if model.template:
         (folder / "chat_template.jinja").symlink_to(TEMPLATES / model.template)
     return folder

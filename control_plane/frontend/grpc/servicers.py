@@ -254,7 +254,7 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
             model=limits.model,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
-            eos_token_ids=limits.eos_token_ids,
+            eos_token_ids=limits.end_token_ids,
             has_tokenizer=self._open_requests.tokenizer is not None,
             has_prefill=limits.has_prefill,
             num_instances=cluster.num_instances,

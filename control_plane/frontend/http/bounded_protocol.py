@@ -14,7 +14,7 @@ from typing import Any
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from control_plane.frontend.http.errors import ApiError, error_response
 from control_plane.frontend.http.middleware import PROBE_PATHS
@@ -82,6 +82,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._request_timeout_s = request_timeout_s
         self._crowd = crowd
         self._timer: TimerHandle | None = None
+        self._earlier: RequestResponseCycle | None = None
+        """The request before the one that is read: its response may still run."""
         self._has_offer = False
 
     def connection_made(self, transport: Any) -> None:
@@ -112,13 +114,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._earlier = self.cycle
         self._wait()
 
     def on_headers_complete(self) -> None:
         is_connect = self.parser.get_method() == b"CONNECT"
         self._has_offer = self.parser.should_upgrade() and not is_connect
         if not self._has_offer:
+            app = self.app
+            if self.parser.get_http_version() == "1.0":
+                self.app = partial(_until_closed, app)
             super().on_headers_complete()
+            self.app = app
 
     def on_message_complete(self) -> None:
         if not self._has_offer:
@@ -132,8 +139,32 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _wait(self) -> None:
         self._stop_waiting()
-        self._timer = self.loop.call_later(self._request_timeout_s, self.transport.close)
+        self._timer = self.loop.call_later(self._request_timeout_s, self._too_late)
+
+    def _too_late(self) -> None:
+        """Cut the client, unless a response runs: what comes after it cannot be asked for yet."""
+        if self._earlier is None or self._earlier.response_complete:
+            self.transport.close()
+        else:
+            self._wait()
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+
+async def _until_closed(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer HTTP/1.0, which knows no chunks: without a length, the connection's end is the end."""
+    cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]
+
+    async def unchunked(message: Message) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if is_open else None
+        elif is_open:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    is_open = False
+    await app(scope, receive, unchunked)

@@ -11,19 +11,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-_TOKEN_FIELDS = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
+from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from nanocp.tokenizer_file import special_tokens
+
 _RESERVED = {
-    "conversations", "messages", "tools", "documents", "chat_template", "tokenize",
+    "conversations", "messages", "tools", "chat_template", "tokenize",
     "return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
 """Variables that the template, or the function that renders it, gets from the service."""
@@ -38,6 +35,8 @@ class ChatTemplate:
 
         self._render = render_jinja_template
         self.source = source
+        self.variables = _variables(source) - _RESERVED
+        """What the template reads that a client may set."""
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -78,6 +77,27 @@ class ChatTemplate:
         return text
 
 
+class _Generation(Extension):
+    """The block in which templates write what the model has said; it changes nothing in a text."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _variables(source: str) -> frozenset[str]:
+    """The variables that a template reads and does not set; none of one that is wrong."""
+    environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    try:
+        names = meta.find_undeclared_variables(environment.parse(source))
+    except TemplateError:
+        return frozenset()
+    # Those that whoever renders defines.
+    return frozenset(names) - {"raise_exception", "strftime_now", *environment.globals}
+
+
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
     """The template in chat_template.jinja, else in tokenizer_config.json; None without one.
 
@@ -95,11 +115,4 @@ def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
         source = {one["name"]: one["template"] for one in source}.get("default")
     if not source:
         return None
-    tokens = {name: config[name] for name in _TOKEN_FIELDS if config.get(name)}
-    return ChatTemplate(
-        source,
-        {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in tokens.items()
-        },
-    )
+    return ChatTemplate(source, special_tokens(checkpoint))

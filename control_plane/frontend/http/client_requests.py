@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from http import HTTPStatus
 from typing import Any
 
@@ -34,7 +35,7 @@ from control_plane.frontend.http.protocol import (
     GenerationRequest,
     ResumeBody,
     StructuredOutputs,
-    TokenizeChatRequest,
+    TemplateFields,
 )
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools import read_tools
@@ -45,6 +46,8 @@ _DEFAULT_MAX_TOKENS = 16
 """Default of a completion, as OpenAI's. A chat may go on to the model's length."""
 _KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Kinds of structured_outputs."""
+_THINKING = ("enable_thinking", "thinking")
+"""Variables by which templates say whether the model reasons; as vLLM has the first one."""
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
@@ -92,7 +95,8 @@ def completion_requests(
             prompt=one,
             prompt_field="prompt",
             origin=origin,
-            request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
+            request_id=request_id,
+            prompt_number=number,
             add_special_tokens=request.add_special_tokens is not False,
             max_tokens=_max_tokens(request),
             logprobs=request.logprobs,
@@ -151,7 +155,7 @@ def _reasoning(model: ServedModel, prompt: str, is_held: bool) -> Reasoning | No
     return Reasoning(*THINK, has_begun=end.endswith(THINK[0]))
 
 
-async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedModel) -> str:
+async def chat_prompt(request: TemplateFields, model: ServedModel) -> str:
     """The text of the messages, rendered by the model's template. Raises ApiError."""
     if model.chat_template is None:
         raise ApiError(
@@ -159,6 +163,7 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             "tokenizer_config.json); use /v1/completions",
             "messages",
         )
+    arguments = _template_arguments(request, model)
     adds_prompt = request.add_generation_prompt
     if adds_prompt is None:
         adds_prompt = not request.continue_final_message
@@ -169,11 +174,39 @@ async def chat_prompt(request: ChatRequest | TokenizeChatRequest, model: ServedM
             tools=request.tools,
             add_generation_prompt=adds_prompt,
             continue_final_message=request.continue_final_message,
-            arguments=request.chat_template_kwargs,
+            arguments=arguments,
         )
     except ValueError as error:
         # It begins with the field.
         raise ApiError(str(error), str(error).partition(" ")[0]) from error
+
+
+def _template_arguments(request: TemplateFields, model: ServedModel) -> dict[str, Any]:
+    """Variables for the template. Raises ApiError for a field that it would not read."""
+    assert model.chat_template is not None
+    read, extra = model.chat_template.variables, request.model_extra or {}
+    arguments = dict(request.chat_template_kwargs or {})
+    arguments |= {name: value for name, value in extra.items() if name in read}
+    for name in ("documents", "verbosity"):
+        if (value := getattr(request, name)) not in (None, [], "medium"):
+            _check_read(name, value, (name,), read)
+            arguments[name] = value
+    if (effort := request.reasoning_effort) is not None:
+        is_on = effort != "none"
+        # A model that never reasons does so without effort already.
+        if is_on or model.has_reasoning:
+            _check_read("reasoning_effort", effort, ("reasoning_effort", *_THINKING), read)
+        arguments = {**dict.fromkeys(_THINKING, is_on), **arguments, "reasoning_effort": effort}
+    return arguments
+
+
+def _check_read(field: str, value: Any, names: Sequence[str], read: AbstractSet[str]) -> None:
+    if read.isdisjoint(names):
+        raise ApiError(
+            f"{field} is {value!r:.60}; leave it out: the model's chat template does not read "
+            f"{' or '.join(names)}",
+            field,
+        )
 
 
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class CompletionWriter(Writer):
         has_prompt = is_first and bool(self._request.echo)
         return CompletionChoice(
             index=delta.index,
-            text=self._prompt_text(delta.prompt_ids) + delta.text if has_prompt else delta.text,
+            text=self._prompt_text(delta) + delta.text if has_prompt else delta.text,
             logprobs=self._logprobs(delta, has_prompt)
             if self._request.logprobs is not None
             else None,
@@ -127,10 +127,13 @@ class CompletionWriter(Writer):
             **more,
         )
 
-    def _prompt_text(self, prompt_ids: Sequence[int]) -> str:
-        if isinstance(self._request.prompt, str):
-            return self._request.prompt
-        return self._tokenizer.decode(prompt_ids) if self._tokenizer else ""
+    def _prompt_text(self, delta: Delta) -> str:
+        """The prompt as the client wrote it, alone or in a list; else the text of its ids."""
+        sent: Any = self._request.prompt
+        text = sent[delta.prompt] if isinstance(sent, list) else sent
+        if isinstance(text, str):
+            return text
+        return self._tokenizer.decode(delta.prompt_ids) if self._tokenizer else ""
 
     def _logprobs(self, delta: Delta, has_prompt: bool) -> CompletionLogprobs:
         token_ids = [*delta.prompt_ids, *delta.token_ids] if has_prompt else delta.token_ids
@@ -145,7 +148,7 @@ class CompletionWriter(Writer):
         text_offsets = self._offsets[delta.index]
         offsets = []
         if has_prompt:
-            offsets += text_offsets.of_prompt(delta.prompt_ids, self._prompt_text(delta.prompt_ids))
+            offsets += text_offsets.of_prompt(delta.prompt_ids, self._prompt_text(delta))
         offsets += text_offsets.of(delta.token_ids)
         num_top, pairs = self._request.logprobs, zip(token_ids, of_tokens, strict=True)
         return CompletionLogprobs(

@@ -60,6 +60,7 @@ async def deltas(
     Closing the generator aborts what has not ended. Raises RequestError, before the first delta if
     a request cannot be served.
     """
+    open_requests.check_number(len(requests), requests[0].n)
     async with AsyncExitStack() as stack:
         begun = [
             await stack.enter_async_context(open_requests.begin(request)) for request in requests

@@ -25,6 +25,8 @@ served meanwhile."""
 _CHAT_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields of chats with the sampling parameter that each is."""
 _LEAVE_OUT = "leave it out"
+_NOTHING: tuple[Any, ...] = (None, "", [], ["text"])
+"""Values of refused fields that ask for nothing, beside false; modalities may be a text's."""
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
 
@@ -121,17 +123,33 @@ class GenerationRequest(_Request):
 
     refused: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
-            ("logprob_token_ids", "allowed_token_ids", "repetition_detection",
-             "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search"),
+            ("logprob_token_ids", "allowed_token_ids", "repetition_detection", "vllm_xargs",
+             "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "watermarking",
+             "return_token_offsets", "return_prompt_text", "return_weight_versions",
+             "kv_transfer_params", "ec_transfer_params"),
             _LEAVE_OUT,
         ),
+        "cache_salt": "leave it out: equal prompts share their KV",
         # vLLM's names in earlier versions.
         **{
             f"guided_{kind}": f"give structured_outputs.{kind}"
             for kind in ("json", "regex", "choice", "grammar")
         },
     }  # fmt: skip
-    """Fields that cannot be served, with what to do instead."""
+    """Fields that would change the answer and cannot be served, with what to do instead."""
+    harmless: ClassVar[frozenset[str]] = frozenset({
+        # About OpenAI's own service.
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+        # About images, which are refused where they stand.
+        "media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs",
+        # About fields that are refused themselves.
+        "early_stopping", "length_penalty", "truncation_side", "routed_experts_prompt_start",
+        "guided_decoding_backend", "guided_whitespace_pattern",
+        # Special tokens stand beside each other as they are, and chunks come as tokens do.
+        "spaces_between_special_tokens", "session_id", "stream_interval",
+    })  # fmt: skip
+    """Fields of OpenAI's and vLLM's that are ignored: the answer is the same with them."""
 
     n: int | None = 1
     best_of: int | None = None
@@ -180,8 +198,10 @@ class GenerationRequest(_Request):
     def check_supported(self) -> None:
         """Raise ApiError naming a field that cannot be served."""
         for name, value in (self.model_extra or {}).items():
-            if name in self.refused and value not in (None, False):
-                raise ApiError(f"{name} is not supported; {self.refused[name]}", name)
+            if name in self.refused and value not in _NOTHING and value is not False:
+                raise ApiError(
+                    f"{name} is not supported; {self.refused[name]}. It is {value!r:.60}", name
+                )
         num_choices = 1 if self.n is None else self.n
         if self.best_of is not None and self.best_of > num_choices:
             raise ApiError(
@@ -243,33 +263,53 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
 
 
-class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+class TemplateFields(_Request):
+    """What the model's chat template reads.
 
-    model_config = ConfigDict(json_schema_extra={"examples": [_CHAT]})
+    So does it read any further field of the body that it has a variable for.
+    """
 
-    refused = GenerationRequest.refused | dict.fromkeys(
-        ("functions", "function_call", "echo"), _LEAVE_OUT
-    )
+    model_config = ConfigDict(extra="allow")
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = None
-    """Goes before max_tokens. Without both: as many as the model's length leaves."""
-    logprobs: bool | None = False
-    top_logprobs: Int32 | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    """none, auto, required, or one function. Absent: auto if there are tools."""
-    parallel_tool_calls: bool | None = None
-    """false: one call at most is kept."""
-    include_reasoning: bool = True
-    """Whether the response has the model's reasoning."""
+    documents: list[dict[str, Any]] | None = None
+    """Documents for a template that reads them; refused with another one."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    """For a template that reads it, enable_thinking or thinking; refused with another one."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """For a template that reads it; refused with another one, unless it is medium."""
     add_generation_prompt: bool | None = None
     """Absent: unless the final message is to be continued."""
     continue_final_message: bool = False
     chat_template: str | None = None
     """A template of the client's, which is refused: only the model's own renders."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"examples": [_CHAT]})
+
+    refused = GenerationRequest.refused | dict.fromkeys(
+        ("functions", "function_call", "echo", "audio", "modalities", "moderation",
+         "web_search_options"),
+        _LEAVE_OUT,
+    )  # fmt: skip
+
+    max_completion_tokens: int | None = None
+    """Goes before max_tokens. Without both: as many as the model's length leaves."""
+    logprobs: bool | None = False
+    top_logprobs: Int32 | None = None
+    tool_choice: Any = None
+    """none, auto, required, or one function. Absent: auto if there are tools."""
+    parallel_tool_calls: bool | None = None
+    """false: one call at most is kept."""
+    include_reasoning: bool = True
+    """Whether the response has the model's reasoning."""
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -301,17 +341,10 @@ class TokenizeTextRequest(_Request):
     return_token_strs: bool | None = False
 
 
-class TokenizeChatRequest(_Request):
+class TokenizeChatRequest(TemplateFields):
     """POST /tokenize, of a chat."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    add_generation_prompt: bool | None = None
-    """Absent: unless the final message is to be continued."""
-    continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = False
 
 

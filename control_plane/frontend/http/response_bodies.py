@@ -158,7 +158,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: int | str | None = None
-    """The stop token's id or the stop string; null for max_tokens and for the model's end of
+    """The stop token's id or the stop string; null for max_tokens and for the tokenizer's end of
     sequence."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None

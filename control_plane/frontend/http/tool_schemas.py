@@ -10,7 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from control_plane.frontend.constraint import FOR_PEOPLE, Schema, parts_of, resolved
+from control_plane.frontend.constraint import FOR_PEOPLE as FOR_PEOPLE
+from control_plane.frontend.constraint import Schema as Schema
+from control_plane.frontend.constraint import parts_of, resolved
 
 NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 """A function without parameters takes none."""

@@ -67,7 +67,7 @@ TOO_MANY = {
     "stop": (["x"] * 17, "at most 16 fit"),
     "bad_words": (["qz" * 300], "at most 512 fit"),
     "stop_token_ids": (range(100, 165), "at most 64 fit"),
-    "max_tokens": (2**31 - 1, "it must be at most 998"),
+    "max_tokens": (2**31 - 1, "it must be at most 1000"),
 }
 
 
@@ -134,8 +134,10 @@ def corpus() -> Iterator[tuple[pb.GenerateRequest, str, str]]:
             "maximum context length is 1000 tokens",
         )
     for length in (985, 990, 999):
-        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * length))
-        yield message, "max_tokens", f"it must be at most {1000 - length}"
+        message = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[5] * length), sampling=pb.SamplingParameters(min_tokens=16)
+        )
+        yield message, "min_tokens", f"it must be at most {1000 - length}"
 
 
 CORPUS = list(corpus())

@@ -61,20 +61,11 @@ MALFORMED = [
     # The length of prompt and output.
     (
         ids(*[5] * 999),
-        {"max_tokens": 2},
-        "max_tokens is 2; after a prompt of 999 tokens it must be at most 1",
+        {"max_tokens": 9, "min_tokens": 2},
+        "min_tokens is 2; after a prompt of 999 tokens it must be at most 1. This model's maximum",
     ),
-    (ids(*[5] * 990), {}, "max_tokens is 16; after a prompt of 990 tokens it must be at most 10"),
-    (
-        ids(5),
-        {"max_tokens": 1000},
-        "max_tokens is 1000; after a prompt of 1 tokens it must be at most 999",
-    ),
-    (
-        {"text": "qz"},
-        {"max_tokens": 999},
-        "max_tokens is 999; after a prompt of 2 tokens it must be at most 998",
-    ),
+    (ids(5), {"max_tokens": 1001}, "max_tokens is 1001; it must be at most 1000. This model's"),
+    (ids(*[5] * 999), {"max_tokens": 1001}, "max_tokens is 1001; it must be at most 1000"),
     (ids(5), {"max_tokens": 2**31 - 1}, "max_tokens is 2147483647"),
     # The request's id.
     (
@@ -242,8 +233,42 @@ def test_an_absent_max_tokens_is_what_the_model_and_the_frames_leave(
 ) -> None:
     """A prompt that no frames hold is left to the scheduler, which has the numbers."""
     request = ClientRequest([5] * prompt_len, "messages", max_tokens=None)
-    (params,) = validated(request, replace(LIMITS, max_held_tokens=max_held), TOKENIZER).params
+    limits = replace(LIMITS, max_held_tokens=max_held)
+    (params,) = validated(request, limits, TOKENIZER).params
     assert params.max_tokens == left
+    # What is asked for is clipped to it, and the checkpoint's default is.
+    for most in (1, 16, left, 1000):
+        for asked, default in ((most, None), (most, 3), (None, most), (None, 10_000)):
+            request = ClientRequest([5] * prompt_len, "messages", max_tokens=asked, n=2, seed=1)
+            limits = replace(limits, default_max_tokens=default)
+            (params, _) = validated(request, limits, TOKENIZER).params
+            assert params.max_tokens == min(asked or default or 1000, left)
+
+
+def test_what_must_be_generated_is_not_clipped() -> None:
+    """A prompt whose output no frames hold is left to the scheduler, which has the numbers."""
+    request = ClientRequest([5] * 10, "prompt", max_tokens=500, min_tokens=300)
+    (params,) = validated(request, replace(LIMITS, max_held_tokens=257), TOKENIZER).params
+    assert params.max_tokens == 300
+    request = ClientRequest([5] * 10, "messages", max_tokens=None, min_tokens=300)
+    (params,) = validated(request, replace(LIMITS, default_max_tokens=20), TOKENIZER).params
+    assert params.max_tokens == 300
+    with pytest.raises(ValueError, match=r"^min_tokens is 991; after a prompt of 10 tokens"):
+        validated(replace(request, min_tokens=991), LIMITS, TOKENIZER)
+
+
+def test_both_ends_of_sequence_end_a_request_unless_it_says_otherwise() -> None:
+    limits = replace(LIMITS, eos_token_ids=(7, 3), tokenizer_eos_id=5)
+
+    def stop_ids(**fields: object) -> tuple[int, ...]:
+        request = ClientRequest([9], "prompt", **fields)  # type: ignore[arg-type]
+        return validated(request, limits, TOKENIZER).params[0].stop_token_ids
+
+    assert stop_ids() == (3, 5, 7)
+    assert stop_ids(stop_token_ids=[5, 8]) == (3, 5, 7, 8)
+    assert stop_ids(stop_token_ids=[5, 8], ignore_eos=True) == (5, 8)
+    assert stop_ids(regex="a", ignore_eos=True) == (3, 5, 7)
+    assert replace(limits, tokenizer_eos_id=None).end_token_ids == (3, 7)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +296,8 @@ def test_what_a_checkpoint_is_said_to_hold_is_what_the_scheduler_takes(
         ({"priority": -100, "queue_timeout_ms": 2**31 - 1, **ids(5)}, {}),
         (ids(299), {"max_tokens": 999}),
         (ids(*[5] * 999), {"max_tokens": 1}),
+        (ids(*[5] * 999), {"max_tokens": 1000}),
+        (ids(*[5] * 999), {}),
         ({"text": "x"}, {"min_tokens": 16, "max_tokens": 16}),
         ({"request_id": "x" * 128, **ids(5)}, {}),
         (ids(5), {"temperature": 5e-324, "top_p": 5e-324, "top_k": 2**31 - 1, "seed": 2**63 - 1}),

@@ -33,8 +33,8 @@ def service() -> Iterator[Service]:
     [
         ({"prompt": [5] * 100}, "prompt has 100 tokens, and the output needs one", "prompt"),
         (
-            {"prompt": [5] * 90, "max_tokens": 11},
-            "max_tokens is 11; after a prompt of 90 tokens it must be at most 10",
+            {"prompt": [5] * 90, "max_tokens": 101},
+            "max_tokens is 101; it must be at most 100",
             "max_tokens",
         ),
     ],
