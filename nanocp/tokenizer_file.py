@@ -15,15 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_ROLES = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
+_ROLES = [f"{role}_token" for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")]
 _KIMI_CLASS = "TikTokenTokenizer"
 # As in the code that Kimi's folders bring, and in vLLM's tiktoken.rs.
 _UPPER, _LOWER = (
@@ -94,12 +86,9 @@ def special_tokens(checkpoint: Path) -> dict[str, str]:
             raise ValueError(f"{path} cannot be read: {error}") from error
         if "added_tokens_decoder" not in named and isinstance(told, dict):
             named |= told
-    texts = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name in _ROLES
-        if (token := named.get(name))
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    tokens = ((name, named.get(name)) for name in _ROLES)
+    texts = ((name, one["content"] if isinstance(one, dict) else one) for name, one in tokens)
+    return {name: text for name, text in texts if text}
 
 
 def _byte_pairs(ranks: dict[bytes, int], added: dict[str, Any]) -> dict[str, Any]:

@@ -220,7 +220,11 @@ def _held(schema: Schema) -> str:
                 if sign * bound < -most:
                     least = "at most " if sign < 0 else "at least -"
                     raise ValueError(f"{word} is {bound}; it must be {least}{most}")
-                part[word] = sign * _at_most(sign * bound, most)
+                held = min(sign * bound, most)
+                if (double := float(held)) != held:
+                    double = math.nextafter(double, -math.inf) if double > held else double
+                    held = int(double)
+                part[word] = sign * held
     return json.dumps(schema)
 
 
@@ -242,7 +246,8 @@ def _names(schema: Any, root: Schema) -> Schema:
     if isinstance(schema, bool):
         return {} if schema else {"properties": {}}
     words = dict(schema) if isinstance(schema, dict) else {"": schema}
-    words = {word: each for word, each in words.items() if word not in {*FOR_PEOPLE, "default"}}
+    for word in ("default", *FOR_PEOPLE):
+        words.pop(word, None)
     if "string" not in (words.pop("type", None) or "string"):
         return {"properties": {}}
     if isinstance(name := words.get("format"), str) and not _is_known_format(name):
@@ -263,11 +268,3 @@ def _names(schema: Any, root: Schema) -> Schema:
             low, high = words.get("minLength", 0), words.get("maxLength", "")
             return {"patternProperties": {f"(?s:^.{{{low},{high}}}$)": {}}} if words else {}
     raise ValueError("propertyNames must be a list of names, or one pattern, or lengths")
-
-
-def _at_most(value: float, most: float) -> float:
-    """The largest bound that is no higher, and that a double is as well."""
-    if value >= most:
-        return most
-    held = float(value)
-    return value if held == value else int(held if held < value else math.nextafter(held, -most))

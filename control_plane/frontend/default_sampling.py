@@ -13,6 +13,9 @@ from typing import Any
 from nanocp.values.sampling import SamplingParams
 from nanocp.values.sampling_fields import CONTROLS
 
+_MOST = "max_new_tokens"
+"""Its name of max_tokens."""
+
 
 def our_top_k(top_k: int) -> int:
     """The value of top_k here: vLLM's -1, every token, is 0."""
@@ -22,37 +25,11 @@ def our_top_k(top_k: int) -> int:
 def default_sampling(checkpoint: Path) -> dict[str, Any]:
     """The sampling fields of generation_config.json that are there; none without the file.
 
+    max_tokens, from its max_new_tokens, is the default of chats.
+
     Raises ValueError, naming the file, if it cannot be read or a value is out of range: later that
     would look like an error of clients, in a field that they did not set.
     """
-    path, generation = _generation(checkpoint)
-    sampling = {name: generation[name] for name in CONTROLS if generation.get(name) is not None}
-    for name, value in sampling.items():
-        _check_number(path, name, value, int if name == "top_k" else int | float)
-    if "top_k" in sampling:
-        sampling["top_k"] = our_top_k(sampling["top_k"])
-    try:
-        SamplingParams(**sampling)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return sampling
-
-
-def default_max_tokens(checkpoint: Path) -> int | None:
-    """The default of a chat's max_tokens: max_new_tokens of generation_config.json, if it is there.
-
-    Raises ValueError, naming the file, if it cannot be read or the value is no number of tokens.
-    """
-    path, generation = _generation(checkpoint)
-    most: int | None = generation.get("max_new_tokens")
-    if most is not None:
-        _check_number(path, "max_new_tokens", most, int)
-        if most < 1:
-            raise ValueError(f"{path}: max_new_tokens is {most}; it must be at least 1")
-    return most
-
-
-def _generation(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     path = checkpoint / "generation_config.json"
     try:
         generation = json.loads(path.read_text()) if path.is_file() else {}
@@ -60,10 +37,20 @@ def _generation(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(generation, dict):
         raise ValueError(f"{path} must be a JSON object")
-    return path, generation
-
-
-def _check_number(path: Path, name: str, value: Any, kind: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        expected = "an integer" if kind is int else "a number"
-        raise ValueError(f"{path}: {name} is {value!r}; it must be {expected}")
+    names = (*CONTROLS, _MOST)
+    sampling = {name: generation[name] for name in names if generation.get(name) is not None}
+    for name, value in sampling.items():
+        kind = int if name in ("top_k", _MOST) else int | float
+        if isinstance(value, bool) or not isinstance(value, kind):
+            expected = "an integer" if kind is int else "a number"
+            raise ValueError(f"{path}: {name} is {value!r}; it must be {expected}")
+    if _MOST in sampling:
+        sampling["max_tokens"] = sampling.pop(_MOST)
+    if "top_k" in sampling:
+        sampling["top_k"] = our_top_k(sampling["top_k"])
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        sentence = str(error).replace("max_tokens", _MOST)
+        raise ValueError(f"{path}: {sentence}") from error
+    return sampling

@@ -273,6 +273,7 @@ class OpenRequests:
                 text_len = len(request.prompt) if isinstance(request.prompt, str) else 0
                 text_len += sum(map(len, request.bad_words))
                 has_grammar = any(getattr(request, name) for name in CONSTRAINTS)
+                joins = request.prompt_number > 0
                 prompt_ids, choices = await in_thread(
                     text_len, has_grammar, self._validated, request
                 )
@@ -280,12 +281,7 @@ class OpenRequests:
                     timeout_ms = request.queue_timeout_ms
                     timeout_us = None if timeout_ms is None else timeout_ms * 1000
                     return self._streams.submit(
-                        client_id,
-                        prompt_ids,
-                        choices,
-                        request.origin,
-                        timeout_us,
-                        joins=request.prompt_number > 0,
+                        client_id, prompt_ids, choices, request.origin, timeout_us, joins
                     )
             except ValueError as error:
                 raise RequestError(FinishReason.INVALID, str(error)) from error

@@ -51,11 +51,10 @@ class ModelLimits:
     has_prompt_logprobs: bool = True
     """Whether the prefill computes log probabilities of prompts; engines do not."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The checkpoint's defaults of sampling fields, for requests over gRPC."""
+    """The checkpoint's defaults of sampling fields, for requests over gRPC; max_tokens is that of
+    chats."""
     max_held_tokens: int | None = None
     """Most tokens of one request that the empty cluster's frames hold; None: any number."""
-    default_max_tokens: int | None = None
-    """The checkpoint's default of max_tokens, for chats; None: as many as fit."""
     tokenizer_eos_id: int | None = None
     """The tokenizer's end of sequence, which ends a request as well, with no stop_reason."""
 
@@ -197,9 +196,8 @@ def _sampling_params(
             f"{CONTEXT_LENGTH} {limits.max_model_len} tokens"
         )
     if most is None:
-        # The client asks for no number: what it asks for otherwise goes before the default.
-        most = min(limits.default_max_tokens or limits.max_model_len, limits.max_model_len)
-        most = max(most, request.min_tokens)
+        default = limits.default_sampling.get("max_tokens", limits.max_model_len)
+        most = max(min(default, limits.max_model_len), request.min_tokens)
     return SamplingParams(
         **{name: getattr(request, name) for name in CONTROLS},
         max_tokens=most,

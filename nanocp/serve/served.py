@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane.frontend.default_sampling import default_max_tokens, default_sampling
+from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from data_plane.model.config import ModelConfig
@@ -76,7 +76,9 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
     name = config.service.served_model_name or str(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     eos = special_tokens(checkpoint).get("eos_token", "")
-    eos_ids = tokenizer.encode(eos, add_special_tokens=False) if tokenizer else []
+    ids = tokenizer.encode(eos, add_special_tokens=False) if tokenizer else []
+    # A text that is no token of its own, or beyond the model's logits, ends nothing.
+    eos_id = ids[0] if len(ids) == 1 and ids[0] < model.vocab_size else None
     limits = ModelLimits(
         model.vocab_size,
         max_model_len,
@@ -88,11 +90,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         default_sampling=default_sampling(checkpoint),
         # The last generated token has no KV.
         max_held_tokens=config.cluster.num_holders() * config.cluster.num_frames * PAGE_SIZE + 1,
-        default_max_tokens=default_max_tokens(checkpoint),
-        # A text that is no token of its own, or beyond the model's logits, ends nothing.
-        tokenizer_eos_id=eos_ids[0]
-        if len(eos_ids) == 1 and eos_ids[0] < model.vocab_size
-        else None,
+        tokenizer_eos_id=eos_id,
     )
     return Served(
         limits,

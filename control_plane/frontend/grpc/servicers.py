@@ -41,6 +41,7 @@ from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import PAGE_SIZE, ClusterLoad, FinishReason
 from nanocp.values.sampling import TokenBatch, TokenLogprobs
+from nanocp.values.sampling_fields import SamplingRequest
 from nanocp.wire.members import TOKEN_SINK, TOKENS
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc
@@ -169,7 +170,7 @@ def _client_request(
         request_id=request_id,
         queue_timeout_ms=queue_timeout_ms,
         resume=_resume(message.resume) if message.HasField("resume") else None,
-        **{**defaults, **given},
+        **{**defaults, "max_tokens": SamplingRequest().max_tokens, **given},
     )
 
 

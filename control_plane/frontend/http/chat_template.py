@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension
@@ -80,7 +80,7 @@ class ChatTemplate:
 class _Generation(Extension):
     """The block in which templates write what the model has said; it changes nothing in a text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from http import HTTPStatus
 from typing import Any
 
@@ -46,7 +45,7 @@ _DEFAULT_MAX_TOKENS = 16
 """Default of a completion, as OpenAI's. A chat may go on to the model's length."""
 _KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Kinds of structured_outputs."""
-_THINKING = ("enable_thinking", "thinking")
+_EFFORT, _THINKING = "reasoning_effort", ("enable_thinking", "thinking")
 """Variables by which templates say whether the model reasons; as vLLM has the first one."""
 
 
@@ -186,32 +185,27 @@ def _template_arguments(request: TemplateFields, model: ServedModel) -> dict[str
     assert model.chat_template is not None
     read, extra = model.chat_template.variables, request.model_extra or {}
     arguments = dict(request.chat_template_kwargs or {})
-    arguments |= {name: value for name, value in extra.items() if name in read}
-    for name in ("documents", "verbosity"):
-        if (value := getattr(request, name)) not in (None, [], "medium"):
-            _check_read(name, value, (name,), read)
-            arguments[name] = value
-    if (effort := request.reasoning_effort) is not None:
-        is_on = effort != "none"
-        # A model that never reasons does so without effort already.
-        if is_on or model.has_reasoning:
-            _check_read("reasoning_effort", effort, ("reasoning_effort", *_THINKING), read)
-        arguments = {**dict.fromkeys(_THINKING, is_on), **arguments, "reasoning_effort": effort}
+    arguments |= {name: extra[name] for name in read & extra.keys() if extra[name] is not None}
+    # A model that never reasons does so without effort already.
+    effort = "none" if not model.has_reasoning else None
+    for name, neutral in (("documents", []), ("verbosity", "medium"), (_EFFORT, effort)):
+        also = _THINKING if name == _EFFORT else ()
+        value = getattr(request, name)
+        if value is not None and not read.isdisjoint((name, *also)):
+            arguments = {**dict.fromkeys(also, value != "none"), **arguments, name: value}
+        elif value not in (None, neutral):
+            raise ApiError(
+                f"{name} is {value!r:.60}; leave it out: the model's chat template does not read "
+                f"{' or '.join((name, *also))}",
+                name,
+            )
     return arguments
-
-
-def _check_read(field: str, value: Any, names: Sequence[str], read: AbstractSet[str]) -> None:
-    if read.isdisjoint(names):
-        raise ApiError(
-            f"{field} is {value!r:.60}; leave it out: the model's chat template does not read "
-            f"{' or '.join(names)}",
-            field,
-        )
 
 
 def _shared(request: GenerationRequest, model: ServedModel) -> dict[str, Any]:
     """Fields of a ClientRequest that completions and chats have in common."""
     sampling: dict[str, Any] = {"temperature": 1.0, **model.default_sampling}
+    sampling.pop("max_tokens", None)  # A chat's default, which the validation has too.
     sampling |= {name: value for name in CONTROLS if (value := getattr(request, name)) is not None}
     sampling["top_k"] = our_top_k(sampling.get("top_k", 0))
     return {

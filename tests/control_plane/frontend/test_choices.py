@@ -11,6 +11,7 @@ import pytest
 
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.controller_interface import Submission
+from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.open_requests import OpenRequests, RequestError
 from control_plane.frontend.streams import ClientStreams
 from harness.frontend_fakes import LIMITS, TOKENIZER, FakeController, Recorder, Service, running
@@ -383,3 +384,37 @@ def test_nothing_is_known_of_a_prompt_with_synthetic_kv() -> None:
         pytest.raises(InvalidArgument, match=sentence),
     ):
         next(service.client.generate([5], prompt_logprobs=0))
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "sentence"),
+    [
+        (1, 5, "n is 5; this cluster can hold and queue 4 choices"),
+        (2, 3, "prompt has 2 prompts, and n is 3; this cluster can hold and queue 4 choices"),
+        (5, 1, "prompt has 5 prompts, and n is 1; this cluster can hold and queue 4 choices"),
+    ],
+)
+def test_more_choices_than_ever_fit_are_the_clients_mistake(
+    num_prompts: int, n: int, sentence: str
+) -> None:
+    """Before any of them is submitted; what a later attempt may get is refused as before."""
+    controller = FakeController()
+
+    async def refused(num_open: int) -> RequestError:
+        streams = ClientStreams("here:1", 100, Recorder())
+        streams.connect(controller)
+        open_requests = OpenRequests(streams, LIMITS, TOKENIZER, max_open=4)
+        open_requests.closed_because, open_requests.num_open = "", num_open
+        asked = [
+            ClientRequest([5], "prompt", n=n, temperature=1.0, prompt_number=number)
+            for number in range(num_prompts)
+        ]
+        with pytest.raises(RequestError) as raised:
+            await anext(deltas(open_requests, asked))
+        return raised.value
+
+    error = asyncio.run(refused(0))
+    assert error.reason is FinishReason.INVALID and str(error).startswith(sentence)
+    assert controller.submissions.empty()
+    n, num_prompts = 4, 1
+    assert asyncio.run(refused(1)).reason is FinishReason.REFUSED

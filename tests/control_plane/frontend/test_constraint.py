@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tokenizers
@@ -144,3 +145,124 @@ def test_tags_hold_what_is_inside_them_and_nothing_else(markers):
         ids = tokenizer.encode(output, add_special_tokens=False).ids
         assert matcher.consume_tokens(ids) == fits, output
         assert matcher.is_accepting() == fits
+
+
+def accepts(schema: Any, *texts: str) -> list[bool]:
+    """Whether the grammar of the schema takes each text as a whole."""
+    request = ClientRequest(prompt="", prompt_field="prompt", json_schema=json.dumps(schema))
+    grammar, taken = constraint_of(request, 32_768, True), []
+    for text in texts:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        spelled = list(text.encode())
+        is_whole = matcher.try_consume_tokens(spelled) == len(spelled)
+        taken.append(is_whole and matcher.is_accepting())
+    return taken
+
+
+NAMES = {
+    "a list": ({"enum": ["a", "b"]}, "a b"),
+    "one name": ({"const": "a", "title": "for people"}, "a"),
+    "a pattern": ({"type": "string", "pattern": "^[a-c]$"}, "a b c"),
+    "lengths": ({"minLength": 2, "maxLength": 2}, "ab \u00e9\u00e9"),
+    "a reference": ({"$ref": "#/$defs/key"}, "a \u00e9\u00e9"),
+    "either list": ({"anyOf": [{"const": "a"}, {"$ref": "#/$defs/key"}]}, "a \u00e9\u00e9"),
+    "any text": ({"type": "string"}, "a b c ab \u00e9\u00e9 abc"),
+    "a format of nobody": ({"type": "string", "format": "slug"}, "a b c ab \u00e9\u00e9 abc"),
+    "all": (True, "a b c ab \u00e9\u00e9 abc"),
+    "none": (False, ""),
+    "no text": ({"type": "integer"}, ""),
+}
+
+
+@pytest.mark.parametrize("place", ["the whole", "a property", "items", "a definition"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_of_properties_are_held(kind: str, place: str) -> None:
+    names, allowed = NAMES[kind]
+    schema: Any = {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"type": "integer"},
+    }
+    defs = {"key": {"enum": ["a", "\u00e9\u00e9"]}, "map": schema}
+    whole, form = {
+        "the whole": (schema, "%s"),
+        "a property": (
+            {"type": "object", "properties": {"m": schema}, "required": ["m"]},
+            '{"m":%s}',
+        ),
+        "items": ({"type": "array", "items": schema}, "[{},%s]"),
+        "a definition": ({"anyOf": [{"$ref": "#/$defs/map"}]}, "%s"),
+    }[place]
+    asked = ["a", "b", "c", "ab", "\u00e9\u00e9", "abc"]
+    texts = [form % f'{{"{name}":1}}' for name in asked]
+    taken = accepts({**whole, "$defs": defs}, form % "{}", form % '{"a":"x"}', *texts)
+    assert taken == [True, False, *(name in allowed.split() for name in asked)]
+
+
+def test_names_beside_other_words_about_properties_are_held() -> None:
+    """Named properties keep their schemas; those that may not be there are not."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "B": {"type": "integer"}},
+        "propertyNames": {"pattern": "^[a-z]$"},
+        "additionalProperties": {"type": "integer"},
+    }
+    texts = ('{"a":"x"}', '{"a":1}', '{"B":1}', '{"c":1}', '{"cc":1}', "{}")
+    assert accepts(schema, *texts) == [True, False, False, True, False, True]
+    # Of another request, whatever was compiled before.
+    assert accepts({**schema, "propertyNames": True}, '{"B":1}', '{"cc":1}') == [True, True]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"not": {}}, {"pattern": "a", "maxLength": 3}, {"format": "uuid"}, 3, {"$ref": "#/nowhere"}],
+)
+def test_names_that_cannot_be_held_are_refused(names: Any) -> None:
+    with pytest.raises(ValueError, match="propertyNames must be a list of names, or one pattern"):
+        accepts({"type": "object", "propertyNames": names})
+
+
+INT64 = 1 << 63
+
+
+@pytest.mark.parametrize("kind", ["integer", "number", ["integer", "null"], None])
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"minimum": -INT64, "maximum": INT64 - 1}, [0, -(10**18), 10**18], [INT64, -INT64 - 1]),
+        ({"exclusiveMinimum": -INT64 - 1}, [0, -(10**18)], [-(10**19)]),
+        ({"minimum": 0, "maximum": 2 * INT64 - 1}, [0, 10**18], [-1, 2 * INT64]),
+        ({"maximum": 10**30}, [0, -(10**18)], [10**31]),
+        ({"minimum": 2**53 + 1}, [2**53 + 2, 10**17], [2**53, 0]),
+        ({"maximum": -(2**53) - 1}, [-(2**53) - 2], [-(2**53), 0]),
+    ],
+)
+def test_large_bounds_are_held(
+    kind: Any, bounds: dict[str, int], inside: list[int], outside: list[int]
+) -> None:
+    schema = bounds if kind is None else {"type": kind, **bounds}
+    assert all(accepts(schema, *map(str, inside))), schema
+    assert not any(accepts(schema, *map(str, outside))), schema
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize(("word", "bound"), [("minimum", 10**25), ("exclusiveMaximum", -(10**25))])
+def test_a_bound_that_leaves_nothing_that_can_be_held_is_refused(
+    kind: str, word: str, bound: int
+) -> None:
+    with pytest.raises(ValueError, match=rf"{word} is {bound}; it must be at (most|least) -?9"):
+        accepts({"type": kind, word: bound})
+
+
+def test_formats_that_no_grammar_knows_are_left_out_everywhere() -> None:
+    for name in ("path", "binary", "uuid4", "starts_with", "e164", "no such"):
+        schema = {"type": "array", "items": {"anyOf": [{"type": "string", "format": name}]}}
+        assert accepts(schema, '["x"]', "[1]") == [True, False]
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": "uuid"}}}
+    assert accepts(schema, '{"format":"path"}') == [False]
+
+
+def test_what_a_grammar_cannot_hold_is_said_in_words_that_a_client_can_follow() -> None:
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    with pytest.raises(ValueError, match=r"oneOf has choices that may both fit .* give anyOf"):
+        accepts(schema)

@@ -240,7 +240,8 @@ def test_an_absent_max_tokens_is_what_the_model_and_the_frames_leave(
     for most in (1, 16, left, 1000):
         for asked, default in ((most, None), (most, 3), (None, most), (None, 10_000)):
             request = ClientRequest([5] * prompt_len, "messages", max_tokens=asked, n=2, seed=1)
-            limits = replace(limits, default_max_tokens=default)
+            defaults = {} if default is None else {"max_tokens": default}
+            limits = replace(limits, default_sampling=defaults)
             (params, _) = validated(request, limits, TOKENIZER).params
             assert params.max_tokens == min(asked or default or 1000, left)
 
@@ -251,7 +252,9 @@ def test_what_must_be_generated_is_not_clipped() -> None:
     (params,) = validated(request, replace(LIMITS, max_held_tokens=257), TOKENIZER).params
     assert params.max_tokens == 300
     request = ClientRequest([5] * 10, "messages", max_tokens=None, min_tokens=300)
-    (params,) = validated(request, replace(LIMITS, default_max_tokens=20), TOKENIZER).params
+    (params,) = validated(
+        request, replace(LIMITS, default_sampling={"max_tokens": 20}), TOKENIZER
+    ).params
     assert params.max_tokens == 300
     with pytest.raises(ValueError, match=r"^min_tokens is 991; after a prompt of 10 tokens"):
         validated(replace(request, min_tokens=991), LIMITS, TOKENIZER)

@@ -224,7 +224,15 @@ def test_defaults_of_the_checkpoint_are_checked_before_anybody_asks(tmp_path: Pa
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"top_k": -1, "temperature": 0.6, "top_p": None, "do_sample": True}))
     assert open_model(tmp_path, "").default_sampling == {"top_k": 0, "temperature": 0.6}
+    # vLLM 0.32.0, ModelConfig.get_diff_sampling_param, reads these too.
+    read = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
+    path.write_text(json.dumps({**read, "max_new_tokens": 20, "do_sample": False}))
+    assert open_model(tmp_path, "").default_sampling == {**read, "max_tokens": 20}
     for field, value, sentence in (
+        ("presence_penalty", 2.5, "it must be from -2 to 2"),
+        ("frequency_penalty", "x", "it must be a number"),
+        ("max_new_tokens", 0, "it must be at least 1"),
+        ("max_new_tokens", 2.5, "it must be an integer"),
         ("temperature", "hot", "it must be a number"),
         ("temperature", -1, "it must be a finite number, 0"),
         ("top_p", 0, "it must be above 0"),
@@ -246,6 +254,20 @@ def test_the_text_may_begin_with_the_prompts(
         answer = pool.submit(client.completions.create, model="tiny", prompt=prompt, echo=True)
         deliver(service, HELLO)
         assert answer.result(WAIT_S).choices[0].text == text + "the fox"
+
+
+def test_an_echo_is_what_was_sent_alone_or_in_a_list(
+    service: Service, client: OpenAI, pool: ThreadPoolExecutor
+) -> None:
+    """Special tokens that the tokenizer adds or that the text spells are not written anew."""
+    sent = "</s> who?"
+    for prompt in (sent, [sent], [sent, "why?"], [sent, sent]):
+        answer = pool.submit(client.completions.create, model="tiny", prompt=prompt, echo=True, n=2)
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        for _ in range(2 * len(texts)):
+            deliver(service, HELLO)
+        echoed = [choice.text for choice in answer.result(WAIT_S).choices]
+        assert echoed == [text + "the fox" for text in texts for _ in range(2)]
 
 
 def test_a_header_names_the_request_and_an_abort_by_that_name_is_an_answer(

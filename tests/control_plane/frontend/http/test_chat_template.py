@@ -112,6 +112,36 @@ def test_a_checkpoint_says_its_template_in_a_file_or_in_its_configuration(tmp_pa
         load_chat_template(tmp_path)
 
 
+ADDED = {"content": "<b>", "lstrip": False, "normalized": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "text"),
+    [
+        ({}, {"bos_token": ADDED}, "<b>"),
+        ({"bos_token": None}, {"bos_token": "<b>", "additional_special_tokens": ["<x>"]}, "<b>"),
+        ({"bos_token": "<a>"}, {"bos_token": ADDED}, "<b>"),
+        ({"bos_token": ADDED}, None, "<b>"),
+        ({"bos_token": "<a>"}, {"eos_token": "</s>"}, "<a>"),
+        ({"bos_token": "<a>", "added_tokens_decoder": {"0": ADDED}}, {"bos_token": "<b>"}, "<a>"),
+        ({}, {}, ""),
+    ],
+)
+def test_special_tokens_are_those_of_both_files(
+    tmp_path: Path, config: dict[str, Any], named: dict[str, Any] | None, text: str
+) -> None:
+    """As in transformers 5.24.0, which reads special_tokens_map.json where no decoder is listed."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
+    if named is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    template = load_chat_template(tmp_path)
+    assert template is not None and template.render([{"role": "user"}]) == text
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(ValueError, match=r"special_tokens_map.json cannot be read"):
+        load_chat_template(tmp_path)
+
+
 def test_rendering_brings_no_torch() -> None:
     program = (
         "import sys; from control_plane.frontend.http.chat_template import ChatTemplate\n"

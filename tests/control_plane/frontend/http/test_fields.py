@@ -81,15 +81,13 @@ def test_what_would_change_the_answer_is_refused_by_name(
     path, body = BODIES[kind]
     with httpx.Client() as client:
         for name in kind.refused:
-            for value in (True, 0, {}, {"a": [1]}, "right", ["text", "audio"]):
-                for more in ({}, {"stream": True}):
-                    answer = client.post(
-                        f"{service.url}/v1/{path}", json={**body, **more, name: value}
-                    )
-                    error = answer.json()["error"]
-                    assert (answer.status_code, error["param"]) == (400, name), error
-                    assert error["message"].startswith(f"{name} is not supported; "), error
-                    assert repr(value) in error["message"], error
+            for value, more in ((0, {}), ({"a": [1]}, {"stream": True}), ("right", {})):
+                sent = {**body, **more, name: value}
+                answer = client.post(f"{service.url}/v1/{path}", json=sent)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, name), error
+                assert error["message"].startswith(f"{name} is not supported; "), error
+                assert repr(value) in error["message"], error
     assert service.controller.submissions.empty()
 
 
@@ -110,6 +108,8 @@ def test_what_is_harmless_leaves_the_request_as_it_is(kind: type[GenerationReque
         for value in (True, 3, "x", {"a": 1}, None):
             assert asked(kind, **{name: value}) == plain, name
     for name in kind.refused:
+        with pytest.raises(ApiError, match=rf"^{name} is not supported; .* It is True$"):
+            asked(kind, **{name: True})
         for value in (None, False, "", []):
             assert asked(kind, **{name: value}) == plain, name
     if kind is ChatRequest:
