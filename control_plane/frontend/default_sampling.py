@@ -14,7 +14,7 @@ from nanocp.values.sampling import SamplingParams
 from nanocp.values.sampling_fields import CONTROLS
 
 _MOST = "max_new_tokens"
-"""Its name of max_tokens."""
+"""The name that max_tokens has in generation_config.json."""
 
 
 def our_top_k(top_k: int) -> int:

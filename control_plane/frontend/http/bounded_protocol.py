@@ -156,6 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
 async def _until_closed(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer HTTP/1.0, which knows no chunks: without a length, the connection's end is the end."""
     cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]
+    is_open = False
 
     async def unchunked(message: Message) -> None:
         nonlocal is_open
@@ -166,5 +167,4 @@ async def _until_closed(app: ASGIApp, scope: Scope, receive: Receive, send: Send
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
-    is_open = False
     await app(scope, receive, unchunked)

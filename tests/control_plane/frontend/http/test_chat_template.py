@@ -130,7 +130,7 @@ ADDED = {"content": "<b>", "lstrip": False, "normalized": False, "special": True
 def test_special_tokens_are_those_of_both_files(
     tmp_path: Path, config: dict[str, Any], named: dict[str, Any] | None, text: str
 ) -> None:
-    """As in transformers 5.24.0, which reads special_tokens_map.json where no decoder is listed."""
+    """transformers 5.24.0 reads special_tokens_map.json where no decoder is listed."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
     if named is not None:
