@@ -253,7 +253,7 @@ def _names(schema: Any, root: Schema) -> Schema:
     if isinstance(name := words.get("format"), str) and not _is_known_format(name):
         del words["format"]
     match words:
-        case {"anyOf": list(some), **rest} | {"oneOf": list(some), **rest} if not rest:
+        case {"anyOf": list(some)} if len(words) == 1:
             allowed = [_names(one, root) for one in some]
             if not all(allowed):
                 return {}
