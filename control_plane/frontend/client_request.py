@@ -6,12 +6,13 @@ validated. Does not know: an API's message format, tokens, the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import quote
 
 from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.tokenizer import Contents
 from nanocp.values.sampling_fields import SamplingRequest
 
 UNREAD_TIMEOUT_S = 40
@@ -98,6 +99,8 @@ class ClientRequest(SamplingRequest):
     queue_timeout_ms: int | None = None
     resume: Resume | None = None
     """The client has a part of the answer; None: it has nothing."""
+    new_contents: Callable[[], Contents] | None = None
+    """Makes what tells the content of a choice's text, in which stop strings count; None: all."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text. False: their names are in it."""
 

@@ -292,7 +292,7 @@ class OpenRequests:
         valid = validated(request, self.limits, self.tokenizer)
         if request.resume is None:
             choices = [
-                Choice(params, self._text(valid, request.skip_special_tokens), index=index)
+                Choice(params, self._text(valid, request), index=index)
                 for index, params in enumerate(valid.params)
             ]
         else:
@@ -306,7 +306,7 @@ class OpenRequests:
     ) -> Iterator[Choice]:
         for number, choice in enumerate(resume.choices):
             index, output_ids = choice.index, choice.output_ids
-            text, before = self._text(valid, request.skip_special_tokens), ""
+            text, before = self._text(valid, request), ""
             if text is not None:
                 if any(map(text.feed, output_ids)):
                     raise ValueError(
@@ -316,12 +316,12 @@ class OpenRequests:
                 before = text.take_new()
             yield Choice(valid.params[index], text, None, index, output_ids, before, resume.attempt)
 
-    def _text(self, valid: ValidRequest, skip_special_tokens: bool) -> OutputText | None:
+    def _text(self, valid: ValidRequest, request: ClientRequest) -> OutputText | None:
         if self.tokenizer is None:
             return None
-        return OutputText(
-            self.tokenizer, valid.stop, valid.params[0].min_tokens, skip_special_tokens
-        )
+        contents = request.new_contents() if request.new_contents and request.stop else None
+        least, skips = valid.params[0].min_tokens, request.skip_special_tokens
+        return OutputText(self.tokenizer, valid.stop, least, skips, contents)
 
 
 def _finish(stream: ClientStream, reason: FinishReason, silent_eos_id: int | None) -> ChoiceFinish:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 
@@ -165,6 +166,17 @@ class StopStrings:
                 )
 
 
+class Contents(Protocol):
+    """Tells the content of a text that has more in it, such as reasoning and calls."""
+
+    @property
+    def num_decided(self) -> int:
+        """Characters of the text of which it is known what they are."""
+
+    def contents(self, text: str) -> Sequence[tuple[int, str]]:
+        """Take text; returns the content that it completes, and where that begins in all text."""
+
+
 class OutputText:
     """The text of one request as its tokens come, up to the first stop string."""
 
@@ -174,17 +186,27 @@ class OutputText:
         stop: StopStrings,
         min_tokens: int,
         skip_special_tokens: bool = True,
+        contents: Contents | None = None,
     ) -> None:
-        """A stop string that is complete within `min_tokens` tokens does not count."""
+        """A stop string that is complete within `min_tokens` tokens does not count.
+
+        contents: tells where stop strings count; None: in all of the text.
+        """
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._stop = stop
         self._num_early = min_tokens
         """Tokens until a stop string counts."""
+        self._contents = contents
         self._untaken = ""
+        self._num_chars = 0
+        """Characters of all text so far."""
         self._num_held = 0
-        """Characters at the end of `_untaken` that may be the start of a stop string."""
+        """Characters at the end of `_untaken` that may be the start of a stop string, or behind one
+        that is not found yet."""
         self._tail = ""
-        """The last characters, in which a stop string may have begun."""
+        """The last characters of the content, in which a stop string may have begun."""
+        self._tail_end = 0
+        """Where they end in all text."""
         self.stop_string: str | None = None
         """The stop string that ended the text; None until then."""
 
@@ -197,9 +219,15 @@ class OutputText:
             return False
         new = self._detokenizer.feed([token_id])
         self._untaken += new
+        self._num_chars += len(new)
         self._num_early -= 1
         if self._stop.strings and new:
-            self._search(self._tail + new, len(self._tail))
+            place = self._num_chars - len(new), new
+            for begin, content in self._contents.contents(new) if self._contents else [place]:
+                if self.stop_string is None:
+                    self._search(begin, content)
+            decided = self._contents.num_decided if self._contents else self._num_chars
+            self._hold(decided)
         return self.stop_string is not None
 
     def take_new(self) -> str:
@@ -213,35 +241,40 @@ class OutputText:
         rest, self._untaken, self._num_held = self._untaken, "", 0
         return rest if self.stop_string is not None else rest + self._detokenizer.flush()
 
-    def _search(self, text: str, num_old: int) -> None:
-        """Look for a stop string that ends after the first `num_old` characters.
+    def _search(self, begin: int, content: str) -> None:
+        """Look for a stop string that ends in the next content, which begins there in all text.
 
         If there are several, the first to end counts.
         """
+        if begin != self._tail_end:
+            self._tail = ""
+        text, num_old = self._tail + content, len(self._tail)
+        self._tail_end = begin + len(content)
         found = []
         if self._num_early < 0:
             for string in self._stop.strings:
-                begin = text.find(string, max(0, num_old - len(string) + 1))
-                if begin >= 0:
-                    found.append((begin + len(string), begin, string))
+                at = text.find(string, max(0, num_old - len(string) + 1))
+                if at >= 0:
+                    found.append((at + len(string), at, string))
         if found:
-            end, begin, self.stop_string = min(found, key=itemgetter(0))
-            num_cut = len(text) - (end if self._stop.is_included else begin)
+            end, at, self.stop_string = min(found, key=itemgetter(0))
+            num_cut = len(text) - (end if self._stop.is_included else at)
+            num_cut += self._num_chars - self._tail_end
             self._untaken = self._untaken[: len(self._untaken) - num_cut]
-            self._num_held = 0
-            return
         longest = max(map(len, self._stop.strings)) - 1
         self._tail = text[len(text) - longest :] if longest < len(text) else text
-        if not self._stop.is_included:
-            suffixes = (self._tail[begin:] for begin in range(len(self._tail)))
-            self._num_held = next(
-                (
-                    len(suffix)
-                    for suffix in suffixes
-                    if any(s.startswith(suffix) for s in self._stop.strings)
-                ),
-                0,
-            )
+
+    def _hold(self, num_decided: int) -> None:
+        """Hold back what may begin a stop string, or may be behind one that is not found yet."""
+        self._num_held = 0
+        if self.stop_string is not None:
+            return
+        if num_decided != self._tail_end:  # What comes is no content, or does not go on with this.
+            self._tail = ""
+        suffixes = (self._tail[begin:] for begin in range(len(self._tail)))
+        begun = (len(one) for one in suffixes if any(s.startswith(one) for s in self._stop.strings))
+        num_begun = 0 if self._stop.is_included else next(begun, 0)
+        self._num_held = self._num_chars - num_decided + num_begun
 
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer | None:

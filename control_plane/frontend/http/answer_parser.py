@@ -1,24 +1,27 @@
 """A chat's answer in its parts: reasoning, content and tool calls, as its text comes.
 
 Enters: pieces of text, cut anywhere. Leaves: parts in order; all cuts of a text give the same.
-Does not know: tokens, requests, responses, grammars.
+Does not know: tokens, requests, responses, grammars, how calls are written.
 
-A tool call is a part once it is complete. What begins as one and does not parse stays content.
+A tool call is a part once it is complete. What begins as one and is none stays text, as far as it
+was read as one. Each piece is read once, or twice behind a call that has no end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 
-from control_plane.frontend.http.call_forms import CallForm, ToolCall, Tools, Unfinished
+from control_plane.frontend.http.call_forms import CallForm
+from control_plane.frontend.http.call_readers import NO_CALL, CallReader, ToolCall, Tools
 
 THINK = ("<think>", "</think>")
 """Markers of reasoning: DeepSeek, Kimi, Qwen and GLM have the same."""
-_MAX_ENDS = 64
-"""A call with so many end markers in its values is none."""
-_NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_MAX_NAME = 256
+"""Most characters of a name in a tag."""
 
 
 class PartKind(Enum):
@@ -36,6 +39,8 @@ class AnswerPart:
     kind: PartKind
     text: str = ""
     call: ToolCall | None = None
+    end: int = field(default=0, compare=False)
+    """Where content ends in the answer's whole text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,108 +62,122 @@ class _Before(Enum):
     REASONING = "none of the content"
 
 
-class _Calls:
+Piece = tuple[str, bool]
+"""A tag (True), or text without any."""
+
+
+class _Tags:
+    """Cuts text into tags and what is between them. No tag has a < behind its first character."""
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        """tags: one that ends with = goes on with a name and >."""
+        self._tags = tags
+        self._pattern = _pattern(tuple(tags))
+        self.held = ""
+        """The end of the text, which may begin a tag."""
+
+    def cut(self, text: str, is_last: bool = False) -> Iterator[Piece]:
+        """Pieces that the text completes."""
+        text, at = self.held + text, 0
+        for found in self._pattern.finditer(text) if self._tags else ():
+            if at < found.start():
+                yield text[at : found.start()], False
+            yield found[0], True
+            at = found.end()
+        end = len(text) if is_last else text.rfind("<", at) % (len(text) + 1)
+        if not any(map(self._may_become, self._tags, [text[end:]] * len(self._tags))):
+            end = len(text)
+        self.held = text[end:]
+        if at < end:
+            yield text[at:end], False
+
+    @staticmethod
+    def _may_become(tag: str, begun: str) -> bool:
+        is_named = tag.endswith("=") and len(begun) <= len(tag) + _MAX_NAME
+        return tag.startswith(begun) or (is_named and re.match(f"{tag}[^>\n]*$", begun) is not None)
+
+
+@lru_cache(maxsize=64)
+def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    name = rf"[^<>\n]{{1,{_MAX_NAME}}}>"
+    return re.compile("|".join(re.escape(tag) + name * tag.endswith("=") for tag in tags))
+
+
+class _Content:
     """Parses content that may have calls in it."""
 
-    def __init__(self, context: CallContext, before: _Before) -> None:
-        self._form = form = context.form
-        self._tools = context.tools
-        self._number = context.num_earlier
-        self._markers = (*form.begins, *form.section) if form else ()
+    def __init__(self, context: CallContext, before: _Before, at: int = 0) -> None:
+        """at: where it begins in the answer's text."""
+        self._context = context
+        self._form = context.form
         self._before = before
+        self._at = at
+        """Where what was taken ends, in the answer's text."""
         self._space: str | None = ""
         """White space since the latest marker; None once there was other text."""
-        self._held = ""
-        self._begin = ""
-        """What has begun the call that the held text is in; empty: it is in none."""
-        self._first_end = -1
-        """Where the first end marker ends that stands within a value of the call."""
-        self._num_ends = 0
-        """End markers within a value of the call, each of which cost a look at all of it."""
-        self._num_tried = 0
-        """Characters of the held text in which no end marker begins that ends the call."""
+        self.num_calls = 0
+        self.call: CallReader | None = None
+        """Reads the call that has begun."""
+        self._call_at = 0
+        """Where it begins in the answer's text, with the white space before it."""
 
-    def feed(self, text: str, is_last: bool = False) -> list[AnswerPart]:
-        """Parts that the text completes; all that is left if it is the last."""
-        self._held += text
-        parts: list[AnswerPart] = []
-        while self._call_step(parts, is_last) if self._begin else self._text_step(parts, is_last):
-            pass
-        return parts
+    @property
+    def num_decided(self) -> int:
+        """Characters of the answer's text of which it is known what they are."""
+        return self._call_at if self.call else self._at - len(self._space or "")
 
-    def _text_step(self, parts: list[AnswerPart], is_last: bool) -> bool:
-        """Give the text before a marker, and take the marker; False if there is none."""
-        at, marker = _first_of(self._held, self._markers)
-        if not marker:
-            end = len(self._held) - (0 if is_last else _num_begun(self._held, self._markers))
-            self._give(parts, self._held[:end])
-            self._held = self._held[end:]
-            if is_last and self._space and self._before is _Before.NOTHING:
-                parts.append(AnswerPart(PartKind.CONTENT, self._space))
-                self._space = ""
-            return False
-        self._give(parts, self._held[:at])
-        self._held = self._held[at + len(marker) :]
-        if self._form and marker in self._form.begins:
-            self._begin, self._first_end, self._num_tried, self._num_ends = marker, -1, 0, 0
-        else:
+    def take(self, parts: list[AnswerPart], piece: Piece) -> None:
+        """Take the next piece, and give the parts that it completes."""
+        text, is_tag = piece
+        is_end = self.call.add(text, is_tag) if self.call else False
+        if self.call and is_end is False:
+            self._end_as_text(parts, self.call.pieces)
+        self._at += len(text)
+        if self.call:
+            if is_end and not self.end_as_call(parts, has_end=True):
+                self._end_as_text(parts, self.call.pieces)
+        elif is_tag and self._form and text.startswith(self._form.begins):
+            self._call_at = self.num_decided - len(text)
+            self.call = self._form.reader(self._context.tools)
+            self.call.add(text, is_tag)
+        elif is_tag and self._form and text in self._form.section:
             self._space, self._before = "", _Before.MARKER
-        return True
-
-    def _call_step(self, parts: list[AnswerPart], is_last: bool) -> bool:
-        """Take the call that has begun, or its marker as text; False if it may go on."""
-        form = self._form
-        assert form is not None
-        call, end = self._read(form, is_last)
-        if call is not None:
-            call_id = call.id or form.new_id(call.name, self._number)
-            parts.append(AnswerPart(PartKind.CALL, call=replace(call, id=call_id)))
-            self._number += 1
-            self._held = self._held[end:]
-            self._space, self._before = "", _Before.MARKER
-        elif end < 0:
-            return False
         else:
-            # Another call may begin behind it; if none of them ends, only the last can be whole.
-            is_ended = not is_last or form.end in self._held
-            begun = 0 if is_ended else max(map(self._held.rfind, form.begins))
-            self._give(parts, self._begin + self._held[: max(begun, 0)])
-            self._held = self._held[max(begun, 0) :]
-        self._begin = ""
-        return True
+            self._give(parts, text)
 
-    def _read(self, form: CallForm, is_last: bool) -> tuple[ToolCall | None, int]:
-        """The call and where it ends; (None, -1) if it may go on; (None, 0) if it is none.
+    def finish(self, parts: list[AnswerPart], is_cut: bool) -> None:
+        """Give what is left at the answer's end. is_cut: more of it would have come."""
+        if self.call and self._form and not self.end_as_call(parts, False, is_cut):
+            pieces, found = self.call.pieces, list[AnswerPart]()
+            first = len(pieces) if is_cut else _behind_broken(pieces, self._form)
+            behind = "".join(pieces[first:])
+            content = _Content(self._context, _Before.MARKER, self._at - len(behind))
+            for piece in _Tags(self._form.tags).cut(behind, is_last=True):
+                content.take(found, piece)
+            content.finish(found, is_cut=True)
+            is_broken = bool(found) and found[0].call is not None
+            self._end_as_text(parts, pieces[:first] if is_broken else pieces)
+            parts += found if is_broken else []
+        if self._space and self._before is _Before.NOTHING:
+            parts.append(AnswerPart(PartKind.CONTENT, self._space, end=self._at))
 
-        An end marker within a value belongs to it, unless another call begins behind the marker.
-        """
-        marker = "" if self._begin == form.begins[0] else self._begin
-        while True:
-            at = self._held.find(form.end, self._num_tried)
-            between = self._held[self._first_end : at if at >= 0 else None]
-            if self._first_end >= 0 and _first_of(between, form.begins)[1]:
-                return None, 0
-            if at < 0:
-                break
-            try:
-                return form.read(marker + self._held[:at], self._tools), at + len(form.end)
-            except Unfinished:
-                self._num_tried = at + len(form.end)
-                self._first_end = self._num_tried if self._first_end < 0 else self._first_end
-                self._num_ends += 1
-                if self._num_ends == _MAX_ENDS:
-                    return None, 0
-            except _NO_CALL:
-                return None, 0
-        if not is_last:
-            self._num_tried = max(self._num_tried, len(self._held) - len(form.end) + 1)
-            return None, -1
+    def end_as_call(self, parts: list[AnswerPart], has_end: bool, is_cut: bool = False) -> bool:
+        """Give the call that has begun; False if it is none. See CallReader.call."""
+        assert self.call and self._form
         try:
-            if form.is_whole_without_end:
-                return form.read(marker + self._held, self._tools), len(self._held)
-        except _NO_CALL:
-            pass
-        return None, 0
+            call = self.call.call(has_end, is_cut)
+        except NO_CALL:
+            return False
+        number = self._context.num_earlier + self.num_calls
+        call = replace(call, id=call.id or self._form.new_id(call.name, number))
+        parts.append(AnswerPart(PartKind.CALL, call=call))
+        self.num_calls += 1
+        self.call, self._space, self._before = None, "", _Before.MARKER
+        return True
+
+    def _end_as_text(self, parts: list[AnswerPart], pieces: Sequence[str]) -> None:
+        self.call = None
+        self._give(parts, "".join(pieces))
 
     def _give(self, parts: list[AnswerPart], text: str) -> None:
         """Give text, and the white space before it once there is more than that."""
@@ -171,7 +190,26 @@ class _Calls:
             if self._before is _Before.REASONING:
                 text = text.lstrip()
         if text:
-            parts.append(AnswerPart(PartKind.CONTENT, text))
+            parts.append(AnswerPart(PartKind.CONTENT, text, end=self._at))
+
+
+def _behind_broken(pieces: Sequence[str], form: CallForm) -> int:
+    """The piece that begins the next call, if the tag before it is an end: of a broken call."""
+    num_own = 2 if len(form.begins) > 1 and pieces[0] == form.begins[0] else 1
+    begins = [number for number, one in enumerate(pieces) if one.startswith(form.begins)]
+    first = next(iter(begins[num_own:]), len(pieces))
+    return first if "".join(pieces[:first]).rstrip().endswith(form.end) else len(pieces)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A call within the reasoning, and what is behind it: it ends it if nothing else does."""
+
+    content: _Content
+    pieces: list[Piece] = field(default_factory=list)
+    parts: list[AnswerPart] = field(default_factory=list)
+    end: int = -1
+    """The piece that may end the reasoning, if it is not in a value of the call; -1: none."""
 
 
 class AnswerParser:
@@ -187,31 +225,54 @@ class AnswerParser:
         self._context = calls
         self._has_reasoning = has_reasoning
         form = calls.form
-        self._call_markers = (*form.begins, *form.section[:1]) if form else ()
+        self._call_tags = (*form.begins, *form.section[:1]) if form else ()
+        self._tags = _Tags((*(form.tags if form else ()), *THINK[1:] * has_reasoning))
         self._held = ""
-        """Text of the reasoning, or before it is known whether there is any."""
+        """Text before it is known whether there is any reasoning."""
         self._may_begin = has_reasoning and not begins_inside
         """Whether the answer is empty so far: reasoning can only be at its start."""
         self._is_inside = begins_inside and has_reasoning
-        self._is_first = True
-        """Whether nothing of the reasoning was given: white space is dropped."""
-        self._calls: _Calls | None = None if has_reasoning else _Calls(calls, _Before.NOTHING)
-        """Parses the content, or a call within the reasoning that ends it if nothing else does."""
-        self._call_parts: list[AnswerPart] = []
-        """Parts of a call within the reasoning, and of what is behind the call."""
+        self._gap = ""
+        """White space of the reasoning that is none if nothing follows it."""
+        self._num_thought = 0
+        """Characters of the answer's text up to which it is reasoning, or before that."""
+        self.reasoning = (0, 0)
+        """Where reasoning is in the answer's text so far, with the marker that ends it."""
+        self._content = _Content(calls, _Before.NOTHING)
+        self._draft: _Draft | None = None
 
     @property
     def is_reasoning(self) -> bool | None:
         """Whether the next text is reasoning; None: the answer has none."""
         return self._is_inside if self._has_reasoning else None
 
+    @property
+    def num_decided(self) -> int:
+        """Characters of the answer's text of which it is known what they are."""
+        if self._may_begin:
+            return 0
+        return self._num_thought - len(self._gap) if self._is_inside else self._content.num_decided
+
+    def contents(self, text: str) -> list[tuple[int, str]]:
+        """Take text; returns the content that it completes, and where that begins in all text."""
+        parts = [part for part in self.feed(text) if part.kind is PartKind.CONTENT]
+        return [(part.end - len(part.text), part.text) for part in parts]
+
     def feed(self, text: str) -> list[AnswerPart]:
         """Parts that the text completes, in order."""
         return self._parsed(text, False)
 
-    def finish(self) -> list[AnswerPart]:
-        """What was held back, at the answer's end."""
-        return self._parsed("", True)
+    def finish(self, is_cut: bool = False) -> list[AnswerPart]:
+        """What was held back, at the answer's end. is_cut: max_tokens or an abort ended it.
+
+        Then a call counts only if nothing else could come behind what is there of it.
+        """
+        parts = self._parsed("", True)
+        if self._is_inside:
+            self._finish_reasoning(parts, is_cut)
+        if not self._is_inside:
+            self._content.finish(parts, is_cut)
+        return parts
 
     def _parsed(self, text: str, is_last: bool) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
@@ -223,76 +284,93 @@ class AnswerParser:
             self._may_begin = False
             text, self._held = self._held, ""
             if begun.startswith(THINK[0]):
-                self._is_inside, text = True, begun.removeprefix(THINK[0])
+                num_before = len(text) - len(begun) + len(THINK[0])
+                self._is_inside, text = True, text[num_before:]
+                self._num_thought = num_before
+                self.reasoning = self._num_thought, self._num_thought
+        for piece in self._tags.cut(text, is_last):
+            if self._is_inside:
+                self._think(parts, piece)
             else:
-                self._calls = _Calls(self._context, _Before.NOTHING)
-        if self._is_inside:
-            text = self._reasoned(parts, text, is_last)
-        if not self._is_inside and self._calls is not None:
-            parts += self._calls.feed(text, is_last)
+                self._content.take(parts, piece)
         return parts
 
-    def _reasoned(self, parts: list[AnswerPart], text: str, is_last: bool) -> str:
-        """Give reasoning; returns what is behind it.
+    def _think(self, parts: list[AnswerPart], piece: Piece) -> None:
+        """Take a piece of the reasoning.
 
         A call ends it, unless it proves to be a draft: the marker of the end comes later.
         """
-        while True:
-            self._held += text
-            end = self._held.find(THINK[1])
-            if end >= 0:
-                self._reason(parts, self._held[:end].rstrip())
-                rest, self._held = self._held[end + len(THINK[1]) :], ""
-                self._is_inside, self._calls = False, _Calls(self._context, _Before.REASONING)
-                return rest
-            if self._calls is None:
-                at, marker = _first_of(self._held, self._call_markers)
-                begun = _num_begun(self._held, (THINK[1], *self._call_markers))
-                until = at if marker else len(self._held) - begun
-                # White space before a marker is none of the reasoning.
-                until = len(self._held[:until].rstrip())
-                if is_last and not marker:
-                    until = len(self._held)
-                self._reason(parts, self._held[:until])
-                self._held = self._held[until:]
-                if not marker:
-                    return ""
-                text = self._held.lstrip()
-                self._calls = _Calls(self._context, _Before.REASONING)
-            self._call_parts += self._calls.feed(text, is_last)
-            if self._call_parts and self._call_parts[0].kind is PartKind.CALL:
-                if is_last:
-                    self._is_inside = False
-                    parts += self._call_parts
-                return ""
-            if not self._call_parts:
-                return ""
+        text, is_tag = piece
+        is_end, draft = is_tag and text == THINK[1], self._draft
+        if is_end and (draft is None or draft.content.call is None):
+            self._end_reasoning(parts, draft.pieces if draft else [], [])
+            return
+        if draft is None and not (is_tag and text.startswith(self._call_tags)):
+            self._reason(parts, text)
+            return
+        if draft is None:
+            draft = _Draft(_Content(self._context, _Before.REASONING, self._num_thought))
+            self._draft = draft
+        if is_end and draft.end < 0:
+            draft.end = len(draft.pieces)
+        draft.pieces.append(piece)
+        content = draft.content
+        call, num_calls = content.call, content.num_calls
+        content.take(draft.parts, piece)
+        if content.num_calls > num_calls:
+            draft.end = -1
+        elif call is not content.call and draft.end >= 0:
+            self._end_reasoning(parts, draft.pieces[: draft.end], draft.pieces[draft.end + 1 :])
+        elif draft.parts and draft.parts[0].kind is PartKind.CONTENT:
             # No call: what looked like one is reasoning.
-            marker = _first_of(self._held, self._call_markers)[1]
-            until = self._held.index(marker) + len(marker)
-            self._reason(parts, self._held[:until])
-            text, self._held = self._held[until:], ""
-            self._calls, self._call_parts = None, []
+            self._drop_draft(parts, draft.pieces[:-1])
+            self._think(parts, piece)
 
-    def _reason(self, parts: list[AnswerPart], text: str) -> None:
-        if self._is_first:
+    def _end_reasoning(
+        self, parts: list[AnswerPart], before: list[Piece], behind: list[Piece]
+    ) -> None:
+        """Give pieces before the marker that ends the reasoning, and those behind it."""
+        self._drop_draft(parts, before)
+        self._num_thought += len(THINK[1])
+        if self.reasoning[1] > self.reasoning[0]:
+            self.reasoning = self.reasoning[0], self._num_thought
+        self._is_inside = False
+        self._content = _Content(self._context, _Before.REASONING, self._num_thought)
+        for piece in behind:
+            self._content.take(parts, piece)
+
+    def _finish_reasoning(self, parts: list[AnswerPart], is_cut: bool) -> None:
+        draft = self._draft
+        if draft and draft.end >= 0 and not draft.content.end_as_call(draft.parts, False, is_cut):
+            # Whether a call goes on or the reasoning has ended is open if more would have come.
+            self._context = CallContext() if is_cut else self._context
+            self._end_reasoning(parts, draft.pieces[: draft.end], draft.pieces[draft.end + 1 :])
+            return
+        if draft:
+            draft.content.finish(draft.parts, is_cut)
+            calls = [number for number, part in enumerate(draft.parts) if part.call]
+            if calls and not is_cut:
+                self._drop_draft(parts, [(part.text, False) for part in draft.parts[: calls[0]]])
+                parts += draft.parts[calls[0] :]
+                self._is_inside, self._content = False, _Content(CallContext(), _Before.MARKER)
+                return
+            self._drop_draft(parts, draft.pieces)
+        self._reason(parts, "", is_last=True)
+
+    def _drop_draft(self, parts: list[AnswerPart], pieces: list[Piece]) -> None:
+        self._draft = None
+        for text, _ in pieces:
+            self._reason(parts, text)
+
+    def _reason(self, parts: list[AnswerPart], text: str, is_last: bool = False) -> None:
+        """Give reasoning, without white space around all of it unless nothing is behind it."""
+        begin, end = self.reasoning
+        self._num_thought += len(text)
+        text = self._gap + text
+        until = len(text) if is_last else len(text.rstrip())
+        text, self._gap = text[:until], text[until:]
+        if end == begin:
             text = text.lstrip()
         if text:
-            self._is_first = False
+            self.reasoning = begin, self._num_thought - len(self._gap)
             parts.append(AnswerPart(PartKind.REASONING, text))
-
-
-def _first_of(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    """Where the first of the markers begins, and which it is; (-1, "") if there is none."""
-    found = [(at, -len(one), one) for one in markers if (at := text.find(one)) >= 0]
-    at, _, marker = min(found, default=(-1, 0, ""))
-    return at, marker
-
-
-def _num_begun(text: str, markers: Sequence[str]) -> int:
-    """Characters at the end of the text that may begin a marker."""
-    longest = max(map(len, markers), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-size:]) for marker in markers):
-            return size
-    return 0

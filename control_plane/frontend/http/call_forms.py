@@ -1,30 +1,31 @@
 """How families of models write tool calls: the one description of each form.
 
-Enters: what a model wrote between a form's markers, and the functions that it may call. Leaves:
-calls; of a call to be written, the parts that a grammar holds it to. Does not know: answers,
-requests, grammars.
+Enters: what a model wrote between the tags of a call, and the functions that it may call. Leaves:
+readers of calls, and calls; of a call to be written, the parts that a grammar holds it to. Does not
+know: answers, requests, grammars.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from control_plane.frontend.http.tool_schemas import (
-    ALL_TYPES,
-    FOR_PEOPLE,
-    Schema,
-    property_of,
-    type_of,
-    types_of,
+from control_plane.frontend.http.call_readers import (
+    STRICT_JSON,
+    CallReader,
+    JsonReader,
+    TaggedReader,
+    ToolCall,
+    Tools,
+    named,
 )
+from control_plane.frontend.http.tool_schemas import FOR_PEOPLE, Schema
 
-Tools = Mapping[str, Schema]
-"""Schemas of arguments by the function's name."""
 Parts = list[Any]
 """What stands between the markers of a call, as a structural tag has it (see tagged_text)."""
 Value = Callable[..., Any]
@@ -33,62 +34,27 @@ that a string cannot have in it if it stands as it is, the part with this value 
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the model makes."""
-
-    id: str
-    """Empty if the model writes none."""
-    name: str
-    arguments: str
-    """A JSON object, as the model wrote it."""
-
-
-class Unfinished(ValueError):
-    """The text ends within a value, so the marker behind it belongs to the value."""
-
-
-@dataclass(frozen=True, slots=True)
 class CallForm:
     """How a family of models writes tool calls."""
 
     begins: tuple[str, ...]
-    """What begins a call. The first is the marker; another one is part of the call itself."""
+    """Tags that begin a call. One that ends with = goes on with a name and >."""
     end: str
-    read: Callable[[str, Tools], ToolCall]
-    """Reads what is between the markers. Raises Unfinished, or another error if that is no call."""
+    reader: Callable[[Tools], CallReader]
     parts: Callable[[str, Schema, Value], Parts]
     """What stands between the markers of a call of the function with these parameters."""
     section: tuple[str, ...] = ()
-    """Markers around all calls; they mean nothing more."""
-    is_whole_without_end: bool = True
-    """Whether `read` sees that a call is whole, so that an answer may end without the marker."""
+    """Tags around all calls; they mean nothing more."""
+    within: tuple[str, ...] = ()
+    """Other tags within a call."""
     new_id: Callable[[str, int], str] = lambda name, number: f"chatcmpl-tool-{uuid4().hex}"
     """An id for (the function's name, calls before it in the conversation), if the model writes
     none. As vLLM makes it, unless the model has a form of its own."""
 
-
-def is_plain_name(name: str) -> bool:
-    """Whether a function's name can be told from what surrounds it in every form."""
-    return re.fullmatch(r"[\w.-]+", name) is not None
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse, parse_int=lambda digits: 0)
-"""Reads what JSON is, and how long; a number of any length is one."""
-
-
-def _loaded(text: str) -> Any:
-    """The value of strict JSON, with 0 for integers. Raises ValueError."""
-    try:
-        value = _JSON.decode(text)
-    except json.JSONDecodeError as error:
-        raise (Unfinished if error.msg.startswith("Unterminated") else ValueError)(
-            error.msg
-        ) from None
-    return value
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tags of the form."""
+        return (*self.begins, self.end, *self.section, *self.within)
 
 
 _GAP = re.compile(r"\s*:\s*|[\s{},]*")
@@ -97,14 +63,14 @@ _GAP = re.compile(r"\s*:\s*|[\s{},]*")
 
 def members(text: str) -> dict[str, str]:
     """The members of a JSON object, each as it is written. Raises ValueError."""
-    if not isinstance(_loaded(text), dict):
+    if not isinstance(STRICT_JSON.decode(text), dict):
         raise ValueError("no object")
     found = {}
     at = _behind_gap(text, 0)
     while at < len(text):
-        key, at = _JSON.raw_decode(text, at)
+        key, at = STRICT_JSON.raw_decode(text, at)
         begin = _behind_gap(text, at)
-        _, at = _JSON.raw_decode(text, begin)
+        _, at = STRICT_JSON.raw_decode(text, begin)
         found[key] = text[begin:at]
         at = _behind_gap(text, at)
     return found
@@ -123,20 +89,13 @@ def _arguments(text: str) -> str:
     text = text.strip()
     if text in ("", "null", '""'):
         return "{}"
-    value = _loaded(text)
+    value = STRICT_JSON.decode(text)
     if isinstance(value, str):
         return _arguments(value)
     if not isinstance(value, dict):
         raise ValueError("arguments are no object")
     text.encode()  # A half of a surrogate pair, taken out of a string, is no text.
     return text
-
-
-def _named(name: str, tools: Tools) -> str:
-    """The name, if it can be one. Raises ValueError."""
-    if name in tools or is_plain_name(name):
-        return name
-    raise ValueError("no name")
 
 
 def _hermes(text: str, tools: Tools) -> ToolCall:
@@ -175,7 +134,7 @@ def _kimi_k2(text: str, tools: Tools) -> ToolCall:
         raise ValueError("no arguments")
     if found := re.fullmatch(r"(?:functions\.)?(.+):\d+", call_id):
         # The model counts over the whole conversation; its template prints the id again.
-        return ToolCall(call_id, _named(found[1], tools), _arguments(arguments))
+        return ToolCall(call_id, named(found[1], tools), _arguments(arguments))
     for name in sorted(tools, key=len, reverse=True):
         # Such as functionsexec5 and functions_exec_1 (sglang#21377).
         if re.fullmatch(rf"(?:functions)?[._]?{re.escape(name)}[:._]?\d*", call_id):
@@ -183,72 +142,26 @@ def _kimi_k2(text: str, tools: Tools) -> ToolCall:
     raise ValueError("no id")
 
 
-_GLM_BEGIN = re.compile(r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>")
-_QWEN_BEGIN = re.compile(r"\s*<parameter=([^>\n]+)>")
+class _GlmReader(TaggedReader):
+    letters = {"<tool_call>": "T", "</tool_call>": "t", "<arg_key>": "K", "</arg_key>": "k",
+               "<arg_value>": "P", "</arg_value>": "p"}  # fmt: skip
+    heads = ("TnK-kP", "Tnt")
+    opens, ends, argument = "TnK-kP", "pt", "K-kP"
+
+    def call(self, has_end: bool, is_cut: bool = False) -> ToolCall:
+        # Without its end nothing shows that a call is whole.
+        return super().call(has_end, is_cut=True)
 
 
-def _tagged(text: str, begin: re.Pattern[str], end: str) -> dict[str, str]:
-    """Texts by their names, one by one, and nothing else. Raises ValueError."""
-    values: dict[str, str] = {}
-    at = 0
-    while found := begin.match(text, at):
-        stop = text.find(end, found.end())
-        if stop < 0:
-            raise Unfinished("a value has no end")
-        name = found[1].strip()
-        if name in values or begin.search(text, found.end(), stop):
-            raise ValueError("one argument in another, or twice")
-        values[name] = text[found.end() : stop]
-        at = stop + len(end)
-    if text[at:].strip():
-        raise ValueError("text between arguments")
-    return values
+class _QwenReader(TaggedReader):
+    letters = {"<tool_call>": "T", "</tool_call>": "t", "<function=": "F", "</function>": "f",
+               "<parameter=": "P", "</parameter>": "p"}  # fmt: skip
+    heads = ("TFft", "TFP", "Fft", "FP")
+    opens, ends, argument = "FP", "pft", "P"
 
-
-def _glm(text: str, tools: Tools) -> ToolCall:
-    name, key, rest = text.partition("<arg_key>")
-    values = _tagged(key + rest, _GLM_BEGIN, "</arg_value>")
-    return _typed(_named(name.strip(), tools), values, tools)
-
-
-def _qwen3_coder(text: str, tools: Tools) -> ToolCall:
-    found = re.match(r"\s*<function=([^>\n]+)>", text)
-    if found is None:
-        raise ValueError("no function")
-    inner, end, rest = text[found.end() :].rpartition("</function>")
-    values = _tagged(inner if end else rest, _QWEN_BEGIN, "</parameter>")
-    if not end or rest.strip():
-        raise ValueError("the function does not end")
-    # The template puts one newline before a value and one behind it.
-    plain = {name: text.removeprefix("\n").removesuffix("\n") for name, text in values.items()}
-    return _typed(_named(found[1].strip(), tools), plain, tools)
-
-
-def _typed(name: str, values: Mapping[str, str], tools: Tools) -> ToolCall:
-    """A call whose arguments are texts: each is of a type that its schema allows."""
-    schema = tools.get(name, {})
-    pairs = (
-        f"{_text(key)}: {_value(text, types_of(property_of(schema, key), schema))}"
-        for key, text in values.items()
-    )
-    return ToolCall("", name, "{" + ", ".join(pairs) + "}")
-
-
-def _value(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value, as it is written if it is one; else a string."""
-    written = text.strip()
-    if {"boolean", "null"} & types and written in ("True", "False", "None"):
-        written = {"True": "true", "False": "false", "None": "null"}[written]
-    try:
-        value = _loaded(written)
-    except (ValueError, RecursionError):
-        return _text(text)
-    fits = type_of(value) in types and (types == ALL_TYPES or not isinstance(value, str))
-    return written if fits else _text(text)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    def _text(self, begin: int, end: int) -> str:
+        # The template puts one newline before a value and one behind it.
+        return super()._text(begin, end).removeprefix("\n").removesuffix("\n")
 
 
 _SPLIT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
@@ -294,34 +207,37 @@ def _qwen3_coder_parts(name: str, schema: Schema, value: Value) -> Parts:
     ), "</function>\n"]  # fmt: skip
 
 
-_TOOL_CALL = ("<tool_call>",)
+_SEPARATOR = "<｜tool▁sep｜>"
 _DEEPSEEK: dict[str, Any] = {
     "begins": ("<｜tool▁call▁begin｜>",),
     "end": "<｜tool▁call▁end｜>",
     "section": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "within": (_SEPARATOR,),
 }
-_GLM = CallForm(_TOOL_CALL, "</tool_call>", _glm, _glm_parts, is_whole_without_end=False)
+_GLM = CallForm(
+    ("<tool_call>",), "</tool_call>", _GlmReader, _glm_parts, within=tuple(_GlmReader.letters)
+)
 CALL_FORMS = {
     "hermes": CallForm(
-        _TOOL_CALL,
+        ("<tool_call>",),
         "</tool_call>",
-        _hermes,
+        partial(JsonReader, _hermes, "</tool_call>", ""),
         lambda name, _, value: [f'\n{{"name": "{name}", "arguments": ', value(), "}\n"],
     ),
     "deepseek_v3": CallForm(
-        read=_deepseek_v3,
+        reader=partial(JsonReader, _deepseek_v3, _DEEPSEEK["end"], _SEPARATOR),
         parts=lambda name, _, value: [f"function<｜tool▁sep｜>{name}\n```json\n", value(), "\n```"],
         **_DEEPSEEK,
     ),
     "deepseek_v31": CallForm(
-        read=_deepseek_v31,
+        reader=partial(JsonReader, _deepseek_v31, _DEEPSEEK["end"], _SEPARATOR),
         parts=lambda name, _, value: [f"{name}<｜tool▁sep｜>", value()],
         **_DEEPSEEK,
     ),
     "kimi_k2": CallForm(
         ("<|tool_call_begin|>",),
         "<|tool_call_end|>",
-        _kimi_k2,
+        partial(JsonReader, _kimi_k2, "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
         lambda name, _, value: [
             f"functions.{name}:",
             {"type": "integer", "minimum": 0, "maximum": 9999},
@@ -329,12 +245,17 @@ CALL_FORMS = {
             value(),
         ],
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        new_id=lambda name, number: f"functions.{name}:{number}",
+        ("<|tool_call_argument_begin|>",),
+        lambda name, number: f"functions.{name}:{number}",
     ),
     "glm45": _GLM,
     "glm47": _GLM,
     "qwen3_coder": CallForm(
-        ("<tool_call>", "<function="), "</tool_call>", _qwen3_coder, _qwen3_coder_parts
+        ("<tool_call>", "<function="),
+        "</tool_call>",
+        _QwenReader,
+        _qwen3_coder_parts,
+        within=tuple(_QwenReader.letters),
     ),
 }
 """By service.tool_call_parser. Qwen's other models write as hermes does."""

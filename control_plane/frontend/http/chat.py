@@ -46,10 +46,13 @@ class ChatAnswer:
         """Parts before those that the latest text has added."""
         self.num_calls = 0
 
-    def add(self, text: str, is_last: bool) -> None:
-        """Add text that the choice has generated."""
+    def add(self, text: str, ended_by: str | None = None) -> None:
+        """Add text that the choice has generated. ended_by: the reason, with its last text."""
         self._num_old = len(self._parts)
-        for part in self._parser.feed(text) + (self._parser.finish() if is_last else []):
+        parts = self._parser.feed(text)
+        if ended_by:
+            parts += self._parser.finish(is_cut=ended_by != "stop")
+        for part in parts:
             if part.call is None or self._has_many_calls or not self.num_calls:
                 self._parts.append(part)
                 self.num_calls += part.call is not None
@@ -167,14 +170,15 @@ class ChatWriter(Writer):
         """
         if self._new_parser is not None and delta.index not in self._answers:
             self._begin(delta, self._new_parser())
-        is_first, reason = self._usage.add(delta), delta.finish_reason
+        answer, reason = self._answers.get(delta.index), delta.finish_reason
         fields: dict[str, Any] = {"finish_reason": reason}
-        if answer := self._answers.get(delta.index):
-            answer.add(delta.text, reason is not None)
+        if answer:
+            answer.add(delta.text, reason)
             # As OpenAI's: whoever names the function knows that it is called.
             is_said = answer.num_calls and isinstance(self._request.tool_choice, str | None)
             if is_said and reason == "stop":
                 fields["finish_reason"] = "tool_calls"
+        is_first = self._usage.add(delta)
         if self._request.return_token_ids:
             fields["token_ids"] = list(delta.token_ids)
         if delta.finish and self._request.return_placement:
@@ -188,9 +192,9 @@ class ChatWriter(Writer):
         answer = ChatAnswer(parser, self._request.include_reasoning, has_many_calls)
         self._answers[delta.index] = answer
         if delta.text_before:
-            answer.add(delta.text_before, False)
+            answer.add(delta.text_before)
         if parser.is_reasoning is not None:
-            self._usage.begin_reasoning(delta.index, parser.is_reasoning)
+            self._usage.begin_reasoning(delta.index, parser, len(delta.text_before))
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs:
         content = []

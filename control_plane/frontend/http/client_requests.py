@@ -136,6 +136,7 @@ async def chat_request(
         add_special_tokens=bool(request.add_special_tokens),
         max_tokens=getattr(request, field),
         max_tokens_field=field,
+        new_contents=parser,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         **fields,
     )

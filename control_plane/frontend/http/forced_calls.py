@@ -11,11 +11,9 @@ import re
 from collections.abc import Callable
 
 from control_plane.frontend.http.answer_parser import AnswerParser, AnswerPart, PartKind
-from control_plane.frontend.http.call_forms import ToolCall
+from control_plane.frontend.http.call_readers import JsonScan, ToolCall
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:')
-_MARK = re.compile(r'\\.|["{}[\]]', re.DOTALL)
-"""What tells where objects and strings begin and end; a backslash with what it escapes."""
 
 
 class ForcedCallsParser:
@@ -39,60 +37,58 @@ class ForcedCallsParser:
         self._parser = text
         self._new_id = new_id
         self._num_earlier = self._number = number
-        self._held = ""
-        self._num_read = 0
-        self._depth = 0
-        self._is_string = False
-        self._begin = -1
-        """Where the object in the held text begins that is a call, or a call's arguments."""
+        self._scan = JsonScan(outer=0 if name else 1)
+        self._skipped: list[str] = []
+        """Text behind the latest call that is in none."""
+        self._object: list[str] = []
+        """An object so far that is a call, or a call's arguments."""
 
     @property
     def is_reasoning(self) -> bool | None:
         """Whether the next text is reasoning; None: the answer has none."""
         return self._parser.is_reasoning
 
+    @property
+    def reasoning(self) -> tuple[int, int]:
+        """Where reasoning is in the answer's text so far, with the marker that ends it."""
+        return self._parser.reasoning
+
+    @property
+    def num_decided(self) -> int:
+        """Characters of the answer's text of which it is known what they are."""
+        return self._parser.num_decided
+
+    def contents(self, text: str) -> list[tuple[int, str]]:
+        """Take text, none of which is content."""
+        self.feed(text)
+        return []
+
     def feed(self, text: str) -> list[AnswerPart]:
         """Parts that the text completes, in order."""
         return self._taken(self._parser.feed(text))
 
-    def finish(self) -> list[AnswerPart]:
+    def finish(self, is_cut: bool = False) -> list[AnswerPart]:
         """What was held back, at the answer's end; a call that max_tokens cut is content."""
-        parts = self._taken(self._parser.finish())
-        if self._number > self._num_earlier:
-            self._held = self._held[self._begin :] if self._begin >= 0 else ""
-        return parts + ([AnswerPart(PartKind.CONTENT, self._held)] if self._held else [])
+        parts = self._taken(self._parser.finish(is_cut))
+        rest = "".join(self._object)
+        if self._number == self._num_earlier:
+            rest = "".join(self._skipped) + rest
+        return parts + ([AnswerPart(PartKind.CONTENT, rest)] if rest else [])
 
     def _taken(self, parts: list[AnswerPart]) -> list[AnswerPart]:
         """The reasoning among the parts, and the calls that their content completes."""
         taken = [part for part in parts if part.kind is PartKind.REASONING]
-        self._held += "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
-        while (end := self._end_of_object()) >= 0:
-            taken.append(self._call(self._held[self._begin : end]))
-            self._held = self._held[end:]
-            self._num_read, self._begin = 0, -1
+        for text in (part.text for part in parts if part.kind is PartKind.CONTENT):
+            begin, into = 0, self._object or self._skipped
+            for at, is_begin in self._scan.objects(text):
+                into.append(text[begin:at])
+                begin, into = at, self._object
+                if not is_begin:
+                    taken.append(self._call("".join(self._object)))
+                    self._object, self._skipped = [], []
+                    into = self._skipped
+            into.append(text[begin:])
         return taken
-
-    def _end_of_object(self) -> int:
-        """Read on to where a call is complete; -1 if it is not yet."""
-        outer = 0 if self._name else 1
-        for found in _MARK.finditer(self._held, self._num_read):
-            mark, self._num_read = found[0], found.end()
-            if mark == '"':
-                self._is_string = not self._is_string
-            elif self._is_string or len(mark) > 1:
-                continue
-            elif mark in "{[":
-                if self._depth == outer and mark == "{":
-                    self._begin = found.start()
-                self._depth += 1
-            else:
-                self._depth -= 1
-                if self._depth == outer and self._begin >= 0:
-                    return self._num_read
-        # What a backslash escapes may come later.
-        is_cut = self._num_read < len(self._held) and self._held.endswith("\\")
-        self._num_read = len(self._held) - is_cut
-        return -1
 
     def _call(self, text: str) -> AnswerPart:
         name, arguments = self._name, text

@@ -19,11 +19,10 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from control_plane.frontend.http.deltas import Delta
+from control_plane.frontend.http.deltas import Delta, UsageCount
 from control_plane.frontend.http.errors import FAILED, error_body
 from control_plane.frontend.http.protocol import GenerationRequest
 from control_plane.frontend.http.token_names import TokenNames
-from control_plane.frontend.http.usage import UsageCount
 from control_plane.frontend.open_requests import RequestError
 from control_plane.frontend.tokenizer import Tokenizer
 

@@ -14,7 +14,8 @@ from itertools import islice
 from typing import Any
 
 from control_plane.frontend.constraint import FOR_PEOPLE, Schema, resolved
-from control_plane.frontend.http.call_forms import CALL_FORMS, is_plain_name
+from control_plane.frontend.http.call_forms import CALL_FORMS
+from control_plane.frontend.http.call_readers import is_plain_name
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.tool_schemas import ALL_TYPES, moved, parameters_of, types_of
 

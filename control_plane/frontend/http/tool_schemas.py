@@ -50,6 +50,13 @@ def property_of(parameters: Schema, name: str) -> Any:
     return whole.get("additionalProperties") if isinstance(whole, dict) else None
 
 
+def knows(parameters: Schema, name: str) -> bool:
+    """Whether an argument may have the name. True if the parameters name none."""
+    whole = resolved(parameters, parameters)
+    names = whole.get("properties") if isinstance(whole, dict) else None
+    return not names or property_of(parameters, name) not in (None, False)
+
+
 def types_of(
     schema: Any, root: Schema, known: dict[int, frozenset[str]] | None = None
 ) -> frozenset[str]:
