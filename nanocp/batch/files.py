@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from nanocp.input_files import readable
+
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 """Paths that a request may name."""
 
@@ -66,7 +68,7 @@ def read_requests(path: Path) -> Iterator[BatchLine]:
     """
     seen: set[str] = set()
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with readable(path).open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     try:

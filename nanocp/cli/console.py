@@ -5,8 +5,11 @@ Enters: nothing. Leaves: consoles of rich. Does not know: what is printed.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +23,7 @@ from rich.progress import (
 )
 
 _WIDTH = 110
+_SAY_EVERY_S = 10.0
 
 
 def output() -> Console:
@@ -34,8 +38,27 @@ def terminal() -> Console:
 
 
 def progress() -> Progress:
-    """A progress bar on standard error that leaves nothing behind."""
-    return Progress(console=terminal(), transient=True)
+    """A progress bar on standard error that leaves nothing behind, and is on a terminal only."""
+    console = terminal()
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def said() -> Iterator[Callable[[str], None]]:
+    """What says how far it is on standard error: beside a bar, or in a line each 10 s at most."""
+    began_s, said_s = time.monotonic(), -inf
+    with progress() as bars:
+        task = bars.add_task("", total=None)
+
+        def say(what: str) -> None:
+            nonlocal said_s
+            bars.update(task, description=what)
+            now_s = time.monotonic()
+            if not bars.console.is_terminal and now_s - said_s >= _SAY_EVERY_S:
+                print(f"{now_s - began_s:.0f} s: {what}", file=sys.stderr, flush=True)
+                said_s = now_s
+
+        yield say
 
 
 @contextmanager

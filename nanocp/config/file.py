@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanocp.config.cost import CPU_COSTS
 from nanocp.config.whole import SECRETS, Config
+from nanocp.input_files import readable
 
 ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is
@@ -118,7 +119,7 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> _Tree:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = readable(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"the configuration file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

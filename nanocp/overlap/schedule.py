@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from nanocp.input_files import readable
 from nanocp.overlap.interference import Interference
 from nanocp.overlap.operations import NanoOperation, Operation, waits
 
@@ -164,7 +165,7 @@ def case_of(path: Path) -> dict[str, Any]:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        content: Any = yaml.safe_load(path.read_text())
+        content: Any = yaml.safe_load(readable(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the schedule {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:

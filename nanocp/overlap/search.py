@@ -11,8 +11,12 @@ network-bound operations most, stage I is repeated with these stretched, and the
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -258,11 +262,27 @@ def _phases(structure: _Structure) -> list[set[int]]:
     return phases
 
 
+@contextmanager
+def _without_banner() -> Iterator[None]:
+    """Standard output goes nowhere: the first solver writes its name there, silent or not."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+        ctypes.CDLL(None).fflush(None)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 class _Program:
     """A mixed integer linear program for HiGHS, on one thread and within a bound of time."""
 
     def __init__(self) -> None:
-        self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        with _without_banner():
+            self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self._solver.silent()
         self._solver.setOptionValue("threads", 1)
         self._solver.setOptionValue("time_limit", _SOLVE_S)

@@ -390,12 +390,12 @@ def shipped_names() -> list[str]:
 
 
 def cluster_path(name_or_path: str) -> Path:
-    """Path of the cluster file of that name, or the path itself if it ends in .yaml or .yml.
+    """Path of the cluster file of that name, or the path itself if it is a file's or ends in .yaml.
 
     Raises ValueError for an unknown name, naming the nearest.
     """
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
         return path
     if name_or_path not in shipped_names():
         raise ValueError(

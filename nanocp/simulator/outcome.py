@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -146,7 +147,7 @@ class Outcome:
     """Stopped early: max_misses was passed."""
     drift: float
     """Requests in the cluster, those that wait among them: mean of the second half of the time
-    over that of the first, less 1."""
+    over that of the first, less 1; what a drift of the arrivals explains is taken out."""
     is_drifting: bool
     """The drift is more than chance: the numbers are not those of a steady state."""
     two_lanes_share: float = 0.0
@@ -176,6 +177,7 @@ class Half:
     """One half of the measured time."""
 
     time_us: int = 0
+    steps: int = 0
     requests: float = 0.0
     """In the cluster, times microseconds."""
 
@@ -220,6 +222,7 @@ class Recorder:
         self.run = run
         self._num_requests = 0
         self._arrivals: dict[int, WorkloadRequest] = {}
+        self._asked: list[tuple[int, int]] = []  # when each arrived, its output tokens
         self._first_token_us: dict[int, int] = {}
         self._degrees: dict[int, int] = {}
         self._num_multi = 0
@@ -242,6 +245,7 @@ class Recorder:
         """A request enters; returns its id."""
         self._num_requests += 1
         self._arrivals[self._num_requests] = request
+        self._asked.append((request.arrival_us, request.output_len))
         return self._num_requests
 
     def refused(self, request_id: int) -> None:
@@ -322,9 +326,12 @@ class Recorder:
         sums.cp_share_max = max(sums.cp_share_max, share)
         half = sums.halves[begins_us >= self.run.warm_up_us + self.run.measure_us // 2]
         half.time_us += time_us
+        half.steps += num_steps
         half.requests += len(self._arrivals) * time_us
         free = sum(load.frames_free for load in loads_now)
-        total = self._num_frames = self._num_frames or _num_frames(loads_now)
+        total = self._num_frames = self._num_frames or sum(
+            one.frames_free + one.frames_committed + one.frames_quarantined for one in loads_now
+        )
         sums.frames_used += (1 - free / total) * time_us
         if num_waiting:
             sums.waiting += num_waiting * time_us
@@ -351,6 +358,17 @@ class Recorder:
             if not request.is_running and not latency.meets(self.run.slo):
                 yield latency
 
+    def _drift_of_arrivals(self) -> float:
+        """The drift if each token took as long as in the first half, whoever came when."""
+        first, run = self._sums.halves[0], self.run
+        tpot_us = first.time_us / max(first.steps, 1)
+        edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us
+        before, after = (
+            sum(max(0, min(at + num * tpot_us, high) - max(at, low)) for at, num in self._asked)
+            for low, high in pairwise(edges)
+        )
+        return after / before - 1 if before and after else 0.0
+
     def outcome(self) -> Outcome:
         """The numbers so far."""
         sums = self._sums
@@ -362,7 +380,10 @@ class Recorder:
         tpots = sorted(latency.tpot_us for latency in latencies if latency.tpot_us is not None)
         normalized = sorted(latency.normalized_us for latency in latencies)
         before, after = (half.mean for half in sums.halves)
-        drift = after / before - 1 if before and after else 0.0
+        of_arrivals = self._drift_of_arrivals()
+        drift = after / before / (1 + of_arrivals) - 1 if before and after else 0.0
+        # A step takes longer while more requests run, so that they stay longer.
+        chance = _drift_by_chance(before) + abs(of_arrivals) / 2
         time_us = max(sums.time_us, 1)
         return Outcome(
             num_judged=num_judged,
@@ -400,7 +421,7 @@ class Recorder:
             two_lanes_share=sums.two_lanes / max(sums.windows, 1),
             scheduled_share=sums.scheduled / max(sums.windows, 1),
             drift=drift,
-            is_drifting=abs(drift) > _drift_by_chance(before),
+            is_drifting=abs(drift) > chance,
         )
 
 
@@ -417,10 +438,6 @@ def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
         (last_us - first_us) / num_later if num_later else None,
         (last_us - request.arrival_us) / request.output_len,
     )
-
-
-def _num_frames(loads: tuple[InstanceLoad, ...]) -> int:
-    return sum(one.frames_free + one.frames_committed + one.frames_quarantined for one in loads)
 
 
 def percentile(ascending: list[float] | list[int], percent: float) -> float:

@@ -118,11 +118,12 @@ def sweep(
     precision: float = PRECISION,
     num_seeds: int = NUM_SEEDS,
     least_rate: float = MIN_RATE,
+    part: Callable[[Trial], Trial] = lambda trial: trial,
 ) -> Sweep:
     """The highest rate that the trial's policy sustains, for its workload's seed and the next ones.
 
-    The search begins at the workload's rate, that of a further seed at the answer of the one
-    before. Raises ValueError for a workload without a rate.
+    part: what is played of a trial at a rate. The search begins at the workload's rate, that of a
+    further seed at the answer of the one before. Raises ValueError for a workload without a rate.
     """
     workload = trial.workload
     if workload.name in STATIC:
@@ -132,8 +133,9 @@ def sweep(
     found: list[Sustained] = []
     for here in seeds_of(trial, num_seeds):
         rate = found[-1].rate_per_s if found and found[-1].rate_per_s else workload.rate_per_s
+        attempt = attempts(here, part)
         found.append(
-            highest_sustained_rate(attempts(here), rate, on_run, precision, trial.slo, least_rate)
+            highest_sustained_rate(attempt, rate, on_run, precision, trial.slo, least_rate)
         )
     return Sweep(tuple(found))
 
@@ -147,13 +149,27 @@ def seeds_of(trial: Trial, num_seeds: int) -> list[Trial]:
     ]
 
 
-def attempts(trial: Trial) -> Callable[[float], Outcome]:
-    """How to run at a rate. A run ends as soon as it has too many misses to pass."""
+def attempts(
+    trial: Trial, part: Callable[[Trial], Trial] = lambda trial: trial
+) -> Callable[[float], Outcome]:
+    """How to run at a rate. A run ends as soon as it has too many misses to pass.
+
+    One that meets the SLO while the cluster seems to fill up is played again, three times as long:
+    if the SLO is met then too, the rate is sustained.
+    """
 
     def attempt(rate_per_s: float) -> Outcome:
-        here = trial.at_rate(rate_per_s).filled()
-        num_expected = rate_per_s * here.run.measure_us / 1e6
-        max_misses = math.ceil(_MOST_JUDGED * (1 - ATTAINMENT) * num_expected)
-        return here.play(Recorder(replace(here.run, max_misses=max_misses)))
+        here = part(trial.at_rate(rate_per_s)).filled()
+        outcome = _judged(here)
+        if not outcome.is_sustained and replace(outcome, is_drifting=False).is_sustained:
+            longer = _judged(replace(here, measure_us=3 * here.run.measure_us))
+            outcome = replace(longer, is_drifting=False)
+        return outcome
 
     return attempt
+
+
+def _judged(trial: Trial) -> Outcome:
+    num_expected = trial.workload.rate_per_s * trial.run.measure_us / 1e6
+    max_misses = math.ceil(_MOST_JUDGED * (1 - ATTAINMENT) * num_expected)
+    return trial.play(Recorder(replace(trial.run, max_misses=max_misses)))

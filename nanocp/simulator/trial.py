@@ -8,6 +8,7 @@ Every program asks through a Trial, so that equal questions have equal answers.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
@@ -35,6 +36,8 @@ _STATIC_ROWS = 64
 _SAMPLE = 4
 _SLOWEST = 2
 """A cluster begins with what runs at this many times the SLO's time per token, or less."""
+_MOST_TIMES = 1e4
+_GRID_US = 1_000_000
 _FULL = 0.95
 """A cluster begins with at most this share of its frames or rows in use."""
 
@@ -97,6 +100,33 @@ class Trial(Mechanisms):
     def at_rate(self, rate_per_s: float) -> Trial:
         """The trial at another rate."""
         return replace(self, workload=replace(self.workload, rate_per_s=rate_per_s))
+
+    def busiest(self, least: int) -> Trial:
+        """The part of the measured time of a trace in which most tokens are asked and read.
+
+        least: requests that arrive in it on average. A part is half of it at least.
+        """
+        run, rate = self.run, self.workload.rate_per_s
+        measure_us = min(run.measure_us, max(run.measure_us // 2, round(1e6 * least / rate)))
+        asked = [*takewhile(lambda each: each.arrival_us < run.end_us, self.requests())]
+        mean_len = fmean(each.prompt_len for each in asked)
+        work = (each.output_len * (1 + each.prompt_len / mean_len) for each in asked)
+        at_us, sums = [each.arrival_us for each in asked], [0.0, *accumulate(work)]
+
+        def work_from(begin_us: int) -> float:
+            return sums[bisect(at_us, begin_us + measure_us)] - sums[bisect(at_us, begin_us)]
+
+        # What is judged in a whole run may have come before its measured time.
+        warm_up_us = run.warm_up_us // 2
+        last_us = run.end_us - measure_us
+        begin_us = max(range(warm_up_us, last_us + 1, _GRID_US), key=work_from)
+        workload = replace(self.workload, begins_us=begin_us - warm_up_us)
+        return replace(self, workload=workload, warm_up_us=warm_up_us, measure_us=measure_us)
+
+    @property
+    def likely_rate(self) -> float:
+        """Requests a second at which a balanced step takes what the SLO allows for a token."""
+        return self.workload.rate_per_s * _Population(self).most_times
 
     def requests(self) -> Iterator[WorkloadRequest]:
         """The workload's requests, none longer than the model allows."""
@@ -173,8 +203,20 @@ class _Population:
             frames / (cluster.num_instances * cluster.num_frames),
             len(running) / (cluster.num_instances * cluster.bounds.max_rows),
         )
-        full_us = _FULL * sample_us / used if used else inf
-        self._most_us = min(full_us, _SLOWEST * trial.slo.tpot_us)
+        self._slo_us = trial.slo.tpot_us
+        self._full_us = _FULL * sample_us / used if used else inf
+        self._most_us = min(self._full_us, _SLOWEST * self._slo_us)
+
+    @property
+    def most_times(self) -> float:
+        """How many times the load's rate a balanced cluster sustains, to 1%."""
+        times, slo_us = min(self._full_us / self._slo_us, _MOST_TIMES), self._slo_us
+        kv_tokens, rows = slo_us * self._kv_tokens_per_us, slo_us * self._rows_per_us
+        while (
+            times > 1 / _MOST_TIMES and self.balanced(times * kv_tokens, times * rows)[0] > slo_us
+        ):
+            times /= 1.01
+        return times
 
     def balanced(self, kv_tokens: float, rows: float) -> tuple[float, float]:
         """(microseconds a token, tokens a step) of that load if no instance has more than another.

@@ -15,6 +15,7 @@ from itertools import accumulate, count, takewhile
 from pathlib import Path
 from random import Random
 
+from nanocp.input_files import readable
 from nanocp.simulator.request_logs import STRICT, read_trace
 from nanocp.simulator.workload_request import WorkloadRequest
 
@@ -70,6 +71,8 @@ class Workload:
     0: it begins empty. `nanocp.simulator.steady` finds the time."""
     given: tuple[WorkloadRequest, ...] = ()
     """Requests of a log, in order of arrival; it repeats as a trace does."""
+    begins_us: int = 0
+    """A trace is played from this microsecond of its time at the rate on."""
     num_instances: int = 32
     """Instances of the cluster that the static scenario fills."""
     instances_per_node: int = 8
@@ -180,7 +183,8 @@ class Workload:
 
     def _trace(self) -> Iterator[tuple[float, WorkloadRequest]]:
         kind, _, path = self.name.partition(":")
-        changed_ns = Path(path).stat().st_mtime_ns if Path(path).exists() else 0
+        file = readable(Path(path))
+        changed_ns = file.stat().st_mtime_ns if file.exists() else 0
         requests = self.given or _read(kind, Path(path), changed_ns)
         if not requests:
             raise ValueError(f"{path} holds no request")
@@ -191,7 +195,7 @@ class Workload:
         begins_us = -self.steady_tpot_us * max(request.output_len for request in requests)
         num_past = math.ceil(-begins_us / period_us)
         for cycle in count():
-            cycle_us = (cycle - num_past) * period_us
+            cycle_us = (cycle - num_past) * period_us - self.begins_us
             for request in requests:
                 at_us = cycle_us + scale * request.arrival_us
                 if at_us >= begins_us and request.output_len > self._num_done(at_us):

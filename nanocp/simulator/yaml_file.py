@@ -14,6 +14,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter
 
+from nanocp.input_files import readable
+
 File = TypeVar("File")
 
 
@@ -25,7 +27,7 @@ def names_in(folder: Path) -> list[str]:
 def read_tree(path: Path) -> Any:
     """What the file says. Raises ValueError if it cannot be read."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(readable(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the cluster file {path} cannot be read: {error}") from error
 

@@ -7,6 +7,7 @@ something cannot be. Does not know: what is printed where.
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -33,13 +34,18 @@ class LogOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Requests: a log of vLLM's benchmark, Dynamo, NanoCP, Mooncake, Azure, or other "
-            "JSON lines or CSV. The page says what per-request CP would give them.",
+            help="Requests: a log of vLLM's benchmark, guidellm, AIPerf, Dynamo, NanoCP, Mooncake, "
+            "Azure, or other JSON lines or CSV; /dev/stdin too. The page says what per-request CP "
+            "would give them.",
             dir_okay=False,
         ),
     ] = None
     fields: Annotated[
         str, typer.Option(help="How the log calls them: arrival=T,prompt=P,output=O.")
+    ] = ""
+    time_unit: Annotated[
+        str,
+        typer.Option(help="Unit of the log's times: s, ms, us or ns. Default: what they show."),
     ] = ""
     gauges: Annotated[
         Path | None,
@@ -64,7 +70,11 @@ class LogOptions:
         str, typer.Option(help="Set of cost constants. Default: operators, or fitted.")
     ] = ""
     quick: Annotated[
-        bool, typer.Option("--quick", help="Rates to 25% in place of 10%, no numbers of GPUs.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="Rates to 5%, in a minute; no numbers of GPUs.",
+        ),
     ] = False
     html: Annotated[
         Path | None,
@@ -145,16 +155,19 @@ def _check_no_log(load: LogOptions, as_json: bool) -> None:
     plain = replace(LogOptions(), gauges=load.gauges)
     if load != plain or as_json:
         raise ValueError(
-            "--log is missing; --fields, --rate, --length-scale, --slo-tpot-ms, --slo-ttft-ms, "
-            "--constants, --quick, --html and --json say how a log is looked at"
+            "--log is missing; --fields, --time-unit, --rate, --length-scale, --slo-tpot-ms, "
+            "--slo-ttft-ms, --constants, --quick, --html and --json say how a log is looked at"
         )
 
 
 def _is_cluster(model: str) -> bool:
     from nanocp.simulator.cluster_file import shipped_names
 
-    is_file = Path(model).suffix in (".yaml", ".yml")
-    return is_file or (model in shipped_names() and not Path(model).is_dir())
+    path = Path(model)
+    if path.exists():
+        return not path.is_dir()
+    is_name = len(path.parts) == 1 and difflib.get_close_matches(model, shipped_names(), n=1)
+    return bool(is_name) or path.suffix in (".yaml", ".yml")
 
 
 def _report(model: str, hardware: Hardware) -> bool:
@@ -171,15 +184,16 @@ def _report(model: str, hardware: Hardware) -> bool:
 
 
 def _analyse(model: str, hardware: Hardware, load: LogOptions, as_json: bool) -> None:
-    from nanocp.cli.console import progress
+    from nanocp.cli.console import said
     from nanocp.cli.plan.page import show
-    from nanocp.simulator.analyser.analysis import analyse
+    from nanocp.simulator.analyser.analysis import analyse, check_enough
     from nanocp.simulator.analyser.rank_gauges import read_gauges
     from nanocp.simulator.request_logs import read_log
 
     assert load.log is not None
     pairs = [pair.partition("=") for pair in load.fields.split(",") if pair]
-    log = read_log(load.log, {what: name for what, _, name in pairs})
+    log = read_log(load.log, {what: name for what, _, name in pairs}, load.time_unit)
+    check_enough(len(log.requests))
     gauges = None if load.gauges is None else read_gauges(load.gauges)
     known = replace(Hardware(), instances=hardware.instances, device=hardware.device)
     if hardware != known:
@@ -190,11 +204,8 @@ def _analyse(model: str, hardware: Hardware, load: LogOptions, as_json: bool) ->
         import nanocp.simulator.reports.html  # noqa: F401 (its packages are missed before the work)
 
         load.html.touch()
-    with progress() as bars:
-        task = bars.add_task("playing", total=None)
-        analysis = analyse(
-            trial, log.requests, load.quick, lambda way: bars.update(task, description=way)
-        )
+    with said() as say:
+        analysis = analyse(trial, log.requests, load.quick, say)
     show(analysis, trial, log, load.log, gauges, load.html, as_json)
 
 

@@ -269,7 +269,7 @@ def _advice(
     ways = []
     fewest = smallest_cluster(model, config, stores_bf16, usable, reserve)
     is_gpu = config.data_plane.device == "cuda"
-    if fewest is not None and not (is_gpu and fewest > _GPUS_OF_A_NODE):
+    if fewest is not None:
         ways.append(f"{fewest} instances of this device")
     need = memory_need(model, config, stores_bf16)
     for name, device in DEVICES.items():

@@ -15,18 +15,26 @@ from typing import Any
 
 import typer
 
-from nanocp.simulator.analyser.analysis import OURS, Analysis, LoadVerdict, Way, ways_today
+from nanocp.simulator.analyser.analysis import (
+    FINE_PRECISION,
+    OURS,
+    Analysis,
+    LoadVerdict,
+    Way,
+    ways_today,
+)
 from nanocp.simulator.analyser.rank_gauges import RankGauges
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.request_logs import RequestLog
 from nanocp.simulator.simulation import FLUID
+from nanocp.simulator.sweep import MAX_RATE
 from nanocp.simulator.trial import Trial
 from nanocp.values.plan import PAGE_SIZE
 
 WIDTH = 120
 _COLUMNS = (
     *("ms", "TTFT p50 / p99", "TPOT p50 / p99", "step", "waits", "KV imbal.", "row imbal."),
-    *("within SLO", "most req/s"),
+    *("in SLO", "req/s (judged)"),
 )
 
 
@@ -55,7 +63,7 @@ def lines(
 ) -> list[str]:
     """The page."""
     head, verdict, tail = _sentences(analysis, trial, log, path, gauges)
-    rows = [_COLUMNS, *(_cells(way, analysis, trial) for way in analysis.ways)]
+    rows = [_COLUMNS, *(_cells(way, trial) for way in analysis.ways)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     table = [
         row[0].ljust(widths[0])
@@ -116,10 +124,8 @@ def _verdict(analysis: Analysis, trial: Trial) -> str:
     if analysis.verdict is LoadVerdict.TOO_SLOW:
         tpot_ms, ttft_ms = slo.tpot_us / 1e3, slo.ttft_us / 1e3
         return f"No way meets TPOT {tpot_ms:g} ms and TTFT {ttft_ms:g} ms at any rate tried."
-    other = f"{best.rate_per_s:.3g} ({analysis.gain:.2f}x)"
-    if not best.rate_per_s:
-        other = "less than a tenth of that"
-    against = f"{ours.rate_per_s:.3g} requests/s within the SLO; {name} sustains {other}"
+    other = f"{_rate(best)} ({analysis.gain:.2f}x)" if best.rate_per_s else _rate(best)
+    against = f"{_rate(ours)} requests/s within the SLO; {name} sustains {other}"
     if analysis.verdict is LoadVerdict.NOT_NEEDED:
         return f"You do not need this: CP by request would sustain {against}."
     if analysis.verdict is LoadVerdict.FEWER_GPUS:
@@ -140,10 +146,16 @@ def _sentences(
     load, file, best, ours = analysis.load, trial.file, analysis.best, analysis.ours
     gpu, num = file.memory.gpu if file.memory else "instances", file.cluster.num_instances
     cut = f", {load.num_cut:,} are cut to what the model allows" if load.num_cut else ""
-    skipped = f"; {log.num_skipped:,} lines skipped" if log.num_skipped else ""
+    counts = {
+        "lines skipped": log.num_skipped,
+        "that failed left out": log.num_failed,
+        "of the warm-up left out": log.num_warm_up,
+    }
+    skipped = "".join(f"; {number:,} {what}" for what, number in counts.items() if number)
     head = [
         f"{path.name}: {load.num_requests:,} requests, {load.rate_per_s:.3g}/s (read "
         f"{', '.join(log.fields)}{skipped}).",
+        *log.notes,
         f"Prompts: p50 {load.prompt[0]:,}, p99 {load.prompt[1]:,}, most {load.prompt[2]:,}; the "
         f"longest 1% hold {load.share_of_longest:.0%} of all prompt tokens. Outputs: p50 "
         f"{load.output[0]:,}, p99 {load.output[1]:,}, most {load.output[2]:,}.",
@@ -175,9 +187,8 @@ def _sentences(
     return head, _verdict(analysis, trial), tail
 
 
-def _cells(way: Way, analysis: Analysis, trial: Trial) -> tuple[str, ...]:
-    outcome = way.outcome
-    least = "< a tenth" if analysis.ours.rate_per_s else "none"
+def _cells(way: Way, trial: Trial) -> tuple[str, ...]:
+    outcome, of = way.outcome, f" ({way.num_judged:,})" if way.num_judged else ""
     return (
         _label(way.policy, trial),
         f"{outcome.ttft_ms_p50:.0f} / {outcome.ttft_ms_p99:.0f}",
@@ -186,9 +197,18 @@ def _cells(way: Way, analysis: Analysis, trial: Trial) -> tuple[str, ...]:
         f"{way.waits_ms:.1f}",
         f"{outcome.kv_imbalance:.0%}",
         f"{outcome.row_imbalance:.0%}",
-        f"{outcome.attainment:.1%}",
-        f"{way.rate_per_s:.3g}" if way.rate_per_s else least,
+        f"{outcome.attainment:.1%}" if outcome.num_judged else "-",
+        _rate(way) + of,
     )
+
+
+def _rate(way: Way) -> str:
+    """What a way sustains, or the least that was tried and is not."""
+    rate = way.rate_per_s or way.least_per_s
+    number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    if not way.rate_per_s:
+        return f"< {number}" if rate else "none"
+    return f">= {number}" if rate * FINE_PRECISION > MAX_RATE else number
 
 
 def _values(analysis: Analysis, trial: Trial, log: RequestLog) -> dict[str, Any]:
@@ -198,10 +218,14 @@ def _values(analysis: Analysis, trial: Trial, log: RequestLog) -> dict[str, Any]
         "load": asdict(analysis.load),
         "fields": log.fields,
         "skipped": log.num_skipped,
+        "failed": log.num_failed,
+        "warm_up": log.num_warm_up,
+        "notes": log.notes,
         "constants": trial.constants,
         "ways": {
             way.policy: numbers_of(way.outcome)
-            | {"rate_per_s": way.rate_per_s, "waits_ms": way.waits_ms}
+            | {"rate_per_s": way.rate_per_s, "rate_judged": way.num_judged}
+            | {"least_per_s": way.least_per_s, "waits_ms": way.waits_ms}
             for way in analysis.ways
         },
         "best": analysis.best.policy,
@@ -226,7 +250,7 @@ def _write_html(
     head, verdict, tail = _sentences(analysis, trial, log, path, gauges)
     report = HtmlPage(f"{path.name}: today, and with CP by request")
     report.sentence(verdict)
-    rows = [_cells(way, analysis, trial) for way in analysis.ways]
+    rows = [_cells(way, trial) for way in analysis.ways]
     report.table("At the log's rate", _COLUMNS, rows)
     for sentence in (*head, *tail):
         report.sentence(sentence)

@@ -83,10 +83,16 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
+def cell_of(numbers: Mapping[str, Any], key: str, form: str) -> str:
+    """A number as a table shows it: what no request was judged for is no number."""
+    is_judged = key.startswith(("attainment", "ttft_", "tpot_", "normalized_", "e2el_"))
+    return "-" if is_judged and not numbers["num_judged"] else form.format(numbers[key])
+
+
 def cells_of(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     """What a row is called, and its value for each policy; the parts of a layer come last."""
     rows = [
-        [label, *(form.format(numbers[key]) for numbers in results.values())]
+        [label, *(cell_of(numbers, key, form) for numbers in results.values())]
         for label, key, form in _ROWS
     ]
     for name in next(iter(results.values()))["layer_us"]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.cli.simulate.numbers import all_judged
+from nanocp.cli.simulate.numbers import all_judged, cell_of
 from nanocp.cli.simulate.options import Scenario
 
 if TYPE_CHECKING:
@@ -166,7 +166,9 @@ def _show(
     for policy in outcomes:
         table.add_column(policy, justify="right")
     for label, key, form in _ROWS:
-        table.add_row(label, *(form.format(getattr(one, key)) for one in outcomes.values()))
+        table.add_row(
+            label, *(cell_of(each, key, form) for each in map(numbers_of, outcomes.values()))
+        )
     num_stages = len(next(iter(outcomes.values())).bubbles)
     for stage in range(num_stages):
         cells = []

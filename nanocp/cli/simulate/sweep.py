@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.cli.simulate.numbers import numbers_of
+from nanocp.cli.simulate.numbers import cell_of, numbers_of
 from nanocp.cli.simulate.options import AsJson, Scenario
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _COLUMNS = {
     "row imbal.": ("row_imbalance", "{:.0%}"),
 }
 """What a column is called -> its key in the JSON object, its format."""
+_WIDE = 100
+"""A narrower console has a row for each number."""
 _MEANS = (
     "attainment",
     "ttft_ms_p50",
@@ -69,23 +72,17 @@ def sweep(
 
 def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[str, Any]]:
     """By policy. Raises ValueError for options without a meaning."""
-    from nanocp.cli.console import progress
+    from nanocp.cli.console import said
     from nanocp.simulator.sweep import sweep
 
     rates: dict[str, dict[str, Any]] = {}
-    with progress() as bars:
+    with said() as say:
         for policy, trial in scenario.trials(first_rate).items():
-            task = bars.add_task(policy, total=None)
 
-            def tried(
-                rate: float, is_sustained: bool, task: Any = task, policy: str = policy
-            ) -> None:
-                outcome = "held" if is_sustained else "missed"
-                bars.update(task, description=f"{policy}: {rate:.1f}/s {outcome}")
+            def tried(rate: float, is_sustained: bool, policy: str = policy) -> None:
+                say(f"{policy}: {rate:.1f}/s {'held' if is_sustained else 'missed'}")
 
-            found = sweep(trial, tried, num_seeds=seeds)
-            bars.update(task, total=1, completed=1)
-            rates[policy] = _numbers(found)
+            rates[policy] = _numbers(sweep(trial, tried, num_seeds=seeds))
     return rates
 
 
@@ -119,13 +116,18 @@ def _show(scenario: Scenario, rates: dict[str, dict[str, Any]]) -> None:
         f"99% of requests within TPOT {scenario.slo_tpot_ms:g} ms and TTFT "
         f"{scenario.slo_ttft_ms:g} ms"
     )
+    cells = {
+        policy: [cell_of(numbers, key, form) for key, form in _COLUMNS.values() if key in numbers]
+        for policy, numbers in rates.items()
+    }
+    rows = [["policy", *_COLUMNS], *([policy, *row] for policy, row in cells.items())]
+    if console.width < _WIDE:  # a column for each policy
+        rows = [list(row) for row in zip_longest(*rows, fillvalue="")]
     table = Table()
-    table.add_column("policy")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right")
-    for policy, numbers in rates.items():
-        cells = [form.format(numbers[key]) for key, form in _COLUMNS.values() if key in numbers]
-        table.add_row(policy, *cells)
+    for number, column in enumerate(rows[0]):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
     console.print(table)
     for policy, numbers in rates.items():
         if numbers["rests_on_few"]:

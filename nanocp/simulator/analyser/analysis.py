@@ -30,12 +30,19 @@ LEAST_SURE = 1.05
 """A gain below it with other constants hangs on these."""
 LEAST_LOAD = 0.5
 """Below this share of what today's best way sustains, fewer GPUs help first."""
-PRECISION, QUICK_PRECISION = 1.1, 1.25
-FINE_PRECISION, QUICK_FINE_PRECISION = 1.02, 1.05
-"""The rates that decide the verdict are found to it."""
+LEAST_REQUESTS = 100
+"""Of fewer, one request more or less would decide whether 99% are within the SLO."""
+PRECISION, FINE_PRECISION, QUICK_PRECISION = 1.1, 1.02, 1.05
+"""Rates are found to the first, and those that decide the verdict to the second; quickly, all to
+the third."""
 _LEAST_SHARE = 0.1
 """Today's ways are searched down to this share of our rate."""
-_QUICK_US = 20_000_000
+_QUICK_REQUESTS = 1_100
+"""They arrive in a quick trial, so that 99% allow 10 misses."""
+_QUICK_US, _QUICK_WARM_UP_US = 30_000_000, 10_000_000
+"""Of a quick run at the log's rate."""
+_FIRST = 0.6
+"""The search begins below the rate that a balanced cluster sustains with even arrivals."""
 _FACTORS = (0.5, 2.0)
 _MS = 1e3
 COST_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -88,10 +95,12 @@ class Way:
     waits_ms: float
     """Milliseconds of a step for attention over what KV the fullest rank has beyond the mean."""
     rate_per_s: float
-    """Sustained within the SLO; 0 if not the least that was searched for is.
-
-    That is a tenth of what CP by request sustains, or the log's rate if it is less.
-    """
+    """Sustained within the SLO; 0 if least_per_s is not."""
+    least_per_s: float = 0.0
+    """The least that was searched for: a tenth of what CP by request sustains, or the log's rate
+    if it is less; quickly, what another of today's ways sustains."""
+    num_judged: int = 0
+    """Requests by which the rate was judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,29 +178,30 @@ def analyse(
     """Play the load each way at its own rate, and search for the rate that each sustains.
 
     requests: the log's, as they are. Rates are found to 10%, and those that decide to 2%. is_quick:
-    to 25% and 5%, from shorter runs, and no number of GPUs.
+    to 5%, from the busiest part of each run, and no number of GPUs. on_way gets what is played.
+    Raises ValueError for too few requests.
     """
+    check_enough(len(requests))
     policies = [OURS, *ways_today(trial.file.cluster.instances_per_node), FLUID]
-    if is_quick and trial.measure_us is None:
-        trial = replace(trial, warm_up_us=_QUICK_US // 2, measure_us=_QUICK_US)
+    search = _Search(trial, is_quick, on_way)
     ways: list[Way] = []
     for policy in policies:
-        on_way(policy)
-        here = replace(trial, policy=policy)
         ours_rate = ways[0].rate_per_s if ways else 0.0
         least = min(_LEAST_SHARE * ours_rate, trial.workload.rate_per_s)
-        precision = QUICK_PRECISION if is_quick else PRECISION
-        ways.append(_way(here, _rate(here, ours_rate, precision, least)))
+        near = ours_rate or _FIRST * trial.likely_rate
+        if is_quick and policy != FLUID and (others := [way.rate_per_s for way in ways[1:]]):
+            least = max(least, QUICK_PRECISION * max(others))
+            near = least if max(others) else near
+        ways.append(search.way(policy, near, QUICK_PRECISION if is_quick else PRECISION, least))
     ours, *today, bound = ways
-    on_way("those that decide")
-    most = max(way.rate_per_s for way in today)
-    fine = QUICK_FINE_PRECISION if is_quick else FINE_PRECISION
-    ours, bound, *today = (
-        replace(way, rate_per_s=_rate(replace(trial, policy=way.policy), way.rate_per_s, fine))
-        if way.rate_per_s and (way.policy in (OURS, FLUID) or way.rate_per_s == most)
-        else way
-        for way in (ours, bound, *today)
-    )
+    if not is_quick:
+        most = max(way.rate_per_s for way in today)
+        ours, bound, *today = (
+            search.refined(way)
+            if way.rate_per_s and (way.policy in (OURS, FLUID) or way.rate_per_s == most)
+            else way
+            for way in (ours, bound, *today)
+        )
     best = max(today, key=lambda way: (way.rate_per_s, -way.outcome.step_ms_mean))
     num_gpus = None
     if not is_quick and trial.file.memory is not None:
@@ -205,16 +215,58 @@ def analyse(
         ours,
         tuple(_sensitivities(trial, best, ours)),
         num_gpus,  # type: ignore[arg-type]
-        fine,
+        QUICK_PRECISION if is_quick else FINE_PRECISION,
     )
 
 
-def _rate(trial: Trial, near: float, precision: float, least_rate: float = 0.0) -> float:
-    """Find the sustained rate, from a rate that is near it or from the trial's own."""
-    first = min(max(near or trial.workload.rate_per_s, MIN_RATE), MAX_RATE)
-    return sweep(
-        trial.at_rate(first), precision=precision, num_seeds=1, least_rate=least_rate
-    ).rate_per_s
+def check_enough(num_requests: int) -> None:
+    """Raise ValueError for too few requests."""
+    if num_requests < LEAST_REQUESTS:
+        raise ValueError(
+            f"the log has {num_requests:,} requests; at least {LEAST_REQUESTS} are needed, since "
+            "99% of them must be within the SLO"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """How ways are played at the log's rate, and their rates found."""
+
+    trial: Trial
+    is_quick: bool
+    on_way: Callable[[str], None]
+
+    def way(self, policy: str, near: float, precision: float, least: float) -> Way:
+        """Find a way's rate, and play it at the log's."""
+        trial = replace(self.trial, policy=policy)
+        found = self._rate(trial, near, precision, least)
+        self.on_way(f"{policy} at {trial.workload.rate_per_s:.3g}/s")
+        if self.is_quick and trial.measure_us is None:
+            trial = replace(trial, warm_up_us=_QUICK_WARM_UP_US, measure_us=_QUICK_US)
+        return replace(_way(trial), **found)
+
+    def refined(self, way: Way) -> Way:
+        """The way with its rate found again, as finely as a verdict needs."""
+        trial = replace(self.trial, policy=way.policy)
+        return replace(way, **self._rate(trial, way.rate_per_s, FINE_PRECISION, 0.0))
+
+    def _rate(self, trial: Trial, near: float, precision: float, least: float) -> dict[str, Any]:
+        """Fields of Way, from a rate that is near its own."""
+
+        def tried(rate: float, is_sustained: bool) -> None:
+            self.on_way(f"{trial.policy}: {rate:.3g}/s {'held' if is_sustained else 'missed'}")
+
+        is_part = self.is_quick and trial.measure_us is None
+        found = sweep(
+            trial.at_rate(min(max(near, MIN_RATE), MAX_RATE)),
+            on_run=tried,
+            precision=precision,
+            num_seeds=1,
+            least_rate=least,
+            part=(lambda here: here.busiest(_QUICK_REQUESTS)) if is_part else (lambda here: here),
+        ).seeds[0]
+        num_judged = found.outcome.num_judged if found.outcome else 0
+        return {"rate_per_s": found.rate_per_s, "least_per_s": least, "num_judged": num_judged}
 
 
 def _load(trial: Trial, requests: Sequence[WorkloadRequest]) -> LoadSummary:
@@ -241,7 +293,7 @@ def _load(trial: Trial, requests: Sequence[WorkloadRequest]) -> LoadSummary:
     )
 
 
-def _way(trial: Trial, rate_per_s: float) -> Way:
+def _way(trial: Trial) -> Way:
     here = trial.filled()
     timeline = TimelineRecorder(here.run)
     outcome = here.play(timeline)
@@ -251,7 +303,7 @@ def _way(trial: Trial, rate_per_s: float) -> Way:
         extra = fmean(max(tokens) - fmean(tokens) for tokens in loads)
         us_a_token = trial.file.costs_of(trial.constants).attention_ps_per_token / 1e6
         waits_ms = trial.file.model.num_full_layers * extra * us_a_token / _MS
-    return Way(trial.policy, outcome, timeline, waits_ms, rate_per_s)
+    return Way(trial.policy, outcome, timeline, waits_ms, 0.0)
 
 
 def _sensitivities(trial: Trial, best: Way, ours: Way) -> Iterator[Sensitivity]:

@@ -19,12 +19,13 @@ from matplotlib.figure import Figure
 from nanocp.simulator.reports.pictures import LOOKS
 
 _STYLE = """
+:root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
 h1 { overflow-wrap: anywhere }
 table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto }
-td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }
+td, th { padding: .2em .8em; border-bottom: 1px solid #8886; text-align: right }
 td:first-child, th:first-child { text-align: left }
-img { max-width: 100% }
+img { max-width: 100%; background: #fff }
 """
 
 

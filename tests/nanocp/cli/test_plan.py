@@ -226,3 +226,20 @@ def test_a_model_without_linear_attention_layers_has_no_states(tiny_checkpoint):
     need = memory_need(ModelConfig.from_folder(tiny_checkpoint), Config(), stores_bf16=False)
     assert (need.state, need.states) == (0, 0)
     assert "states" not in plan(tiny_checkpoint).output
+
+
+def test_a_mistyped_cluster_is_answered_with_the_nearest_name(tmp_path):
+    for name in ("h200x32-deepsek-v3", "h100x32-deepseek"):
+        result = plan(name)
+        assert result.exit_code == 2 and "(nearest: h" in result.stderr, result.output
+        assert "config.json" not in result.stderr
+    assert "config.json is missing" in plan(tmp_path / "h200x32-deepsek-v3").stderr
+
+
+def test_more_than_a_node_of_the_same_device_is_named(published):
+    folder = published("deepseek-v3")
+    result = plan(folder, "--instances", 8, "--device", "h100")
+    assert result.exit_code == 1
+    fewest = int(re.search(r"would make it fit: (\d+) instances of this device", result.output)[1])
+    fits = plan(folder, "--instances", fewest, "--device", "h100")
+    assert fewest > 8 and fits.exit_code == 0, fits.output

@@ -255,3 +255,28 @@ def test_a_mix_that_begins_steady_has_as_many_rows_as_littles_law_says():
     # a log-normal.
     mean_left = sum(request.output_len for request in at_start) / len(at_start)
     assert mean_left == pytest.approx(1010 * 1.5 / 2, rel=0.15)
+
+
+def test_a_sweep_in_a_narrow_terminal_has_a_row_for_each_number(monkeypatch, capsys):
+    from rich.console import Console
+
+    from nanocp.cli.simulate.sweep import _COLUMNS, _show
+
+    numbers = {key: 1234.5678 for key, _ in _COLUMNS.values()} | {"num_judged": 2200}
+    numbers |= {"num_missed": 20, "rests_on_few": False}
+    for width, is_turned in ((80, True), (110, False)):
+        console = Console(width=width)
+        monkeypatch.setattr("nanocp.cli.console.output", lambda console=console: console)
+        _show(Scenario(), {"cost_aware": numbers, "uniform_cp:8": numbers | {"max_rate": 0.0}})
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+        assert any("requests/s" in line and "1234.6" in line for line in lines) is is_turned
+        assert sum("TTFT p50 ms" in line for line in lines) == is_turned
+
+
+def test_what_was_not_judged_is_no_number(small):
+    words = ("--cluster", small, "--seconds", "0.01", "--warm-up", "0", "--begin-empty")
+    result = nanocp(*words, "--workload", "fixed:1000:500", "--rate", "20")
+    assert result.exit_code == 1 and "0.00%" not in result.stdout.split("frames")[0]
+    (line,) = (line for line in result.stdout.splitlines() if "within the SLO" in line)
+    assert line.split("│")[2].strip() == "-"

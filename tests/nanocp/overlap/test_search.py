@@ -1,5 +1,7 @@
 """Schedules that the search finds keep every law and lose little to the bound."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -138,3 +140,11 @@ def test_a_schedules_file_comes_back_and_others_are_refused(found, tmp_path):
     path.write_text(text.replace("operation: UG", "operation: XY"))
     with pytest.raises(ValueError, match="'XY'"):
         schedule.read(path, LAYER, TABLE_3)
+
+
+def test_the_solver_says_nothing():
+    """A process of its own: a solver's name comes once, from its library."""
+    code = "from nanocp.overlap.search import _Program as P; p = P(); x = p.integer(2, 5); "
+    code += "print(p.minimize(x))"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "2.0\n"

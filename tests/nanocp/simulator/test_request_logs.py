@@ -200,3 +200,98 @@ def test_a_cut_or_a_changed_file_is_read_or_refused_and_nothing_else(tmp_path):
                 assert read_log(path).requests
             except ValueError as error:
                 assert str(path) in str(error)
+
+
+def guidellm(requests, **more):
+    done = [
+        {"request_start_time": 1.8e9 + s, "prompt_tokens": p, "output_tokens": o}
+        for s, p, o in requests
+    ]
+    failed = {"request_start_time": 1.8e9, "prompt_tokens": 64, "output_tokens": None}
+    of = {"successful": done, "errored": [failed], "incomplete": [], "total": []}
+    return {"requests": of, **more}
+
+
+def aiperf(s, p, o, phase="profiling", error=None):
+    return {
+        "metadata": {"request_start_ns": round(1e9 * (1.8e9 + s)), "benchmark_phase": phase},
+        "metrics": {
+            "input_sequence_length": {"value": p, "unit": "tokens"},
+            "output_sequence_length": {"value": o, "unit": "tokens"},
+        },
+        "error": error,
+    }
+
+
+def test_a_report_of_guidellm_has_its_requests_without_warm_up_and_failures(tmp_path):
+    path = tmp_path / "benchmarks.json"
+    early = [(-9.0, 5, 5), (-8.0, 5, 5)]
+    path.write_text(
+        json.dumps({"benchmarks": [guidellm([*early, *REQUESTS], start_time=1.8e9)]}, indent=1)
+    )
+    log = read_log(path)
+    assert [(r.arrival_us / 1e6, r.prompt_len, r.output_len) for r in log.requests] == REQUESTS
+    assert (log.num_warm_up, log.num_failed, log.num_skipped, log.notes) == (2, 1, 0, ())
+    made = {"scheduler_metrics": {"requests_made": {"successful": 90}}}
+    path.write_text(json.dumps({"benchmarks": [guidellm(REQUESTS, **made)] * 2}))
+    assert read_log(path).notes == (
+        "It has 2 benchmarks, which are played one after the other.",
+        *("It keeps 3 of 90 requests: give the rate (--rate).",) * 2,
+    )
+
+
+def test_records_of_aiperf_count_if_they_were_measured_and_did_not_fail(tmp_path):
+    path = tmp_path / "profile_export.jsonl"
+    records = [aiperf(-5.0, 5, 5, "warmup"), *(aiperf(*each) for each in REQUESTS)]
+    records += [aiperf(1.0, 5, 5, error={"code": 500, "message": "x"})]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    log = read_log(path)
+    assert [(r.arrival_us / 1e6, r.prompt_len, r.output_len) for r in log.requests] == REQUESTS
+    assert (log.num_warm_up, log.num_failed, log.num_skipped) == (1, 1, 0)
+    assert log.fields[0] == "metadata.request_start_ns (ns)"
+
+
+def test_failures_of_vllms_benchmark_are_left_out(tmp_path):
+    path = tmp_path / "log"
+    lens = {name: [5, *BENCH[name]] for name in ("input_lens", "output_lens")}
+    times = {"start_times": [5000.0, *BENCH["start_times"]], "errors": ["Bad Request", "", "", ""]}
+    path.write_text(json.dumps(BENCH | lens | times))
+    log = read_log(path)
+    assert len(log.requests) == 3 and log.num_failed == 1
+
+
+def test_a_json_that_is_cut_is_read_as_far_as_it_is_complete(tmp_path):
+    path = tmp_path / "log"
+    many = [(0.25 * at, 5 + at, 6) for at in range(40)]
+    for whole in (
+        {"benchmarks": [guidellm(many)]},
+        {
+            "input_lens": [5] * 40,
+            "output_lens": [6] * 40,
+            "start_times": [0.25 * i for i in range(40)],
+        },
+        [{"arrival_time": s, "isl": p, "osl": o} for s, p, o in many],
+    ):
+        text = json.dumps(whole)
+        for end in range(len(text) // 2, len(text) - 3, 31):
+            path.write_text(text[:end])
+            try:
+                log = read_log(path)
+            except ValueError as error:
+                assert "start_times" in text and "if it is cut" in str(error)
+                continue
+            assert log.notes == ("Its JSON ends early: what is complete was read.",)
+            assert [r.arrival_us for r in log.requests] == [
+                250_000 * at for at in range(len(log.requests))
+            ]
+    records = (json.dumps(aiperf(*each)) + "\n" for each in many * 50)
+    path.write_bytes(gzip.compress("".join(records).encode())[:-20])
+    log = read_log(path)
+    assert log.requests and log.notes == ("Its packed data ends early: what is there was read.",)
+
+
+def test_a_csv_that_is_cut_in_its_last_row_lacks_this_row(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(FILES["azure"].rstrip()[:-16])
+    log = read_log(path)
+    assert len(log.requests) == 2 and log.num_skipped == 1

@@ -7,11 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.outcome import Run, Slo
+from nanocp.simulator.outcome import Recorder, Run, Slo
 from nanocp.simulator.simulation import make_simulation
-from nanocp.simulator.sweep import MAX_RATE, MIN_RATE, PRECISION, attempts, highest_sustained_rate
+from nanocp.simulator.sweep import (
+    MAX_RATE,
+    MIN_RATE,
+    PRECISION,
+    attempts,
+    highest_sustained_rate,
+)
 from nanocp.simulator.trial import Trial
 from nanocp.simulator.workload import Workload
+from nanocp.simulator.workload_request import WorkloadRequest
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
 NO_OUTCOME = make_simulation(FILE, "peak", "least_batch", Run(0, 1)).run(iter(()))
@@ -68,3 +75,56 @@ def test_a_run_that_ends_as_soon_as_it_cannot_pass_has_the_verdict_of_the_whole_
         assert tried.is_sustained == whole.is_sustained
         assert tried.num_windows <= whole.num_windows
     assert verdicts == [(True, False), (False, True), (False, True)]
+
+
+def drifting_log(num_requests, slow_share=0.3):
+    """Requests of one size; the first of them come at a third of the others' rate."""
+    at_us, requests = 0, []
+    for number in range(num_requests):
+        requests.append(WorkloadRequest(at_us, 1000, 50, 50))
+        at_us += 300_000 if number < slow_share * num_requests else 100_000
+    return tuple(requests)
+
+
+def trial_of(requests, rate, **times):
+    file = replace(FILE, cluster=replace(FILE.cluster, max_model_len=8192)).of_size(8)
+    workload = Workload("log", rate, given=requests)
+    return Trial(file, "fluid", workload, constants="fitted", slo=Slo(tpot_us=25_000), **times)
+
+
+def test_arrivals_that_drift_are_no_drift_of_the_cluster():
+    """The slow beginning is the first half of the run; the cluster has room all the time."""
+    requests = drifting_log(600)
+    trial = trial_of(requests, 10.0, warm_up_us=15_000_000, measure_us=32_000_000)
+    recorder = Recorder(trial.run)
+    outcome = trial.filled().play(recorder)
+    before, after = (half.mean for half in recorder._sums.halves)
+    assert after / before > 1.3 and not outcome.is_drifting and abs(outcome.drift) < 0.1
+    assert outcome.is_sustained
+
+
+def test_a_rate_that_only_seems_to_fill_the_cluster_is_played_for_longer(monkeypatch):
+    lengths = []
+
+    def play(self, recorder=None):
+        lengths.append(self.run.measure_us)
+        fills_up = len(lengths) == 1 or missing
+        attainment = 0.5 if missing and len(lengths) > 1 else 1.0
+        return replace(NO_OUTCOME, attainment=attainment, is_drifting=fills_up, drift=0.5)
+
+    monkeypatch.setattr(Trial, "play", play)
+    trial = trial_of(drifting_log(10), 5.0, measure_us=1_000_000, begins_empty=True)
+    for missing in (False, True):
+        lengths.clear()
+        assert attempts(trial)(5.0).is_sustained is not missing
+        assert lengths == [1_000_000, 3_000_000]
+
+
+def test_the_busiest_half_of_a_trace_decides_as_all_of_it_does():
+    trial = trial_of(drifting_log(600), 20.0, warm_up_us=4_000_000, measure_us=26_000_000)
+    half = trial.busiest(1)
+    assert half.run.measure_us == 13_000_000 and half.workload.begins_us >= 14_000_000
+    for rate in (12.0, 60.0):
+        whole, part = attempts(trial)(rate), attempts(trial, lambda here: here.busiest(1))(rate)
+        assert whole.is_sustained == part.is_sustained == (rate == 12.0)
+    assert 12.0 < trial.likely_rate < 60.0, "a search may begin there"

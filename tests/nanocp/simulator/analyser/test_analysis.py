@@ -8,6 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from nanocp.cli.main import app
+from nanocp.cli.plan.page import _rate
 from nanocp.simulator.analyser.analysis import (
     COST_GROUPS,
     Analysis,
@@ -95,7 +96,8 @@ def test_todays_ways_and_ours_are_played_and_timed_again(files, rates):
     seen = []
     found = analyse(trial, log.requests, is_quick=True, on_way=seen.append)
     policies = ["least_batch", "round_robin", "least_cache", "uniform_cp:4", "cost_aware", "fluid"]
-    assert [one.policy for one in found.ways] == policies and {*policies} <= {*seen}
+    assert [one.policy for one in found.ways] == policies
+    assert {f"{policy} at 25.1/s" for policy in policies} <= {*seen}
     assert found.ours.rate_per_s == 40 and found.best.policy == "uniform_cp:4"
     assert found.gain == pytest.approx(4 / 3) and found.verdict is LoadVerdict.PAYS
     assert found.load.prompt == (700, 200_000, 200_000) and found.num_gpus is None
@@ -204,3 +206,30 @@ def test_a_folder_has_the_costs_of_its_model_or_is_told_which_there_are(files, t
     result = plan(tmp_path, "--log", files / "log.jsonl", "--device", "h200")
     assert result.exit_code == 2
     assert "the costs of this model on --device h200 are not known" in result.stderr, result.output
+
+
+def test_too_few_requests_are_refused_at_once(files, monkeypatch):
+    monkeypatch.setattr("nanocp.simulator.trial.Trial.play", None)
+    (files / "few.jsonl").write_text("".join(LINE % (40 * i, 700) for i in range(99)))
+    result = plan(files / "cluster.yaml", "--log", files / "few.jsonl", "--quick")
+    assert result.exit_code == 2
+    assert "the log has 99 requests; at least 100 are needed" in result.stderr
+
+
+def test_quickly_the_others_of_todays_ways_are_tried_above_the_best_only(files, monkeypatch):
+    tried = []
+
+    def sweep(trial, least_rate, **_):
+        tried.append((trial.policy, trial.workload.rate_per_s, least_rate))
+        rate = {"cost_aware": 40.0, "round_robin": 30.0}.get(trial.policy, 0.0)
+        return Sweep((Sustained(rate, None, 1),))
+
+    monkeypatch.setattr("nanocp.simulator.analyser.analysis.sweep", sweep)
+    trial, log = trial_of(files)
+    found = analyse(trial, log.requests, is_quick=True)
+    of = {policy: (near, least) for policy, near, least in tried}
+    assert of["least_batch"] == (40, pytest.approx(4)) and of["round_robin"][0] == 40
+    assert of["least_cache"] == (31.5, 31.5) == of["uniform_cp:4"] and of["fluid"][0] == 40
+    assert {way.policy: way.least_per_s for way in found.ways}["least_cache"] == 31.5
+    assert _rate(found.ways[2]) == "< 31.5" and _rate(found.ways[1]) == "30"
+    assert _rate(replace(found.ours, rate_per_s=4090.0)) == ">= 4,090"
