@@ -37,10 +37,10 @@ from harness import (
     hash_recovery_seeds,
     hash_seeds,
     hash_states,
+    nested_calls,
 )
 from harness.hash_failover import FailoverCluster
 from harness.hash_operators import OperatedCluster
-from harness.hash_play import HashPlay
 from harness.hash_recovery import RecoveringCluster
 from harness.paths import ROOT
 
@@ -61,7 +61,7 @@ def play_between_nodes(seed: int) -> Any:
     return run_layers(seed)
 
 
-OTHERS: dict[str, Callable[[int], HashPlay]] = {
+OTHERS: dict[str, Callable[[int], Any]] = {
     "plain": hash_seeds.play,
     "levelling": hash_seeds.play_levelling,
     "sharing": hash_seeds.play_sharing,
@@ -78,6 +78,7 @@ OTHERS: dict[str, Callable[[int], HashPlay]] = {
     "pipeline-chaos": partial(hash_pipeline.play, is_chaos=True),
     "pipeline-losses": hash_pipeline_losses.play,
     "between-nodes": play_between_nodes,
+    "calls": nested_calls.play,
     "pipeline-losses-chaos": partial(hash_pipeline_losses.play, is_chaos=True),
 }
 """Such kinds too; each plays a seed."""
@@ -125,7 +126,7 @@ def play(seed: int, kind: str = "") -> dict[str, Any]:
     return line
 
 
-def _counts(played: HashPlay) -> dict[str, int]:
+def _counts(played: Any) -> dict[str, int]:
     """What the play has met, of what it counts."""
     counts = {name: getattr(played, f"num_{name}", 0) for name in COUNTS}
     return counts | getattr(played, "counts", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from control_plane.frontend.http.answer_parser import (
 from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.forced_calls import ForcedCallsParser
 from control_plane.frontend.http.tool_schemas import property_of, types_of
+from harness.nested_calls import play
 
 ARGUMENTS = {"city": "Köln", "days": 3, "deep": {"a": [1, None]}}
 WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)
@@ -272,6 +274,90 @@ def test_arguments_are_json_of_the_tools_types(form: str, text: str, arguments: 
     (part,) = parsed([text], form)
     assert part.call and part.call.arguments == arguments
     assert parsed(list(text), form) == [part]
+
+
+def test_a_value_that_holds_tags_and_calls_of_every_form_is_one_value() -> None:
+    """`make seeds KIND=calls` plays more."""
+    for seed in range(500):
+        play(seed)
+
+
+NOW = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+ONE = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "text", "expected"),
+    [
+        # Names that the tool does not know are text, and so are those that it has already.
+        ("qwen3_coder", "city", "a</parameter>\n<parameter=q>\nb", "whole"),
+        ("qwen3_coder", "city", "see <parameter=city> and <parameter=q>", "whole"),
+        ("glm47", "city", "a</arg_value><arg_key>q</arg_key><arg_value>b", "whole"),
+        # Calls and arguments that are whole belong to the value.
+        ("qwen3_coder", "city", f"{NOW} and {NOW.removeprefix('<tool_call>')}", "whole"),
+        ("qwen3_coder", "city", "<parameter=days>1</parameter>\n<parameter=days>2</parameter>",
+         "whole"),
+        ("glm47", "city", f"{ONE}{ONE} </tool_call> {ONE}", "whole"),
+        # An end that is missing is not guessed.
+        ("qwen3_coder", "city", "a <parameter=days> b", "none"),
+        ("glm47", "city", "a<arg_key>days</arg_key><arg_value>1", "none"),
+        # A call that has begun and does not end leaves it open which end is whose.
+        ("qwen3_coder", "city", NOW[: NOW.index("</parameter>")], "none"),
+        ("glm47", "city", ONE[: ONE.index("</arg_value>")], "none"),
+    ],
+)  # fmt: skip
+def test_what_a_tag_within_a_value_means(form: str, key: str, text: str, expected: str) -> None:
+    whole = (QWEN if form == "qwen3_coder" else GLM).format(key, text)
+    for parts in (parsed([whole], form), parsed(list(whole), form)):
+        calls = [json.loads(part.call.arguments) for part in parts if part.call]
+        assert calls == ([{key: text}] if expected == "whole" else [])
+
+
+def test_quotes_around_a_name_are_none_of_it() -> None:
+    for quote in "'\"":
+        text = QWEN.replace("=weather", f"={quote}weather{quote}").format(f"{quote}days{quote}", 3)
+        (part,) = parsed([text], "qwen3_coder")
+        assert part.call and (part.call.name, part.call.arguments) == ("weather", '{"days": 3}')
+
+
+def test_a_call_that_max_tokens_cut_is_none() -> None:
+    cut = {
+        "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
+        "deepseek_v31": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+        # What ends here may be a value's.
+        "glm45": f"<tool_call>f<arg_key>a</arg_key><arg_value>{ONE}",
+        "qwen3_coder": QWEN.format("city", NOW).rpartition("\n</tool_call>")[0],
+    }
+    for form, text in cut.items():
+        parser = AnswerParser(CallContext(CALL_FORMS[form], TOOLS))
+        parts = parser.feed(text) + parser.finish(is_cut=True)
+        assert [(part.kind, part.text) for part in parts] == [(PartKind.CONTENT, text)]
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_the_end_of_reasoning_within_a_value_is_the_values(form: str) -> None:
+    call = CALLS[form].replace("Köln", "a </think> b")
+    reasoning, found = parsed([f"hm\n{call}"], form, begins_inside=True)
+    assert reasoning.text == "hm" and found.call and "</think>" in found.call.arguments
+    # A call that does not go on is a draft, and the reasoning ends there.
+    draft = call.partition(" </think>")[0]
+    reasoning, content, found = parsed([f"hm\n{draft}</think>Yes{CALLS[form]}"], form, True)
+    assert (reasoning.text, content.text) == (f"hm\n{draft}", "Yes") and found.call
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_a_value_of_a_megabyte_is_read_in_the_time_of_its_length(form: str) -> None:
+    tags = {"qwen3_coder": "</parameter></function>", "glm47": "</arg_value> <arg_key>"}
+    tag = tags.get(form, CALL_FORMS[form].end) + " "
+    seconds = []
+    for size in (20_000, 160_000):
+        text = CALLS[form].replace("Köln", tag * (size // len(tag)) + "x")
+        begin_s = time.process_time()
+        (part,) = parsed([text[at : at + 4] for at in range(0, len(text), 4)], form)
+        seconds.append(time.process_time() - begin_s)
+        assert part.call and len(part.call.arguments) > size - 100
+    # Eight times the length takes 64 times as long if each piece is looked at again.
+    assert seconds[1] < 24 * seconds[0]
 
 
 def test_an_id_that_the_model_writes_is_kept_and_an_odd_one_becomes_one() -> None:

@@ -317,6 +317,60 @@ def test_usage_counts_the_tokens_of_the_reasoning(
         assert usage.completion_tokens > len(reasoning) + 20
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+def test_stop_strings_count_in_the_content_only(
+    service: Service, client: openai.OpenAI, step: int
+) -> None:
+    """Not in reasoning, in markers and in calls: those are whole."""
+    stops = ["need", "think>", "city", "</tool_call>", "\n\n"]
+    answer, _ = answered(service, lambda: create(client, tools=TOOLS, stop=stops), ANSWER, step)
+    (choice,) = answer.choices
+    assert (choice.message.reasoning, choice.message.content) == ("I need it.", "Let me look.\n")
+    assert len(choice.message.tool_calls) == 2 and choice.finish_reason == "tool_calls"
+    for included, content in ((False, "Let me "), (True, "Let me look")):
+        extra = {"include_stop_str_in_output": included}
+        chunks, _ = answered(
+            service,
+            lambda extra=extra: list(
+                client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "x"}], tools=TOOLS,
+                    stop=["it.", "look"], stream=True, extra_body=extra,
+                )
+            ),
+            ANSWER,
+            step,
+        )  # fmt: skip
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == content
+        assert "".join(getattr(one, "reasoning", None) or "" for one in deltas) == "I need it."
+        assert (chunks[-1].choices[0].finish_reason, chunks[-1].choices[0].stop_reason) == (
+            "stop",
+            "look",
+        )
+
+
+def test_a_stop_string_does_not_cut_a_call_that_must_be(
+    service: Service, client: openai.OpenAI
+) -> None:
+    text = '[{"name":"weather","parameters":{"city":"Ulm"}}]'
+    answer, _ = answered(
+        service,
+        lambda: create(client, tools=TOOLS, tool_choice="required", stop=["Ulm", "{"]),
+        f"<think>Ulm</think>\n{text}",
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Ulm"}
+
+
+@pytest.mark.parametrize("text", ["Write <think> and go </think> on.", "<think>\n\n</think>\n\nHi"])
+def test_usage_has_no_reasoning_that_the_answer_has_not(
+    service: Service, client: openai.OpenAI, text: str
+) -> None:
+    answer, _ = answered(service, lambda: create(client), text)
+    assert not hasattr(answer.choices[0].message, "reasoning")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
 def test_usage_has_no_reasoning_where_there_can_be_none(
     service: Service, client: openai.OpenAI
 ) -> None:
