@@ -6,6 +6,7 @@ ValueError that says what was found and what would be right. Does not know: tens
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ class ModelConfig:
     """What linear attention layers compute; None: every layer is a full attention layer."""
     linear_layers: tuple[int, ...] = ()
     """Indices of the linear attention layers, ascending: their rows have states, and no KV."""
+    expert_limits: tuple[float, ...] = ()
+    """By layer, the limit of its experts' activations (layers.gated); infinity is none."""
+    shared_limits: tuple[float, ...] = ()
+    """By layer, the limit of its shared experts' activations."""
 
     @property
     def num_stored_layers(self) -> int:
@@ -92,6 +97,12 @@ class ModelConfig:
             for index in range(self.num_stored_layers)
         )
 
+    def limits_of(self, index: int) -> tuple[float, float]:
+        """Limits of the experts' activations in a layer, and of the shared experts'."""
+        both = self.expert_limits, self.shared_limits
+        routed, shared = (each[index] if index < len(each) else math.inf for each in both)
+        return routed, shared
+
     def places_before(self, index: int) -> tuple[int, int]:
         """How many layers before this one attend fully, and how many linearly."""
         num_linear = sum(layer < index for layer in self.linear_layers)
@@ -107,6 +118,7 @@ class ModelConfig:
         folder = Path(path)
         raw = text_fields(read_json(folder / "config.json"))
         family = family_of(raw)
+        raw = raw.with_defaults(family.defaults)
         rope = replace(read_rope(raw, family.has_pairs), is_off=not family.has_rope)
         mixture = family.mixture(raw)
         linear = family.linear(raw) if family.linear is not None else None

@@ -11,20 +11,58 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+_NULL_SAYS_NONE = ("q_lora_rank", "head_dim", "num_key_value_heads", "rope_interleave")
+"""Fields that are null where a model has none of what they describe."""
+_ALSO_NAMED = (
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "num_experts_per_token"),
+    ("n_shared_experts", "num_shared_experts"),
+    ("n_group", "num_expert_group"),
+    ("norm_topk_prob", "moe_renormalize"),
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+)
+"""Names of one field: `transformers` and makers of folders write one or another."""
 
 
 class Fields:
     """Fields of config.json, or of an object in it, each read with its type checked."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        where: str = "config.json",
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """defaults: what absent fields of the family mean, before the reader's own default."""
         self._raw = raw
+        self._defaults = defaults
         self.where = where
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """Return the same fields, of which absent ones have these values."""
+        return Fields(self._raw, self.where, defaults)
+
     def get(self, name: str, default: Any = None) -> Any:
-        """Read a field; the default if it is absent or null."""
-        value = self._raw.get(name)
+        """Read a field; the default if it is absent or null.
+
+        Fields of _NULL_SAYS_NONE have their family's default only where they are absent.
+        """
+        value = self._given(name)
+        if value is None and not (name in self._raw and name in _NULL_SAYS_NONE):
+            value = self._defaults.get(name)
         return default if value is None else value
+
+    def _given(self, name: str) -> Any:
+        """A field by any of its names; None if it is absent or null."""
+        names = next((names for names in _ALSO_NAMED if name in names), (name,))
+        found = {n: self._raw[n] for n in names if self._raw.get(n) is not None}
+        if any(value != found[next(iter(found))] for value in found.values()):
+            both = " and ".join(f"{n} is {value!r}" for n, value in found.items())
+            raise ValueError(f"{self.where}: {both}, which are one field; leave one of them")
+        return next(iter(found.values()), None)
 
     def count(self, name: str, default: int) -> int:
         """Read an integer of at least 0."""
@@ -37,7 +75,8 @@ class Fields:
 
     def positive(self, *names: str) -> int:
         """Read the first of `names` that is present; it must be an integer of at least 1."""
-        value = next((self._raw[name] for name in names if self._raw.get(name) is not None), None)
+        given = (self._given(name) for name in names)
+        value = next((value for value in given if value is not None), self.get(names[0]))
         if value is None:
             raise ValueError(
                 f"{self.where}: {names[0]} is missing; it must be an integer of at least 1"

@@ -7,7 +7,8 @@ field. Does not know: tensors, instances.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from data_plane.model.attention_kinds.delta_families import (
@@ -54,13 +55,18 @@ class Family:
     mixture: Callable[[Fields], Mapping[str, Any]]
     """Reads the fields of ModelConfig that are about dense layers and experts."""
     supported: Mapping[str, tuple[Any, ...]]
-    """Field -> the values it may have; an absent field means the first of them."""
+    """Field -> the values it may have; an absent field means the first of them.
+
+    No values: the family reads the field, which others have not.
+    """
     has_pairs: bool = False
     """Whether rotated pairs stand side by side where config.json does not say so."""
     names: TensorNames = PLAIN_NAMES
     linear: Callable[[Fields], LinearLayers] | None = None
     """Reads the linear attention layers; None: every layer is a full attention layer."""
     has_rope: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Field -> what `transformers` takes where it is absent, unless every family does so."""
     has_offset_norms: bool = False
     """Whether norms multiply by 1 + their weights."""
 
@@ -108,8 +114,7 @@ def _mixture(
 def _qwen3_moe(raw: Fields) -> dict[str, Any]:
     fields = _mixture(
         num_dense_layers=0,
-        # `transformers` 5 writes the second name, published folders the first.
-        num_experts=raw.positive("num_experts", "num_local_experts"),
+        num_experts=raw.positive("num_experts"),
         per_token=raw.positive("num_experts_per_tok"),
         expert_size=raw.positive("moe_intermediate_size"),
     )
@@ -128,7 +133,7 @@ def _mixtral(raw: Fields) -> dict[str, Any]:
 def _grouped(raw: Fields, softmax_gate: bool, has_groups: bool) -> dict[str, Any]:
     fields = _mixture(
         num_dense_layers=raw.count("first_k_dense_replace", 0),
-        num_experts=raw.positive("n_routed_experts", "num_local_experts"),
+        num_experts=raw.positive("n_routed_experts"),
         per_token=raw.positive("num_experts_per_tok"),
         expert_size=raw.positive("moe_intermediate_size"),
     )
@@ -172,8 +177,8 @@ def _kimi(raw: Fields) -> dict[str, Any]:
         )
     fields = _mixture(
         num_dense_layers=num_dense,
-        num_experts=raw.positive("num_experts", "num_local_experts"),
-        per_token=raw.positive("num_experts_per_token", "num_experts_per_tok"),
+        num_experts=raw.positive("num_experts"),
+        per_token=raw.positive("num_experts_per_token"),
         expert_size=raw.positive("moe_intermediate_size"),
     )
     num_shared = raw.count("num_shared_experts", 0)
@@ -181,15 +186,57 @@ def _kimi(raw: Fields) -> dict[str, Any]:
         "num_shared_experts": num_shared,
         "shared_size": num_shared * fields["expert_size"],
         "softmax_gate": False,
-        "num_groups": raw.positive("num_expert_group", "n_group"),
+        "num_groups": raw.positive("num_expert_group"),
         "num_groups_per_token": raw.positive("topk_group"),
-        "weights_normalised": bool(raw.get("moe_renormalize", raw.get("norm_topk_prob", True))),
+        "weights_normalised": bool(raw.get("moe_renormalize", True)),
         "routed_scale": raw.number("routed_scaling_factor", 1.0),
     }
 
 
+def _ling(raw: Fields) -> dict[str, Any]:
+    """Read Ling's mixture, whose activations may have limits."""
+    fields = _kimi(raw)
+    size = raw.count("moe_shared_expert_intermediate_size", fields["expert_size"])
+    return fields | {
+        "shared_size": fields["num_shared_experts"] * size,
+        "expert_limits": _limits(raw, _LIMITS[0]),
+        "shared_limits": _limits(raw, _LIMITS[1]),
+    }
+
+
+def _limits(raw: Fields, name: str) -> tuple[float, ...]:
+    """Read a limit for each layer, of which null and 0 are none."""
+    values, num_layers = raw.get(name, []), raw.positive("num_hidden_layers")
+    num_all = num_layers + raw.count("num_nextn_predict_layers", 0)
+    is_list = isinstance(values, list) and (not values or len(values) in (num_layers, num_all))
+    if not is_list or not all(_is_limit(value) for value in values):
+        raise ValueError(
+            f"config.json: {name} is {values!r}; it must be null, or a list of {num_layers} "
+            "limits, one for each layer (num_hidden_layers): a number above 0, or 0 or null for "
+            "a layer without"
+        )
+    return tuple(float(value or math.inf) for value in values)
+
+
+def _is_limit(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and 0 <= value < math.inf)
+
+
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+"""Ling's limits of the activations of a layer's experts, and of its shared ones."""
 _NO_BIAS = {"attention_bias": (False,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
+_UNUSED_BY_LING = (
+    *("use_bias", "use_qkv_bias", "use_mla_nope", "use_kda_lora", "use_nGPT"),
+    *("scale_router_input", "up_proj_norm", "value_norm"),
+)
+_QWEN3_NEXT = {
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.25,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+}
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         MlaConfig.read,
@@ -201,6 +248,15 @@ FAMILIES: dict[str, Family] = {
             **_NO_BIAS,
         },
         has_pairs=True,
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 1536,
+        },
     ),
     "DeepseekV2ForCausalLM": Family(
         MlaConfig.read,
@@ -215,22 +271,33 @@ FAMILIES: dict[str, Family] = {
             **_NO_BIAS,
         },
         has_pairs=True,
+        defaults={"n_shared_experts": 2, "q_lora_rank": 1536},
     ),
     "Qwen3MoeForCausalLM": Family(
         _kv_heads(has_norms=True),
         _qwen3_moe,
         {"mlp_only_layers": ([],), "decoder_sparse_step": (1,), **_NO_BIAS, **_NO_WINDOW},
+        defaults={"num_key_value_heads": 4},
     ),
     "Glm4MoeForCausalLM": Family(
         _kv_heads(has_bias=None, has_norms=None),
         _deepseek_v3,
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        defaults={
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "MixtralForCausalLM": Family(
         _kv_heads(),
         _mixtral,
         {"sliding_window": (None,), **_NO_BIAS},
         names=TensorNames("block_sparse_moe.", gate="w1", up="w3", down="w2"),
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     ),
     "Qwen3NextForCausalLM": Family(
         _kv_heads(has_norms=True, has_gate=True),
@@ -239,6 +306,7 @@ FAMILIES: dict[str, Family] = {
         names=TensorNames(shared="shared_expert."),
         linear=qwen3_next,
         has_offset_norms=True,
+        defaults=_QWEN3_NEXT,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         _kv_heads(has_norms=True, has_gate=True),
@@ -247,6 +315,7 @@ FAMILIES: dict[str, Family] = {
         names=TensorNames(shared="shared_expert."),
         linear=qwen3_5,
         has_offset_norms=True,
+        defaults=_QWEN3_NEXT,
     ),
     "KimiLinearForCausalLM": Family(
         MlaConfig.read,
@@ -260,11 +329,27 @@ FAMILIES: dict[str, Family] = {
         names=TensorNames("block_sparse_moe.", gate="w1", up="w3", down="w2"),
         linear=kimi_linear,
         has_rope=False,
+        defaults={
+            "first_k_dense_replace": 1,
+            "num_shared_experts": 1,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.446,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "BailingHybridForCausalLM": Family(
         MlaConfig.read_gated,
-        _kimi,
-        {"score_function": ("sigmoid",), **_NO_BIAS},
+        _ling,
+        {
+            "score_function": ("sigmoid",),
+            "no_kda_lora": (True,),
+            "gated_attention_proj_granularity_type": ("head_wise",),
+            "moe_router_enable_expert_bias": (True,),
+            **dict.fromkeys(_UNUSED_BY_LING, (False,)),
+            **dict.fromkeys(_LIMITS, ()),
+            **_NO_BIAS,
+        },
         has_pairs=True,
         names=TensorNames(
             gate_bias="gate.expert_bias",
@@ -273,25 +358,50 @@ FAMILIES: dict[str, Family] = {
             embedding="model.word_embeddings",
         ),
         linear=ling,
+        defaults={
+            "first_k_dense_replace": 2,
+            "num_shared_experts": 1,
+            "num_expert_group": 8,
+            "topk_group": 4,
+            "layer_group_size": 6,
+            "short_conv_kernel_size": 4,
+            "routed_scaling_factor": 2.5,
+            "rope_theta": 6e6,
+        },
     ),
     "LlamaForCausalLM": Family(_kv_heads(), _no_mixture, {"mlp_bias": (False,), **_NO_BIAS}),
-    "Qwen2ForCausalLM": Family(_kv_heads(has_bias=True), _no_mixture, _NO_WINDOW),
-    "Qwen3ForCausalLM": Family(_kv_heads(has_norms=True), _no_mixture, {**_NO_BIAS, **_NO_WINDOW}),
+    "Qwen2ForCausalLM": Family(
+        _kv_heads(has_bias=True), _no_mixture, _NO_WINDOW, defaults={"num_key_value_heads": 32}
+    ),
+    "Qwen3ForCausalLM": Family(
+        _kv_heads(has_norms=True),
+        _no_mixture,
+        {**_NO_BIAS, **_NO_WINDOW},
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+    ),
 }
 """Architecture, as config.json names it -> its rules."""
-_WITH_TEXT = {"Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
-"""Architecture of a model that reads pictures too -> that of its text model, which is served."""
-_SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+_ALSO_NAMED = {
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",  # reads pictures too
+    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
+}
+"""Architecture, as its makers publish it -> the row of what is served of it."""
+_SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    **dict.fromkeys((*_LIMITS, "swiglu_limit", "swiglu_limits"), (None,)),
+}
+"""Field -> the values that it may have in every family that does not say otherwise."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> Fields:
     """Read the fields of config.json; where a text model is a part of another, the part's first."""
     names, text = raw.get("architectures"), raw.get("text_config")
-    architecture = next((n for n in _WITH_TEXT if isinstance(names, list) and n in names), None)
-    if architecture is None or not isinstance(text, Mapping):
+    architecture = next((n for n in _ALSO_NAMED if isinstance(names, list) and n in names), None)
+    if architecture is None:
         return Fields(raw)
-    own = {name: value for name, value in text.items() if value is not None}
-    return Fields({**raw, **own, "architectures": [_WITH_TEXT[architecture]]})
+    own = text if isinstance(text, Mapping) else {}
+    own = {name: value for name, value in own.items() if value is not None}
+    return Fields({**raw, **own, "architectures": [_ALSO_NAMED[architecture]]})
 
 
 def family_of(raw: Fields) -> Family:
@@ -308,14 +418,14 @@ def family_of(raw: Fields) -> Family:
     if name is None:
         found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
         raise ValueError(
-            f"config.json: the architecture is {found}; it must be {' or '.join(FAMILIES)}"
+            f"config.json: the architecture is {found}; it must be "
+            f"{' or '.join((*FAMILIES, *_ALSO_NAMED))}"
         )
-    for field, allowed in (_SUPPORTED_OF_ALL | dict(FAMILIES[name].supported)).items():
-        value = raw.get(field, allowed[0])
-        if value not in allowed:
+    for field_name, allowed in (_SUPPORTED_OF_ALL | dict(FAMILIES[name].supported)).items():
+        if allowed and (value := raw.get(field_name, allowed[0])) not in allowed:
             supported = " or ".join(map(repr, allowed))
             raise ValueError(
-                f"config.json: {field} is {value!r}; {name} is supported with {supported} only"
+                f"config.json: {field_name} is {value!r}; {name} is supported with {supported} only"
             )
     layer_types = raw.get("layer_types", [])
     if FAMILIES[name].linear is None and any(kind != "full_attention" for kind in layer_types):

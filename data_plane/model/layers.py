@@ -8,6 +8,7 @@ hidden, C width of `wire_q`, W width of KV, H heads, D width of a query, V value
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -86,9 +87,16 @@ def append(slots_SW: Tensor, slot_B: Tensor, kv_BW: Tensor) -> None:
 
 
 def gated_mlp(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
-    """Run a gated MLP on rows: down(silu(gate) * up), [B, X]."""
-    gate, up = mlp.gate_up(x_BX).chunk(2, dim=-1)
-    return mlp.down(F.silu(gate) * up)
+    """Run a gated MLP on rows: down(silu(gate) * up), each factor within its limit, [B, X]."""
+    return mlp.down(gated(mlp.gate_up(x_BX), mlp.limit))
+
+
+def gated(gate_up_BI: Tensor, limit: float) -> Tensor:
+    """Compute silu(gate) * up of rows [B, 2I]: silu(gate) at most limit, up from -limit to it."""
+    gate_BI, up_BI = gate_up_BI.chunk(2, dim=-1)
+    if limit == math.inf:
+        return F.silu(gate_BI) * up_BI
+    return F.silu(gate_BI).clamp(max=limit) * up_BI.clamp(-limit, limit)
 
 
 def shared_experts(

@@ -40,6 +40,8 @@ class MlpWeights:
     """From X to 2I: gate, then up."""
     down: LinearLayer
     """From I to X."""
+    limit: float = math.inf
+    """Limit of the activation (layers.gated)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class MoeWeights:
     """MLP of the shared experts; None if the model has none."""
     shared_gate: Tensor | None = None
     """[1, X], the gate of the shared experts' output; None if they have none."""
+    limit: float = math.inf
+    """Limit of the experts' activations (layers.gated)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +322,11 @@ class WeightLoader:
             attention=attention,
             o_proj=self.linear(output_name(config, index)),
             mlp=self._mlp(*mlp_names(prefix + names.dense)) if is_dense else None,
-            moe=None if is_dense else self._moe(prefix + names.mixture, experts),
+            moe=None if is_dense else self._moe(index, prefix + names.mixture, experts),
         )
 
-    def _moe(self, prefix: str, experts: Sequence[int]) -> MoeWeights:
-        bias = None
+    def _moe(self, index: int, prefix: str, experts: Sequence[int]) -> MoeWeights:
+        bias, (limit, shared_limit) = None, self._config.limits_of(index)
         if not self._config.softmax_gate:
             bias = self.tensor(prefix + self._config.names.gate_bias, torch.float32)
         return MoeWeights(
@@ -330,12 +334,13 @@ class WeightLoader:
             gate_bias=bias,
             slot_E=slots_of(experts, self._config.num_experts),
             mlps=self._expert_mlps([f"{prefix}experts.{expert}." for expert in experts]),
-            shared=self._mlp(*mlp_names(prefix + self._config.names.shared))
+            shared=self._mlp(*mlp_names(prefix + self._config.names.shared), shared_limit)
             if self._config.num_shared_experts
             else None,
             shared_gate=self.tensor(prefix + "shared_expert_gate.weight")
             if self._config.has_shared_gate
             else None,
+            limit=limit,
         )
 
     def expert(self, layer: int, expert: int) -> MlpWeights:
@@ -354,8 +359,8 @@ class WeightLoader:
         linear = self._fp8_linear if is_fp8 else self._plain_linear
         return [MlpWeights(linear(gate, up), linear(down)) for gate, up, down in expert_names]
 
-    def _mlp(self, gate: str, up: str, down: str) -> MlpWeights:
-        return MlpWeights(gate_up=self.linear(gate, up), down=self.linear(down))
+    def _mlp(self, gate: str, up: str, down: str, limit: float = math.inf) -> MlpWeights:
+        return MlpWeights(self.linear(gate, up), self.linear(down), limit)
 
     def linear(self, *names: str) -> LinearLayer:
         """Make one linear layer of these weights, one under the other."""

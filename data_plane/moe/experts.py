@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from data_plane.model.layers import gated
 from data_plane.model.weights import MoeWeights
 from data_plane.moe.rows import Region
 
@@ -39,8 +39,7 @@ def experts_forward(x_TX: Tensor, expert_TK: Tensor, weight_TK: Tensor, moe: Moe
     gate_up_M = torch.cat(
         [mlp.gate_up(x) for mlp, x in zip(mlps, torch.split(x_TX[row_M], sizes), strict=True)]
     )
-    gate_MI, up_MI = gate_up_M.chunk(2, dim=-1)
-    inner_MI = F.silu(gate_MI) * up_MI
+    inner_MI = gated(gate_up_M, moe.limit)
     y_MX = torch.cat(
         [mlp.down(inner) for mlp, inner in zip(mlps, torch.split(inner_MI, sizes), strict=True)]
     )

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -24,6 +25,8 @@ struct MixtureLayer {
     long X, E, G, groups, K, num_slots, I, shared_I;
     float scale;
     int is_softmax, is_normalised;
+    // Of the experts' activations and of the shared expert's (experts.h).
+    float limit = INFINITY, shared_limit = INFINITY;
 };
 
 template <class T, class W>
@@ -94,6 +97,7 @@ struct ExpertRows {
     Mixture<T, W>* mixture = nullptr;
     const W *gate_up, *down;
     long slot = 0, M = 0, I = 0;
+    float limit = INFINITY;
     long begun = 0;  // 1 if other rows of this expert began first in the layer, 2 if second; or 0
     bool has_peers = false;  // rows of other instances
     std::vector<Row> rows;   // those of a source follow each other
@@ -181,6 +185,7 @@ class Arrivals {
         rows.slot = slot;
         rows.begun = begun[slot];
         rows.I = of.I;
+        rows.limit = of.limit;
         rows.has_peers = false;
         rows.rows.clear();
         return waiting[slot] = &rows;

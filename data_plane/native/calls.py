@@ -31,12 +31,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "after_attention": (*(POINTER,) * 3, LONG, POINTER, POINTER),
     "append": (*(POINTER,) * 3, LONG, LONG),
     "heads_linear": (POINTER, POINTER, *(LONG,) * 4, POINTER),
-    "mlp": (*(POINTER,) * 3, *(LONG,) * 3, POINTER),
+    "mlp": (*(POINTER,) * 3, *(LONG,) * 3, FLOAT, POINTER),
     "visit_experts": (
         *(POINTER,) * 4,
         *(LONG,) * 3,
         *(POINTER,) * 5,
         *(LONG,) * 3,
+        FLOAT,
         *(POINTER,) * 2,
     ),
     "gate": (*(POINTER,) * 3, *(LONG,) * 6, _INT, _INT, FLOAT, POINTER, POINTER),
@@ -142,6 +143,7 @@ class MixtureFields(ctypes.Structure):
             )
         ),
         *(("scale", FLOAT), ("is_softmax", _INT), ("is_normalised", _INT)),
+        *(("limit", FLOAT), ("shared_limit", FLOAT)),
     ]
 
 

@@ -9,26 +9,29 @@
 #endif
 #include "rows.h"
 
-// gate_up [M, 2 I] -> silu(gate) * up [M, I], of which rows are `stride` apart.
+// gate_up [M, 2 I] -> silu(gate) * up [M, I], of which rows are `stride` apart. limit: silu(gate) is
+// at most it, up within it on both sides; infinity: neither has a limit.
 template <class From, class T>
-static void gated(const From* gate_up, long M, long I, T* out, long stride) {
+static void gated(const From* gate_up, long M, long I, T* out, long stride, float limit) {
+    const Vector most = splat(limit), least = splat(-limit);
     for (long m = 0; m < M; ++m)
         for (long i = 0; i < I; i += LANES) {
             const Mask mask = first_lanes(I - i);
             const Vector gate = load(gate_up + m * 2 * I + i, mask),
                          up = load(gate_up + (m * 2 + 1) * I + i, mask);
-            store(out + m * stride + i, silu(gate) * up, mask);
+            store(out + m * stride + i, lowest(silu(gate), most) * highest(lowest(up, most), least),
+                  mask);
         }
 }
 
 // down(silu(gate) * up) of M rows; the sums in between stay fp32.
 template <class T, class W, class Out>
 static void mlp(const T* x, long x_stride, const W* gate_up, const W* down, long M, long X, long I,
-                Out* out) {
+                float limit, Out* out) {
     float* wide = scratch<float, 8>(M * 2 * I);
     T* inner = scratch<T, 9>(M * I);
     linear(x, x_stride, gate_up, M, 2 * I, X, wide, 2 * I);
-    gated(wide, M, I, inner, I);
+    gated(wide, M, I, inner, I, limit);
     linear(inner, I, down, M, X, I, out, X);
 }
 
@@ -45,7 +48,8 @@ struct Visitor {
 // each expert among the `count` places here, -1 if it is elsewhere.
 template <class T, class W>
 static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W* const* down,
-                    long rows, long K, const int64_t* slot, long count, long X, long I) {
+                    long rows, long K, const int64_t* slot, long count, long X, long I,
+                    float limit) {
     float* sums = scratch<float, 10>(rows * X);
     T* gathered = scratch<T, 11>(rows * X);
     float* outs = scratch<float, 12>(rows * X);
@@ -64,7 +68,7 @@ static void experts(const Visitor<T>* visitors, const W* const* gate_up, const W
         if (!M) continue;
         for (long m = 0; m < M; ++m)
             memcpy(gathered + m * X, visitors[pair[from + m] / K].x, X * sizeof(T));
-        mlp(gathered, X, gate_up[e], down[e], M, X, I, outs);
+        mlp(gathered, X, gate_up[e], down[e], M, X, I, limit, outs);
         for (long m = 0; m < M; ++m) {
             const long row = pair[from + m] / K;
             const Vector by = splat(visitors[row].weight[pair[from + m] % K]);
@@ -90,7 +94,7 @@ static void visit_experts(const T* x, const int64_t* expert, const float* weight
                           const int64_t* own, long num_own, long K, long num_regions,
                           const Region<T>* arrived, const Region<T>* answers,
                           const W* const* gate_up, const W* const* down, const int64_t* slot,
-                          long count, long X, long I, T* own_sum, int64_t* counts) {
+                          long count, long X, long I, float limit, T* own_sum, int64_t* counts) {
     long rows = num_own;
     for (long n = 0; n < num_regions; ++n) rows += counts[n] = *arrived[n].count;
     Visitor<T>* visitors = scratch<Visitor<T>, 24>(rows);
@@ -104,7 +108,7 @@ static void visit_experts(const T* x, const int64_t* expert, const float* weight
             visitors[at] = {from.hidden.at(i), from.expert.at(i), from.weight.at(i),
                             answers[n].hidden.at(i)};
         }
-    experts(visitors, gate_up, down, rows, K, slot, count, X, I);
+    experts(visitors, gate_up, down, rows, K, slot, count, X, I, limit);
 }
 
 // Take the `count` highest of `values`, highest first and of equal ones the lowest index first.

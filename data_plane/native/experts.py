@@ -113,6 +113,7 @@ class NativeExpertKernels:
             len(moe.mlps),
             size,
             experts.inner,
+            moe.limit,
             own_sum.data_ptr(),
             counts,
         )

@@ -169,17 +169,17 @@ int nanocp_allow_amx() {
         heads_linear(*on, x, w, B, H, N, K, out);                                                  \
     }                                                                                              \
     void nanocp_mlp_##name(Processors* on, const T* x, const W* gate_up, const W* down, long M,    \
-                           long X, long I, T* out) {                                               \
-        mlp_on(*on, x, gate_up, down, M, X, I, out);                                               \
+                           long X, long I, float limit, T* out) {                                  \
+        mlp_on(*on, x, gate_up, down, M, X, I, limit, out);                                        \
     }                                                                                              \
     void nanocp_visit_experts_##name(const T* x, const int64_t* expert, const float* weight,       \
                                      const int64_t* own, long num_own, long K, long num_regions,   \
                                      const Region<T>* arrived, const Region<T>* answers,           \
                                      const W* const* gate_up, const W* const* down,                \
-                                     const int64_t* slot, long count, long X, long I, T* own_sum,  \
-                                     int64_t* counts) {                                            \
+                                     const int64_t* slot, long count, long X, long I, float limit, \
+                                     T* own_sum, int64_t* counts) {                                \
         visit_experts(x, expert, weight, own, num_own, K, num_regions, arrived, answers, gate_up,  \
-                      down, slot, count, X, I, own_sum, counts);                                   \
+                      down, slot, count, X, I, limit, own_sum, counts);                            \
     }                                                                                              \
     void nanocp_gate_##name(const T* x, const float* w, const float* bias, long B, long X, long E, \
                             long G, long groups, long K, int is_softmax, int is_normalised,        \

@@ -176,7 +176,9 @@ class NativeKernels(NativePacking, NativeExpertKernels, NativeDelta):
         x_BX = x_BX.contiguous()
         out = torch.empty_like(x_BX)
         size, inner = mlp.down.shape
-        self._calls.mlp(x_BX.data_ptr(), gate_up, down, x_BX.shape[0], size, inner, out.data_ptr())
+        self._calls.mlp(
+            x_BX.data_ptr(), gate_up, down, x_BX.shape[0], size, inner, mlp.limit, out.data_ptr()
+        )
         return out
 
     def logits(self, x_BX: Tensor, weights: LogitsWeights, config: ModelConfig) -> Tensor:

@@ -103,6 +103,7 @@ class Mixture {
         shared.down = of.shared_down;
         shared.M = B;
         shared.I = of.shared_I;
+        shared.limit = of.shared_limit;
         shared_out.resize(B * of.X);
         if (schedule == BARRIER) return publish_expert(shared, PEERS, wanted_blocks(1));
         // In pieces that take as long as an expert, because peers' rows may have to await one.
@@ -304,7 +305,7 @@ class Mixture {
         if (rows.inner_blocks == 1) {
             float* wide = scratch<float, 26>(M * 2 * I);
             linear(from, stride, rows.gate_up, M, 2 * I, X, wide, 2 * I);
-            gated(wide, M, I, inner, apart<T>(I));
+            gated(wide, M, I, inner, apart<T>(I), rows.limit);
         } else {
             const long begin = cut(I, number, rows.inner_blocks);
             const long width = cut(I, number + 1, rows.inner_blocks) - begin;
@@ -313,7 +314,7 @@ class Mixture {
                 linear(from, stride,
                        rows.gate_up + packed_elements(half * I + begin, X, rows.gate_up), M, width,
                        X, wide + half * width, 2 * width);
-            gated(wide, M, width, inner + begin, apart<T>(I));
+            gated(wide, M, width, inner + begin, apart<T>(I), rows.limit);
         }
         if (rows.inner_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
             mixture.publish(run_outs, &rows, rows.out_blocks, rows.rank);

@@ -204,6 +204,7 @@ class NativeMixtures:
                 slots=len(moe.mlps),
                 inner=experts.inner,
                 scale=model.routed_scale,
+                limit=moe.limit,
                 is_softmax=model.softmax_gate,
                 is_normalised=model.weights_normalised,
             )
@@ -211,5 +212,6 @@ class NativeMixtures:
                 fields.shared_gate_up = packed_address(moe.shared.gate_up)
                 fields.shared_down = packed_address(moe.shared.down)
                 fields.shared_inner = moe.shared.down.shape[1]
+                fields.shared_limit = moe.shared.limit
             known = self._fields[layer] = experts, ctypes.pointer(fields)
         return known[1]

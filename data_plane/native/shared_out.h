@@ -27,11 +27,11 @@ static void linear_on(Processors& on, const T* x, long x_stride, const W* w, lon
 // See experts.h.
 template <class T, class W>
 static void mlp_on(Processors& on, const T* x, const W* gate_up, const W* down, long M, long X,
-                   long I, T* out) {
+                   long I, float limit, T* out) {
     float* wide = scratch<float, 28>(M * 2 * I);
     T* inner = scratch<T, 29>(M * I);
     linear_on(on, x, X, gate_up, M, 2 * I, X, wide, 2 * I);
-    gated(wide, M, I, inner, I);
+    gated(wide, M, I, inner, I, limit);
     linear_on(on, inner, I, down, M, X, I, out, X);
 }
 

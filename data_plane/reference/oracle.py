@@ -7,8 +7,10 @@ need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ NEAR_TIE = 1e-5
 The last bits of an fp32 sum depend on its order.
 """
 _ATTENTION = "sdpa_of_equal_widths"
+_SCALE = "_scale_inv"
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 _MAX_TRIES = 8
 """Most near-ties of the gates tried the other way for one output; each costs a forward."""
 
@@ -62,6 +66,84 @@ def _attention(
     return output[..., :width], None
 
 
+def _loaded(checkpoint: Path, fields: Mapping[str, Any]) -> Any:
+    """The reference model, which is told what `transformers` does not read as it is published.
+
+    It wants a float where Ling publishes -5, has no name for Kimi-K2, whose rules are
+    DeepSeek-V3's, and de-quantises FP8 with another package, by blocks of other sizes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    told: dict[str, Any] = dict(fields)
+    if "kda_lower_bound" in told:
+        told["kda_lower_bound"] = float(told["kda_lower_bound"])
+    if told.get("model_type") == "kimi_k2":
+        told["model_type"] = "deepseek_v3"
+    block = (told.pop("quantization_config", None) or {}).get("weight_block_size")
+    how: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": _ATTENTION,
+        "local_files_only": True,
+    }
+    if told == fields:
+        return AutoModelForCausalLM.from_pretrained(str(checkpoint), **how)
+    how["config"] = config = AutoConfig.for_model(**told)
+    if block is None:
+        return AutoModelForCausalLM.from_pretrained(str(checkpoint), **how)
+    with torch.device("meta"):
+        model_class = type(AutoModelForCausalLM.from_config(config))
+    return model_class.from_pretrained(None, state_dict=_plain_weights(checkpoint, block), **how)
+
+
+def _plain_weights(checkpoint: Path, block: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder; FP8 ones are multiplied with the scale of their block."""
+    from safetensors.torch import load_file
+
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        stored |= load_file(file)
+    scales = {name: stored.pop(name) for name in list(stored) if name.endswith(_SCALE)}
+    for name, scale in scales.items():
+        weight = stored[name.removesuffix(_SCALE)].float()
+        wide = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        stored[name.removesuffix(_SCALE)] = weight * wide[: len(weight), : weight.shape[1]]
+    return stored
+
+
+def limit_activations(model: Any, fields: Mapping[str, Any]) -> None:
+    """Let a model's experts hold Ling's limits, which `transformers` does not read."""
+    routed, shared = (dict(enumerate(fields.get(name) or ())) for name in _LIMITS)
+    for index, layer in enumerate(model.model.layers if routed or shared else ()):
+        if not hasattr(layer.mlp, "experts"):
+            continue  # a dense MLP has no limit
+        experts, own = layer.mlp.experts, layer.mlp.shared_experts
+        if limit := routed.get(index):
+            experts.forward = partial(_limited_experts, experts, limit)
+        if limit := shared.get(index):
+            own.forward = partial(_limited_mlp, own, limit)
+
+
+def _limited(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    opened = torch.nn.functional.silu(gate)
+    return torch.minimum(opened, torch.tensor(limit)) * up.clamp(min=-limit, max=limit)
+
+
+def _limited_mlp(mlp: Any, limit: float, x: torch.Tensor) -> Any:
+    return mlp.down_proj(_limited(mlp.gate_proj(x), mlp.up_proj(x), limit))
+
+
+def _limited_experts(
+    experts: Any, limit: float, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    out, linear = torch.zeros_like(x), torch.nn.functional.linear
+    for expert in chosen.unique().tolist():
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[token], experts.gate_up_proj[expert]).chunk(2, dim=-1)
+        sums = linear(_limited(gate, up, limit), experts.down_proj[expert])
+        out.index_add_(0, token, sums * weights[token, place, None])
+    return out
+
+
 Distance = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 """How far each token of an output is from the one that its logits ask for: ([output, vocabulary],
 output ids) -> [output], 0 where it is that one."""
@@ -88,12 +170,9 @@ class Oracle:
         transformers.AttentionMaskInterface.register(
             _ATTENTION, transformers.masking_utils.sdpa_mask
         )
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(checkpoint),
-            dtype=torch.float32,
-            attn_implementation=_ATTENTION,
-            local_files_only=True,
-        )
+        fields = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
+        model = _loaded(Path(checkpoint), fields)
+        limit_activations(model, fields)
         self._model = model.eval()
         self._gates = ReferenceGates(model)
 

@@ -1,5 +1,6 @@
 """A mixture of experts over instances that are threads of one process, by any implementation."""
 
+import math
 import threading
 import time
 import uuid
@@ -71,7 +72,8 @@ class MixtureCase:
         self.packing = NativeKernels(*form, keeps_bf16=self.keeps_bf16)
         experts, hidden = self.model.num_experts, self.model.hidden_size
         self.layers = []
-        for _ in range(2):
+        # Only the second layer has limits, one for its experts and one for the shared one.
+        for limit, shared_limit in ((math.inf, math.inf), (0.25, 0.125)):
             mlps = [self._mlp() for _ in range(experts)]
             self.layers.append(
                 MoeWeights(
@@ -79,7 +81,8 @@ class MixtureCase:
                     gate_bias=self._randn(experts),
                     slot_E=torch.arange(experts),
                     mlps=mlps,
-                    shared=self._mlp() if self.model.num_shared_experts else None,
+                    shared=self._mlp(shared_limit) if self.model.num_shared_experts else None,
+                    limit=limit,
                 )
             )
         self.rows = [[self._rows() for _ in range(num_epochs)] for _ in range(num_instances)]
@@ -87,11 +90,11 @@ class MixtureCase:
     def _randn(self, *shape):
         return torch.randn(shape, generator=self.generator)
 
-    def _mlp(self):
+    def _mlp(self, limit=math.inf):
         inner, hidden = self.model.expert_size, self.model.hidden_size
         gate_up = (self._randn(2 * inner, hidden) * hidden**-0.5).to(self.value_dtype)
         down = (self._randn(hidden, inner) * inner**-0.5).to(self.value_dtype)
-        return MlpWeights(self.packing.linear(gate_up), self.packing.linear(down))
+        return MlpWeights(self.packing.linear(gate_up), self.packing.linear(down), limit)
 
     def _rows(self):
         count = int(torch.randint(0, MAX_ROWS + 1, (1,), generator=self.generator))

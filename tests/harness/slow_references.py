@@ -6,8 +6,7 @@ K experts a row, E experts here, N columns.
 """
 
 import torch
-
-from data_plane.model.layers import gated_mlp
+import torch.nn.functional as F
 
 
 def reference_lse_merge(partial_QBHV, lse_QBH):
@@ -48,7 +47,10 @@ def reference_experts_forward(x_TX, expert_TK, weight_TK, moe):
             slot = int(moe.slot_E[expert])
             if slot >= 0:
                 mlp = moe.mlps[slot]
-                y_TX[row] += weight.to(x_TX.dtype) * gated_mlp(x_TX[row : row + 1], mlp)[0]
+                gate, up = mlp.gate_up(x_TX[row]).chunk(2)
+                opened = torch.minimum(F.silu(gate), torch.tensor(moe.limit))
+                up = torch.clamp(up, min=-moe.limit, max=moe.limit)
+                y_TX[row] += weight.to(x_TX.dtype) * mlp.down((opened * up)[None])[0]
     return y_TX
 
 

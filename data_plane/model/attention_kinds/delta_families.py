@@ -72,16 +72,17 @@ def kimi_linear(raw: Fields) -> LinearLayers:
                     f"1 to {num_layers}"
                 )
             layers[number - 1] = "linear_attention"
-    heads = own if own.get("num_heads") is not None else raw
+    if layers is None and raw.get("layer_types") is None:
+        raise ValueError(
+            "config.json: linear_attn_config has no kda_layers; they must be the numbers of the "
+            "linear attention layers, or layer_types must say of each layer what it is"
+        )
+    fields, names = raw, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    if own.get("num_heads") is not None:
+        fields, names = own, ("num_heads", "head_dim", "short_conv_kernel_size")
+    num_heads, head_dim, conv_size = map(fields.positive, names)
     return LinearLayers(
-        _kimi_delta(
-            raw,
-            num_heads=heads.positive("linear_num_heads", "num_heads"),
-            head_dim=heads.positive("linear_head_dim", "head_dim"),
-            conv_size=heads.positive("linear_conv_kernel_dim", "short_conv_kernel_size"),
-            names=_KIMI,
-        ),
-        _indices(raw, layers, None),
+        _kimi_delta(raw, num_heads, head_dim, conv_size, _KIMI), _indices(raw, layers, None)
     )
 
 

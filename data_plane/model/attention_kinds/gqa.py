@@ -70,7 +70,9 @@ class GqaConfig:
     ) -> GqaConfig:
         """Read config.json; raises ValueError naming the field that is wrong."""
         hidden_size, num_heads = raw.positive("hidden_size"), raw.positive("num_attention_heads")
-        num_kv_heads = raw.positive("num_key_value_heads")
+        num_kv_heads = num_heads
+        if raw.get("num_key_value_heads") is not None:
+            num_kv_heads = raw.positive("num_key_value_heads")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads is {num_heads}; it must be a multiple of "

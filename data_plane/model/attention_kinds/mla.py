@@ -10,7 +10,7 @@ N nope, V value width, T tokens, U tokens so far.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data_plane.model.attention_kinds.kind import WeightSource
@@ -70,12 +70,14 @@ class MlaConfig:
     @classmethod
     def read_gated(cls, raw: Fields, rope: RopeConfig) -> MlaConfig:
         """Read config.json of a model whose heads have gates; see `read`."""
-        return replace(cls.read(raw, rope), has_gate=True)
+        return cls.read(raw, rope, has_gate=True)
 
     @classmethod
-    def read(cls, raw: Fields, rope: RopeConfig) -> MlaConfig:
+    def read(cls, raw: Fields, rope: RopeConfig, has_gate: bool = False) -> MlaConfig:
         """Read config.json; raises ValueError naming the field that is wrong."""
-        for fields in (raw, raw.inner("rope_scaling"), raw.inner("rope_parameters")):
+        inner = (raw.inner("rope_scaling"), raw.inner("rope_parameters"))
+        # Published Ling folders say 0.5, and every engine rotates all of qk_rope_head_dim.
+        for fields in () if has_gate else (raw, *inner):
             share = 1.0 if fields is None else fields.get("partial_rotary_factor", 1.0)
             if fields is not None and share != 1.0:
                 raise ValueError(
@@ -90,6 +92,7 @@ class MlaConfig:
             rope_dim=raw.positive("qk_rope_head_dim"),
             value_dim=raw.positive("v_head_dim"),
             softmax_mscale=1.0 if rope.yarn is None else rope.yarn.softmax_mscale,
+            has_gate=has_gate,
         )
         if config.rope_dim % 2:
             raise ValueError(f"config.json: qk_rope_head_dim is {config.rope_dim}; it must be even")

@@ -201,8 +201,8 @@ def test_what_may_be_absent(tmp_path):
     )
     absent = dict.fromkeys((*names, "topk_group", "norm_topk_prob", "tie_word_embeddings"), MISSING)
     config = read_config(tmp_path, absent)
-    assert config.attention.q_lora_rank is None and config.attention.q_latent_dim == 7168
-    assert (config.num_dense_layers, config.num_groups, config.num_groups_per_token) == (0, 1, 1)
+    assert config.attention.q_lora_rank == 1536
+    assert (config.num_dense_layers, config.num_groups, config.num_groups_per_token) == (3, 8, 4)
     assert config.weights_normalised and not config.tied_embeddings
 
 

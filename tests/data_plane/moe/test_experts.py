@@ -1,5 +1,7 @@
 """The experts of one instance: fast equals slow, and the instances' sums add up to the whole."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from harness.slow_references import reference_experts_forward
 NUM_EXPERTS, HIDDEN, SIZE, PER_TOKEN = 8, 32, 48, 3
 
 
-def make_moe(experts=range(NUM_EXPERTS), dtype=torch.float32):
+def make_moe(experts=range(NUM_EXPERTS), dtype=torch.float32, limit=math.inf):
     mlps = []
     for expert in experts:
         generator = torch.Generator().manual_seed(expert)
@@ -21,7 +23,7 @@ def make_moe(experts=range(NUM_EXPERTS), dtype=torch.float32):
         down = torch.randn(HIDDEN, SIZE, generator=generator) / SIZE**0.5
         mlps.append(MlpWeights(Linear(gate_up.to(dtype)), Linear(down.to(dtype))))
     return MoeWeights(
-        torch.zeros(0), torch.zeros(0), slots_of(experts, NUM_EXPERTS), mlps, shared=None
+        torch.zeros(0), torch.zeros(0), slots_of(experts, NUM_EXPERTS), mlps, None, limit=limit
     )
 
 
@@ -38,10 +40,11 @@ def make_rows(num_rows, seed, dtype=torch.float32):
     st.integers(0, 1000),
     st.permutations(range(NUM_EXPERTS)),
     st.integers(0, NUM_EXPERTS),
+    st.sampled_from((math.inf, 4.0, 0.25)),
 )
-def test_fast_and_slow_agree(num_rows, seed, order, num_here):
-    """Any experts in any slots, none too."""
-    moe = make_moe(order[:num_here])
+def test_fast_and_slow_agree(num_rows, seed, order, num_here, limit):
+    """Any experts in any slots, none too, with a limit and without."""
+    moe = make_moe(order[:num_here], limit=limit)
     rows = make_rows(num_rows, seed)
     y_TX = experts_forward(*rows, moe)
     assert y_TX.shape == rows[0].shape

@@ -3,6 +3,7 @@
 The last tests are about how the kernels are built, cached and chosen.
 """
 
+import math
 import os
 from dataclasses import replace
 
@@ -96,11 +97,11 @@ def test_a_layer(both, num_rows):
             theirs.finish_attention(partial, their_layer, config),
             dtype,
         )
-    assert_agree(
-        ours.gated_mlp(x_BX, our_layer.moe.shared),
-        theirs.gated_mlp(x_BX, their_layer.moe.shared),
-        dtype,
-    )
+    for limit in (math.inf, 0.125):
+        our_mlp, their_mlp = (
+            replace(each.moe.shared, limit=limit) for each in (our_layer, their_layer)
+        )
+        assert_agree(ours.gated_mlp(x_BX, our_mlp), theirs.gated_mlp(x_BX, their_mlp), dtype)
     assert_agree(
         ours.logits(x_BX, our_weights, config), theirs.logits(x_BX, their_weights, config), dtype
     )
@@ -129,8 +130,8 @@ def test_gate(both, rules, has_bias):
     torch.testing.assert_close(our_weight_BK, weight_BK, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 40])
-def test_experts(both, num_rows):
+@pytest.mark.parametrize(("num_rows", "limit"), [(1, math.inf), (5, 0.125), (40, math.inf)])
+def test_experts(both, num_rows, limit):
     """Own rows, and rows from one of two others; some rows have no expert here."""
     dtype, config, ours, our_weights, theirs, their_weights = both
     x_TX, generator = (
@@ -147,7 +148,8 @@ def test_experts(both, num_rows):
         expert_TK[1] = torch.tensor([0, 3, 12])
     # In bf16 this reference rounds after every expert and the kernel once, hence the tolerance
     # below.
-    expected = reference_experts_forward(x_TX, expert_TK, weight_TK, their_weights.layers[1].moe)
+    moe = replace(their_weights.layers[1].moe, limit=limit)
+    expected = reference_experts_forward(x_TX, expert_TK, weight_TK, moe)
     own = torch.arange(num_rows)[::2]
     sent = torch.arange(num_rows)[1::2]
     for kernels, weights in ((ours, our_weights), (theirs, their_weights)):
@@ -159,7 +161,8 @@ def test_experts(both, num_rows):
             arrived[1][name][: len(sent)] = tensor[sent]
         arrived[0]["count"][0], arrived[1]["count"][0] = 0, len(sent)
         own_sum, counts = kernels.visit_experts(
-            x_TX, expert_TK, weight_TK, own, arrived, answers, weights.layers[1].moe
+            *(x_TX, expert_TK, weight_TK, own, arrived, answers),
+            replace(weights.layers[1].moe, limit=limit),
         )
         assert counts == [0, len(sent)] and answers[0]["hidden"].isnan().all()
         assert answers[1]["hidden"][len(sent) :].isnan().all()
