@@ -14,9 +14,11 @@ from typing import Any
 from data_plane.model.attention_kinds.delta import DeltaConfig
 from data_plane.model.attention_kinds.kind import AttentionKind
 from data_plane.model.config_fields import Fields, is_int, read_json
-from data_plane.model.families import PLAIN_NAMES, TensorNames, family_of, text_fields
+from data_plane.model.families import LIMITS, PLAIN_NAMES, TensorNames, family_of, text_fields
 from data_plane.model.rope_config import RopeConfig, read_rope
+from data_plane.model.safetensors_reader import has_fp8
 
+_FORMS = "float32, bfloat16, float16, or fp8 (e4m3) with one scale for each block"
 _MOST_EXPERTS = 1_000_000
 """Most layers times experts, which are listed before anything is read; Kimi-K2 has 23,000."""
 
@@ -80,6 +82,29 @@ class ModelConfig:
     """By layer, the limit of its shared experts' activations."""
 
     @property
+    def longest(self) -> int:
+        """Positions up to which the rotary embedding is stretched, where that is further."""
+        yarn = self.rope.yarn
+        return max(self.max_len, round(yarn.factor * yarn.original_max_len) if yarn else 0)
+
+    @property
+    def longest_why(self) -> str:
+        """Which fields say how long a request may be."""
+        own, yarn = f"max_position_embeddings is {self.max_len}", self.rope.yarn
+        if yarn is None:
+            return f"{own}, and no yarn stretches it"
+        return f"{own}; yarn stretches {yarn.original_max_len} by a factor of {yarn.factor:g}"
+
+    def check_no_limits(self) -> None:
+        """Raise ValueError if activations have limits, which no kernel of a GPU holds."""
+        for name, limits in zip(LIMITS, (self.expert_limits, self.shared_limits), strict=True):
+            if min(limits, default=math.inf) < math.inf:
+                raise ValueError(
+                    f"config.json: {name} has limits of activations, which only CPUs hold so far: "
+                    "data_plane.device must be cpu"
+                )
+
+    @property
     def num_stored_layers(self) -> int:
         """Layers that a checkpoint has, the MTP layer too if it is loaded."""
         return self.num_layers + self.num_mtp_layers
@@ -141,7 +166,7 @@ class ModelConfig:
             max_len=raw.positive("max_position_embeddings", "model_max_length"),
             eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
             rope=rope,
-            fp8_block=_fp8_block(raw),
+            fp8_block=_fp8_block(raw, folder),
             names=family.names,
             num_mtp_layers=_num_mtp_layers(raw) if has_mtp else 0,
             has_offset_norms=family.has_offset_norms,
@@ -206,15 +231,20 @@ def _num_mtp_layers(raw: Fields) -> int:
     return 1
 
 
-def _fp8_block(raw: Fields) -> tuple[int, int] | None:
-    quantization = raw.inner("quantization_config")
+def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
+    """Read what the files say of quantized weights; the weights themselves say whether it is so."""
+    quantization = raw.inner("quantization_config") or raw.inner("compression_config")
+    _refuse_modelopt(folder)
     if quantization is None:
         return None
-    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
-    if (method, fmt) != ("fp8", "e4m3"):
+    forms = map(quantization.get, ("quant_method", "quant_algo", "fmt", "format"))
+    form = [str(each) for each in forms if each is not None]
+    if form[:1] == ["fp8"] and has_fp8(folder) is False:
+        return None
+    if form not in (["fp8"], ["fp8", "e4m3"]):
         raise ValueError(
-            f"config.json: the weights are quantized ({method}, {fmt}); they must be float32, "
-            "bfloat16, float16, or fp8 (e4m3) with one scale for each block"
+            f"{quantization.where.partition(':')[0]}: the weights are quantized "
+            f"({', '.join(form) or 'without a quant_method'}); they must be {_FORMS}"
         )
     block = quantization.get("weight_block_size")
     if (
@@ -227,6 +257,21 @@ def _fp8_block(raw: Fields) -> tuple[int, int] | None:
             "columns of a block that has a scale of its own, as [128, 128]"
         )
     return block[0], block[1]
+
+
+def _refuse_modelopt(folder: Path) -> None:
+    """Refuse what ModelOpt says beside config.json of weights that are quantized its way."""
+    path = folder / "hf_quant_config.json"
+    if not path.exists():
+        return
+    fields = Fields(read_json(path), path.name)
+    algorithm = (fields.inner("quantization") or fields).get("quant_algo")
+    is_left_over = "FP8" in str(algorithm) and has_fp8(folder) is False
+    if algorithm is not None and not is_left_over:
+        raise ValueError(
+            f"{path}: quant_algo is {algorithm!r}; weights of ModelOpt's forms are not read, they "
+            f"must be {_FORMS}, as quantization_config in config.json says it"
+        )
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ field. Does not know: tensors, instances.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,8 +199,8 @@ def _ling(raw: Fields) -> dict[str, Any]:
     size = raw.count("moe_shared_expert_intermediate_size", fields["expert_size"])
     return fields | {
         "shared_size": fields["num_shared_experts"] * size,
-        "expert_limits": _limits(raw, _LIMITS[0]),
-        "shared_limits": _limits(raw, _LIMITS[1]),
+        "expert_limits": _limits(raw, LIMITS[0]),
+        "shared_limits": _limits(raw, LIMITS[1]),
     }
 
 
@@ -223,7 +223,7 @@ def _is_limit(value: Any) -> bool:
     return value is None or (is_number and 0 <= value < math.inf)
 
 
-_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 """Ling's limits of the activations of a layer's experts, and of its shared ones."""
 _NO_BIAS = {"attention_bias": (False,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
@@ -347,7 +347,7 @@ FAMILIES: dict[str, Family] = {
             "gated_attention_proj_granularity_type": ("head_wise",),
             "moe_router_enable_expert_bias": (True,),
             **dict.fromkeys(_UNUSED_BY_LING, (False,)),
-            **dict.fromkeys(_LIMITS, ()),
+            **dict.fromkeys(LIMITS, ()),
             **_NO_BIAS,
         },
         has_pairs=True,
@@ -388,7 +388,7 @@ _ALSO_NAMED = {
 """Architecture, as its makers publish it -> the row of what is served of it."""
 _SUPPORTED_OF_ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    **dict.fromkeys((*_LIMITS, "swiglu_limit", "swiglu_limits"), (None,)),
+    **dict.fromkeys((*LIMITS, "swiglu_limit", "swiglu_limits"), (None,)),
 }
 """Field -> the values that it may have in every family that does not say otherwise."""
 

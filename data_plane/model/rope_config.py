@@ -89,7 +89,7 @@ def _llama3(parameters: Fields) -> Llama3Config:
 
 
 def _yarn(raw: Fields, parameters: Fields) -> YarnConfig:
-    max_len = raw.positive("max_position_embeddings")
+    max_len = raw.positive("max_position_embeddings", "model_max_length")
     original_max_len = parameters.positive_number("original_max_position_embeddings", max_len)
     factor = parameters.positive_number("factor", max_len / original_max_len)
     mscale = parameters.number("mscale", 0.0)

@@ -16,17 +16,21 @@ import re
 from collections.abc import Iterable, Sequence
 from mmap import mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # imported where it is needed: what reads headers alone does without
+    import torch
+    from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+"""Types of plain tensors, in headers and in torch."""
 _FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
 """Suffix of the name of an FP8 weight's scales; what quantisation divided by, so its inverse."""
+_OTHER_FORMS = (".qweight", ".weight_packed", ".weight_scale")
+"""How tensors end that AWQ, GPTQ, compressed-tensors and ModelOpt write for a weight."""
 _EXPERT = re.compile(r"(.*experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 """Name of a weight of one expert, which may be a part of one tensor of all experts."""
 _NAMED = 4
@@ -67,11 +71,54 @@ class SafetensorsReader:
         """Raise ValueError naming the tensors that the folder lacks, by index and headers."""
         missing = list(filter(None, map(self._missing, names)))
         if missing:
+            self._refuse_other_forms(missing)
             few = ", ".join(missing[:_NAMED]) + (
                 f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             )
             count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
             raise ValueError(f"{self._folder}: {count} missing from the checkpoint: {few}")
+
+    def check_dtypes(self, names: Iterable[str]) -> None:
+        """Raise ValueError naming the first of these tensors whose form is not read."""
+        assert self._file_of is not None
+        for name in names:
+            stored = self._stored(name)
+            if (file := self._file_of.get(stored)) is None:
+                continue  # `check` names what is missing
+            if (entry := self._header(file).get(stored)) is None:
+                continue
+            if entry.dtype == _FP8:
+                self._check_fp8(stored, entry)
+            elif entry.dtype not in _DTYPES:
+                raise ValueError(_wrong_dtype(self._path_of(name), stored, entry.dtype))
+
+    def _check_fp8(self, name: str, entry: _Entry) -> None:
+        """An FP8 weight must have its scale of each block, of a type that is read."""
+        path = self._path_of(name)
+        if self._fp8_block is None or len(entry.shape) < 2:
+            raise ValueError(
+                f"{path}: the tensor {name} is {_FP8}, which only a matrix may be, and only with a "
+                "quantization_config in config.json; else it must be one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        assert self._file_of is not None
+        if (file := self._file_of.get(name + _SCALE)) is None:
+            self._refuse_other_forms([name])
+        elif (scale := self._header(file).get(name + _SCALE)) and scale.dtype not in _DTYPES:
+            raise ValueError(_wrong_dtype(self._folder / file, name + _SCALE, scale.dtype))
+
+    def _refuse_other_forms(self, names: Iterable[str]) -> None:
+        """Raise ValueError if the folder has one of these weights in a form that is not read."""
+        assert self._file_of is not None
+        for name in names:
+            stem = name.removesuffix(_SCALE).removesuffix(".weight")
+            other = next((stem + end for end in _OTHER_FORMS if stem + end in self._file_of), None)
+            if other is not None:
+                raise ValueError(
+                    f"{self._path_of(other)}: the weight of {stem} is quantized, as {other} says; "
+                    f"it must be one of {', '.join(_DTYPES)}, or {_FP8} with one scale for each "
+                    f"block ({stem}.weight{_SCALE})"
+                )
 
     @property
     def num_tensors(self) -> int:
@@ -106,6 +153,7 @@ class SafetensorsReader:
         or its scales are missing, have another shape than they should, or a dtype that is no float.
         """
         entry, path = self._entry(name), self._path_of(name)
+        self.check_dtypes([name])
         _check_shape(path, name, entry, target)
         read = self._read_fp8_into if entry.dtype == _FP8 else self._read_float_into
         read(name, entry, target)
@@ -113,13 +161,9 @@ class SafetensorsReader:
         _check_finite(path, name, bool(target.sum().isfinite()))
 
     def _read_float_into(self, name: str, entry: _Entry, target: Tensor) -> None:
-        path = self._path_of(name)
-        if entry.dtype not in _DTYPES:
-            raise ValueError(
-                f"{path}: the tensor {name} is {entry.dtype}; "
-                f"it must be one of {', '.join(_DTYPES)}"
-            )
-        dtype = _DTYPES[entry.dtype]
+        import torch
+
+        path, dtype = self._path_of(name), getattr(torch, _DTYPES[entry.dtype])
         values = target if target.dtype == dtype else staging_tensor(entry.shape, dtype)
         _check_bytes(path, name, entry, values.nbytes)
         _read_bytes(path, entry.begin, values)
@@ -140,6 +184,8 @@ class SafetensorsReader:
         Both are on the CPU and contiguous; scale is fp32. Raises ValueError as read_into does.
         """
         entry, path = self._entry(name), self._path_of(name)
+        import torch
+
         assert entry.dtype == _FP8, (name, entry.dtype)
         _check_shape(path, name, entry, values)
         _check_bytes(path, name, entry, values.numel())
@@ -152,13 +198,10 @@ class SafetensorsReader:
 
     def _read_fp8_into(self, name: str, entry: _Entry, target: Tensor) -> None:
         """De-quantise a row of blocks at a time, so that no fp32 copy stands beside `target`."""
+        import torch
+
+        assert self._fp8_block is not None, "check_dtypes refuses it"
         path = self._path_of(name)
-        if self._fp8_block is None or target.dim() != 2:
-            raise ValueError(
-                f"{path}: the tensor {name} is {_FP8}, which only a matrix may be, and only with a "
-                "quantization_config in config.json; else it must be one of "
-                f"{', '.join(_DTYPES)}"
-            )
         _check_bytes(path, name, entry, target.numel())
         (block_rows, block_columns), width = self._fp8_block, target.shape[1]
         scale = torch.empty(scale_shape(target.shape, self._fp8_block))
@@ -228,6 +271,8 @@ def staging_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     The mapping goes back to the system with the tensor. On the heap, among tensors that stay, the
     holes would stay too: a fourth of an instance's memory, seen with experts of 1 MB.
     """
+    import torch
+
     count = math.prod(shape)
     return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
 
@@ -274,6 +319,20 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
+def _wrong_dtype(path: Path, name: str, dtype: str) -> str:
+    return f"{path}: the tensor {name} is {dtype}; it must be one of {', '.join(_DTYPES)}"
+
+
+def has_fp8(folder: Path) -> bool | None:
+    """Whether a tensor of the folder is FP8; None if not all of its weights are there."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    index = _read_index(folder) if (folder / _INDEX).exists() else None
+    if not names or not {*(index or {}).values()} <= {*names}:
+        return None
+    headers = (_read_header(folder / name) for name in names)
+    return any(entry.dtype == _FP8 for header in headers for entry in header.values())
+
+
 def _check_finite(path: Path, name: str, is_finite: bool) -> None:
     if not is_finite:
         raise ValueError(
@@ -298,6 +357,8 @@ def _check_bytes(path: Path, name: str, entry: _Entry, num_bytes: int) -> None:
 
 
 def _read_bytes(path: Path, begin: int, target: Tensor) -> None:
+    import torch
+
     assert target.is_contiguous()
     view = target.view(-1).view(torch.uint8).numpy().data
     done = 0

@@ -153,6 +153,7 @@ def open_tensors(
             )
     shapes = stored_shapes(config, experts)
     reader.check(shapes)
+    reader.check_dtypes(shapes)
     for name, shape in shapes.items():
         if (stored := reader.shape(name)) != shape:
             sizes = ", ".join(
@@ -174,6 +175,16 @@ def stores_bf16(path: str | Path, config: ModelConfig) -> bool:
     """
     reader, shapes = open_tensors(path, config, range(config.num_experts))
     return all(reader.is_bf16(name) for name, shape in shapes.items() if is_packed(name, shape))
+
+
+def stores_fp8_experts(path: str | Path, config: ModelConfig) -> bool:
+    """Whether the checkpoint in folder `path` has every matrix of its experts in FP8.
+
+    Raises ValueError naming the tensors that are missing.
+    """
+    reader, shapes = open_tensors(path, config, range(config.num_experts))
+    others = stored_shapes(config, range(0))
+    return all(reader.is_fp8(name) for name in shapes if name not in others)
 
 
 Progress = Callable[[int, int], None]

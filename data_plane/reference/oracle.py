@@ -75,17 +75,14 @@ def _loaded(checkpoint: Path, fields: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     told: dict[str, Any] = dict(fields)
-    if "kda_lower_bound" in told:
-        told["kda_lower_bound"] = float(told["kda_lower_bound"])
-    if told.get("model_type") == "kimi_k2":
-        told["model_type"] = "deepseek_v3"
     block = (told.pop("quantization_config", None) or {}).get("weight_block_size")
-    how: dict[str, Any] = {
-        "dtype": torch.float32,
-        "attn_implementation": _ATTENTION,
-        "local_files_only": True,
-    }
-    if told == fields:
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": _ATTENTION}
+    how["local_files_only"] = True
+    if isinstance(told.get("kda_lower_bound"), int):
+        told["kda_lower_bound"] = float(told["kda_lower_bound"])
+    elif told.get("model_type") == "kimi_k2":
+        told["model_type"] = "deepseek_v3"
+    elif told == fields:
         return AutoModelForCausalLM.from_pretrained(str(checkpoint), **how)
     how["config"] = config = AutoConfig.for_model(**told)
     if block is None:

@@ -103,6 +103,8 @@ def moe_backends(
     Raises ValueError naming what the configuration asks for and this device cannot do.
     """
     data_plane, dtype = config.data_plane, torch_dtype(config)
+    if device.type == "cuda":
+        model.check_no_limits()
     if not model.num_experts:
         # It multiplies rows with dense layers too.
         name = "deep_gemm" if data_plane.expert_backend == "deep_gemm" else "auto"

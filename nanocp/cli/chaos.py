@@ -39,6 +39,7 @@ def chaos(
     Requests are greedy, sampled, penalised, of three choices, with a shared beginning and long, by
     gRPC and HTTP. `transformers` is the reference.
     """
+    from data_plane.model.config import ModelConfig
     from nanocp.chaos.judge import ReferenceJudge
     from nanocp.chaos.report import claims_of
     from nanocp.chaos.run import ChaosRun, play
@@ -47,7 +48,7 @@ def chaos(
     said, console = terminal(), output()
     settings = {
         "cluster.num_frames": 128,
-        "cluster.max_model_len": 2048,
+        "cluster.max_model_len": min(2048, ModelConfig.from_folder(checkpoint).max_len),
         "cluster.spares": spares,
         "data_plane.sampling": "inverse",  # as the judge draws
     }

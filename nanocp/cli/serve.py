@@ -130,6 +130,7 @@ def serve(
     from nanocp.config.file import doubts_in, load_config, origins
     from nanocp.config.speculative import num_drafts_of
     from nanocp.config.yaml import config_yaml
+    from nanocp.serve.served import with_model_len
 
     try:
         if address is not None and not ray:
@@ -144,6 +145,8 @@ def serve(
             raise typer.Exit
         for doubt in doubts_in(config):
             print(f"{config}: {doubt}", file=sys.stderr)
+        if "cluster.max_model_len" not in origins(config, flags):
+            loaded = with_model_len(loaded, checkpoint)
         status = run(loaded, checkpoint, address, ray)
     except (ValueError, OSError) as error:
         print(f"nanocp serve: {error}", file=sys.stderr)

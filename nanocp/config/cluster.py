@@ -65,7 +65,7 @@ class ClusterConfig:
     num_frames: int = 256
     """Frames of 64 tokens in each instance's pool, without the scratch frame."""
     max_model_len: int = 8192
-    """Most tokens of prompt and output of one request."""
+    """Most tokens of prompt and output of one request; not given, at most what the model has."""
     carry_pages: int = 0
     """Pages that a row's state in linear attention layers takes, which lies at its MoE binding. 0:
     as the checkpoint says; most models have no such layers."""

@@ -35,6 +35,11 @@ PAGE_BACKENDS = ("auto", "nixl")
 SAMPLINGS = ("inverse", "race")
 
 
+def default_dtype(device: str) -> str:
+    """What `nanocp serve` and `nanocp plan` take on a device where no dtype is given."""
+    return "bfloat16" if device == "cuda" else "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class DataPlaneConfig:
     """How an instance computes and exchanges."""
@@ -45,7 +50,8 @@ class DataPlaneConfig:
     """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the
     node's instances."""
     dtype: str = "float32"
-    """Weights (native kernels keep stored bfloat16), activations and KV: float32 or bfloat16."""
+    """Weights (native kernels keep stored bfloat16), activations and KV: float32 or bfloat16, which
+    is the default with device cuda."""
     kv_dtype: str = "auto"
     """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at
     DeepSeek-V3's widths)."""

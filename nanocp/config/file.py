@@ -19,6 +19,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from nanocp.config.cost import CPU_COSTS
+from nanocp.config.data_plane import default_dtype
 from nanocp.config.whole import SECRETS, Config
 from nanocp.input_files import readable
 
@@ -57,8 +58,10 @@ def load_config(
     for source in sources:
         _check_keys(source, source.tree, Config, ())
         merged = _merge(merged, source.tree)
-    if not _sets(merged, ("data_plane", "device")) or merged["data_plane"]["device"] == "cpu":
+    device = merged["data_plane"]["device"] if _sets(merged, ("data_plane", "device")) else "cpu"
+    if device == "cpu":
         merged = _merge({"scheduler": {"costs": asdict(CPU_COSTS)}}, merged)
+    merged = _merge({"data_plane": {"dtype": default_dtype(device)}}, merged)
     try:
         # Strict JSON: an array may become a tuple, but true is no integer and "2" is none either.
         return TypeAdapter(Config).validate_json(json.dumps(merged, default=str), strict=True)

@@ -6,14 +6,15 @@ factories of the data plane, and imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from data_plane.model.config import ModelConfig
-from data_plane.model.sizes import carry_pages, page_bytes
+from data_plane.model.safetensors_reader import SafetensorsReader, has_fp8
+from data_plane.model.sizes import carry_pages, page_bytes, stored_shapes
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
@@ -50,28 +51,54 @@ class Served:
     """Pages of a row's state; 0: the model has no linear attention layers."""
 
 
-def open_checkpoint(config: Config, checkpoint: Path) -> Served:
-    """Check a checkpoint folder, but not its weights.
+def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
+    """Check whether a configuration can serve a model: what `nanocp serve` and `plan` ask alike.
 
-    Raises ValueError saying what does not fit.
+    Of the weights it reads what types they have, where all of them are there. Raises ValueError
+    saying what does not fit.
     """
-    model = ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
     num_instances = config.cluster.num_instances
-    is_pipeline = config.cluster.layout == "pipeline"
-    if is_pipeline:
+    if config.cluster.layout == "pipeline":
         PipelineConfig.of(config, model.num_layers)
     elif 0 < model.num_experts < num_instances:
         raise ValueError(
             f"the model has {model.num_experts} experts; there may be as many instances, and not "
             f"{num_instances}"
         )
+    config.with_carry(carry_pages(model, config))
+    if config.data_plane.device == "cuda":
+        model.check_no_limits()
+    if has_fp8(checkpoint) is not None:
+        names = stored_shapes(model, range(model.num_experts))
+        SafetensorsReader(checkpoint, model.fp8_block).check_dtypes(names)
     num_stages = config.prefill.stages
     require(
         num_stages <= model.num_layers,
         f"prefill.stages is {num_stages}, and the model has {model.num_layers} layers; each stage "
         "needs one",
     )
-    max_model_len = min(model.max_len, config.cluster.max_model_len)
+
+
+def with_model_len(config: Config, checkpoint: Path) -> Config:
+    """The configuration where no cluster.max_model_len is given: not above what the model has."""
+    model = ModelConfig.from_folder(checkpoint)
+    most = min(config.cluster.max_model_len, model.max_len)
+    return replace(config, cluster=replace(config.cluster, max_model_len=most))
+
+
+def open_checkpoint(config: Config, checkpoint: Path) -> Served:
+    """Check a checkpoint folder, but not what its weights are.
+
+    Raises ValueError saying what does not fit.
+    """
+    model = ModelConfig.from_folder(checkpoint, config.scheduler.num_drafts > 0)
+    check_model(config, model, checkpoint)
+    max_model_len = config.cluster.max_model_len
+    require(
+        max_model_len <= model.longest,
+        f"cluster.max_model_len is {max_model_len}; the model takes at most {model.longest} tokens "
+        f"({model.longest_why})",
+    )
     has_prefill = not config.prefill.synthetic_kv
     name = config.service.served_model_name or str(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
@@ -96,7 +123,7 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         limits,
         tokenizer,
         checkpoint,
-        STAGE_FACTORY if is_pipeline else INSTANCE_FACTORY,
+        STAGE_FACTORY if config.cluster.layout == "pipeline" else INSTANCE_FACTORY,
         num_experts=model.num_experts,
         num_layers=model.num_layers,
         page_bytes=page_bytes(model, config),

@@ -87,10 +87,11 @@ class Hardware:
 
     def config(self) -> Config:
         """The configuration of a service on it."""
+        from nanocp.config.data_plane import default_dtype
         from nanocp.config.whole import Config
 
         config, is_gpu, num = Config(), self.device != _CPU, self.instances or _INSTANCES
-        chosen = self.dtype or (ModelDtype.bfloat16 if is_gpu else ModelDtype.float32)
+        device = "cuda" if is_gpu else "cpu"
         return replace(
             config,
             cluster=replace(
@@ -103,8 +104,8 @@ class Hardware:
             ),
             data_plane=replace(
                 config.data_plane,
-                device="cuda" if is_gpu else "cpu",
-                dtype=chosen.value,
+                device=device,
+                dtype=self.dtype.value if self.dtype else default_dtype(device),
                 kv_dtype=self.kv_dtype,
                 # The only one that both lanes can use on a GPU.
                 dispatch_backend="exchange" if self.lanes else config.data_plane.dispatch_backend,
@@ -120,10 +121,12 @@ def report_folder(folder: Path, hardware: Hardware) -> bool:
     """
     from control_plane.frontend.tokenizer import load_tokenizer
     from data_plane.model.config import ModelConfig
+    from nanocp.serve.served import check_model
 
     model = ModelConfig.from_folder(folder, hardware.drafts)
     tokenizer = load_tokenizer(folder)
     config, device = hardware.config(), hardware.device
+    check_model(config, model, folder)
     report = _report_stages if hardware.layout == "pipeline" else _report
     fits = report(folder, model, config, device, hardware.memory_gb)
     if config.data_plane.has_nvshmem:
@@ -144,7 +147,8 @@ def _report(
     from data_plane.startup.memory_need import keeps_bf16, memory_need, prefill_bytes
     from nanocp.values.experts import num_slots
 
-    stores_bf16 = _stores_bf16(folder, model)
+    whole, stores_bf16 = model, _stores_bf16(folder, model)
+    model = _as_stored(folder, model)
     device, num_instances = DEVICES[name], config.cluster.num_instances
     memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_instances))
     need, usable, reserve = (
@@ -187,10 +191,15 @@ def _report(
         typer.echo(f"It does not fit: {(need.page - left) / _GB:.1f} GB too many on each instance.")
         typer.echo(_advice(model, config, stores_bf16, usable, reserve, memory_gb is None))
         return False
+    num_needed = -(-model.longest // max(tokens, 1))
     typer.echo(
         f"It fits. KV: {tokens:,} tokens on one instance, {tokens * num_instances:,} on all. The "
-        f"model was made for {model.max_len:,}: such a request needs "
-        f"{-(-model.max_len // max(tokens, 1))} of {num_instances} instances at least."
+        f"model was made for {model.longest:,}: such a request needs "
+        + (
+            f"{num_needed} of {num_instances} instances at least."
+            if num_needed <= num_instances
+            else f"{num_needed} instances, and there are {num_instances}."
+        )
     )
     if need.state:
         typer.echo(
@@ -200,7 +209,7 @@ def _report(
     if name == _CPU:
         prefill = prefill_bytes(model, config) / _GB
         typer.echo(f"Beside them the prefill has the whole model: {prefill:.2f} GB and more.")
-    typer.echo(_weights(folder, model))
+    typer.echo(_weights(folder, whole))
     return True
 
 
@@ -289,15 +298,27 @@ def _has_weights(folder: Path) -> bool:
     return bool(list(folder.glob("*.safetensors*")))
 
 
+def _as_stored(folder: Path, model: ModelConfig) -> ModelConfig:
+    """The model, without FP8 if the folder has its weights, and experts are not all in FP8."""
+    from data_plane.model.weights import stores_fp8_experts
+
+    if model.fp8_block is not None and _has_weights(folder):
+        with contextlib.suppress(ValueError):  # what is missing is named after the table
+            if not stores_fp8_experts(folder, model):
+                return replace(model, fp8_block=None)
+    return model
+
+
 def _stores_bf16(folder: Path, model: ModelConfig) -> bool:
     """Whether matrices are stored in bf16; without all weights, whether config.json says so."""
     from data_plane.model.config_fields import read_json
+    from data_plane.model.families import text_fields
     from data_plane.model.weights import stores_bf16
 
     if _has_weights(folder):
         with contextlib.suppress(ValueError):  # what is missing is named after the table
             return stores_bf16(folder, model)
-    fields = read_json(folder / "config.json")
+    fields = text_fields(read_json(folder / "config.json"))
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return model.fp8_block is None and dtype == "bfloat16"
 

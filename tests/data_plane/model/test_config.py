@@ -241,7 +241,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
         ({"attention_bias": True}, "attention_bias is True; .* with False only"),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            "the weights are quantized .awq, e4m3.; they must be float32",
+            "the weights are quantized .awq.; they must be float32",
         ),
         (
             {"quantization_config": FP8 | {"fmt": "e5m2"}},

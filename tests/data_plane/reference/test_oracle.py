@@ -1,5 +1,6 @@
 """The oracle: the first wrong token is pinned, near-ties are right and counted."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.gates import GATE_NEAR_TIE, ReferenceGates
 from data_plane.reference.oracle import NEAR_TIE, Oracle, Verdict
+from harness.fp8_twin import make_twin
 
 PROMPT = list(range(2, 90))
 
@@ -208,3 +210,25 @@ def test_without_near_ties_nothing_is_decided_otherwise(tiny_oracle, generated):
     wrong = [*generated[:5], (generated[5] + 1) % 512]
     assert tiny_oracle.judge(PROMPT, wrong) == Verdict(6, 5, 0)
     assert tiny_oracle._gates.near_ties == []
+
+
+@pytest.mark.parametrize("widths", [(64, 32), (128, 64)], ids=["whole", "192 rows"])
+def test_fp8_folders_are_judged_by_their_own_blocks(tmp_path, widths):
+    """kv_a of 192 rows has two rows of blocks of 128, which transformers 5.24.0 cuts at 96."""
+    overrides = dict(zip(("kv_lora_rank", "qk_rope_head_dim"), widths, strict=True))
+    make_checkpoint(tmp_path / "fp8", "tiny", dtype=torch.float8_e4m3fn, overrides=overrides)
+    make_twin(tmp_path / "fp8", tmp_path / "twin")
+    found, right = (Oracle(tmp_path / name).logits(PROMPT, [3, 4]) for name in ("fp8", "twin"))
+    torch.testing.assert_close(found, right, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [("tiny-ling", {"kda_lower_bound": -5}), ("tiny", {"model_type": "kimi_k2"})],
+)
+def test_what_transformers_does_not_read_as_published(tmp_path, preset, changes):
+    make_checkpoint(tmp_path, preset)
+    right = Oracle(tmp_path).logits(PROMPT, [3, 4])
+    fields = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    torch.testing.assert_close(Oracle(tmp_path).logits(PROMPT, [3, 4]), right, atol=0, rtol=0)
