@@ -119,7 +119,7 @@ class JsonScan:
                 self._depth += is_begin
 
 
-class JsonReader:
+class JsonReader(CallReader):
     """Reads a call whose arguments are JSON: what stands in a string is the string's."""
 
     def __init__(
@@ -129,7 +129,7 @@ class JsonReader:
 
         separator: the tag that comes before the JSON; empty: there is none.
         """
-        self.pieces: list[str] = []
+        self.pieces = []
         self._read, self._end, self._tools = read, end, tools
         self._separator = separator
         """Empty once it was there."""
@@ -163,7 +163,7 @@ class JsonReader:
         return self._read("".join(self.pieces[1 : -1 if has_end else None]), self._tools)
 
 
-class TaggedReader:
+class TaggedReader(CallReader):
     """Reads a call whose arguments are bare text between tags.
 
     What a tag means is told by the tags beside it, with nothing but white space between them: each
@@ -183,7 +183,7 @@ class TaggedReader:
     """How an argument begins."""
 
     def __init__(self, tools: Tools) -> None:
-        self.pieces: list[str] = []
+        self.pieces = []
         self._tools = tools
         self._trail: list[str] = []
         self._places: list[int] = []
@@ -268,8 +268,8 @@ class TaggedReader:
         if is_open or len(set(keys)) < len(keys):
             raise ValueError("one argument in another, or twice")
         ends = [place for place, _ in begun[1:]] + [last]
-        for key, (_, place), end in zip(keys, begun, ends, strict=True):
-            yield key, self._text(place, end)
+        for key, (_, opening), end in zip(keys, begun, ends, strict=True):
+            yield key, self._text(opening, end)
 
 
 def typed(name: str, values: Mapping[str, str], tools: Tools) -> ToolCall:

@@ -18,7 +18,6 @@ from control_plane.frontend.http.answer_parser import (
 )
 from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.forced_calls import ForcedCallsParser
-from control_plane.frontend.http.tool_schemas import property_of, types_of
 from harness.nested_calls import play
 
 ARGUMENTS = {"city": "Köln", "days": 3, "deep": {"a": [1, None]}}
@@ -441,16 +440,3 @@ def test_markers_without_end_cost_no_more_than_their_length(form: str) -> None:
         assert part == AnswerPart(PartKind.CONTENT, text)
     *_, call = parsed(["<tool_call>" * 9 + CALLS[form]], form)
     assert call.call and call.call.name == "weather"
-
-
-def test_types_of_a_schema_that_refers_to_itself_in_many_ways() -> None:
-    layers = {
-        str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{n + 1}"}]}
-        for n in range(40)
-    }
-    root = {
-        "properties": {"a": {"oneOf": [{"$ref": "#/properties/a"}, {"$ref": "#/$defs/0"}]}},
-        "$defs": {**layers, "40": {"type": ["integer", "null"]}},
-    }
-    assert types_of(property_of(root, "a"), root) == {"integer", "null"}
-    assert types_of({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, {}) == {"string"}

@@ -19,6 +19,7 @@ from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.strict_calls import strict_calls
+from control_plane.frontend.http.tool_schemas import property_of, types_of
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.sampler import RowMasks, sample_rows
 from harness.frontend_fakes import TOKENIZER, running
@@ -227,3 +228,16 @@ def test_a_text_that_could_not_be_read_is_never_written(form, head, tail, never)
         assert is_allowed == (never != value), value
         if is_allowed:
             assert arguments == [{"a": value if value != tail else ""}]
+
+
+def test_types_of_a_schema_that_refers_to_itself_in_many_ways() -> None:
+    layers = {
+        str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{n + 1}"}]}
+        for n in range(40)
+    }
+    root = {
+        "properties": {"a": {"oneOf": [{"$ref": "#/properties/a"}, {"$ref": "#/$defs/0"}]}},
+        "$defs": {**layers, "40": {"type": ["integer", "null"]}},
+    }
+    assert types_of(property_of(root, "a"), root) == {"integer", "null"}
+    assert types_of({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, {}) == {"string"}
