@@ -145,7 +145,8 @@ def serve(
             raise typer.Exit
         for doubt in doubts_in(config):
             print(f"{config}: {doubt}", file=sys.stderr)
-        if "cluster.max_model_len" not in origins(config, flags):
+        is_given = "cluster.max_model_len" in origins(config, flags)
+        if not is_given and (checkpoint / "config.json").exists():  # else `run` says that
             loaded = with_model_len(loaded, checkpoint)
         status = run(loaded, checkpoint, address, ray)
     except (ValueError, OSError) as error:
