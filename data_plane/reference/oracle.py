@@ -133,7 +133,7 @@ def _limited_experts(
     experts: Any, limit: float, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     out, linear = torch.zeros_like(x), torch.nn.functional.linear
-    for expert in chosen.unique().tolist():
+    for expert in set(chosen.flatten().tolist()):
         token, place = (chosen == expert).nonzero(as_tuple=True)
         gate, up = linear(x[token], experts.gate_up_proj[expert]).chunk(2, dim=-1)
         sums = linear(_limited(gate, up, limit), experts.down_proj[expert])
