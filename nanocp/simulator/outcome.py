@@ -360,8 +360,7 @@ class Recorder:
 
     def _drift_of_arrivals(self) -> float:
         """The drift if each token took as long as in the first half, whoever came when."""
-        first, run = self._sums.halves[0], self.run
-        tpot_us = first.time_us / max(first.steps, 1)
+        run, tpot_us = self.run, self._sums.halves[0].time_us / max(self._sums.halves[0].steps, 1)
         edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us
         before, after = (
             sum(max(0, min(at + num * tpot_us, high) - max(at, low)) for at, num in self._asked)
@@ -382,7 +381,6 @@ class Recorder:
         before, after = (half.mean for half in sums.halves)
         of_arrivals = self._drift_of_arrivals()
         drift = after / before / (1 + of_arrivals) - 1 if before and after else 0.0
-        # A step takes longer while more requests run, so that they stay longer.
         chance = _drift_by_chance(before) + abs(of_arrivals) / 2
         time_us = max(sums.time_us, 1)
         return Outcome(

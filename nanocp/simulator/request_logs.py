@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from nanocp.simulator.analyser.arrival_times import UNITS, Moment, unit_of
+from nanocp.simulator.analyser.arrival_times import UNITS, LogTime, unit_of
 from nanocp.simulator.analyser.log_files import PHASE, LogFile, flat, number_of
 from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
@@ -139,7 +139,7 @@ class _Reader:
         self._found: dict[str, str] = {}
         self.num_skipped = self.num_failed = self._num_warm_up = 0
         self.requests: list[WorkloadRequest] = []
-        self._moments: list[Moment] = []
+        self._moments: list[LogTime] = []
         self._took_us: list[float] = []
 
     def read(self, where: str, entry: Mapping[str, Any]) -> None:
@@ -227,7 +227,7 @@ def _seconds(where: str, entry: Mapping[str, Any]) -> float:
     return number
 
 
-def _moment(where: str, name: str, value: Any, is_strict: bool) -> Moment:
+def _moment(where: str, name: str, value: Any, is_strict: bool) -> LogTime:
     number = number_of(value)
     if number is not None:
         is_odd = is_strict and name == "timestamp" and type(value) is not int
@@ -235,7 +235,7 @@ def _moment(where: str, name: str, value: Any, is_strict: bool) -> Moment:
             raise ValueError(
                 f"{where}: {name} is {value!r}; it must be a whole number of at least 0"
             )
-        return Moment(where, name, number, is_date=False)
+        return LogTime(where, name, number, is_date=False)
     try:
         found = datetime.fromisoformat(value)
     except (TypeError, ValueError) as error:
@@ -245,7 +245,7 @@ def _moment(where: str, name: str, value: Any, is_strict: bool) -> Moment:
         ) from error
     found = found if found.tzinfo else found.replace(tzinfo=UTC)
     delta = found - datetime(1970, 1, 1, tzinfo=UTC)
-    return Moment(where, name, float(delta // timedelta(microseconds=1)), is_date=True)
+    return LogTime(where, name, float(delta // timedelta(microseconds=1)), is_date=True)
 
 
 def _is_zero(entry: Mapping[str, Any], *names: str) -> bool:

@@ -31,7 +31,7 @@ LEAST_SURE = 1.05
 LEAST_LOAD = 0.5
 """Below this share of what today's best way sustains, fewer GPUs help first."""
 LEAST_REQUESTS = 100
-"""Of fewer, one request more or less would decide whether 99% are within the SLO."""
+"""With fewer, one request more or less would decide whether 99% are within the SLO."""
 PRECISION, FINE_PRECISION, QUICK_PRECISION = 1.1, 1.02, 1.05
 """Rates are found to the first, and those that decide the verdict to the second; quickly, all to
 the third."""
@@ -40,7 +40,7 @@ _LEAST_SHARE = 0.1
 _QUICK_REQUESTS = 1_100
 """They arrive in a quick trial, so that 99% allow 10 misses."""
 _QUICK_US, _QUICK_WARM_UP_US = 30_000_000, 10_000_000
-"""Of a quick run at the log's rate."""
+"""A quick run at the log's rate measures and warms up for so long."""
 _FIRST = 0.6
 """The search begins below the rate that a balanced cluster sustains with even arrivals."""
 _FACTORS = (0.5, 2.0)

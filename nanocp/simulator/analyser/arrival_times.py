@@ -44,13 +44,13 @@ _SURE, _SURE_OF_YEARS = 4.0, 100.0
 """The likeliest unit must be so much likelier than the next one."""
 
 
-class Moment(NamedTuple):
+class LogTime(NamedTuple):
     """A time as it stands in a file."""
 
     where: str
     name: str
     value: float
-    """Its number; of a date, microseconds since 1970."""
+    """The number that stands there; for a date, microseconds since 1970."""
     is_date: bool
 
     @property
@@ -69,14 +69,14 @@ class Moment(NamedTuple):
         return f"{self.where} has {self.name} {number}{f' (of our years in {era})' if era else ''}"
 
 
-def unit_of(moments: Sequence[Moment], given: str = "") -> str:
+def unit_of(moments: Sequence[LogTime], given: str = "") -> str:
     """The unit of all, a name of UNITS or DATE; given: what the user says.
 
     Raises ValueError if they have more than one, or if it cannot be told.
     """
     if given and given not in UNITS:
         raise ValueError(f"--time-unit is {given!r}; it must be one of {', '.join(UNITS)}")
-    kinds: dict[tuple[str, str], Moment] = {}
+    kinds: dict[tuple[str, str], LogTime] = {}
     for one in moments:
         kinds.setdefault(one.kind, one)
     (said, era), first = next(iter(kinds.items()))
@@ -110,14 +110,14 @@ def unit_of(moments: Sequence[Moment], given: str = "") -> str:
     return best
 
 
-def _refuse_two(one: Moment, other: Moment) -> None:
+def _refuse_two(one: LogTime, other: LogTime) -> None:
     raise ValueError(
         f"{one} and {other}: a file has one unit, so split it, or give the one that all have "
         "(--time-unit)"
     )
 
 
-def _check_one_scale(ascending: Sequence[Moment]) -> None:
+def _check_one_scale(ascending: Sequence[LogTime]) -> None:
     """Raise ValueError if the times look like those of two units, or of two clocks.
 
     Then the lowest 500th of their span has nearly all, or many of another form, or many with gaps
