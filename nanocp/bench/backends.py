@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 
@@ -21,6 +22,20 @@ from nanocp.client import AsyncClient, ServiceError
 
 _TIMEOUT_S = 6 * 60 * 60
 _MAX_ERROR_CHARACTERS = 500
+_NO_TEXT = ("role", "id", "type", "index", "format", "signature")
+"""Keys of a delta, and of what is in it, whose values the model has not written."""
+
+
+class Message(NamedTuple):
+    """One message of an answer that brought tokens, or may have."""
+
+    at_s: float
+    size: int
+    """Characters; 0: it may be a token that has no text yet."""
+    tokens: int | None = None
+    """Its tokens, where it says so."""
+    total: int | None = None
+    """Tokens of the answer so far, where it says so."""
 
 
 @dataclass(slots=True)
@@ -37,32 +52,61 @@ class RequestOutput:
     ttft_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
     """Times from message to message; a message may bring several tokens."""
+    tokens: list[float] = field(default_factory=list)
+    """Tokens of each message; a share of output_len where messages do not say."""
     client_queue_s: float = 0.0
     """Time that the request waited in the client for others to end (--max-concurrency)."""
     error: str = ""
     is_whole: bool = False
     """The service said that this is the end, by a finish reason or otherwise."""
-    _last_s: float = 0.0
-
-    def message(self) -> None:
-        """Note that another message with tokens has arrived."""
-        now_s = time.perf_counter()
-        if self._last_s:
-            self.itl_s.append(now_s - self._last_s)
-        else:
-            self.ttft_s = now_s - self.start_s
-        self._last_s = now_s
+    messages: list[Message] = field(default_factory=list)
+    has_usage: bool = False
+    """A message has said how many tokens there are."""
 
     def end(self) -> None:
         """Note that the request is complete; vLLM too counts to the last message with tokens."""
-        if self.output_len and not self._last_s:
-            self.message()  # All tokens came with the end.
-        self.success = self.is_whole and bool(self._last_s)
-        self.latency_s = (self._last_s or time.perf_counter()) - self.start_s
-        if not self._last_s:
-            self.error = "the request ended without a token"
-        elif not self.is_whole:
-            self.error = "the answer broke off: it has no finish reason"
+        if self.output_len and not self.messages:
+            self.messages.append(Message(time.perf_counter(), 1))  # All tokens came with the end.
+        messages = self._with_tokens()
+        self.output_len = self.output_len or sum(message.tokens or 1 for message in messages)
+        times_s = [message.at_s for message in messages]
+        if times_s:
+            self.ttft_s, self.latency_s = times_s[0] - self.start_s, times_s[-1] - self.start_s
+            self.itl_s = [after - before for before, after in pairwise(times_s)]
+            self.tokens = _shares(messages, self.output_len)
+        else:
+            self.latency_s = time.perf_counter() - self.start_s
+            self.error = self.error or "the request ended without a token"
+        if not self.is_whole:
+            self.error = self.error or "the answer broke off: it has no finish reason"
+        self.success = not self.error
+
+    def _with_tokens(self) -> list[Message]:
+        """The messages that brought tokens.
+
+        Those without text are tokens if nothing has text, or if they stand between others and the
+        output has so many tokens.
+        """
+        sized = [number for number, message in enumerate(self.messages) if message.size]
+        if not sized:
+            return self.messages
+        between = self.messages[sized[0] : sized[-1] + 1]
+        if len(between) <= self.output_len:
+            return between
+        return [message for message in between if message.size]
+
+
+def _shares(messages: Sequence[Message], output_len: int) -> list[float]:
+    """Tokens of each message: what they say, else one each and the rest by their characters."""
+    said = [message.tokens or 0 for message in messages]
+    totals = [0, *(message.total or 0 for message in messages)]
+    grown = [after - before for before, after in pairwise(totals)]
+    for counts in (said, grown):
+        if min(counts) > 0 and sum(counts) == output_len:
+            return list(map(float, counts))
+    least, sizes = min(1.0, output_len / len(messages)), [max(1, each.size) for each in messages]
+    more = (output_len - least * len(messages)) / sum(sizes)
+    return [least + more * size for size in sizes]
 
 
 class Backend(Protocol):
@@ -95,14 +139,16 @@ class GrpcBackend(Backend):
                 **self._sampling,
             )
             async for chunk in chunks:
-                if chunk.token_ids:
-                    output.message()
-                    output.output_len += len(chunk.token_ids)
+                if num_tokens := len(chunk.token_ids):
+                    output.messages.append(Message(time.perf_counter(), 1, num_tokens))
+                    output.output_len += num_tokens
                     output.text += chunk.text
                 output.is_whole |= chunk.finish is not None
-            output.end()
         except (ServiceError, ValueError, TypeError) as error:
             output.error = str(error)
+        except Exception as error:  # An odd answer is one failed request, whatever is odd.
+            output.error = f"{type(error).__name__}: {error}"
+        output.end()
         return output
 
     async def close(self) -> None:
@@ -171,25 +217,16 @@ class OpenAIBackend(Backend):
                 self._url, json=body, headers={"x-request-id": request_id}
             ) as response:
                 if response.status != 200:
-                    said = (await response.text())[:_MAX_ERROR_CHARACTERS]
-                    output.error = f"status {response.status}: {said}"
+                    said = (await response.read()).decode("utf-8", "replace")
+                    output.error = f"status {response.status}: {said[:_MAX_ERROR_CHARACTERS]}"
                     return output
-                num_messages = 0
-                async for event in _events(response):
-                    if event is None:
-                        output.is_whole = True
-                        break
-                    # vLLM's earlier form of an error is the object itself.
-                    if event.get("error") or event.get("object") == "error":
-                        output.error = str(event.get("error") or event)[:_MAX_ERROR_CHARACTERS]
-                        return output
-                    num_messages += self._take(event, output)
-                output.output_len = output.output_len or num_messages
-                output.end()
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                await self._take_all(response, output)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             output.error = f"{type(error).__name__}: {error}"
-        except (AttributeError, LookupError, TypeError) as error:
-            output.error = f"an event of the answer is no chunk ({type(error).__name__}: {error})"
+        except Exception as error:  # An odd answer is one failed request, whatever is odd.
+            said = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+            output.error = f"an event of the answer is no chunk ({said})"
+        output.end()
         return output
 
     async def close(self) -> None:
@@ -205,33 +242,117 @@ class OpenAIBackend(Backend):
         messages = [{"role": "user", "content": request.prompt}]
         return {"messages": messages, "max_completion_tokens": request.output_len}
 
-    def _take(self, event: dict[str, Any], output: RequestOutput) -> int:
-        """Note one event; returns 1 if it brought tokens, else 0."""
+    async def _take_all(self, response: aiohttp.ClientResponse, output: RequestOutput) -> None:
+        """Note every event. Raises what an odd answer raises."""
+        events = Events()
+        async for event in events.of(response.content):
+            if event is None:
+                output.is_whole = True
+                return
+            # vLLM's earlier form of an error is the object itself.
+            if event.get("error") or "error" in (event.get("object"), event.get("type")):
+                output.error = str(event.get("error") or event)[:_MAX_ERROR_CHARACTERS]
+                return
+            self._take(event, output)
+        if not output.is_whole and events.stray:
+            said = events.stray[:_MAX_ERROR_CHARACTERS].decode("utf-8", "replace")
+            output.error = f"the answer, of type {response.content_type}, is no stream: {said}"
+
+    def _take(self, event: dict[str, Any], output: RequestOutput) -> None:
+        """Note one event."""
+        total, before = None, output.output_len
         if usage := event.get("usage"):
-            output.output_len = int(usage.get("completion_tokens") or 0)
-            output.prompt_len = int(usage.get("prompt_tokens") or output.prompt_len)
-        choices = event.get("choices")
-        if not choices:
-            return 0
-        output.is_whole |= bool(choices[0].get("finish_reason"))
-        delta = choices[0].get("delta", {}) if self._is_chat else choices[0]
-        text = (
-            delta.get("content" if self._is_chat else "text")
-            or delta.get("reasoning_content")
-            or ""
-        )
-        # A token may have no text of its own yet. An event with only the role, or only the finish
-        # reason, brings no token.
-        if not text and (choices[0].get("finish_reason") or "role" in delta):
-            return 0
-        output.message()
-        output.text += text
-        return 1
+            total = output.output_len = _count(usage.get("completion_tokens"))
+            output.prompt_len = _count(usage.get("prompt_tokens")) or output.prompt_len
+        counts = total is not None and output.has_usage
+        output.has_usage |= total is not None
+        for choice in event.get("choices") or ():
+            is_last = bool(choice.get("finish_reason"))
+            output.is_whole |= is_last
+            delta = (choice.get("delta") or {}) if self._is_chat else {"text": choice.get("text")}
+            text, tokens = _text(delta), _num_tokens(choice)
+            output.text += text
+            # A token may have no text of its own yet. An event with only the role, or only the
+            # finish reason, brings no token.
+            grows = bool(tokens) or (counts and output.output_len > before)
+            size = len(text) or int(grows)
+            if size or not (is_last or "role" in delta or not delta):
+                output.messages.append(Message(time.perf_counter(), size, tokens, total))
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
-    """The JSON objects of a server-sent event stream, and None for [DONE]."""
-    async for line in response.content:
+def _count(value: Any) -> int:
+    """A number of tokens that a server has counted. Raises ValueError for anything else."""
+    if not isinstance(value or 0, int) or not 0 <= (value or 0) < 1 << 53:
+        raise ValueError(f"usage has {str(value)[:40]} tokens")
+    return value or 0
+
+
+def _num_tokens(choice: Mapping[str, Any]) -> int | None:
+    """How many tokens a choice says that it brings; None: it does not say."""
+    logprobs = choice.get("logprobs") or {}
+    for named in (choice.get("token_ids"), logprobs.get("tokens"), logprobs.get("content")):
+        if named:
+            return len(named)
+    return None
+
+
+def _text(value: Any) -> str:
+    """All text of a delta: content, reasoning, a refusal, names and arguments of calls, others."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(map(_text, value))
+    if not isinstance(value, dict):
+        return ""
+    texts = {key: _text(inner) for key, inner in value.items() if key not in _NO_TEXT}
+    # Some servers give their reasoning by several names.
+    reasoning = [text for key, text in texts.items() if text and key.startswith("reasoning")]
+    others = [text for key, text in texts.items() if not key.startswith("reasoning")]
+    return "".join([*reasoning[:1], *others])
+
+
+class Events:
+    """The JSON objects of a server-sent event stream, whatever its pieces and their sizes."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._data: list[bytes] = []
+        self._error: ValueError | None = None
+        self.stray = b""
+        """The last line that is of no such stream."""
+
+    async def of(self, content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any] | None]:
+        """The events as they come; None for [DONE].
+
+        Raises ValueError, TypeError or RecursionError for one that is no JSON object.
+        """
+        async for chunk in content.iter_any():
+            for event in self._add(chunk):
+                yield event
+        for event in self._add(b"\n\n"):  # The last line may have no end.
+            yield event
+
+    def _add(self, chunk: bytes) -> Iterator[dict[str, Any] | None]:
+        *lines, rest = chunk.split(b"\n")
+        for line in lines:
+            whole, self._pieces = b"".join([*self._pieces, line]), []
+            yield from self._line(whole.rstrip(b"\r"))
+        self._pieces.append(rest)
+
+    def _line(self, line: bytes) -> Iterator[dict[str, Any] | None]:
         if line.startswith(b"data:"):
-            data = line[5:].strip()
-            yield None if data == b"[DONE]" else json.loads(data)
+            self._data.append(line[5:].strip())
+            data = b"\n".join(self._data)
+            try:
+                event = {} if data == b"[DONE]" else json.loads(data)
+            except ValueError as error:  # An event may have several lines.
+                self._error = error
+                return
+            if not isinstance(event, dict):
+                raise TypeError(f"it is {str(event)[:40]}")
+            self._data, self._error = [], None
+            yield event if data != b"[DONE]" else None
+        elif not line and self._error is not None:
+            raise self._error
+        elif line and line.partition(b":")[0] not in (b"", b"event", b"id", b"retry"):
+            self.stray = line

@@ -134,12 +134,13 @@ def _is_good(output: RequestOutput, goodput_ms: Mapping[str, float]) -> bool:
 
 
 def _peaks(done: Sequence[RequestOutput]) -> tuple[float, int]:
-    """Most messages in a second counted from the first request, and most requests at a time."""
+    """Most tokens in a second counted from the first request, and most requests at a time."""
     if not done:
         return 0.0, 0
     first_s = min(output.start_s for output in done)
     times_s = [output.start_s + output.ttft_s + np.cumsum([0.0, *output.itl_s]) for output in done]
-    per_second = np.bincount((np.concatenate(times_s) - first_s).astype(int))
+    tokens = np.concatenate([output.tokens or [1.0] * (1 + len(output.itl_s)) for output in done])
+    per_second = np.bincount((np.concatenate(times_s) - first_s).astype(int), tokens)
     # A request that ends when another begins does not overlap it.
     edges = sorted([(o.start_s, 1) for o in done] + [(o.start_s + o.latency_s, -1) for o in done])
     return float(per_second.max()), int(np.cumsum([sign for _, sign in edges]).max())

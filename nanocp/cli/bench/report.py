@@ -93,7 +93,8 @@ class Report:
         if failed:
             print("Failed requests during benchmark run detected (capping to 10):")
             for number, output in enumerate(failed[:10]):
-                print(f"Error {number}: {output.error}")
+                # A server may say what a terminal cannot show.
+                print(f"Error {number}: {output.error.encode(errors='backslashreplace').decode()}")
         metrics, percentiles = self._metrics(), self._percentiles()
         values = report.result(outputs, duration_s, self._goodput_ms(), metrics, percentiles)
         print("\n".join(report.block(values, rate_per_s, max_concurrency, metrics, percentiles)))
