@@ -16,31 +16,6 @@ OTHER_DATASETS = {
     "spec_bench": "write its prompts into a file for custom",
 }
 """Datasets of `vllm bench serve` that are not here, and what to give instead."""
-_OUTPUT_LEN = "--output-len is for every dataset"
-_TEXT = "prompts are sent as they are; there is nothing to leave out"
-OTHER_FLAGS = {
-    "--custom-output-len": _OUTPUT_LEN,
-    "--sharegpt-output-len": _OUTPUT_LEN,
-    "--hf-output-len": _OUTPUT_LEN,
-    "--prefix-repetition-output-len": _OUTPUT_LEN,
-    "--ramp-up-strategy": "run once for each --request-rate, or replay a trace",
-    "--ramp-up-start-rps": "run once for each --request-rate, or replay a trace",
-    "--ramp-up-end-rps": "run once for each --request-rate, or replay a trace",
-    "--lora-modules": "the service has one model and no adapters",
-    "--use-beam-search": "the service samples; give --temperature and others",
-    "--profile": "`nanocp profile` measures steps, and `nanocp why` a request",
-    "--plot-timeline": "the service's page at /cluster shows each request's timeline",
-    "--plot-dataset-stats": "--save-result --save-detailed writes every length",
-    "--insecure": "give the certificate's file with SSL_CERT_FILE",
-    "--trust-remote-code": "a tokenizer is read from tokenizer.json, which has no code",
-    "--tokenizer-mode": "a tokenizer is read from tokenizer.json, in one way",
-    "--skip-tokenizer-init": "leave out --tokenizer: prompts are token ids then",
-    "--skip-chat-template": _TEXT,
-    "--disable-shuffle": "the order follows --seed, always the same",
-    "--no-oversample": "no dataset is repeated to make up --num-prompts",
-    "--no-stream": "latencies need streams; `nanocp batch` sends requests without",
-}
-"""Flags of `vllm bench serve` that are not here, and what there is instead."""
 GO_ON = ("random", "prefix_repetition")
 """Datasets of random prompts: outputs go on to their length, past any end of sequence."""
 TRACES = ("mooncake", "azure")

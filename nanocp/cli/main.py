@@ -27,6 +27,7 @@ from nanocp.cli.seats import abort, drain, layout, scale, upgrade
 from nanocp.cli.serve import serve
 from nanocp.cli.simulate.app import app as simulate
 from nanocp.cli.top import status, top
+from nanocp.cli.vllm.flags import VllmCommand
 from nanocp.cli.why import why
 
 app = typer.Typer(
@@ -59,8 +60,8 @@ def options(
     """A decode cluster for Mixture-of-Experts language models with dynamic context parallelism."""
 
 
+app.command(cls=VllmCommand)(serve)
 for command in (
-    serve,
     config,
     generate,
     batch,

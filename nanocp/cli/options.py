@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from nanocp.config.choices import one_of
 from nanocp.config.field_docs import field_docs
+from nanocp.config.whole import Config
 
 ApiKey = Annotated[
     str,
@@ -134,6 +135,15 @@ def field_option(
     )
     name = name or field_name
     return FieldOption(key or field_name, name, Annotated[option_type | None, option])
+
+
+def config_option(key: str, name: str = "", metavar: str | None = None) -> FieldOption:
+    """The option of a key such as cluster.num_instances; name: by default the key's last part."""
+    *sections, field_name = key.split(".")
+    kind: type = Config
+    for section in sections:
+        kind = get_type_hints(kind)[section]
+    return field_option(kind, field_name, key=key, name=name, metavar=metavar)
 
 
 def _shown(default: Any) -> str | bool:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.cli.config_options import config_option
-from nanocp.cli.options import FieldOptions, with_options
+from nanocp.cli.options import FieldOptions, config_option, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.cli.config_options import config_option
-from nanocp.cli.options import FieldOptions, with_options
+from nanocp.cli.options import FieldOptions, config_option, with_options
+from nanocp.cli.vllm.flags import said_of_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,6 +78,7 @@ CONFIG_OPTIONS = FieldOptions(
 
 @with_options
 def serve(
+    context: typer.Context,
     checkpoint: Annotated[
         Path, typer.Argument(help="A Hugging Face folder of a model that docs/use/models.md lists.")
     ],
@@ -127,7 +128,8 @@ def serve(
     # here and goes on with gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from nanocp.config.file import doubts_in, load_config, origins
+    from nanocp.cli.vllm.sizes import with_sizes
+    from nanocp.config.file import doubts_in, origins
     from nanocp.config.speculative import num_drafts_of
     from nanocp.config.yaml import config_yaml
     from nanocp.serve.served import with_model_len
@@ -139,7 +141,7 @@ def serve(
             flags["limits.drain_timeout_ms"] = round(drain_timeout_s * 1000)
         if speculative_config is not None:
             flags["scheduler.num_drafts"] = num_drafts_of(speculative_config)
-        loaded = load_config(config, flags)
+        loaded, flags = with_sizes(config, flags | context.obj.sets, checkpoint)
         if print_config:
             print(config_yaml(loaded, origins(config, flags)), end="")
             raise typer.Exit
@@ -148,17 +150,25 @@ def serve(
         is_given = "cluster.max_model_len" in origins(config, flags)
         if not is_given and (checkpoint / "config.json").exists():  # else `run` says that
             loaded = with_model_len(loaded, checkpoint)
-        status = run(loaded, checkpoint, address, ray)
+        if "gpu_memory_utilization" in context.obj.sets and loaded.data_plane.device == "cpu":
+            context.obj.said.append(
+                "--gpu-memory-utilization changes nothing on CPUs: an instance has "
+                f"{loaded.cluster.num_frames} frames of 64 tokens (--num-frames)"
+            )
+        status = run(loaded, checkpoint, address, ray, context.obj.said)
     except (ValueError, OSError) as error:
         print(f"nanocp serve: {error}", file=sys.stderr)
         status = 2
     raise typer.Exit(status)
 
 
-def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int:
+def run(
+    config: Config, checkpoint: Path, address: str | None, ray: bool, said: Sequence[str] = ()
+) -> int:
     """Serve until a signal or a failure; returns the exit status.
 
-    Raises ValueError for a configuration or a checkpoint that cannot be served.
+    said: what to say of the command line. Raises ValueError for a configuration or a checkpoint
+    that cannot be served.
     """
     from rich.console import Console
 
@@ -172,6 +182,10 @@ def run(config: Config, checkpoint: Path, address: str | None, ray: bool) -> int
     raise_limit()
     if (most := max_connections(config)) < config.limits.max_http_connections:
         output.say(f"at most {most} connections at each API of a front end, by ulimit -n")
+    for sentence in said:
+        output.say(sentence)
+    for sentence in said_of_environment(os.environ):
+        logger.warning("%s", sentence)
     served = open_checkpoint(config, checkpoint)
     _warn_of_open_ports(config.service)
     output.say(

@@ -6,6 +6,7 @@ know: options. One tuple of words makes the check, the sentence and the help. St
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 
@@ -13,6 +14,12 @@ def one_of(words: Sequence[str]) -> str:
     """The words as a sentence lists them: "a, b or c"."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def none_of(word: str, words: Sequence[str]) -> str:
+    """What a word that is none of these must be, and the one that it resembles, if any."""
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"it must be one of {', '.join(words)}" + (f" (nearest: {near[0]})" if near else "")
 
 
 def check_one_of(words: Sequence[str], **values: str) -> None:

@@ -27,7 +27,8 @@ class BoundsConfig:
     max_links: int = 16
     """Most rows that one instance sends to one other instance: slots of an exchange region."""
     max_attention_rows: int = 96
-    """Most rows that an instance runs attention for: its own and those received."""
+    """Most rows that an instance runs attention for: its own and those received. Unless it is set,
+    half more than max_rows."""
     max_partials: int = 48
     """Most remote partials that return to one MoE binding in a step."""
     max_hand_offs: int = 4

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanocp.config.cost import CPU_COSTS
 from nanocp.config.data_plane import default_dtype
-from nanocp.config.whole import SECRETS, Config
+from nanocp.config.whole import FOLLOWS, SECRETS, Config
 from nanocp.input_files import readable
 
 ENVIRONMENT_PREFIX = "NANOCP_"
@@ -62,6 +62,11 @@ def load_config(
     if device == "cpu":
         merged = _merge({"scheduler": {"costs": asdict(CPU_COSTS)}}, merged)
     merged = _merge({"data_plane": {"dtype": default_dtype(device)}}, merged)
+    for key, other in FOLLOWS.items():
+        value = _at(merged, other)
+        if isinstance(value, int) and not _sets(merged, key):
+            least = _at(asdict(Config()), key)
+            merged = _merge(merged, _nested(key, max(least, value + value // 2)))
     try:
         # Strict JSON: an array may become a tuple, but true is no integer and "2" is none either.
         return TypeAdapter(Config).validate_json(json.dumps(merged, default=str), strict=True)
@@ -84,6 +89,9 @@ def origins(
             if _sets(source.tree, keys):
                 spelled = source.key_of.get(keys)
                 found[".".join(keys)] = spelled or source.name
+    for key, other in FOLLOWS.items():
+        if ".".join(other) in found:
+            found.setdefault(".".join(key), f"follows {other[-1]}")
     return found
 
 
@@ -246,6 +254,13 @@ def _sets(tree: Any, path: tuple[str, ...]) -> bool:
             return False
         tree = tree[key]
     return True
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    """What is set there; None if nothing is."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def _given(value: object) -> str:

@@ -20,7 +20,7 @@ class LimitsConfig:
     tick_ms: int = 100
     """A waiting instance checks this often that its peer is alive."""
     exchange_timeout_ms: int = 30_000
-    """Longest wait for a peer inside a step."""
+    """Longest wait for a peer inside a step. Unless it is set, half more than plan_timeout_ms."""
     plan_timeout_ms: int = 20_000
     """Longest wait for the full table after a digest mismatch. A window's report may take this and
     exchange_timeout_ms together."""

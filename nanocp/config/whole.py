@@ -24,6 +24,13 @@ from nanocp.values.plan import PAGE_SIZE
 _REGROUPING = ("exchange", "nixl_ep", "fused")
 """What carries rows to their experts on GPUs in one term after the other."""
 
+FOLLOWS = {
+    ("cluster", "bounds", "max_attention_rows"): ("cluster", "bounds", "max_rows"),
+    ("limits", "exchange_timeout_ms"): ("limits", "plan_timeout_ms"),
+}
+"""Keys that are half more than another one, where that is set and they are not; their defaults are
+the least."""
+
 SECRETS = ("api_key", "api_keys")
 """Keys whose values are never shown, in whatever section."""
 

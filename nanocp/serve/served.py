@@ -12,6 +12,8 @@ from pathlib import Path
 from control_plane.frontend.default_sampling import default_sampling
 from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
+from control_plane.scheduler.pipeline.layer_policies import make_layer_policy
+from control_plane.scheduler.policies.registry import make_policy
 from data_plane.model.config import ModelConfig
 from data_plane.model.safetensors_reader import SafetensorsReader, has_fp8
 from data_plane.model.sizes import carry_pages, page_bytes, stored_shapes
@@ -58,8 +60,10 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
     saying what does not fit.
     """
     num_instances = config.cluster.num_instances
-    if config.cluster.layout == "pipeline":
-        PipelineConfig.of(config, model.num_layers)
+    is_pipeline = config.cluster.layout == "pipeline"
+    make_policy(config.scheduler)
+    if is_pipeline:
+        make_layer_policy(PipelineConfig.of(config, model.num_layers))
     elif 0 < model.num_experts < num_instances:
         raise ValueError(
             f"the model has {model.num_experts} experts; there may be as many instances, and not "

@@ -13,10 +13,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from control_plane.scheduler.queue.waiting_queue import invalidity
-from nanocp.config.choices import check_at_least
+from nanocp.config.choices import check_at_least, none_of
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import check_ttft_targets
-from nanocp.simulator.yaml_file import names_in, nearest_of, read_tree, sentence, validated
+from nanocp.simulator.yaml_file import names_in, read_tree, sentence, validated
 from nanocp.values.plan import PAGE_SIZE, Arrival
 
 SHIPPED = Path(__file__).parent / "clusters"
@@ -204,7 +204,7 @@ class ModelShape:
     def wire_form(self, name: str) -> WireForm:
         """The form of that name; the first if the name is empty. Raises ValueError."""
         if name and name not in self.wire_forms:
-            raise ValueError(f"wire form is {name!r}; {nearest_of(name, list(self.wire_forms))}")
+            raise ValueError(f"wire form is {name!r}; {none_of(name, list(self.wire_forms))}")
         return self.wire_forms[name or next(iter(self.wire_forms))]
 
 
@@ -378,9 +378,7 @@ class ClusterFile:
         """The named set, or the default one for an empty name. Raises ValueError for another."""
         constants = constants or self.default_constants
         if constants not in self.costs:
-            raise ValueError(
-                f"constants is {constants!r}; {nearest_of(constants, list(self.costs))}"
-            )
+            raise ValueError(f"constants is {constants!r}; {none_of(constants, list(self.costs))}")
         return self.costs[constants]
 
 
@@ -399,7 +397,7 @@ def cluster_path(name_or_path: str) -> Path:
         return path
     if name_or_path not in shipped_names():
         raise ValueError(
-            f"cluster is {name_or_path!r}; {nearest_of(name_or_path, shipped_names())}, or a .yaml "
+            f"cluster is {name_or_path!r}; {none_of(name_or_path, shipped_names())}, or a .yaml "
             "file"
         )
     return SHIPPED / f"{name_or_path}.yaml"

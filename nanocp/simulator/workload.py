@@ -6,7 +6,6 @@ order of arrival. Does not know: clusters, policies.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from itertools import accumulate, count, takewhile
 from pathlib import Path
 from random import Random
 
+from nanocp.config.choices import none_of
 from nanocp.input_files import readable
 from nanocp.simulator.request_logs import STRICT, read_trace
 from nanocp.simulator.workload_request import WorkloadRequest
@@ -97,10 +97,7 @@ class Workload:
             return
         names = [*MIXES, *STATIC, "sharegpt", "fixed:PROMPT:OUTPUT"]
         names += [f"{kind}:PATH" for kind in STRICT]
-        nearest = difflib.get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"workload is {self.name!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
-        )
+        raise ValueError(f"workload is {self.name!r}; {none_of(self.name, names)}")
 
     def requests(self, max_model_len: int) -> Iterator[WorkloadRequest]:
         """The requests in order of arrival, those that are running at the start first.

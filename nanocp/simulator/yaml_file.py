@@ -5,7 +5,6 @@ Enters: a folder of files, a path. Leaves: names, validated values. Does not kno
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter
 
+from nanocp.config.choices import none_of
 from nanocp.input_files import readable
 
 File = TypeVar("File")
@@ -41,7 +41,7 @@ def sentence(detail: dict[str, Any], kind: type) -> str:
     """One of pydantic's details of what is wrong with a file of this class, in words."""
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        nearest = nearest_of(str(detail["loc"][-1]), _known_keys(kind, detail["loc"][:-1]))
+        nearest = none_of(str(detail["loc"][-1]), _known_keys(kind, detail["loc"][:-1]))
         return f"{where} is no key of a cluster file; {nearest}"
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
@@ -62,9 +62,3 @@ def _known_keys(kind: Any, loc: tuple[Any, ...]) -> list[str]:
         if type(None) in get_args(kind):
             kind = get_args(kind)[0]
     return [item.name for item in fields(kind)]
-
-
-def nearest_of(name: str, names: list[str]) -> str:
-    """What a name must be, the nearest of these last."""
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    return f"it must be one of {', '.join(names)} (nearest: {nearest})"

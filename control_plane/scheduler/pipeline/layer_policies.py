@@ -10,7 +10,6 @@ layers move.
 
 from __future__ import annotations
 
-import difflib
 import struct
 from bisect import bisect_left
 from collections import deque
@@ -21,6 +20,7 @@ from statistics import fmean
 from typing import Protocol
 
 from control_plane.scheduler.pipeline.predictor import PassTimes, StageSpeeds, stage_times
+from nanocp.config.choices import none_of
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import even_split
 
@@ -340,8 +340,5 @@ def make_layer_policy(pipeline: PipelineConfig, speeds: StageSpeeds | None = Non
             return LevelLayout(pipeline, speeds)
         case "chaos_layers":
             return ChaosLayers(pipeline)  # Its wish is another in each pass: none lasts.
-    nearest = difflib.get_close_matches(pipeline.layer_policy, LAYER_POLICY_NAMES, 1, 0.0)[0]
-    raise ValueError(
-        f"layer_policy is {pipeline.layer_policy!r}; it must be one of "
-        f"{', '.join(LAYER_POLICY_NAMES)} (nearest: {nearest})"
-    )
+    named = pipeline.layer_policy
+    raise ValueError(f"layer_policy is {named!r}; {none_of(named, LAYER_POLICY_NAMES)}")

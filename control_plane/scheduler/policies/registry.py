@@ -5,7 +5,6 @@ Enters: the scheduler's configuration. Leaves: a policy, or an error that names 
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 
 from control_plane.scheduler.policies.any_node import DualBalancedAnyNode
@@ -16,6 +15,7 @@ from control_plane.scheduler.policies.fixed_degree import FixedDegree
 from control_plane.scheduler.policies.one_instance import least_batch, least_cache, round_robin
 from control_plane.scheduler.policies.policy import Policy
 from control_plane.scheduler.policies.uniform_cp import UniformCp
+from nanocp.config.choices import none_of
 from nanocp.config.scheduler import SchedulerConfig
 
 POLICY_NAMES = (
@@ -59,10 +59,7 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case [module, name] if name.isidentifier():
             return _imported(config, module, name)
     names = [name for name in POLICY_NAMES if name != "chaos"]  # for tests
-    nearest = difflib.get_close_matches(config.policy, names, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"policy is {config.policy!r}; it must be one of {', '.join(names)} (nearest: {nearest})"
-    )
+    raise ValueError(f"policy is {config.policy!r}; {none_of(config.policy, names)}")
 
 
 def _imported(config: SchedulerConfig, module: str, name: str) -> Policy:

@@ -22,6 +22,7 @@ from nanocp.cli.bench.load import Load
 from nanocp.cli.bench.report import Report
 from nanocp.cli.bench.target import Body, Target, pairs
 from nanocp.cli.options import with_options
+from nanocp.cli.vllm.flags import VllmCommand
 from nanocp.config.choices import check_one_of
 
 app = typer.Typer(
@@ -34,7 +35,7 @@ def bench() -> None:
     """Load on a running service, measured as `vllm bench` does."""
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=VllmCommand)
 @with_options
 def serve(
     context: typer.Context,
@@ -53,7 +54,8 @@ def serve(
     """
     try:
         check_one_of(BACKENDS, **{"--backend": target.backend})
-        report = report.with_more(context.args)
+        for sentence in context.obj.said:
+            print(f"nanocp bench serve: {sentence}", file=sys.stderr)
         status = _serve(target, dataset, lengths, load, body, sampling, report)
     except ValueError as error:
         print(f"nanocp bench serve: {error}", file=sys.stderr)

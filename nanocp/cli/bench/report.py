@@ -10,14 +10,14 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.bench.names import GOODPUT_METRICS, METRICS, OTHER_FLAGS
+from nanocp.bench.names import GOODPUT_METRICS, METRICS
 from nanocp.cli.bench.target import pairs
 from nanocp.config.choices import one_of
 
@@ -57,23 +57,6 @@ class Report:
     ] = None
     result_dir: Annotated[Path | None, typer.Option(help="Folder of the file.")] = None
     result_filename: Annotated[str | None, typer.Option(help="The file's name.")] = None
-
-    def with_more(self, extra: Sequence[str]) -> Report:
-        """With the words that followed --goodput A:1 or --metadata a=1 without a flag, as in vLLM.
-
-        Raises ValueError for a word that belongs to neither.
-        """
-        goodput, metadata = list(self.goodput), list(self.metadata)
-        for item in extra:
-            if item.startswith("-"):
-                raise ValueError(no_such_option(item.partition("=")[0]))
-            if "=" in item and metadata:
-                metadata.append(item)
-            elif ":" in item and goodput:
-                goodput.append(item)
-            else:
-                raise ValueError(f"{item!r} belongs to no option")
-        return replace(self, goodput=goodput, metadata=metadata)
 
     def check(self) -> None:
         """Raises ValueError, naming the option, for what cannot be reported."""
@@ -163,9 +146,3 @@ class Report:
                 "to 100, separated by commas, as in 50,99"
             )
         return percentiles
-
-
-def no_such_option(flag: str) -> str:
-    """The sentence for an option that is not here, with what there is instead if it is vLLM's."""
-    instead = OTHER_FLAGS.get(flag, "see --help")
-    return f"{flag} is no option of nanocp bench serve: {instead}"

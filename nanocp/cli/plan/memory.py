@@ -140,6 +140,25 @@ def report_folder(folder: Path, hardware: Hardware) -> bool:
     return fits
 
 
+def frames_that_fit(folder: Path, config: Config, memory: float) -> int:
+    """How many frames an instance on a GPU has room for in so many bytes, beside all else.
+
+    Raises ValueError if that is none.
+    """
+    from data_plane.model.config import ModelConfig
+    from data_plane.startup.memory_need import memory_need
+
+    model = ModelConfig.from_folder(folder, config.scheduler.num_drafts > 0)
+    need = memory_need(model, config, _stores_bf16(folder, model))
+    left = memory - _GB * DEVICES["h200"].reserve_gb - need.fixed
+    if left < need.page:
+        raise ValueError(
+            f"no frame fits into {memory / _GB:.1f} GB of each GPU: weights and exchange take "
+            f"{need.fixed / _GB:.1f} GB; give more --instances, or see `nanocp plan`"
+        )
+    return int(left // need.page)
+
+
 def _report(
     folder: Path, model: ModelConfig, config: Config, name: str, memory_gb: float | None
 ) -> bool:

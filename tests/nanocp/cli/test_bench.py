@@ -308,13 +308,12 @@ def test_an_openai_endpoint_is_measured_message_by_message(
         (("--dataset-name", "sonnet"), "not here: give random with --random-prefix-len"),
         (("--dataset-name", "custom"), "--dataset-name custom needs --dataset-path"),
         (("--ramp-up-strategy", "linear"), "run once for each --request-rate"),
-        (("--lora-modules=a", "b"), "--lora-modules is no option of nanocp bench serve: the serv"),
-        (("--num-prompt", "3"), "--num-prompt is no option of nanocp bench serve: see --help"),
+        (("--lora-modules=a", "b"), "--lora-modules is not supported: the service has one model"),
+        (("--num-promts", "3"), "--num-promts is no option here: did you mean --num-prompts?"),
         (("--dataset-name", "azure"), "needs --dataset-path"),
         (("--dataset-path", "x.json"), "--dataset-path x.json has no meaning"),
         (("--goodput", "ttft"), "it must be KEY:MILLISECONDS"),
         (("--goodput", "itl:5"), "the key must be ttft, tpot or e2el"),
-        (("stray",), "'stray' belongs to no option"),
         (("--percentile-metrics", "p99"), "--percentile-metrics has 'p99'"),
         (("--metric-percentiles", "101"), "from 0 to 100"),
         (("--request-rate", "0"), "--request-rate is 0"),
@@ -344,6 +343,11 @@ def test_what_has_no_meaning_is_a_sentence(arguments, sentence):
     result = bench("--num-prompts", 2, *arguments)
     assert result.exit_code == 2 and "nanocp bench serve: " in result.output
     assert sentence in " ".join(result.output.split())
+
+
+def test_a_word_that_belongs_to_no_option_is_refused():
+    result = bench("--num-prompts", 2, "stray")
+    assert result.exit_code == 2 and "(stray)" in result.output
 
 
 TOKEN = '{"choices": [{"text": "la", "finish_reason": null}]}'

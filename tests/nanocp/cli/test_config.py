@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import typer
-import yaml
 from typer.testing import CliRunner
 
 from harness.paths import ROOT
@@ -60,19 +58,6 @@ def test_the_document_has_what_is_printed():
         DOCUMENT.write_text(before + printed + after)
     else:
         assert block == printed, "REWRITE=1 pytest tests/nanocp/cli/test_config.py writes it"
-
-
-def test_flags_and_keys_of_the_document_exist():
-    text = DOCUMENT.read_text().partition("## Every key")[0]
-    serve = typer.main.get_command(app).commands["serve"]
-    flags = {flag for parameter in serve.params for flag in parameter.opts}
-    keys = set(keys_of(yaml.safe_load(nanocp("config").output)))
-    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| `--")]
-    assert len(rows) > 12
-    named = re.findall(r"`(--[\w-]+)", " ".join(rows))
-    assert set(named) <= flags and len(named) > 8
-    named = re.findall(r"`(\w+\.[\w.]+)`", " ".join(rows))
-    assert set(named) <= keys and named
 
 
 def test_what_is_in_force_says_where_it_is_from(tmp_path):

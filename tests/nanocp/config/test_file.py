@@ -142,7 +142,10 @@ def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
         ("data_plane: {dtype: 8}", "data_plane.dtype is 8; it must be a valid string"),
         ("data_plane: {row_buckets: 3}", "data_plane.row_buckets is 3; it must be a valid array"),
         ("scheduler: {cp_degree_buckets: [[1, 2, 3]]}", "scheduler.cp_degree_buckets is [1, 2, 3]"),
-        ("limits: {plan_timeout_ms: 99999}", "the limits must be ordered"),
+        (
+            "limits: {plan_timeout_ms: 99999, exchange_timeout_ms: 30000}",
+            "the limits must be ordered",
+        ),
         ("service: {grpc_port: 70000}", "grpc_port is 70000; it must be from 0 to 65535"),
         ("service: {host: 2026-01-01}", None),  # A date to YAML: its text is what the user wrote.
         ("- cluster", "it must hold sections"),

@@ -21,7 +21,7 @@ def arrival(request_id, prompt_len, max_tokens=8):
     ("name", "message"),
     [
         ("dual_balance", "nearest: dual_balanced"),
-        ("caos", "nearest: cost_aware"),
+        ("foo", r"fixed_degree:N$"),
         ("fixed_degre:2", "nearest: fixed_degree:N"),
         ("fixed_degree", "needs a degree, like fixed_degree:2"),
         ("fixed_degree:0", "needs a degree"),

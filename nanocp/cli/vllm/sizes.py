@@ -1,0 +1,67 @@
+"""Sizes that vLLM finds by itself: the longest request, and the frames of a GPU's memory.
+
+Enters: a configuration, a checkpoint folder. Leaves: numbers for it. Does not know: flags.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_plane.model.config import ModelConfig
+from nanocp.cli.plan.memory import frames_that_fit
+from nanocp.config.choices import require
+from nanocp.config.file import load_config
+from nanocp.config.whole import Config
+from nanocp.values.plan import PAGE_SIZE
+
+
+def with_sizes(
+    path: Path | None, flags: Mapping[str, Any], checkpoint: Path
+) -> tuple[Config, dict[str, Any]]:
+    """Load the configuration, and find the sizes that flags leave to the service.
+
+    flags: keys that nanocp.config.file takes. A max_model_len of -1 is as many tokens as the model
+    allows and the cluster's frames hold; gpu_memory_utilization is no key of the configuration,
+    and chooses frames. Returns the flags with numbers too. Raises ValueError as load_config does.
+    """
+    share, longest = flags.get("gpu_memory_utilization"), flags.get("cluster.max_model_len") == -1
+    left = {key: value for key, value in flags.items() if key != "gpu_memory_utilization"}
+    if longest:
+        del left["cluster.max_model_len"]
+    config = load_config(path, left)
+    if share is not None:
+        num_frames = _frames(config, checkpoint, share)
+        left = {"cluster.num_frames": num_frames} | left
+        config = load_config(path, left)
+    if longest:
+        model, cluster = ModelConfig.from_folder(checkpoint), config.cluster
+        held = cluster.num_holders() * cluster.num_frames * PAGE_SIZE
+        left["cluster.max_model_len"] = min(model.max_len, held)
+        config = load_config(path, left)
+    return config, left
+
+
+def _frames(config: Config, checkpoint: Path, share: object) -> int:
+    """Frames of an instance that may take this share of its GPU's memory.
+
+    On CPUs as many as the configuration says. Raises ValueError for a share that is none, for one
+    that leaves no room for frames, and without a GPU.
+    """
+    option = "--gpu-memory-utilization"
+    valid = isinstance(share, float | int) and 0 < share <= 1
+    require(valid, f"{option} is {share}; it must be above 0 and at most 1")
+    if config.data_plane.device != "cuda":
+        return config.cluster.num_frames
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        smallest = min(int(line) for line in said.split("\n") if line.strip()) * (1 << 20)
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        raise ValueError(
+            f"{option} needs the GPU's memory, and nvidia-smi did not say it ({error}): give "
+            "--num-frames"
+        ) from error
+    return frames_that_fit(checkpoint, config, float(share) * smallest)  # type: ignore[arg-type]
