@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -61,12 +61,11 @@ def answer_layout(service: Service, body: bytes | None, who: str) -> bytes:
     return json.dumps({"stages": stages}).encode()
 
 
-def answer_abort(service: Service, body: bytes | None, who: str) -> bytes:
+def answer_abort(end: Callable[[str], list[int]], body: bytes | None, who: str) -> bytes:
     """Answer for /cluster/abort. The body names the request: the client's id, or its number."""
     name = str(_read(body or b"", _REQUEST).get("request", ""))
     with _logged(who, f"request {name!r:.80} is to end"):
-        numbers = service.end_requests(name)
-        if not numbers:
+        if not (numbers := end(name)):
             raise ValueError(f"no open request is known as {name!r:.80}")
     return json.dumps({"ended": numbers}).encode()
 

@@ -312,10 +312,6 @@ class Service:
             self._controller.want_layout(list(split)).result(timeout_s)
         return self._controller.stages()
 
-    def end_requests(self, name: str) -> list[int]:
-        """Abort what is open under the client's id or a number; returns the requests' numbers."""
-        return self._controller.end_requests(name).result(_ANSWER_S)
-
     def regroup(self) -> None:
         """Let all instances begin another term though none is lost, for tests and benchmarks."""
         self._controller.regroup()
@@ -384,7 +380,9 @@ class Service:
             {
                 SEATS_PATH: partial(answer_seats, self, self._config.cluster.num_instances),
                 LAYOUT_PATH: partial(answer_layout, self),
-                ABORT_PATH: partial(answer_abort, self),
+                ABORT_PATH: partial(
+                    answer_abort, lambda name: self._controller.end_requests(name).result(_ANSWER_S)
+                ),
                 CONFIG_PATH: partial(answer_config, self._config),
             },
         )

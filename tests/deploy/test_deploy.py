@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 import typer
@@ -17,15 +16,13 @@ import yaml
 from typer.testing import CliRunner
 
 from harness import published_vllm
+from harness.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.file import load_config
 from nanocp.config.whole import Config
 from nanocp.serve.process import free_port
 
-DEPLOY = ROOT / "deploy"
-ON_PREMISES = DEPLOY / "ray-cluster.yaml"
-AWS = DEPLOY / "ray-cluster-aws.yaml"
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 SERVICE = Config().service
 
@@ -112,14 +109,6 @@ def manifests():
     }
 
 
-def pods_of(manifest):
-    """The templates of its pods, which a RayJob has two of."""
-    if manifest["kind"] != "RayJob":
-        return [template] if (template := manifest["spec"].get("template")) else []
-    cluster = manifest["spec"]["rayClusterSpec"]
-    return [each["template"] for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
-
-
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_kubernetes_schemas_accept_the_manifests(path):
     """A RayJob is KubeRay's own: its pods are judged alone. A word of no schema is refused."""
@@ -166,69 +155,6 @@ def test_keys_are_a_secret_s_and_of_the_head_alone(manifests):
     (volume,) = [each for each in head["spec"]["volumes"] if each["name"] == "keys"]
     assert volume["secret"]["secretName"] in text.partition("apiVersion")[0]
     assert not [each for each in worker["spec"]["volumes"] if each["name"] == "keys"]
-
-
-RAY_STARTS = ("RAY_worker_killing_policy_by_group", "true")
-
-
-@pytest.mark.parametrize("path", [ON_PREMISES, AWS], ids=lambda path: path.name)
-def test_ray_ends_one_process_when_memory_is_short(path, manifests):
-    """Ray 2.60.0 ends all workers of a group together by default."""
-    import ray
-
-    config = yaml.safe_load(path.read_text())
-    commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
-    starts = [command for command in commands if "ray start" in command]
-    assert len(starts) == 2 and all("=".join(RAY_STARTS) + " " in each for each in starts)
-    for template in pods_of(manifests["RayJob"]):
-        (container,) = template["spec"]["containers"]
-        assert RAY_STARTS in [(each["name"], each["value"]) for each in container["env"]]
-    raylet = Path(ray.__file__).parent / "core" / "src" / "ray" / "raylet" / "raylet"
-    name = RAY_STARTS[0].removeprefix("RAY_").encode()
-    assert name in raylet.read_bytes(), "Ray knows the name"
-
-
-def released(entry, release):
-    """The manifest as it is for another release."""
-    text = json.dumps(entry).replace(f'"nanocp/release": "{release}"', '"nanocp/release": ""')
-    return re.sub(r'"registry\.example/nanocp:[\d.]+"', '""', text)
-
-
-def test_an_upgrade_is_the_same_job_beside_the_first(manifests):
-    """It shares no pod, Service or budget with it; the policy and the keys are for both."""
-    entries = list(yaml.safe_load_all((DEPLOY / "k8s" / "upgrade.yaml").read_text()))
-    assert [entry["kind"] for entry in entries] == ["RayJob", "Service", "PodDisruptionBudget"]
-    assert {entry["metadata"]["name"] for entry in entries} == {"nanocp-green"}
-    before = list(yaml.safe_load_all((DEPLOY / "k8s" / "nanocp.yaml").read_text()))
-    for entry in entries:
-        first = next(each for each in before if each["kind"] == entry["kind"])
-        assert released(entry["spec"], "green") == released(first["spec"], "blue")
-    labels = [template["metadata"]["labels"] for template in pods_of(entries[0])]
-    for entry in before:
-        spec = entry["spec"]
-        selector = spec.get("selector") if entry["kind"] == "Service" else None
-        if entry["kind"] == "PodDisruptionBudget":
-            selector = spec["selector"]["matchLabels"]
-        if selector:
-            assert not any(selector.items() <= each.items() for each in labels), entry["kind"]
-    policy = manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
-    assert all(policy.items() <= each.items() for each in labels)
-
-
-def test_the_page_s_commands_of_an_upgrade_name_what_is_there(manifests):
-    page = (ROOT / "docs" / "use" / "deploy.md").read_text()
-    section = page.partition("### Upgrades on Kubernetes")[2].partition("\n## ")[0]
-    upgrade = list(yaml.safe_load_all((DEPLOY / "k8s" / "upgrade.yaml").read_text()))
-    assert "kubectl apply -f deploy/k8s/upgrade.yaml" in section
-    (patch,) = set(re.findall(r"-p '(\{.*\})'", section))
-    head = pods_of(upgrade[0])[1]["metadata"]["labels"]
-    head = head if head["nanocp/role"] == "head" else pods_of(upgrade[0])[0]["metadata"]["labels"]
-    before = list(yaml.safe_load_all((DEPLOY / "k8s" / "nanocp.yaml").read_text()))
-    services = [each for each in before if each["kind"] == "Service"]
-    assert f"for name in {' '.join(each['metadata']['name'] for each in services)}; do" in section
-    for service in services:
-        selector = service["spec"]["selector"] | json.loads(patch)["spec"]["selector"]
-        assert selector.items() <= head.items()
 
 
 def test_an_eviction_waits_for_the_service(manifests):

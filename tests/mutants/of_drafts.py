@@ -286,7 +286,7 @@ OF_DRAFTS = [
         path="data_plane/member/staged_prefill.py",
         text='b"%d" % self._num_failed',
         fault='b"%d" % 0',
-        tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "not_found"),
+        tests=("tests/data_plane/member/test_prefill_prefixes.py", "-k", "not_found"),
     ),
     Mutant(
         name="draft-next-id",

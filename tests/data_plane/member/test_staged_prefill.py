@@ -5,21 +5,12 @@ stage alone is in a service too. The processes are in
 tests/nanocp/serve/test_staged_prefill_service.py.
 """
 
-import contextlib
-import threading
 from dataclasses import replace
-from multiprocessing import Pipe
 from random import Random
 
 import pytest
-import torch
 
-from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
-from data_plane.instance.page_transfers import PageTransfers
-from data_plane.kv.frame_pool import FramePool
 from data_plane.member import ticket_loop
-from data_plane.member.lifetime import MemberSpec, ShutdownRequested
-from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop
 from data_plane.member.stage_messages import (
     BeginPrompt,
     CancelPrompt,
@@ -28,165 +19,39 @@ from data_plane.member.stage_messages import (
     StageJoined,
     StageLoaded,
     StageRan,
-    StageSpec,
     StageSuspects,
 )
-from data_plane.member.staged_prefill import StagedPrefillLoop, StageThread
-from data_plane.member.token_streams import TokenStreams
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.model.weights import load_weights
-from data_plane.startup.prefill import build_prefill_stage
-from data_plane.startup.shared_parts import model_of, new_carry, page_ways, with_carry
-from data_plane.transport.exchange import Term
-from data_plane.transport.segments import Segments
-from harness.member_fakes import CLUSTER_ID, LIMITS, Link, until
-from harness.paths import ROOT
-from harness.reference_prefill import prefill_pages
+from data_plane.startup.shared_parts import model_of, new_carry, with_carry
+from harness.member_fakes import Link, until
+from harness.staged_prefill import (
+    CONFIG,
+    TALE,
+    Receiver,
+    assert_kv,
+    join,
+    prefill,
+    run_to_the_end,
+    scripted,
+    staged,
+)
 from harness.states import assert_same_state
-from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
-from nanocp.serve.prefill_scheduler import make_prefill_scheduler
-from nanocp.serve.served import PREFILL_FACTORY
-from nanocp.values.commands import CancelPrefill, Join, PagesArrived, PrefillRequest, Shutdown
+from nanocp.values.commands import CancelPrefill, PagesArrived, PrefillRequest
 from nanocp.values.members import Beat, Envelope, Ready, Suspect
 from nanocp.values.passes import PassPlan
 from nanocp.values.plan import (
     CARRY_PAGE,
     PAGE_SIZE,
     TargetRun,
-    Transfer,
     TransferDone,
     TransferFailed,
     TransferFenced,
 )
-
-PATIENT = replace(LIMITS, exchange_timeout_ms=30_000, start_timeout_ms=30_000)
-CONFIG = Config(
-    cluster=ClusterConfig(num_instances=2, num_frames=20, max_model_len=512),
-    data_plane=DataPlaneConfig(cpu_kernels="torch"),
-    prefill=PrefillConfig(stages=2, chunk_tokens=100, ring_pages=2),
-    limits=PATIENT,
-)
-TALE = ROOT / "models/tale"
-
-
-def join(term):
-    return Envelope(Join(), term)
-
-
-def prefill(ids, *targets, ticket):
-    transfer = Transfer(ticket, ticket, len(ids), targets)
-    return transfer, Envelope(PrefillRequest(transfer, ids))
-
-
-class Receiver(PageTransfers):
-    """An instance as far as pages go."""
-
-    def __init__(self, instance, term, model, config):
-        self.frames = FramePool(model.num_kept_layers, 20, model.attention.kv_width, torch.float32)
-        self.frames.carry = new_carry(config, model, 1)
-        segments = Segments(CLUSTER_ID, term=Term(term))
-        super().__init__(instance, 2, *page_ways(config, instance, segments, self.frames))
-
-    def _read_page(self, frame):
-        raise NotImplementedError
-
-    def _write_page(self, frame, num_tokens, payload, offset):
-        if frame < 20:
-            self.frames.write_payload(frame, num_tokens, payload, offset)
-        else:
-            self.frames.carry.page(0, frame - 20)[offset : offset + len(payload)] = payload
-
-    def has(self, event):
-        self.copy_arrived_pages()
-        return event in self._events
-
-
-class Threads:
-    """The stages, each in a thread of this process."""
-
-    def __init__(self, checkpoint, loop, config):
-        member = MemberSpec("", config, CLUSTER_ID, "", "", checkpoint)
-        self.pipes, self.threads, self.loops = [], [], []
-        for stage in range(config.prefill.stages):
-            own, theirs = Pipe()
-            spec = StageSpec(member, stage, f"{CLUSTER_ID}.links")
-            built = build_prefill_stage(config, stage, Segments(spec.links_id), checkpoint)
-            streams = TokenStreams(0, CONFIG.limits)
-            self.loops.append(PrefillStageLoop(built, spec, theirs, Segments(CLUSTER_ID), streams))
-            self.pipes.append(own)
-            reader = threading.Thread(target=self._read, args=(stage, own, loop), daemon=True)
-            reader.start()
-        for each in self.loops:
-            each._built.stage.connect()
-            self.threads.append(threading.Thread(target=self._run, args=(each,), daemon=True))
-            self.threads[-1].start()
-
-    def send(self, message, stage=None):
-        for pipe in self.pipes if stage is None else [self.pipes[stage]]:
-            pipe.send(message)
-
-    def close(self):
-        self.send(None)
-        for thread, loop in zip(self.threads, self.loops, strict=True):
-            thread.join(30)
-            loop.close()
-            loop._built.stage.close()
-            loop._streams.close()
-
-    def _read(self, stage, pipe, loop):
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                loop.report(stage, pipe.recv())
-
-    def _run(self, loop):
-        with contextlib.suppress(PrefillEnds):
-            loop.run()
-
-
-@contextlib.contextmanager
-def staged(checkpoint, link, config):
-    """The loop of the prefill with its stages, which is asked to shut down at the end."""
-    num_stages = config.prefill.stages
-    scheduler = make_prefill_scheduler(config)
-    loop = StagedPrefillLoop(scheduler, link, num_stages, 60_000.0, lambda: None)
-    if num_stages > 1:
-        loop.stages = Threads(checkpoint, loop, config)
-    else:
-        member = MemberSpec(PREFILL_FACTORY, config, CLUSTER_ID, "", "", checkpoint)
-        loop.stages = StageThread(member, loop.report)
-    errors = []
-
-    def run():
-        try:
-            loop.run()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        link.inbox.put(Envelope(Shutdown("enough")))
-        thread.join(30)
-        loop.stages.close()
-    assert [type(error) for error in errors] == [ShutdownRequested], errors
-
-
-def assert_kv(checkpoint, model, receiver, ids, frame_of, next_ids=(), carry=None):
-    """The receiver has these pages of the prompt, as the reference computes them."""
-    weights = load_weights(checkpoint, model, torch.float32, range(model.num_experts))
-    all_ids = [*ids, *next_ids]
-    for page, kv_LSW in prefill_pages(weights, model, all_ids, len(ids), 512, carry=carry):
-        if page in frame_of:
-            count = min(PAGE_SIZE, len(ids) - page * PAGE_SIZE)
-            found = receiver.frames.layers[:, frame_of[page], :count]
-            torch.testing.assert_close(found, kv_LSW[:, :count], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -296,32 +161,6 @@ def test_stages_send_the_states_of_their_layers(preset, num_stages, tmp_path):
             other.leave()
 
 
-class Recorder:
-    """Stages that do nothing; it records what they are sent."""
-
-    def __init__(self):
-        self.sent = []
-
-    def send(self, message, stage=None):
-        self.sent.append((stage, message))
-
-
-def scripted(tiny_checkpoint, *messages, limit_ms=60_000.0):
-    """A loop with stages that do nothing; it runs until it would wait."""
-    link = Link(*messages)
-    loop = StagedPrefillLoop(
-        make_prefill_scheduler(CONFIG), link, 2, limit_ms, lambda: link.send(Beat())
-    )
-    loop.stages = Recorder()
-    return loop, link
-
-
-def run_to_the_end(loop, link):
-    link.inbox.put(Envelope(Shutdown("enough")))
-    with pytest.raises(ShutdownRequested):
-        loop.run()
-
-
 def test_two_passes_a_stage_are_in_flight_and_one_waits_and_prompts_go_first(tiny_checkpoint):
     target = TargetRun(0, 5, 0, 0)
     both = [prefill([ticket] * 300, target, ticket=ticket)[1] for ticket in (3, 4)]
@@ -340,77 +179,6 @@ def test_two_passes_a_stage_are_in_flight_and_one_waits_and_prompts_go_first(tin
         (4, 100, 100),
     ]
     assert not any(span.samples for plan in passes for span in plan.spans)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_prompt_that_begins_as_an_earlier_one_is_computed_from_there(
-    tiny_checkpoint, num_stages, monkeypatch
-):
-    """Also in the next term, and pages that only the prefill still has are sent again."""
-    config = replace(CONFIG, prefill=replace(CONFIG.prefill, stages=num_stages))
-    model, random, spans = ModelConfig.from_folder(tiny_checkpoint), Random(1), []
-    first = [random.randrange(2, 512) for _ in range(300)]
-    later = [*first[:270], *(random.randrange(2, 512) for _ in range(40))]
-    plan_pass = PipelineScheduler.plan_pass
-
-    def watched(self, events, now_us):
-        plan = plan_pass(self, events, now_us)
-        spans.extend(span[:3] for span in (plan.pass_plan.spans if plan.pass_plan else ()))
-        return plan
-
-    monkeypatch.setattr(PipelineScheduler, "plan_pass", watched)
-    link = Link(join(1))
-    with staged(tiny_checkpoint, link, config):
-        for term, ids, pages in ((1, first, 5), (1, later, 5), (2, first[:256], 4)):
-            receivers = [Receiver(instance, term, model, config) for instance in range(2)]
-            link.inbox.put(join(term))
-            transfer, message = prefill(ids, TargetRun(0, pages, 0, 3), ticket=len(ids))
-            receivers[0].expect(transfer)
-            link.inbox.put(message)
-            until(lambda: receivers[0].has(TransferDone(transfer.ticket, 0)))  # noqa: B023
-            places = {page: 3 + page for page in range(pages)}
-            assert_kv(tiny_checkpoint, model, receivers[0], ids, places)
-            for receiver in receivers:
-                receiver.leave()
-    assert sum(count for ticket, _, count in spans if ticket == 300) == 300
-    assert [span for span in spans if span[0] != 300] == [(310, 256, 54), (256, 192, 64)]
-
-
-def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(tiny_checkpoint):
-    target = TargetRun(0, 5, 0, 0)
-    both = [prefill([7] * 300, target, ticket=ticket)[1].message for ticket in (3, 4)]
-    asked = [Envelope(replace(each, prompt_logprobs=2)) for each in both]
-    loop, link = scripted(tiny_checkpoint, join(1), *asked)
-    run_to_the_end(loop, link)
-    passes = [message for _, message in loop.stages.sent if isinstance(message, PassPlan)]
-    assert sum(span.num_tokens for plan in passes for span in plan.spans) == 500  # 5 passes
-
-
-def test_pages_of_a_pass_that_failed_are_not_found(tiny_checkpoint):
-    """Neither by a prompt that waits nor by a later one."""
-    target = TargetRun(0, 5, 0, 0)
-    loop, link = scripted(
-        tiny_checkpoint, *[join(1)], *(prefill([7] * 300, target, ticket=n)[1] for n in range(3, 9))
-    )
-    run_to_the_end(loop, link)
-    num_begun = len(
-        {begun.transfer.ticket for _, begun in loop.stages.sent if hasattr(begun, "transfer")}
-    )
-    loop.stages.sent.clear()
-    for stage in (0, 1):
-        loop.report(stage, StageRan(0, has_failed=stage == 1))
-    for number in range(1, 40):
-        loop.report(1, StageRan(number))
-        run_to_the_end(loop, link)
-        if not loop._waiting:
-            break
-    starts = {}
-    for _, plan in loop.stages.sent:
-        for span in plan.spans if isinstance(plan, PassPlan) else ():
-            starts.setdefault(span.request_id, span.first)
-    later = [starts[ticket] for ticket in range(3 + num_begun, 9)]
-    assert later[0] == 0, "it shares a page that was not written"
-    assert min(later[1:]) > 0, "pages that were written since are shared"
 
 
 def test_a_ticket_that_was_cancelled_in_the_queue_reaches_no_stage(tiny_checkpoint):

@@ -221,3 +221,41 @@ def test_a_service_with_keys_is_asked_with_one(tmp_path):
 def test_an_absent_service_is_a_sentence():
     result = run("--target", "127.0.0.1:1", "--once")
     assert result.exit_code == 2 and "no NanoCP answers at http://127.0.0.1:1/" in result.output
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "said", "status"),
+    [
+        (SNAPSHOT, "degraded: prefill http://b:8000 is down (it hangs); 2 of 2 instances serve", 1),
+        (SNAPSHOT | {"engines": []}, "whole; 2 of 2 instances serve, 3 requests run, 2 prefill", 0),
+        (
+            BUSY | {"engines": []},
+            "degraded: it recovers for 4.2 s; 5 requests held for another attempt; 1 seats loading; "
+            "30 of 32 instances serve",
+            1,
+        ),
+    ],
+    ids=["an engine", "whole", "recovers"],
+)
+def test_a_line_says_what_is_degraded(monkeypatch, snapshot, said, status):
+    monkeypatch.setattr("nanocp.cli.top.fetch", lambda *_: snapshot)
+    done = CliRunner().invoke(app, ["status"])
+    assert done.exit_code == status and done.stdout.startswith(said)
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_service_that_is_not_there_has_no_status():
+    done = CliRunner().invoke(app, ["status", "--target", "127.0.0.1:1"])
+    assert done.exit_code == 2 and "no NanoCP answers at http://127.0.0.1:1/" in done.stderr
+
+
+def test_who_holds_the_memory_is_listed_with_short_requests_too(monkeypatch):
+    """Those with the most pages first, and from 130 columns on with the client's id."""
+    more = [request(100 + n, [[1, 1]], client_id=f"cmpl-{n}") for n in range(30)]
+    full = SNAPSHOT | {"requests": [*SNAPSHOT["requests"], *more], "num_running": 40}
+    monkeypatch.setattr("nanocp.cli.top.fetch", lambda *_: full)
+    lines = run("--once", columns=140).stdout.splitlines()
+    listed = [line.split()[1] for line in lines if " running " in line and ":" in line.split()[-1]]
+    assert listed[:3] == ["3", "4", "100"] and len(listed) == 33
+    assert any("cmpl-29" in line for line in lines)
+    assert any("9 more, with fewer pages" in line for line in lines)
