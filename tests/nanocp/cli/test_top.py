@@ -230,8 +230,8 @@ def test_an_absent_service_is_a_sentence():
         (SNAPSHOT | {"engines": []}, "whole; 2 of 2 instances serve, 3 requests run, 2 prefill", 0),
         (
             BUSY | {"engines": []},
-            "degraded: it recovers for 4.2 s; 5 requests held for another attempt; 1 seats loading; "
-            "30 of 32 instances serve",
+            "degraded: it recovers for 4.2 s; 5 requests held for another attempt; 1 seats "
+            "loading; 30 of 32 instances serve",
             1,
         ),
     ],
