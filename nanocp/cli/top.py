@@ -204,7 +204,9 @@ def _requests(
             pages,
         )
     num_more = snapshot["num_running"] + snapshot["num_prefilling"] - len(held[:most])
-    return [table, Text(f"{num_more:,} more, with fewer pages", style="dim")][: 1 + (num_more > 0)]
+    if num_more <= 0:
+        return [table]
+    return [table, Text(f"{num_more:,} more, with fewer pages", style="dim")]
 
 
 def _stages(stages: list[dict[str, Any]]) -> list[Text]:
