@@ -40,7 +40,7 @@ def test_ray_ends_one_process_when_memory_is_short(path, manifests):
 
 def released(entry, release):
     """The manifest as it is for another release."""
-    text = json.dumps(entry).replace(f'"nanocp/release": "{release}"', '"nanocp/release": ""')
+    text = json.dumps(entry).replace(f'"release": "{release}"', '"release": ""')
     return re.sub(r'"registry\.example/nanocp:[\d.]+"', '""', text)
 
 
