@@ -16,9 +16,9 @@ from kit import BenchRun, Claim, bench
 
 from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
 from nanocp.simulator.cost import CostModel, profile_cp_degrees
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Outcome
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 CLUSTERS = (
     "h200x32-deepseek-v3",

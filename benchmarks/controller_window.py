@@ -38,9 +38,9 @@ from nanocp.config.whole import Config
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.simulation import scheduler_config
-from nanocp.simulator.workload import Workload
 from nanocp.values.members import Member
 from nanocp.values.plan import Arrival, InstancePlan, Placement
 from nanocp.wire.members import TO_INSTANCE

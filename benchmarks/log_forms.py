@@ -20,11 +20,11 @@ from kit import BenchRun, Claim, at_least, at_most, bench
 
 from nanocp.simulator.analyser.analysis import analyse
 from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.request_logs import RequestLog, read_log, read_trace
+from nanocp.simulator.loads.request_logs import RequestLog, read_log, read_trace
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.sweep import sweep
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 
 CLUSTER, NUM_INSTANCES = "h200x32-deepseek-v3", 16
 EPOCH_S = 1_795_893_033

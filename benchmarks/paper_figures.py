@@ -18,11 +18,11 @@ from machine import ROOT
 from matplotlib.figure import Figure
 
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.loads.workload import STATIC, Workload
 from nanocp.simulator.outcome import ATTAINMENT, Outcome
 from nanocp.simulator.reports import pictures
 from nanocp.simulator.reports.timeline import TimelineRecorder
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import STATIC, Workload
 
 CLUSTER, CONSTANTS = "h200x32-deepseek-v3", "fitted"
 UNIFORM = ("uniform_cp:2", "uniform_cp:4", "uniform_cp:8")

@@ -12,9 +12,9 @@ from kit import BenchRun, at_least, bench
 
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Outcome
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 RATE_PER_S = 30.0
 WITHIN = 0.25

@@ -15,12 +15,12 @@ from machine import ROOT
 
 from control_plane.scheduler.pipeline.layer_policies import LayerPolicy, Split
 from control_plane.scheduler.pipeline.predictor import PassTimes
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.pipeline.outcome import PipelineOutcome
 from nanocp.simulator.pipeline.pipeline_file import load_pipeline_file
 from nanocp.simulator.pipeline.simulation import SPREAD, PipelineSimulation, PipelineTrial
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 
 AZURE = f"azure:{ROOT / 'benchmarks/traces/azure_2023_conv_200.csv'}"
 WORKLOADS = {"ShareGPT": "sharegpt", "Azure": AZURE}

@@ -30,12 +30,12 @@ from nanocp.simulator.analyser.analysis import (
 from nanocp.simulator.analyser.groups import all_sustained, play_groups
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
+from nanocp.simulator.loads.request_logs import read_log
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import ATTAINMENT
-from nanocp.simulator.request_logs import read_log
 from nanocp.simulator.sweep import highest_sustained_rate, sweep
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 
 CLUSTER = "h200x32-deepseek-v3"
 NUM_DRAWN = 6000

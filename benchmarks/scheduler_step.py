@@ -24,9 +24,9 @@ from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.garbage import freeze_long_lived
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.drafted_rows import Speculation
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 from nanocp.values.plan import Event, Plan
 from nanocp.wire.members import TO_INSTANCE
 

@@ -40,9 +40,9 @@ from scheduling_claims import (
 )
 
 from nanocp.simulator.cluster_file import ClusterFile, load_cluster_file
+from nanocp.simulator.loads.workload import MIXES, Workload
 from nanocp.simulator.sweep import NUM_SEEDS, Sweep, attempts, seeds_of, sweep
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import MIXES, Workload
 
 QUICK_POLICIES = (FLUID, COST_AWARE, "dual_balanced", "least_batch", "uniform_cp:4")
 FIRST_RATES = {

@@ -14,8 +14,8 @@ from kit import BenchRun, Claim, at_most, bench
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads
 from nanocp.simulator.drafted_rows import Speculation
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 CLUSTERS = ("h200x32-kimi-k2", "h200x32-deepseek-v3")
 RIGHT = 0.85

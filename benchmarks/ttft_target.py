@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from kit import BenchRun, Claim, at_most, bench
 
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 SCALES = {"mooncake": 1.0, "mooncake-x8": 8.0}
 """Name of a workload -> factor on prompt lengths."""

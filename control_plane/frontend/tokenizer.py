@@ -20,7 +20,7 @@ import tokenizers
 
 from control_plane.frontend.grammar_check import GrammarCheck
 from control_plane.frontend.long_texts import LeastTokens
-from nanocp.tokenizer_file import character_of_byte, tokenizer_json
+from nanocp.files.tokenizer import character_of_byte, tokenizer_json
 
 # A text gains nothing from the library's threads, and it warns at every fork after their first use.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

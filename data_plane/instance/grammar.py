@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocp.tokenizer_file import tokenizer_json
+from nanocp.files.tokenizer import tokenizer_json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

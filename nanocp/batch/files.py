@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from nanocp.input_files import readable
+from nanocp.files.inputs import readable
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 """Paths that a request may name."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanocp.bench.names import DATASETS, GO_ON, OTHER_DATASETS, TRACES
 from nanocp.config.choices import check_one_of
-from nanocp.simulator.request_logs import read_trace
-from nanocp.simulator.workload import SHORT_LENGTHS, draw_len, draw_output_len
+from nanocp.simulator.loads.request_logs import read_trace
+from nanocp.simulator.loads.workload import SHORT_LENGTHS, draw_len, draw_output_len
 
 if TYPE_CHECKING:
     import tokenizers

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from nanocp.config.cost import CPU_COSTS
 from nanocp.config.data_plane import default_dtype
 from nanocp.config.whole import FOLLOWS, SECRETS, Config
-from nanocp.input_files import readable
+from nanocp.files.inputs import readable
 
 ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from nanocp.input_files import readable
+from nanocp.files.inputs import readable
 from nanocp.overlap.interference import Interference
 from nanocp.overlap.operations import NanoOperation, Operation, waits
 

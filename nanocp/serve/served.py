@@ -20,7 +20,7 @@ from data_plane.model.sizes import carry_pages, page_bytes, stored_shapes
 from nanocp.config.choices import require
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
-from nanocp.tokenizer_file import special_tokens
+from nanocp.files.tokenizer import special_tokens
 from nanocp.values.plan import PAGE_SIZE
 
 INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"

@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from nanocp.simulator.cost import LayerTime, Loads, StepTime
-from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.values.plan import InstanceLoad, Placement, Plan
 
 ATTAINMENT = 0.99

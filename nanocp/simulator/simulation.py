@@ -28,10 +28,10 @@ from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel, Loads, StepTime, profile_cp_degrees
 from nanocp.simulator.decided import DecidedLoads
 from nanocp.simulator.drafted_rows import Speculation, come
+from nanocp.simulator.loads.workload_request import Upcoming, WorkloadRequest
 from nanocp.simulator.nano_batches import ScheduledSteps
 from nanocp.simulator.nics import Nics
 from nanocp.simulator.outcome import Outcome, Recorder, Run
-from nanocp.simulator.workload_request import Upcoming, WorkloadRequest
 from nanocp.values.plan import (
     PAGE_SIZE,
     Arrival,

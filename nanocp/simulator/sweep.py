@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from nanocp.simulator.loads.workload import MIXES, STATIC
 from nanocp.simulator.outcome import ATTAINMENT, LEAST_ALLOWED_MISSES, Outcome, Recorder, Slo
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import MIXES, STATIC
 
 PRECISION = 1.03
 """The answer is sustained, and this much more is not."""

@@ -20,10 +20,10 @@ from statistics import fmean
 from control_plane.scheduler.explanation import Explainer
 from nanocp.simulator.cluster_file import ClusterFile
 from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.loads.workload import STATIC, Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Outcome, Recorder, Run, Slo, measure_us_at
 from nanocp.simulator.simulation import FLUID, Mechanisms, Simulation, make_simulation
-from nanocp.simulator.workload import STATIC, Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.plan import PAGE_SIZE
 
 WARM_UP_US = 40_000_000

@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from nanocp.config.choices import none_of
-from nanocp.input_files import readable
+from nanocp.files.inputs import readable
 
 File = TypeVar("File")
 

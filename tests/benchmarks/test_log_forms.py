@@ -4,7 +4,7 @@ import log_forms
 import pytest
 
 from harness.paths import ROOT
-from nanocp.simulator.request_logs import read_log, read_trace
+from nanocp.simulator.loads.request_logs import read_log, read_trace
 
 (SAMPLE,) = (ROOT / "benchmarks/traces").glob("azure*.csv")
 REQUESTS = read_trace("azure", SAMPLE).requests

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.simulator.cluster_file import cluster_path, load_cluster_file
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 POLICY, WORKLOAD, FORM, SEED = "cost_aware", "issue-0", "absorbed", 1
 WARM_UP_S, MEASURED_S = 4, 40

@@ -9,9 +9,9 @@ from scheduling_claims import POLICIES, RIVALS, claims
 from scheduling_quality import SearchTask, search, take_ready
 
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
 RATES = dict.fromkeys(POLICIES, 10.0) | {

@@ -17,7 +17,7 @@ from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from nanocp.tokenizer_file import special_tokens
+from nanocp.files.tokenizer import special_tokens
 
 _RESERVED = {
     "conversations", "messages", "tools", "chat_template", "tokenize",

@@ -22,7 +22,7 @@ from nanocp.cli.simulate.options import AsJson
 _LONGEST = 1e9
 
 if TYPE_CHECKING:
-    from nanocp.simulator.request_logs import RequestLog
+    from nanocp.simulator.loads.request_logs import RequestLog
     from nanocp.simulator.trial import Trial
 
 
@@ -87,10 +87,10 @@ class LogOptions:
         Raises ValueError for a cluster or a number that cannot be.
         """
         from nanocp.simulator.cluster_file import load_cluster_file
+        from nanocp.simulator.loads.workload import Workload
         from nanocp.simulator.outcome import Slo
         from nanocp.simulator.sweep import MAX_RATE, MIN_RATE
         from nanocp.simulator.trial import Trial
-        from nanocp.simulator.workload import Workload
 
         file = load_cluster_file(cluster)
         file.costs_of(self.constants)
@@ -188,7 +188,7 @@ def _analyse(model: str, hardware: Hardware, load: LogOptions, as_json: bool) ->
     from nanocp.cli.plan.page import show
     from nanocp.simulator.analyser.analysis import analyse, check_enough
     from nanocp.simulator.analyser.rank_gauges import read_gauges
-    from nanocp.simulator.request_logs import read_log
+    from nanocp.simulator.loads.request_logs import read_log
 
     assert load.log is not None
     pairs = [pair.partition("=") for pair in load.fields.split(",") if pair]

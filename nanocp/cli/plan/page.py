@@ -25,7 +25,7 @@ from nanocp.simulator.analyser.analysis import (
 )
 from nanocp.simulator.analyser.rank_gauges import RankGauges
 from nanocp.simulator.cluster_file import ClusterFile
-from nanocp.simulator.request_logs import RequestLog
+from nanocp.simulator.loads.request_logs import RequestLog
 from nanocp.simulator.simulation import FLUID
 from nanocp.simulator.sweep import MAX_RATE
 from nanocp.simulator.trial import Trial

@@ -147,9 +147,9 @@ class Scenario:
         """
         from nanocp.simulator.cluster_file import load_cluster_file
         from nanocp.simulator.drafted_rows import Speculation
+        from nanocp.simulator.loads.workload import Workload
         from nanocp.simulator.outcome import Slo
         from nanocp.simulator.trial import Trial
-        from nanocp.simulator.workload import Workload
 
         for name in ("seconds", "warm_up", "slo_tpot_ms", "slo_ttft_ms"):
             value: float | None = getattr(self, name)

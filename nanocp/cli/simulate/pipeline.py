@@ -18,8 +18,8 @@ from nanocp.cli.simulate.numbers import all_judged, cell_of
 from nanocp.cli.simulate.options import Scenario
 
 if TYPE_CHECKING:
+    from nanocp.simulator.loads.workload_request import WorkloadRequest
     from nanocp.simulator.pipeline.outcome import PipelineOutcome
-    from nanocp.simulator.workload_request import WorkloadRequest
 
 LAYOUTS = ("instances", "pipeline")
 _CLUSTER, _WORKLOAD, _POLICIES = "a100x4-qwen2.5-14b", "sharegpt", ["even", "level"]
@@ -114,10 +114,10 @@ def numbers_of(outcome: PipelineOutcome) -> dict[str, Any]:
 def _play(
     scenario: Scenario, options: PipelineOptions, policy: str, rate: float
 ) -> PipelineOutcome:
+    from nanocp.simulator.loads.workload import Workload
     from nanocp.simulator.outcome import Slo
     from nanocp.simulator.pipeline.pipeline_file import load_pipeline_file
     from nanocp.simulator.pipeline.simulation import PipelineTrial
-    from nanocp.simulator.workload import Workload
 
     file = load_pipeline_file(scenario.cluster)
     workload = Workload(scenario.workload, rate, scenario.seed, length_scale=scenario.length_scale)

@@ -81,7 +81,7 @@ def run(
     """Run each policy at one rate."""
     if context.invoked_subcommand is not None:
         return
-    from nanocp.simulator.workload import STATIC
+    from nanocp.simulator.loads.workload import STATIC
 
     try:
         check_one_of(LAYOUTS, layout=pipeline.layout)
@@ -166,7 +166,7 @@ def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_grou
     """Simulate each policy on clusters side by side; a column for each cluster."""
     from nanocp.cli.console import progress
     from nanocp.simulator.analyser.groups import play_groups
-    from nanocp.simulator.workload import STATIC
+    from nanocp.simulator.loads.workload import STATIC
 
     trials = scenario.trials(rate)
     first = next(iter(trials.values()))
@@ -202,7 +202,7 @@ def _play(simulation: Simulation, policy: str, trial: Trial) -> dict[str, Any]:
 
 
 def _title(scenario: Scenario, rate: float, played: _Played) -> str:
-    from nanocp.simulator.workload import STATIC
+    from nanocp.simulator.loads.workload import STATIC
 
     pace = "" if scenario.workload in STATIC else f" at {rate:g}/s"
     return (

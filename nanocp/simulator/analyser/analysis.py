@@ -15,12 +15,12 @@ from typing import Any
 from nanocp.simulator.analyser.size import size
 from nanocp.simulator.cluster_file import Costs
 from nanocp.simulator.cost import CostModel
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Outcome, percentile
 from nanocp.simulator.reports.timeline import TimelineRecorder
 from nanocp.simulator.simulation import FLUID
 from nanocp.simulator.sweep import MAX_RATE, MIN_RATE, sweep
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.plan import PAGE_SIZE
 
 OURS = "cost_aware"

@@ -15,9 +15,9 @@ from dataclasses import replace
 from queue import Queue
 from threading import Thread
 
+from nanocp.simulator.loads.workload_request import QuietUntil, Upcoming
 from nanocp.simulator.outcome import ATTAINMENT, Outcome, Recorder
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload_request import QuietUntil, Upcoming
 from nanocp.values.group_load import GroupLoad
 
 STALE_US = 5_000_000

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Latency, Slo, percentile
 from nanocp.simulator.pipeline.stages import SimulatedStage
-from nanocp.simulator.workload_request import WorkloadRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.passes import PassCosts
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.scheduler import SchedulerConfig
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.pipeline.fit import MeasuredPass, draw_mixes, fit_costs
 from nanocp.simulator.pipeline.forming import PASS_FORMS, FormedRows
 from nanocp.simulator.pipeline.outcome import PipelineOutcome, PipelineRecorder
 from nanocp.simulator.pipeline.pipeline_file import PipelineFile
 from nanocp.simulator.pipeline.stages import EventHeap, Stages, TimedPass
-from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.passes import (
     LayerMoves,
     LayersMoved,

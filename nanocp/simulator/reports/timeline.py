@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanocp.simulator.cost import Loads, StepTime
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run
-from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.plan import PAGE_SIZE, InstanceLoad, Placement
 
 NUM_SAMPLES = 120

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from nanocp.cli.main import app
 from nanocp.cli.simulate.options import Scenario
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
-from nanocp.simulator.workload import Workload
+from nanocp.simulator.loads.workload import Workload
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
 

@@ -5,8 +5,8 @@ import yaml
 
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file, shipped_names
 from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -11,8 +11,8 @@ from nanocp.config.cost import CostConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.simulator.cluster_file import WireForm, load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
 H100 = load_cluster_file("h100x32-deepseek-v3")

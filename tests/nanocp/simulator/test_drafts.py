@@ -8,9 +8,9 @@ from control_plane.scheduler.invariants import check
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel, Loads
 from nanocp.simulator.drafted_rows import Speculation, come
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import Mechanisms, make_simulation
-from nanocp.simulator.workload_request import WorkloadRequest
 
 KIMI = load_cluster_file("h200x32-kimi-k2")
 SMALL = replace(

@@ -12,9 +12,9 @@ from nanocp.overlap.search import sequence
 from nanocp.simulator import nano_batches
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel, LayerTime, Loads, StepTime
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import FLUID, Mechanisms, make_simulation
-from nanocp.simulator.workload import Workload
 
 CLUSTER = "h200x32-deepseek-v3"
 CASE = nano_batches.Case(CLUSTER, "fitted", rows=64, tokens=300_000, links=4)

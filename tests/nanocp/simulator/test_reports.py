@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from nanocp.cli.main import app
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import LayerTime, Loads, StepTime
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Run, Slo
 from nanocp.simulator.reports import pictures
 from nanocp.simulator.reports.chrome_trace import trace_events, write_trace
 from nanocp.simulator.reports.timeline import NUM_SAMPLES, TimelineRecorder
 from nanocp.simulator.simulation import Mechanisms, make_simulation
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
 PICTURES = ["balance.png", "cp.png", "latency.png", "layers.png", "queue.png", "scheduler.png"]

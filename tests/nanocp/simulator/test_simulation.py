@@ -12,11 +12,11 @@ from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.cluster_file import load_cluster_file
 from nanocp.simulator.cost import CostModel
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run, Slo, percentile
 from nanocp.simulator.simulation import Mechanisms, Simulation, make_simulation
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.plan import Placement, Plan
 from nanocp.values.table import NUM_LANES, InstanceTable
 

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run, Slo
 from nanocp.simulator.simulation import make_simulation
 from nanocp.simulator.sweep import (
@@ -17,8 +19,6 @@ from nanocp.simulator.sweep import (
     highest_sustained_rate,
 )
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
 NO_OUTCOME = make_simulation(FILE, "peak", "least_batch", Run(0, 1)).run(iter(()))

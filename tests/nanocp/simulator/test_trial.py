@@ -6,9 +6,9 @@ from statistics import fmean
 import pytest
 
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import measure_us_at
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
 FOUR = replace(

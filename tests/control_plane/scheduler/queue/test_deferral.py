@@ -11,9 +11,9 @@ from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import make_simulation
-from nanocp.simulator.workload import Workload
 from nanocp.values.plan import Arrival, Finished, FinishReason, TargetRun, TermEnded, WindowDone
 
 CLUSTER = ClusterConfig(

@@ -20,11 +20,11 @@ from nanocp.simulator.analyser.analysis import (
     changed_costs,
 )
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.loads.request_logs import read_log
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Slo
-from nanocp.simulator.request_logs import read_log
 from nanocp.simulator.sweep import Sustained, Sweep
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 LOAD = LoadSummary(100, 10.0, (1, 2, 3), (1, 2, 3), 1000, 0, 0, 0.5)
 LINE = '{"timestamp": %d, "input_length": %d, "output_length": 30}\n'

@@ -9,9 +9,9 @@ from nanocp.cli.main import app
 from nanocp.simulator.analyser import groups
 from nanocp.simulator.analyser.groups import all_sustained, play_groups
 from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 from nanocp.values.group_load import GroupLoad
 from nanocp.values.plan import InstanceLoad
 

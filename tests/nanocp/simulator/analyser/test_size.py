@@ -8,9 +8,9 @@ import yaml
 
 from nanocp.simulator.analyser.size import size, sizes
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.trial import Trial
-from nanocp.simulator.workload import Workload
 
 H200 = load_cluster_file("h200x32-deepseek-v3")
 

@@ -5,12 +5,12 @@ from itertools import islice
 
 import pytest
 
+from nanocp.simulator.loads.workload import Workload
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.pipeline.forming import PASS_FORMS
 from nanocp.simulator.pipeline.pipeline_file import load_pipeline_file, shipped_pipelines
 from nanocp.simulator.pipeline.simulation import SPREAD, PipelineSimulation, PipelineTrial
-from nanocp.simulator.workload import Workload
-from nanocp.simulator.workload_request import WorkloadRequest
 
 FILE = load_pipeline_file("a100x4-qwen2.5-14b")
 

@@ -19,7 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from nanocp.input_files import readable
+from nanocp.files.inputs import readable
 
 PHASE = "metadata.benchmark_phase"
 """What a request of AIPerf belongs to; other makers' requests of a warm-up get it too."""

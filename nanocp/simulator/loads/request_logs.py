@@ -13,9 +13,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from nanocp.simulator.analyser.arrival_times import UNITS, LogTime, unit_of
-from nanocp.simulator.analyser.log_files import PHASE, LogFile, flat, number_of
-from nanocp.simulator.workload_request import HASH_ID_TOKENS, WorkloadRequest
+from nanocp.simulator.loads.arrival_times import UNITS, LogTime, unit_of
+from nanocp.simulator.loads.log_files import PHASE, LogFile, flat, number_of
+from nanocp.simulator.loads.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
 ARRIVAL, PROMPT, OUTPUT = "arrival", "prompt", "output"
 KNOWN: Mapping[str, tuple[str, ...]] = {

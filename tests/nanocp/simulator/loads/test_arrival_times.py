@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from nanocp.simulator.request_logs import read_log
+from nanocp.simulator.loads.request_logs import read_log
 
 UNITS = {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}
 EPOCH_S = 1795893033.25

@@ -10,10 +10,10 @@ from harness.paths import ROOT
 from nanocp.batch.files import read_requests
 from nanocp.bench.dataset import DatasetOptions, sample_requests
 from nanocp.cli.main import app
-from nanocp.input_files import readable
+from nanocp.files.inputs import readable
 from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
-from nanocp.simulator.request_logs import read_log
-from nanocp.simulator.workload import Workload
+from nanocp.simulator.loads.request_logs import read_log
+from nanocp.simulator.loads.workload import Workload
 
 MOONCAKE = (ROOT / "benchmarks/traces/mooncake_conversation_200.jsonl").read_bytes()
 AZURE = (ROOT / "benchmarks/traces/azure_2023_conv_200.csv").read_bytes()

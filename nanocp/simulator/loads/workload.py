@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 
 from nanocp.config.choices import none_of
-from nanocp.input_files import readable
-from nanocp.simulator.request_logs import STRICT, read_trace
-from nanocp.simulator.workload_request import WorkloadRequest
+from nanocp.files.inputs import readable
+from nanocp.simulator.loads.request_logs import STRICT, read_trace
+from nanocp.simulator.loads.workload_request import WorkloadRequest
 
 # Table 1 of the paper (arXiv 2605.21100), in percent. It bounds the lengths; within a range they
 # are log-uniform here.

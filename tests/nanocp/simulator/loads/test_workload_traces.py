@@ -6,8 +6,8 @@ from statistics import fmean
 import pytest
 
 from harness.paths import ROOT
-from nanocp.simulator.request_logs import read_trace
-from nanocp.simulator.workload import Workload, static_scenario
+from nanocp.simulator.loads.request_logs import read_trace
+from nanocp.simulator.loads.workload import Workload, static_scenario
 
 SAMPLES = ROOT / "benchmarks/traces"
 MAX_LEN = 1 << 20

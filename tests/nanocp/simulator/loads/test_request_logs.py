@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from harness.paths import ROOT
-from nanocp.simulator.request_logs import STRICT, read_log, read_trace
+from nanocp.simulator.loads.request_logs import STRICT, read_log, read_trace
 
 SAMPLES = ROOT / "benchmarks/traces"
 REQUESTS = [(0.0, 300, 20), (0.5, 1000, 7), (2.25, 64, 110)]
