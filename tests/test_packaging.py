@@ -319,7 +319,7 @@ def editable(tmp_path_factory):
 
 
 def test_a_script_beside_a_clone_named_nanocp_imports_the_client(editable):
-    """Its folder has a folder nanocp, which a finder of setuptools would come behind."""
+    """Python takes that folder for a package, unless a path of the environment has another."""
     (editable / "ask.py").write_text("from nanocp import Client; print(Client.__module__)\n")
     path = f"import site, sys, runpy; site.addsitedir({str(editable / 'site')!r})"
     # As after an installation: the environment of these tests has the checkout itself.
