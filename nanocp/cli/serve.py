@@ -40,7 +40,6 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("cluster.max_model_len"),
         config_option("cluster.bounds.max_rows"),
         config_option("scheduler.policy"),
-        config_option("scheduler.growth_promise"),
         config_option("scheduler.steps_per_window"),
         config_option("scheduler.max_queued_requests"),
         config_option("data_plane.device"),

@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -178,6 +178,8 @@ class Reader:
         if (param := self._options.get(flag)) is None:
             near = get_close_matches(flag, [*self._options, *self._table], n=1)
             right = f"did you mean {near[0]}?" if near else "see --help"
+            if keys := _keys_named(flag.removeprefix("--").replace("-", "_")):
+                right = f"set {' or '.join(keys)} in a file (--config)"
             self._out.refused.append(f"{flag} is no option here: {right}")
             return
         self._out.words.append(flag if value is None else f"{flag}={value}")
@@ -238,6 +240,21 @@ class Reader:
         else:
             ours = _number(value) if answer.number else answer.values.get(value, value)
             self._out.sets[answer.key] = _json(ours)
+
+
+def _keys_named(name: str) -> list[str]:
+    """Keys of the configuration whose last part this is: each could be an option, few are."""
+    from nanocp.config.whole import Config
+
+    found: list[str] = []
+    parts: list[tuple[str, Any]] = [("", asdict(Config()))]
+    for prefix, tree in parts:
+        for key, value in tree.items():
+            if key == name:
+                found.append(prefix + key)
+            elif isinstance(value, dict):
+                parts.append((f"{prefix}{key}.", value))
+    return found
 
 
 def _json(text: str) -> Any:

@@ -105,6 +105,11 @@ def test_the_folder_may_come_last_or_by_a_flag():
         (["--hf-overrides.rope_theta", "1"], "change config.json"),
         (["--kv-cache-dtype", "nvfp4"], "it must be auto, fp8"),
         (["--max-rowz", "3"], "did you mean --max-rows?"),
+        (
+            ["--layer-policy", "even"],
+            "--layer-policy is no option here: set pipeline.layer_policy in",
+        ),
+        (["--costs", "x"], "set scheduler.costs or pipeline.costs in a file (--config)"),
         (["--zzz"], "--zzz is no option here: see --help"),
     ],
 )
