@@ -1,7 +1,6 @@
 """What a run shows: first token, later tokens, attainment, balance, queueing, the scheduler's time.
 
-Enters: what happens, as it happens. Leaves: an Outcome of numbers. Does not know: how any of it
-came about.
+Enters: what happens, as it happens. Leaves: an Outcome of numbers. Does not know: how it came.
 """
 
 from __future__ import annotations
@@ -97,20 +96,18 @@ class Outcome:
     num_refused: int
     """Refused requests are judged, and have missed."""
     num_not_judged: int
-    """Requests that ended in that time and had begun before the run, or that are still there and
-    are not late."""
+    """Requests that ended in that time and began before the run, or are there and not late."""
     attainment: float
     """Share of the judged that met the SLO; 0 if none was judged."""
     ttft_ms_p50: float
     ttft_ms_p99: float
     tpot_ms_p50: float
     tpot_ms_p99: float
-    """99th percentile over judged requests with two output tokens or more."""
+    """Over judged requests with two output tokens or more."""
     normalized_ms_p50: float
     normalized_ms_p99: float
     normalized_attainment: float
-    """Share of the judged whose normalized latency is within the SLO's time per token: what the
-    paper's Figure 12 shows."""
+    """Share of the judged with normalized latency within the SLO's time per token (Figure 12)."""
     queueing_ms_p99: float
     """From arrival to placement."""
     step_ms_mean: float
@@ -124,8 +121,7 @@ class Outcome:
     num_waiting_mean: float
     num_waiting_max: int
     free_frames_share_while_waiting: float
-    """Mean share of all frames that are free while requests wait: memory that cannot be used
-    (Figure 14)."""
+    """Mean share of all frames that are free while requests wait, and not used (Figure 14)."""
     frames_used_share: float
     """Share of all frames that hold pages, or are promised to requests that run."""
     kv_imbalance: float
@@ -329,9 +325,7 @@ class Recorder:
         half.steps += num_steps
         half.requests += len(self._arrivals) * time_us
         free = sum(load.frames_free for load in loads_now)
-        total = self._num_frames = self._num_frames or sum(
-            one.frames_free + one.frames_committed + one.frames_quarantined for one in loads_now
-        )
+        total = self._num_frames = self._num_frames or _num_frames(loads_now)
         sums.frames_used += (1 - free / total) * time_us
         if num_waiting:
             sums.waiting += num_waiting * time_us
@@ -359,14 +353,21 @@ class Recorder:
                 yield latency
 
     def _drift_of_arrivals(self) -> float:
-        """The drift if each token took as long as in the first half, whoever came when."""
-        run, tpot_us = self.run, self._sums.halves[0].time_us / max(self._sums.halves[0].steps, 1)
+        """The drift if each token took as long as in the first half, over that of even arrivals."""
+        run, first = self.run, self._sums.halves[0]
+        tpot_us = first.time_us / max(first.steps, 1)
         edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us
-        before, after = (
-            sum(max(0, min(at + num * tpot_us, high) - max(at, low)) for at, num in self._asked)
-            for low, high in pairwise(edges)
+        began = [(at, n) for at, n in self._asked if not at]
+        later = [n for at, n in self._asked if at]
+        even = [(run.end_us * i // len(later), n) for i, n in enumerate(later)]
+        came, evenly = (
+            [
+                sum(max(0, min(at + n * tpot_us, high) - max(at, low)) for at, n in asked)
+                for low, high in pairwise(edges)
+            ]
+            for asked in (self._asked, began + even)
         )
-        return after / before - 1 if before and after else 0.0
+        return came[1] * evenly[0] / (came[0] * evenly[1]) - 1 if all(came + evenly) else 0.0
 
     def outcome(self) -> Outcome:
         """The numbers so far."""
@@ -381,7 +382,8 @@ class Recorder:
         before, after = (half.mean for half in sums.halves)
         of_arrivals = self._drift_of_arrivals()
         drift = after / before / (1 + of_arrivals) - 1 if before and after else 0.0
-        chance = _drift_by_chance(before) + abs(of_arrivals) / 2
+        # 5%, three standard deviations of a Poisson number, and longer steps while more run.
+        chance = 0.05 + 3 / math.sqrt(max(before, 1.0)) + abs(of_arrivals) / 2
         time_us = max(sums.time_us, 1)
         return Outcome(
             num_judged=num_judged,
@@ -423,11 +425,6 @@ class Recorder:
         )
 
 
-def _drift_by_chance(num_requests: float) -> float:
-    """5%, and three standard deviations of a Poisson number."""
-    return 0.05 + 3 / math.sqrt(max(num_requests, 1.0))
-
-
 def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
     """Times of a request that has its last token at last_us, or would have it then at the best."""
     num_later = request.output_len - 1
@@ -436,6 +433,10 @@ def _latency(request: WorkloadRequest, first_us: int, last_us: int) -> Latency:
         (last_us - first_us) / num_later if num_later else None,
         (last_us - request.arrival_us) / request.output_len,
     )
+
+
+def _num_frames(loads: tuple[InstanceLoad, ...]) -> int:
+    return sum(one.frames_free + one.frames_committed + one.frames_quarantined for one in loads)
 
 
 def percentile(ascending: list[float] | list[int], percent: float) -> float:
