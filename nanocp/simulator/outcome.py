@@ -357,8 +357,10 @@ class Recorder:
         run, first = self.run, self._sums.halves[0]
         tpot_us = first.time_us / max(first.steps, 1)
         edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us
-        began = [(at, n) for at, n in self._asked if not at]
-        later = [n for at, n in self._asked if at]
+        began, later = (
+            [(0, n) for at, n in self._asked if not at],
+            [n for at, n in self._asked if at],
+        )
         even = [(run.end_us * i // len(later), n) for i, n in enumerate(later)]
         came, evenly = (
             [
