@@ -50,8 +50,7 @@ class Run:
     measure_us: int
     slo: Slo = field(default_factory=Slo)
     max_misses: int | None = None
-    """Stop as soon as more requests than this have missed it: the rest would not change the
-    verdict."""
+    """Stop when more requests than this have missed it: the rest would change no verdict."""
 
     def __post_init__(self) -> None:
         if self.warm_up_us < 0 or self.measure_us < 1:
@@ -357,10 +356,8 @@ class Recorder:
         run, first = self.run, self._sums.halves[0]
         tpot_us = first.time_us / max(first.steps, 1)
         edges = run.warm_up_us, run.warm_up_us + run.measure_us // 2, run.end_us
-        began, later = (
-            [(0, n) for at, n in self._asked if not at],
-            [n for at, n in self._asked if at],
-        )
+        began = [(at, n) for at, n in self._asked if not at]
+        later = [n for at, n in self._asked if at]
         even = [(run.end_us * i // len(later), n) for i, n in enumerate(later)]
         came, evenly = (
             [
