@@ -11,7 +11,7 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 25_040, "control_plane": 25_310, "data_plane": 32_960}
+MAX_LINES = {"nanocp": 26_340, "control_plane": 25_900, "data_plane": 33_410}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 288
 """Options of all commands together."""
@@ -22,7 +22,7 @@ LARGE_FOLDERS = {
     "control_plane/observe": 18,
     "data_plane/moe": 18,
     "nanocp/cli": 25,
-    "nanocp/simulator": 19,
+    "nanocp/simulator": 17,
 }
 MAX_METHODS = 25
 MAX_PARAMETERS = 8
