@@ -332,7 +332,7 @@ def test_fp8_weights_without_a_word_in_config_are_named(damaged):
     del config["quantization_config"]
     (damaged / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ValueError, match=r"kv_b_proj.weight is F8_E4M3, .* only with a quantization_config"
+        ValueError, match=r"_proj.weight is F8_E4M3, .* only with a quantization_config"
     ):
         load(damaged)
 
