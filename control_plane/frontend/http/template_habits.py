@@ -6,14 +6,15 @@ Enters: a template. Leaves: its habits. Does not know: requests, tokens.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import product, repeat
 from typing import Any
 
 from control_plane.frontend.http.answer_parser import AnswerParser, CallContext
-from control_plane.frontend.http.call_forms import CALL_FORMS
+from control_plane.frontend.http.call_forms import CALL_FORMS, CallForm
 from control_plane.frontend.http.chat_template import ChatTemplate
 
 _ARGUMENTS = {"city": "Ulm", "days": 3}
@@ -70,10 +71,18 @@ def _ways(template: ChatTemplate) -> Iterator[tuple[str, str | None, bool]]:
     for takes_text, no_content in product((False, True), ("", None)):
         text = _rendered(template, _with_call(no_content, takes_text))
         for name, form in CALL_FORMS.items():
-            parser = AnswerParser(CallContext(form, {_NAME: _PARAMETERS}))
-            calls = [part.call for part in parser.feed(text) + parser.finish() if part.call]
-            if any(one.name == _NAME and json.loads(one.arguments) == _ARGUMENTS for one in calls):
+            # Instructions before the call may show one that does not end.
+            tags = "|".join(map(re.escape, form.begins))
+            begins = (text[found.start() :] for found in re.finditer(tags, text))
+            if any(map(_has_call, begins, repeat(form))):
                 yield name, no_content, takes_text
+
+
+def _has_call(text: str, form: CallForm) -> bool:
+    """Whether the form reads the call that was rendered."""
+    parser = AnswerParser(CallContext(form, {_NAME: _PARAMETERS}))
+    calls = [part.call for part in parser.feed(text) + parser.finish() if part.call]
+    return any(one.name == _NAME and json.loads(one.arguments) == _ARGUMENTS for one in calls)
 
 
 def _needs_text(template: ChatTemplate) -> bool:

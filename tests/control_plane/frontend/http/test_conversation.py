@@ -42,6 +42,24 @@ def test_the_form_of_calls_is_the_one_that_reads_what_the_template_writes(name: 
     assert habits_of(TEMPLATES[name]).call_form == FORMS[name][1]
 
 
+OPEN_EXAMPLES = {
+    "glm": "<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>",
+    "qwen": "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n...\n</tool_call>",
+    "name": "Begin with <function=name><parameter=key>.",
+    "hermes": 'Begin with <tool_call>{"name.',
+    "kimi": "Begin with <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{",
+    "deepseek": "Begin with <｜tool▁call▁begin｜>name<｜tool▁sep｜>{",
+}
+
+
+@pytest.mark.parametrize("example", OPEN_EXAMPLES)
+@pytest.mark.parametrize("name", FORMS)
+def test_an_example_that_does_not_end_hides_no_form(name: str, example: str) -> None:
+    source, form = FORMS[name]
+    shown = "{% raw %}" + OPEN_EXAMPLES[example] + "\n{% endraw %}"
+    assert habits_of(ChatTemplate(shown + source, TOKENS)).call_form == form
+
+
 WRITTEN = '{"city": "Köln", "deep": {"a": [1, null]}}'
 
 
