@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -250,15 +251,22 @@ def _names(schema: Any, root: Schema) -> Schema:
         words.pop(word, None)
     if "string" not in (words.pop("type", None) or "string"):
         return {"properties": {}}
-    if isinstance(name := words.get("format"), str) and not _is_known_format(name):
+    name = words.get("format")  # Beside a pattern it says what the pattern does.
+    if isinstance(name, str) and ("pattern" in words or not _is_known_format(name)):
         del words["format"]
     match words:
-        case {"anyOf": list(some)} if len(words) == 1:
+        case {"anyOf": list(some)} | {"oneOf": list(some)} if len(words) == 1:
             allowed = [_names(one, root) for one in some]
-            if not all(allowed):
+            listed = [each for one in allowed for each in one.get("properties", {})]
+            patterns = [f"(?:{p})" for one in allowed for p in one.get("patternProperties", {})]
+            is_any = "anyOf" in words
+            if is_any and not all(allowed):
                 return {}
-            if all("properties" in one for one in allowed):
-                return {"properties": {n: {} for one in allowed for n in one["properties"]}}
+            if not patterns and all(allowed) and (is_any or len({*listed}) == len(listed)):
+                return {"properties": dict.fromkeys(listed, {})}
+            if is_any:
+                patterns += [f"^{re.escape(each)}$" for each in listed]
+                return {"patternProperties": {"|".join(patterns): {}}}
         case {"enum": list(listed)} | {"const": listed} if len(words) == 1:
             listed = listed if isinstance(listed, list) else [listed]
             return {"properties": {name: {} for name in listed if isinstance(name, str)}}
@@ -267,4 +275,6 @@ def _names(schema: Any, root: Schema) -> Schema:
         case _ if words.keys() <= {"minLength", "maxLength"}:
             low, high = words.get("minLength", 0), words.get("maxLength", "")
             return {"patternProperties": {f"(?s:^.{{{low},{high}}}$)": {}}} if words else {}
-    raise ValueError("propertyNames must be a list of names, or one pattern, or lengths")
+    raise ValueError(
+        "propertyNames must be a list of names, or a pattern, or lengths, or any of these"
+    )

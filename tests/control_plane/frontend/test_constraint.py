@@ -168,6 +168,16 @@ NAMES = {
     "either list": ({"anyOf": [{"const": "a"}, {"$ref": "#/$defs/key"}]}, "a \u00e9\u00e9"),
     "any text": ({"type": "string"}, "a b c ab \u00e9\u00e9 abc"),
     "a format of nobody": ({"type": "string", "format": "slug"}, "a b c ab \u00e9\u00e9 abc"),
+    "a format beside its pattern": ({"format": "uuid", "pattern": "^a.?$"}, "a ab"),
+    "one of some": ({"oneOf": [{"const": "a"}, {"const": "abc"}]}, "a abc"),
+    "a list or a pattern": (
+        {"anyOf": [{"$ref": "#/$defs/key"}, {"pattern": "^[bc]$"}]},
+        "a \u00e9\u00e9 b c",
+    ),
+    "some patterns": (
+        {"anyOf": [{"pattern": "^a"}, {"pattern": "b$"}, {"enum": ["c"]}]},
+        "a ab abc b c",
+    ),
     "all": (True, "a b c ab \u00e9\u00e9 abc"),
     "none": (False, ""),
     "no text": ({"type": "integer"}, ""),
@@ -215,10 +225,18 @@ def test_names_beside_other_words_about_properties_are_held() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [{"not": {}}, {"pattern": "a", "maxLength": 3}, {"format": "uuid"}, 3, {"$ref": "#/nowhere"}],
+    [
+        {"not": {}},
+        {"pattern": "a", "maxLength": 3},
+        {"format": "uuid"},
+        3,
+        {"$ref": "#/nowhere"},
+        {"oneOf": [{"const": "a"}, {"enum": ["a"]}]},
+        {"oneOf": [{"const": "a"}, {"type": "string"}]},
+    ],
 )
 def test_names_that_cannot_be_held_are_refused(names: Any) -> None:
-    with pytest.raises(ValueError, match="propertyNames must be a list of names, or one pattern"):
+    with pytest.raises(ValueError, match="propertyNames must be a list of names, or a pattern"):
         accepts({"type": "object", "propertyNames": names})
 
 
