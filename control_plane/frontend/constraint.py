@@ -246,14 +246,12 @@ def _names(schema: Any, root: Schema) -> Schema:
     schema = resolved(schema, root)
     if isinstance(schema, bool):
         return {} if schema else {"properties": {}}
-    words = dict(schema) if isinstance(schema, dict) else {"": schema}
-    for word in ("default", *FOR_PEOPLE):
-        words.pop(word, None)
+    words = schema if isinstance(schema, dict) else {"": schema}
+    words = {word: words[word] for word in words.keys() - {"default", *FOR_PEOPLE}}
     if "string" not in (words.pop("type", None) or "string"):
         return {"properties": {}}
-    name = words.get("format")  # Beside a pattern it says what the pattern does.
-    if isinstance(name, str) and ("pattern" in words or not _is_known_format(name)):
-        del words["format"]
+    if "pattern" in words or not _is_known_format(str(words.get("format"))):
+        words.pop("format", None)
     match words:
         case {"anyOf": list(some)} | {"oneOf": list(some)} if len(words) == 1:
             allowed = [_names(one, root) for one in some]
@@ -263,7 +261,7 @@ def _names(schema: Any, root: Schema) -> Schema:
             if is_any and not all(allowed):
                 return {}
             if not patterns and all(allowed) and (is_any or len({*listed}) == len(listed)):
-                return {"properties": dict.fromkeys(listed, {})}
+                return {"properties": {each: {} for each in listed}}
             if is_any:
                 patterns += [f"^{re.escape(each)}$" for each in listed]
                 return {"patternProperties": {"|".join(patterns): {}}}
@@ -275,6 +273,4 @@ def _names(schema: Any, root: Schema) -> Schema:
         case _ if words.keys() <= {"minLength", "maxLength"}:
             low, high = words.get("minLength", 0), words.get("maxLength", "")
             return {"patternProperties": {f"(?s:^.{{{low},{high}}}$)": {}}} if words else {}
-    raise ValueError(
-        "propertyNames must be a list of names, or a pattern, or lengths, or any of these"
-    )
+    raise ValueError("propertyNames must be a list of names, a pattern, lengths, or any of these")

@@ -19,6 +19,8 @@ from data_plane.model.rope_config import RopeConfig, read_rope
 from data_plane.model.safetensors_reader import has_fp8
 
 _FORMS = "float32, bfloat16, float16, or fp8 (e4m3) with one scale for each block"
+_BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files in which ModelOpt, GPTQ's and AWQ's tools say how weights are quantized."""
 _MOST_EXPERTS = 1_000_000
 """Most layers times experts, which are listed before anything is read; Kimi-K2 has 23,000."""
 
@@ -233,8 +235,9 @@ def _num_mtp_layers(raw: Fields) -> int:
 
 def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
     """Read what the files say of quantized weights; the weights themselves say whether it is so."""
-    quantization = raw.inner("quantization_config") or raw.inner("compression_config")
-    _refuse_modelopt(folder)
+    said = map(raw.inner, ("quantization_config", "compression_config", "quantization"))
+    quantization = next(filter(None, said), None)
+    _refuse_beside(folder)
     if quantization is None:
         return None
     forms = map(quantization.get, ("quant_method", "quant_algo", "fmt", "format"))
@@ -259,19 +262,18 @@ def _fp8_block(raw: Fields, folder: Path) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _refuse_modelopt(folder: Path) -> None:
-    """Refuse what ModelOpt says beside config.json of weights that are quantized its way."""
-    path = folder / "hf_quant_config.json"
-    if not path.exists():
-        return
-    fields = Fields(read_json(path), path.name)
-    algorithm = (fields.inner("quantization") or fields).get("quant_algo")
-    is_left_over = "FP8" in str(algorithm) and has_fp8(folder) is False
-    if algorithm is not None and not is_left_over:
-        raise ValueError(
-            f"{path}: quant_algo is {algorithm!r}; weights of ModelOpt's forms are not read, they "
-            f"must be {_FORMS}, as quantization_config in config.json says it"
-        )
+def _refuse_beside(folder: Path) -> None:
+    """Refuse forms of quantized weights that files beside config.json name, as tools write them."""
+    for path in (folder / name for name in _BESIDE if (folder / name).exists()):
+        fields = Fields(read_json(path), path.name)
+        fields = fields.inner("quantization") or fields
+        for name in ("quant_algo", "quant_method", "bits", "w_bit"):
+            is_left_over = "FP8" in str(form := fields.get(name)) and has_fp8(folder) is False
+            if form is not None and not is_left_over:
+                raise ValueError(
+                    f"{path}: {name} is {form!r}; weights of this form are not read, they must be "
+                    f"{_FORMS}, as quantization_config in config.json says it"
+                )
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

@@ -77,13 +77,10 @@ class Fields:
         """Read the first of `names` that is present; it must be an integer of at least 1."""
         given = (self._given(name) for name in names)
         value = next((value for value in given if value is not None), self.get(names[0]))
-        if value is None:
-            raise ValueError(
-                f"{self.where}: {names[0]} is missing; it must be an integer of at least 1"
-            )
         if not is_int(value) or value < 1:
+            found = "missing" if value is None else repr(value)
             raise ValueError(
-                f"{self.where}: {names[0]} is {value!r}; it must be an integer of at least 1"
+                f"{self.where}: {names[0]} is {found}; it must be an integer of at least 1"
             )
         return int(value)
 
@@ -99,6 +96,13 @@ class Fields:
         value = self.number(name, default)
         if value <= 0:
             raise ValueError(f"{self.where}: {name} is {value!r}; it must be above 0")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """Read a list of names; empty if it is absent."""
+        value = self.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{self.where}: {name} is {value!r}; it must be a list of names")
         return value
 
     def inner(self, name: str) -> Fields | None:

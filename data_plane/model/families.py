@@ -169,9 +169,9 @@ def _qwen3_next(raw: Fields) -> dict[str, Any]:
 
 def _kimi(raw: Fields) -> dict[str, Any]:
     """Read what Kimi-Linear and Ling call by other names than DeepSeek-V3."""
-    kinds = raw.get("mlp_layer_types")
-    num_dense = raw.count("first_k_dense_replace", 0) if kinds is None else kinds.count("dense")
-    if kinds is not None and "dense" in kinds[num_dense:]:
+    kinds = raw.names("mlp_layer_types")
+    num_dense = kinds.count("dense") if kinds else raw.count("first_k_dense_replace", 0)
+    if "dense" in kinds[num_dense:]:
         raise ValueError(
             f"config.json: mlp_layer_types is {kinds}; its dense layers must be the first ones"
         )
@@ -409,14 +409,10 @@ def family_of(raw: Fields) -> Family:
 
     Raises ValueError if there is none, or if a field asks for a rule that is not supported.
     """
-    architectures = raw.get("architectures", [])
-    if not isinstance(architectures, list):
-        raise ValueError(
-            f"config.json: architectures is {architectures!r}; it must be a list of names"
-        )
+    architectures = raw.names("architectures")
     name = next((name for name in FAMILIES if name in architectures), None)
     if name is None:
-        found = ", ".join(map(str, architectures)) or f"none (model_type {raw.get('model_type')!r})"
+        found = ", ".join(architectures) or f"none (model_type {raw.get('model_type')!r})"
         raise ValueError(
             f"config.json: the architecture is {found}; it must be "
             f"{' or '.join((*FAMILIES, *_ALSO_NAMED))}"
@@ -427,7 +423,7 @@ def family_of(raw: Fields) -> Family:
             raise ValueError(
                 f"config.json: {field_name} is {value!r}; {name} is supported with {supported} only"
             )
-    layer_types = raw.get("layer_types", [])
+    layer_types = raw.names("layer_types")
     if FAMILIES[name].linear is None and any(kind != "full_attention" for kind in layer_types):
         raise ValueError(
             f"config.json: layer_types has {', '.join(sorted(set(layer_types)))}; every layer must "

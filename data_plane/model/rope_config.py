@@ -52,13 +52,19 @@ class YarnConfig:
     """Whether the ends of the ramp are rounded outwards to whole dimensions."""
 
 
+def rope_fields(raw: Fields) -> Fields:
+    """Read the object that says how to rotate; where kinds of layers have their own, the full's."""
+    parameters = raw.inner("rope_scaling") or raw.inner("rope_parameters") or Fields({})
+    return parameters.inner("full_attention") or parameters
+
+
 def read_rope(raw: Fields, has_pairs: bool) -> RopeConfig:
     """Read rope in either spelling: rope_theta and rope_scaling, or all in rope_parameters.
 
     has_pairs: whether rotated pairs stand side by side where the file does not say so. Raises
     ValueError naming the field that is not supported.
     """
-    parameters = raw.inner("rope_scaling") or raw.inner("rope_parameters") or Fields({})
+    parameters = rope_fields(raw)
     theta = parameters.positive_number("rope_theta", raw.positive_number("rope_theta", 10_000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ("default", "yarn", "llama3"):

@@ -187,6 +187,10 @@ def _template_arguments(request: TemplateFields, model: ServedModel) -> dict[str
     read, extra = model.chat_template.variables, request.model_extra or {}
     arguments = dict(request.chat_template_kwargs or {})
     arguments |= {name: extra[name] for name in read & extra.keys() if extra[name] is not None}
+    for name in read & extra.keys() & {*_THINKING}:
+        # Else {"type": "disabled"}, as other services have it, would be true to the template.
+        if not isinstance(value := extra[name], bool | None):
+            raise ApiError(f"{name} is {value!r:.60}; it must be true or false", name)
     # A model that never reasons does so without effort already.
     effort = "none" if not model.has_reasoning else None
     for name, neutral in (("documents", []), ("verbosity", "medium"), (_EFFORT, effort)):

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product, repeat
+from itertools import product
 from typing import Any
 
 from control_plane.frontend.http.answer_parser import AnswerParser, CallContext
-from control_plane.frontend.http.call_forms import CALL_FORMS, CallForm
+from control_plane.frontend.http.call_forms import CALL_FORMS
 from control_plane.frontend.http.chat_template import ChatTemplate
 
 _ARGUMENTS = {"city": "Ulm", "days": 3}
@@ -72,17 +72,12 @@ def _ways(template: ChatTemplate) -> Iterator[tuple[str, str | None, bool]]:
         text = _rendered(template, _with_call(no_content, takes_text))
         for name, form in CALL_FORMS.items():
             # Instructions before the call may show one that does not end.
-            tags = "|".join(map(re.escape, form.begins))
-            begins = (text[found.start() :] for found in re.finditer(tags, text))
-            if any(map(_has_call, begins, repeat(form))):
-                yield name, no_content, takes_text
-
-
-def _has_call(text: str, form: CallForm) -> bool:
-    """Whether the form reads the call that was rendered."""
-    parser = AnswerParser(CallContext(form, {_NAME: _PARAMETERS}))
-    calls = [part.call for part in parser.feed(text) + parser.finish() if part.call]
-    return any(one.name == _NAME and json.loads(one.arguments) == _ARGUMENTS for one in calls)
+            for found in re.finditer("|".join(map(re.escape, form.begins)), text):
+                parser = AnswerParser(CallContext(form, {_NAME: _PARAMETERS}))
+                parts = parser.feed(text[found.start() :]) + parser.finish()
+                calls = [one.call for one in parts if one.call and one.call.name == _NAME]
+                if any(json.loads(call.arguments) == _ARGUMENTS for call in calls):
+                    yield name, no_content, takes_text
 
 
 def _needs_text(template: ChatTemplate) -> bool:

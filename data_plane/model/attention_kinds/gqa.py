@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from data_plane.model.attention_kinds.kind import WeightSource
 from data_plane.model.config_fields import Fields
+from data_plane.model.rope_config import rope_fields
 
 if TYPE_CHECKING:  # imported where it is needed: what reads a configuration does without
     from torch import Tensor
@@ -81,7 +82,7 @@ class GqaConfig:
         head_dim = hidden_size // num_heads
         if raw.get("head_dim") is not None:
             head_dim = raw.positive("head_dim")
-        parameters = raw.inner("rope_parameters") or raw
+        parameters = rope_fields(raw)
         share = parameters.number("partial_rotary_factor", raw.number("partial_rotary_factor", 1.0))
         rope_dim = int(head_dim * share)
         if not 2 <= rope_dim <= head_dim or rope_dim % 2:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from data_plane.model.attention_kinds.kind import WeightSource
 from data_plane.model.config_fields import Fields
-from data_plane.model.rope_config import RopeConfig
+from data_plane.model.rope_config import RopeConfig, rope_fields
 
 if TYPE_CHECKING:  # imported where it is needed: what reads a configuration does without
     from torch import Tensor
@@ -75,11 +75,9 @@ class MlaConfig:
     @classmethod
     def read(cls, raw: Fields, rope: RopeConfig, has_gate: bool = False) -> MlaConfig:
         """Read config.json; raises ValueError naming the field that is wrong."""
-        inner = (raw.inner("rope_scaling"), raw.inner("rope_parameters"))
         # Published Ling folders say 0.5, and every engine rotates all of qk_rope_head_dim.
-        for fields in () if has_gate else (raw, *inner):
-            share = 1.0 if fields is None else fields.get("partial_rotary_factor", 1.0)
-            if fields is not None and share != 1.0:
+        for fields in () if has_gate else (raw, rope_fields(raw)):
+            if (share := fields.get("partial_rotary_factor", 1.0)) != 1.0:
                 raise ValueError(
                     f"{fields.where}: partial_rotary_factor is {share!r}; only 1.0 is supported"
                 )

@@ -236,7 +236,7 @@ def test_names_beside_other_words_about_properties_are_held() -> None:
     ],
 )
 def test_names_that_cannot_be_held_are_refused(names: Any) -> None:
-    with pytest.raises(ValueError, match="propertyNames must be a list of names, or a pattern"):
+    with pytest.raises(ValueError, match="propertyNames must be a list of names, a pattern"):
         accepts({"type": "object", "propertyNames": names})
 
 

@@ -168,6 +168,10 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path):
         )
         == published
     )
+    # As transformers 5.24 writes it where kinds of layers differ.
+    for name in ("rope_parameters", "rope_scaling"):
+        changes = {"rope_scaling": MISSING, "rope_theta": MISSING, name: {"full_attention": new}}
+        assert read_config(tmp_path, changes) == published
     mixed = {**scaling, "rope_type": "yarn"}
     assert read_config(tmp_path, {"rope_scaling": mixed}) == published
 
@@ -231,6 +235,9 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
             {"architectures": MISSING},
             "the architecture is none .model_type 'deepseek_v3'.; it must be",
         ),
+        ({"architectures": [None]}, r"architectures is \[None\]; it must be a list of names"),
+        ({"layer_types": 5}, "layer_types is 5; it must be a list of names"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; it must be a list"),
         (
             {"scoring_func": "softmax"},
             "scoring_func is 'softmax'; DeepseekV3.* is supported with 'sigmoid' only",

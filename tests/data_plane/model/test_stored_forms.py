@@ -129,7 +129,8 @@ def test_experts_that_are_bf16_are_counted_so_though_attention_is_fp8(folder, tm
         ({"bits": 4}, "quantized .without a quant_method.; they must be"),
     ],
 )
-@pytest.mark.parametrize("entry", ["quantization_config", "compression_config"])
+# The third is that of MLX.
+@pytest.mark.parametrize("entry", ["quantization_config", "compression_config", "quantization"])
 def test_what_config_says_is_refused_by_what_it_says(
     folder, tmp_path, quantization, sentence, entry
 ):
@@ -148,6 +149,26 @@ def test_what_modelopt_says_beside_config_is_refused_by_name(folder, tmp_path, a
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=f"hf_quant_config.json: quant_algo is '{algorithm}'; wei"):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "sentence"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "bits is 4"),  # AutoGPTQ
+        ("quantize_config.json", {"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
+        ("quant_config.json", {"zero_point": True, "w_bit": 4, "version": "GEMM"}, "w_bit is 4"),
+    ],
+)
+def test_what_other_tools_say_beside_config_is_refused_by_name(
+    folder, tmp_path, name, said, sentence
+):
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ModelConfig.from_folder(tmp_path)
+    (tmp_path / name).write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=f"{name}: {sentence}; weights of this form are not read"):
         ModelConfig.from_folder(tmp_path)
 
 

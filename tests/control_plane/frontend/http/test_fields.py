@@ -198,6 +198,18 @@ def test_what_the_template_does_not_read_is_refused(field: str, value: Any) -> N
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize("value", [{"type": "disabled"}, "false", 0])
+@pytest.mark.parametrize(("source", "name"), [(THINKS, "enable_thinking"), (DEEPSEEK, "thinking")])
+def test_what_the_template_would_take_for_thinking_is_true_or_false(
+    source: str, name: str, value: Any
+) -> None:
+    with pytest.raises(ApiError, match=f"{name} is .*; it must be true or false") as caught:
+        prompt_of(source, **{name: value})
+    assert caught.value.param == name
+    # Who does not read it is not asked.
+    assert prompt_of("hi", **{name: value}) == "hi" and prompt_of(source, **{name: None}) == "-"
+
+
 def test_no_effort_is_what_a_model_without_reasoning_has() -> None:
     assert prompt_of("hi", reasoning_effort="none") == "hi"
     with pytest.raises(ApiError, match="reasoning_effort is 'none'"):
