@@ -399,8 +399,7 @@ def text_fields(raw: Mapping[str, Any]) -> Fields:
     architecture = next((n for n in _ALSO_NAMED if isinstance(names, list) and n in names), None)
     if architecture is None:
         return Fields(raw)
-    own = text if isinstance(text, Mapping) else {}
-    own = {name: value for name, value in own.items() if value is not None}
+    own = {n: v for n, v in text.items() if v is not None} if isinstance(text, Mapping) else {}
     return Fields({**raw, **own, "architectures": [_ALSO_NAMED[architecture]]})
 
 
