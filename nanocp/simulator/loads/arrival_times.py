@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
 """Microseconds of each unit."""
-DATE = "a date"
+DATE, ZONED = "a date", "a date with its zone"
 _WORDS = {
     **{unit: unit for unit in UNITS},
     "sec": "s",
@@ -51,20 +51,21 @@ class LogTime(NamedTuple):
     name: str
     value: float
     """The number that stands there; for a date, microseconds since 1970."""
-    is_date: bool
+    date: str = ""
+    """DATE or ZONED; "" for a number."""
 
     @property
     def kind(self) -> tuple[str, str]:
         """(unit that its form or name says, unit in which it is of our years); "" for none."""
-        if self.is_date:
-            return DATE, ""
+        if self.date:
+            return self.date, ""
         words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", self.name)
         low, high = _OUR_YEARS_S
         era = next((unit for unit, us in UNITS.items() if low < self.value * us / 1e6 < high), "")
         return _WORDS.get("".join(words[-1:]).lower(), ""), era
 
     def __str__(self) -> str:
-        number = DATE if self.is_date else f"{self.value:.15g}"
+        number = self.date or f"{self.value:.15g}"
         era = self.kind[1]
         return f"{self.where} has {self.name} {number}{f' (of our years in {era})' if era else ''}"
 
@@ -77,16 +78,18 @@ def unit_of(moments: Sequence[LogTime], given: str = "") -> str:
     if given and given not in UNITS:
         raise ValueError(f"--time-unit is {given!r}; it must be one of {', '.join(UNITS)}")
     kinds: dict[tuple[str, str], LogTime] = {}
+    passes_years = _passes_our_years(moments)
     for one in moments:
-        kinds.setdefault(one.kind, one)
+        said, era = one.kind
+        kinds.setdefault((said, "" if passes_years else era), one)
     (said, era), first = next(iter(kinds.items()))
-    has_dates = (DATE, "") in kinds
+    has_dates = any(one.date for one in kinds.values())
     if len(kinds) > 1 and (has_dates or not given):
         _refuse_two(first, list(kinds.values())[1])
     if has_dates and given:
         raise ValueError(f"{first}: it has no unit; leave out --time-unit {given}")
     if given or (said and era in ("", said)):
-        return given or said
+        return DATE if has_dates else given or said
     ascending = sorted(moments, key=lambda one: one.value)
     _check_one_scale(ascending)
     values = [one.value for one in ascending]
@@ -115,6 +118,14 @@ def _refuse_two(one: LogTime, other: LogTime) -> None:
         f"{one} and {other}: a file has one unit, so split it, or give the one that all have "
         "(--time-unit)"
     )
+
+
+def _passes_our_years(moments: Sequence[LogTime]) -> bool:
+    """Whether many numbers are just beside those of our years: a clock ran on through them."""
+    low, high = _OUR_YEARS_S
+    values_s = [one.value * us / 1e6 for one in moments if not one.date for us in UNITS.values()]
+    beside = sum(low / 2 < value <= low or high <= value < 2 * high for value in values_s)
+    return 3 * beside > sum(low < value < high for value in values_s)
 
 
 def _check_one_scale(ascending: Sequence[LogTime]) -> None:

@@ -52,7 +52,12 @@ class LogFile:
                     notes.append("Its packed data ends early: what is there was read.")
             text = codecs.getincrementaldecoder("utf-8-sig")().decode(data.getvalue())
         except (OSError, UnicodeDecodeError, zlib.error) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+            why = f": {error}"
+            if isinstance(error, UnicodeDecodeError):
+                why = ": it must be text in UTF-8, as it is or packed by gzip"
+            elif str(path).startswith(("http:", "https:")):
+                why = " from its URL: fetch it, or pipe it into --log /dev/stdin"
+            raise ValueError(f"{path} cannot be read{why}") from error
         return cls(path, text, notes)
 
     @property
@@ -67,8 +72,7 @@ class LogFile:
         return [] if is_json else next(self._csv(csv.reader), [])
 
     def _csv(self, reader: Any) -> Any:
-        head = next(self.lines, "")
-        delimiter = ";" if ";" in head and "," not in head else ","
+        delimiter = max(",;\t|", key=next(self.lines, "").count)
         return reader(self.lines, delimiter=delimiter, skipinitialspace=True)
 
     def rows(self) -> Iterator[_Entry]:

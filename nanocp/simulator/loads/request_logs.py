@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from nanocp.simulator.loads.arrival_times import UNITS, LogTime, unit_of
+from nanocp.simulator.loads.arrival_times import DATE, UNITS, ZONED, LogTime, unit_of
 from nanocp.simulator.loads.log_files import PHASE, LogFile, flat, number_of
 from nanocp.simulator.loads.workload_request import HASH_ID_TOKENS, WorkloadRequest
 
@@ -85,16 +85,21 @@ def read_log(path: Path, names: Mapping[str, str] | None = None, time_unit: str 
     given = {what.strip(): name.strip() for what, name in (names or {}).items()}
     if unknown := sorted(set(given) - set(KNOWN)):
         raise ValueError(f"a log has no {', '.join(unknown)}; it has {', '.join(KNOWN)}")
-    known = {what: (given[what],) if given.get(what) else KNOWN[what] for what in KNOWN}
+    if nameless := [what for what, name in given.items() if not name]:
+        raise ValueError(f"--fields has no name for {nameless[0]}; write {nameless[0]}=NAME")
+    known = {what: (given[what],) if what in given else KNOWN[what] for what in KNOWN}
     reader = _Reader(known, is_strict=False)
     file = LogFile.read(path)
     is_csv = bool(set(file.header) & set(known[PROMPT]))
     wrong: ValueError | None = None
+    there = file.header if is_csv else []
     for where, entry in file.rows() if is_csv else file.objects():
         if wrong:
             raise wrong
+        values = dict(flat(entry))
+        there = there or list(values)
         try:
-            reader.read(where, dict(flat(entry)))
+            reader.read(where, values)
         except ValueError as error:
             wrong = error
     if wrong and is_csv and reader.requests and not file.text.endswith("\n"):
@@ -104,10 +109,12 @@ def read_log(path: Path, names: Mapping[str, str] | None = None, time_unit: str 
     if not reader.requests:
         failed = f" ({reader.num_failed:,} failed)" if reader.num_failed else ""
         notes = "".join(f" {note}" for note in file.notes)
+        begins = f"it begins with {file.text[:80]!r}" if file.text.strip() else "it is empty"
+        found = f"its first has {', '.join(there[:20])}" if there else begins
         raise ValueError(
             f"{path}: no line has an arrival and the numbers of tokens of a prompt and an output"
-            f"{failed}.{notes} An access log and tables of results have none. Take `vllm bench "
-            "serve --save-result --save-detailed`, guidellm's benchmarks.json, AIPerf's "
+            f"{failed}; {found}.{notes} An access log and tables of results have none. Take `vllm "
+            "bench serve --save-result --save-detailed`, guidellm's benchmarks.json, AIPerf's "
             "profile_export.jsonl, Dynamo's DYN_REQUEST_TRACE or NanoCP's own log with "
             "--log-format json, or name the fields: --fields arrival=T,prompt=P,output=O"
         )
@@ -235,7 +242,7 @@ def _moment(where: str, name: str, value: Any, is_strict: bool) -> LogTime:
             raise ValueError(
                 f"{where}: {name} is {value!r}; it must be a whole number of at least 0"
             )
-        return LogTime(where, name, number, is_date=False)
+        return LogTime(where, name, number)
     try:
         found = datetime.fromisoformat(value)
     except (TypeError, ValueError) as error:
@@ -243,9 +250,9 @@ def _moment(where: str, name: str, value: Any, is_strict: bool) -> LogTime:
             f"{where}: {name} is {value!r:.100}; it must be a number, or a time like "
             "2023-11-16 18:15:46.6805900"
         ) from error
-    found = found if found.tzinfo else found.replace(tzinfo=UTC)
+    date, found = (ZONED, found) if found.tzinfo else (DATE, found.replace(tzinfo=UTC))
     delta = found - datetime(1970, 1, 1, tzinfo=UTC)
-    return LogTime(where, name, float(delta // timedelta(microseconds=1)), is_date=True)
+    return LogTime(where, name, float(delta // timedelta(microseconds=1)), date)
 
 
 def _is_zero(entry: Mapping[str, Any], *names: str) -> bool:

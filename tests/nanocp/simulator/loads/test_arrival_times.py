@@ -103,6 +103,15 @@ def test_a_trace_of_seconds_from_zero_and_a_slice_of_a_long_one(read, times, wan
     assert span_s(read(lines(times))) == pytest.approx(want_s)
 
 
+@pytest.mark.parametrize("unit", ["us", "ns"])
+def test_a_clock_that_runs_through_numbers_of_our_years_has_one_unit(read, unit):
+    """From 0 on, 1.5e9 us are 25 minutes and 1.5e9 ns a second and a half: no time of 2017."""
+    gap = {"us": 10e6 / 3, "ns": 0.25e9}[unit]
+    times = [gap * at + (at % 7) / 9 for at in range(1000)]
+    log = read(lines(times, f"begun_{unit}"), names={"arrival": f"begun_{unit}"})
+    assert log.requests[-1].arrival_us == pytest.approx(times[-1] * 1e6 / UNITS[unit], abs=2)
+
+
 def test_the_last_word_of_a_name_says_the_unit(read):
     for name in ("when_ms", "whenMs", "when (ms)", "when.millis"):
         text = lines([0.5, 3000.5], name)
@@ -117,6 +126,7 @@ MIXED = {
     "seconds, then milliseconds": HALF[:150] + [round(1000 * at) for at in HALF[150:]],
     "milliseconds, then seconds": [round(1000 * at) for at in HALF[:150]] + HALF[150:],
     "by turns": [at * (1000 if number % 2 else 1) for number, at in enumerate(HALF)],
+    "dates with and without a zone": ["2026-01-01T02:00:00+02:00", "2026-01-01 00:00:01"],
     "one of another": [*HALF[:299], 1000 * HALF[299]],
 }
 

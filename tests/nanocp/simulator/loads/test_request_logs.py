@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -161,8 +162,10 @@ def test_fields_may_be_named(tmp_path):
     log = read_log(path, {"arrival": "when_ms", " prompt": "in ", "output": "made"})
     assert [r.prompt_len for r in log.requests] == [300, 1000, 64]
     assert log.fields[0] == "when_ms (ms)" and log.requests[-1].arrival_us == 2_250_000
-    with pytest.raises(ValueError, match="no line has an arrival"):
+    with pytest.raises(ValueError, match=r"no line has an arrival.*; its first has when_ms, in"):
         read_log(path, {"arrival": "wen_ms", "prompt": "in", "output": "made"})
+    with pytest.raises(ValueError, match="--fields has no name for prompt; write prompt=NAME"):
+        read_log(path, {"arrival": "when_ms", "prompt": ""})
     with pytest.raises(ValueError, match="a log has no begin; it has arrival, prompt, output"):
         read_log(path, {"begin": "x"})
 
@@ -170,7 +173,9 @@ def test_fields_may_be_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "no line has an arrival"),
+        ("", "no line has an arrival.*; it is empty"),
+        ("when,in\n1,2\n", r"; it begins with 'when,in\\n1,2\\n'"),
+        (b"PAR1\xdd\x01", "must be text in UTF-8, as it is or packed by gzip"),
         ('10.0.0.1 - - [22/Nov/2026:10:00:00] "POST /v1/completions" 200 512\n', "An access log"),
         ('{"input_lens": [1, 2], "request_throughput": 3}', "no output_lens and start_times"),
         ('{"ts": 1, "isl": 1.5, "osl": 3}', "line 1: isl is 1.5; it must be a whole number"),
@@ -182,9 +187,21 @@ def test_fields_may_be_named(tmp_path):
 )
 def test_what_is_no_log_is_answered_in_a_sentence(tmp_path, text, named):
     path = tmp_path / "log"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=named):
         read_log(path)
+
+
+def test_a_url_is_not_fetched():
+    with pytest.raises(ValueError, match="from its URL: fetch it, or pipe it into --log /dev/std"):
+        read_log(Path("https://example.org/log.jsonl"))
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_columns_may_be_parted_by_any_usual_sign(tmp_path, delimiter):
+    rows = [("arrival_time", "prompt_tokens", "completion_tokens"), (0.5, 10, 3), (2.5, 20, 4)]
+    (tmp_path / "log").write_text("".join(f"{delimiter.join(map(str, row))}\n" for row in rows))
+    assert [one.prompt_len for one in read_log(tmp_path / "log").requests] == [10, 20]
 
 
 def test_a_cut_or_a_changed_file_is_read_or_refused_and_nothing_else(tmp_path):
