@@ -268,6 +268,8 @@ class OpenAIBackend(Backend):
         output.has_usage |= total is not None
         for choice in event.get("choices") or ():
             is_last = bool(choice.get("finish_reason"))
+            if error := choice.get("error") or choice.get("finish_reason") == "error":
+                output.error = f"a choice ended in an error: {error}"[:_MAX_ERROR_CHARACTERS]
             output.is_whole |= is_last
             delta = (choice.get("delta") or {}) if self._is_chat else {"text": choice.get("text")}
             text, tokens = _text(delta), _num_tokens(choice)

@@ -28,6 +28,7 @@ OperatorKey = Annotated[
 ]
 KEY_HINT = "give --operator-key, or set NANOCP_OPERATOR_KEY"
 
+_METRICS_ADDRESS = "the metrics address that `nanocp serve` prints"
 _TIMEOUT_S = 5.0
 
 
@@ -57,13 +58,13 @@ def fetch_json(
             raise Refused(f"{url} asks for an operator's key{wrong}: {KEY_HINT}") from error
         has_sentence = body is not None or error.code in (404, 503)
         said = error.read().decode(errors="replace").strip() if has_sentence else ""
-        said = said or f"HTTP status {error.code}"
+        if not said or said[0] in "{<":  # another server's answer
+            said = f"HTTP status {error.code}; --target is {_METRICS_ADDRESS}"
         raise Refused(said if body else f"{url}: {said}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = str(getattr(error, "reason", error)).strip()
         if not reason.isprintable():  # gRPC's first frame, for one
             reason = "what answers there is not HTTP"
         raise ValueError(
-            f"no NanoCP answers at {url} ({reason}); --target is the metrics address that "
-            "`nanocp serve` prints"
+            f"no NanoCP answers at {url} ({reason}); --target is {_METRICS_ADDRESS}"
         ) from error

@@ -153,11 +153,11 @@ class Reader:
         known = "--" + flag.removeprefix("--no-") if is_off else self._known(flag)
         answer = self._table.get(known)
         if path and (option := answer.option if answer else known) in self._options:
-            self._object(option, path, self._value(value))
+            self._object(option, path, self._value(given, value))
         elif answer:
             self._answer(answer, given, value, is_off)
         else:
-            self._option(known, value)
+            self._option(f"{known}.{path}" if path else known, value)
 
     def _known(self, flag: str) -> str:
         """The flag, or the only one that it begins."""
@@ -167,11 +167,13 @@ class Reader:
         longer = [name for name in known if name.startswith(flag)]
         return longer[0] if len({id(known[name]) for name in longer}) == 1 else flag
 
-    def _value(self, value: str | None) -> str:
+    def _value(self, given: str, value: str | None) -> str:
         """The value behind =, else the next word."""
-        if value is None:
-            return self._left.popleft() if self._left else ""
-        return value
+        if value is None and self._left and not _FLAG.match(self._left[0]):
+            value = self._left.popleft()
+        if not value:
+            self._out.refused.append(f"{given} has no value: give one")
+        return value or ""
 
     def _option(self, flag: str, value: str | None) -> None:
         """Pass an option of ours on; several values may follow one that may be given again."""
@@ -204,17 +206,20 @@ class Reader:
     def _answer(self, answer: Answer, given: str, value: str | None, is_off: bool) -> None:
         match answer.kind:
             case "same":
-                self._same(answer, given, self._value(value))
+                self._same(answer, given, self._value(given, value))
+            case "sets" if answer.switch and value is not None:
+                self._out.refused.append(f"{given} has a value: give it alone, or its opposite")
             case "sets":
-                self._set(answer, given, None if answer.switch else self._value(value), is_off)
+                word = None if answer.switch else self._value(given, value)
+                self._set(answer, given, word, is_off)
             case "always":
                 if answer.takes:
-                    self._value(value)
+                    self._value(given, value)
                 self._out.said.append(f"{given} changes nothing: {answer.why}")
             case _:
                 following = self._left[0] if value is None and self._left else value
                 if following in answer.harmless:
-                    self._value(value)
+                    self._value(given, value)
                 elif not is_off:
                     what = "is not supported" if answer.kind == "never" else "is no option here"
                     self._out.refused.append(f"{given} {what}: {answer.why}")
@@ -243,14 +248,14 @@ class Reader:
 
 
 def _keys_named(name: str) -> list[str]:
-    """Keys of the configuration whose last part this is: each could be an option, few are."""
+    """Keys of the configuration whose end this is: each could be an option, few are."""
     from nanocp.config.whole import Config
 
     found: list[str] = []
     parts: list[tuple[str, Any]] = [("", asdict(Config()))]
     for prefix, tree in parts:
         for key, value in tree.items():
-            if key == name:
+            if f".{prefix}{key}".endswith(f".{name}"):
                 found.append(prefix + key)
             elif isinstance(value, dict):
                 parts.append((f"{prefix}{key}.", value))

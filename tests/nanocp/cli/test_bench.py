@@ -364,6 +364,8 @@ LAST = '{"choices": [{"text": "la", "finish_reason": "length"}]}'
         (["[DONE]"], "the request ended without a token"),
         ([TOKEN, '{"object": "error", "message": "no room"}', "[DONE]"], "no room"),
         ([TOKEN, '{"error": {"message": "no room"}}', "[DONE]"], "no room"),
+        ([TOKEN, LAST.replace("length", "error"), "[DONE]"], "a choice ended in an error"),
+        ([TOKEN, '{"choices": [{"error": {"message": "no room"}}]}', LAST], "no room"),
         ([TOKEN, '["no chunk"]', "[DONE]"], "an event of the answer is no chunk"),
         ([TOKEN, '{"choices": ["no choice"]}', "[DONE]"], "an event of the answer is no chunk"),
         ([TOKEN, '{"choices": [', "[DONE]"], "JSONDecodeError"),

@@ -56,6 +56,14 @@ def test_a_change_says_who_asks_for_it(status):
     ]
 
 
+def test_another_servers_answer_is_no_sentence(status):
+    status.answer = lambda: (404, '{"error": {"message": "Not found: /cluster/abort."}}')
+    assert nanocp(status, "abort", "x").output == (
+        "nanocp abort: HTTP status 404; --target is the metrics address that `nanocp serve` "
+        "prints\n"
+    )
+
+
 def test_a_change_is_undone(status):
     assert nanocp(status, "scale", "--undo").exit_code == 0
     assert status.asked == [{"undo": True}]
