@@ -46,8 +46,8 @@ ROWS = (32, 64, 128, 192, 240)
 instance."""
 STEADY_TPOT_US = 45_000
 SEEDS = (1, 2, 3)
-"""Of Figure 12. One seed has about 70 long requests at a rate; which of two policies misses one of
-them is chance. The other figures have the first."""
+"""Seeds of Figure 12; the other figures have the first. One seed has about 70 long requests at a
+rate, and which of two policies misses one of them is chance."""
 LEAST_HELD = 14
 """Claim: as many claims of the paper hold as docs/research/paper-figures.md says."""
 
@@ -171,7 +171,7 @@ class Figures:
         return self._runs[self.plan.mix(policy, workload, rate)].outcome()
 
     def _attainment(self, policy: str, workload: str, rate: float) -> float:
-        """Of all seeds: the share of requests within the time per token, by the paper's yardstick.
+        """Share of all seeds' requests within the time per token, by the paper's yardstick.
 
         That is the time from arrival to the last token, by token.
         """

@@ -11,7 +11,7 @@ from test_house import ROOMS, SOURCES, tree_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 
-MAX_LINES = {"nanocp": 26_340, "control_plane": 25_900, "data_plane": 33_410}
+MAX_LINES = {"nanocp": 26_400, "control_plane": 25_930, "data_plane": 33_430}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
 MAX_OPTIONS = 288
 """Options of all commands together."""

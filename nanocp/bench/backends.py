@@ -26,16 +26,16 @@ _NO_TEXT = ("role", "id", "type", "index", "format", "signature")
 """Keys of a delta, and of what is in it, whose values the model has not written."""
 
 
-class Message(NamedTuple):
+class TokenMessage(NamedTuple):
     """One message of an answer that brought tokens, or may have."""
 
     at_s: float
     size: int
     """Characters; 0: it may be a token that has no text yet."""
     tokens: int | None = None
-    """Its tokens, where it says so."""
+    """Number of tokens, if the message says it."""
     total: int | None = None
-    """Tokens of the answer so far, where it says so."""
+    """Tokens of the answer so far, if the message says it."""
 
 
 @dataclass(slots=True)
@@ -59,14 +59,16 @@ class RequestOutput:
     error: str = ""
     is_whole: bool = False
     """The service said that this is the end, by a finish reason or otherwise."""
-    messages: list[Message] = field(default_factory=list)
+    messages: list[TokenMessage] = field(default_factory=list)
     has_usage: bool = False
     """A message has said how many tokens there are."""
 
     def end(self) -> None:
         """Note that the request is complete; vLLM too counts to the last message with tokens."""
         if self.output_len and not self.messages:
-            self.messages.append(Message(time.perf_counter(), 1))  # All tokens came with the end.
+            self.messages.append(
+                TokenMessage(time.perf_counter(), 1)
+            )  # All tokens came with the end.
         messages = self._with_tokens()
         self.output_len = self.output_len or sum(message.tokens or 1 for message in messages)
         times_s = [message.at_s for message in messages]
@@ -81,7 +83,7 @@ class RequestOutput:
             self.error = self.error or "the answer broke off: it has no finish reason"
         self.success = not self.error
 
-    def _with_tokens(self) -> list[Message]:
+    def _with_tokens(self) -> list[TokenMessage]:
         """The messages that brought tokens.
 
         Those without text are tokens if nothing has text, or if they stand between others and the
@@ -96,7 +98,7 @@ class RequestOutput:
         return [message for message in between if message.size]
 
 
-def _shares(messages: Sequence[Message], output_len: int) -> list[float]:
+def _shares(messages: Sequence[TokenMessage], output_len: int) -> list[float]:
     """Tokens of each message: what they say, else one each and the rest by their characters."""
     said = [message.tokens or 0 for message in messages]
     totals = [0, *(message.total or 0 for message in messages)]
@@ -140,7 +142,7 @@ class GrpcBackend(Backend):
             )
             async for chunk in chunks:
                 if num_tokens := len(chunk.token_ids):
-                    output.messages.append(Message(time.perf_counter(), 1, num_tokens))
+                    output.messages.append(TokenMessage(time.perf_counter(), 1, num_tokens))
                     output.output_len += num_tokens
                     output.text += chunk.text
                 output.is_whole |= chunk.finish is not None
@@ -279,7 +281,7 @@ class OpenAIBackend(Backend):
             grows = bool(tokens) or (counts and output.output_len > before)
             size = len(text) or int(grows)
             if size or not (is_last or "role" in delta or not delta):
-                output.messages.append(Message(time.perf_counter(), size, tokens, total))
+                output.messages.append(TokenMessage(time.perf_counter(), size, tokens, total))
 
 
 def _count(value: Any) -> int:

@@ -173,6 +173,7 @@ def run(
 
     from control_plane.frontend.descriptors import max_connections, raise_limit
     from nanocp.logs import configure
+    from nanocp.serve.served import policy_in_words
     from nanocp.serve.service import Service, open_checkpoint
 
     configure(config.service.log_format, config.service.log_level)
@@ -205,25 +206,6 @@ def run(
     if config.service.controller_process:
         return _supervise(config, served, launcher, output)
     return serve_until_end(Service(config, served, launcher), served, output)
-
-
-def policy_in_words(config: Config) -> str:
-    """The policy by name, and whose costs it goes by where they are not of this machine."""
-    from nanocp.config.cost import CPU_COSTS, CostConfig
-    from nanocp.config.passes import PassCosts
-
-    estimates: dict[object, str] = {CostConfig(): "of 32 H200s", CPU_COSTS: "of a CPU"}
-    policy = config.scheduler.policy
-    costs: object = None
-    if config.cluster.layout == "pipeline":
-        policy, estimates = config.pipeline.layer_policy, {PassCosts(): "that nobody measured"}
-        if policy in ("delta", "level"):
-            costs = config.pipeline.costs
-    elif policy == "cost_aware" and config.cluster.num_instances > 1:
-        costs = config.scheduler.costs
-    if costs not in estimates:
-        return policy
-    return f"{policy} by costs {estimates[costs]} (nanocp profile measures yours)"
 
 
 def serve_until_end(

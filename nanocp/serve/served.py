@@ -18,6 +18,8 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.safetensors_reader import SafetensorsReader, has_fp8
 from data_plane.model.sizes import carry_pages, page_bytes, stored_shapes
 from nanocp.config.choices import require
+from nanocp.config.cost import CPU_COSTS, CostConfig
+from nanocp.config.passes import PassCosts
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.whole import Config
 from nanocp.files.tokenizer import special_tokens
@@ -133,3 +135,19 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         page_bytes=page_bytes(model, config),
         carry_pages=carry_pages(model, config),
     )
+
+
+def policy_in_words(config: Config) -> str:
+    """The policy by name, and whose costs it goes by where they are not of this machine."""
+    estimates: dict[object, str] = {CostConfig(): "of 32 H200s", CPU_COSTS: "of a CPU"}
+    policy = config.scheduler.policy
+    costs: object = None
+    if config.cluster.layout == "pipeline":
+        policy, estimates = config.pipeline.layer_policy, {PassCosts(): "that nobody measured"}
+        if policy in ("delta", "level"):
+            costs = config.pipeline.costs
+    elif policy == "cost_aware" and config.cluster.num_instances > 1:
+        costs = config.scheduler.costs
+    if costs not in estimates:
+        return policy
+    return f"{policy} by costs {estimates[costs]} (nanocp profile measures yours)"

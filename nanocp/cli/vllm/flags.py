@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])")
 _POWERS = {letter: power for power, letter in enumerate("kmgt", 1)}
 
 
-class Answer(NamedTuple):
+class FlagAnswer(NamedTuple):
     """What one of vLLM's flags is here; the keys are explained in flags.toml."""
 
     flag: str
@@ -49,10 +49,10 @@ def _read() -> dict[str, Any]:
 
 
 @cache
-def answers(command: str) -> dict[str, Answer]:
+def answers(command: str) -> dict[str, FlagAnswer]:
     """The answers of a command, serve or bench, by vLLM's flags."""
     return {
-        flag: Answer(row["flags"][0], kind, **{k: v for k, v in row.items() if k != "flags"})
+        flag: FlagAnswer(row["flags"][0], kind, **{k: v for k, v in row.items() if k != "flags"})
         for kind, rows in _read()[command].items()
         for row in rows
         for flag in row["flags"]
@@ -114,7 +114,7 @@ class Reader:
     """
 
     def __init__(
-        self, options: Mapping[str, Any], table: Mapping[str, Answer], num_arguments: int
+        self, options: Mapping[str, Any], table: Mapping[str, FlagAnswer], num_arguments: int
     ) -> None:
         self._options, self._table, self._num_arguments = options, table, num_arguments
         self._out = Translated()
@@ -203,7 +203,7 @@ class Reader:
             inner = inner.setdefault(key, {})
         inner[last] = inner.get(last, []) + parts if path.endswith("+") else parts
 
-    def _answer(self, answer: Answer, given: str, value: str | None, is_off: bool) -> None:
+    def _answer(self, answer: FlagAnswer, given: str, value: str | None, is_off: bool) -> None:
         match answer.kind:
             case "same":
                 self._same(answer, given, self._value(given, value))
@@ -226,7 +226,7 @@ class Reader:
                     while value is None and self._left and not _FLAG.match(self._left[0]):
                         self._left.popleft()
 
-    def _same(self, answer: Answer, given: str, value: str) -> None:
+    def _same(self, answer: FlagAnswer, given: str, value: str) -> None:
         ours = answer.values.get(value.lower(), value)
         if ours != value:
             self._out.said.append(f"{given} {value}: {answer.why.replace('`', '')}")
@@ -237,7 +237,7 @@ class Reader:
         elif ours:
             self._out.words.append(f"{answer.option}={ours}")
 
-    def _set(self, answer: Answer, given: str, value: str | None, is_off: bool) -> None:
+    def _set(self, answer: FlagAnswer, given: str, value: str | None, is_off: bool) -> None:
         if value is None:
             self._out.sets[answer.key] = not is_off
         elif answer.values and value not in answer.values:

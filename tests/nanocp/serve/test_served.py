@@ -1,15 +1,15 @@
-"""nanocp serve: what it says of its configuration at start."""
+"""What nanocp serve says of its configuration at start."""
 
 from dataclasses import replace
 
 import pytest
 
-from nanocp.cli.serve import policy_in_words
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CPU_COSTS, CostConfig
 from nanocp.config.passes import PassCosts, PassesConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
+from nanocp.serve.served import policy_in_words
 
 MEASURE = "(nanocp profile measures yours)"
 
