@@ -84,7 +84,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel):
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == expected
     suffixes = {name.rpartition(".")[2] for name in held}
-    assert {"py", "pyi", "typed", "html", "yaml", "h", "cpp"} == suffixes
+    assert {"py", "pyi", "typed", "html", "yaml", "toml", "h", "cpp"} == suffixes
     assert {f"{package}/py.typed" for package in PACKAGES} <= held
 
 

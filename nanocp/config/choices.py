@@ -19,7 +19,7 @@ def one_of(words: Sequence[str]) -> str:
 def none_of(word: str, words: Sequence[str]) -> str:
     """What a word that is none of these must be, and the one that it resembles, if any."""
     longer = [one for one in words if word and one.startswith(word)]
-    near = longer or difflib.get_close_matches(word, words, n=1)
+    near = difflib.get_close_matches(word, words, n=1) or longer
     return f"it must be one of {', '.join(words)}" + (f" (nearest: {near[0]})" if near else "")
 
 
