@@ -3,6 +3,7 @@
 The last tests are about how the kernels are built, cached and chosen.
 """
 
+import itertools
 import math
 import os
 from dataclasses import replace
@@ -299,6 +300,15 @@ def test_a_cpu_without_avx512_gets_avx2(monkeypatch):
             kernels, why = cpu_kernels("auto", dtype, 1)
             assert why == "native (avx2), which this CPU can run"
             assert kernels.instructions == "avx2"
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_whoever_asks_for_it_gets_avx2_of_a_cpu_that_has_more(monkeypatch, is_bf16):
+    sets = build._SETS.values()
+    flags = [each.bf16 or () for each in sets] + [each.fp32 or () for each in sets]
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(itertools.chain(*flags)))
+    monkeypatch.setattr(build, "_load", lambda sources, compiler: compiler)
+    assert build.native_library(is_bf16, "avx2") == (build._SETS["avx2"].compiler, "avx2")
 
 
 @pytest.fixture
