@@ -17,6 +17,8 @@ class Mutant:
     """Lines after the first are indented as the file's line with the text is."""
     tests: tuple[str, ...]
     """Arguments of pytest."""
+    needs: str = ""
+    """What /proc/cpuinfo must name: other processors do not compile the line. Empty: nothing."""
 
 
 def seen_by(seed: int) -> tuple[str, ...]:

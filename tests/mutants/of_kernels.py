@@ -30,6 +30,7 @@ MUTANTS = [
         text="is_second ? _mm512_and_si512(words, _mm512_set1_epi32(int(0xFFFF0000)))",
         fault="is_second ? words",
         tests=(STORED, "-k", "test_linear"),
+        needs="avx512f",
     ),
     Mutant(
         name="fp8-latent-scale",

@@ -213,6 +213,11 @@ def main(names: list[str]) -> int:
     chosen = [known[name] for name in names] or MUTANTS
     if third is not None:
         chosen = MUTANTS[third % 3 :: 3]
+    features = Path("/proc/cpuinfo").read_text().split()
+    for mutant in chosen:
+        if mutant.needs and mutant.needs not in features:
+            print(f"not judged {mutant.name}: this processor has no {mutant.needs}")
+    chosen = [each for each in chosen if not each.needs or each.needs in features]
     begin_s, survivors = time.monotonic(), list[str]()
     for mutant, is_caught, seconds, seen_by in judge(chosen):
         survivors += [] if is_caught else [mutant.name]
