@@ -97,7 +97,7 @@ def origins(
 
 def doubts_in(path: Path | None) -> list[str]:
     """What `nanocp profile` has noted in a file that it wrote, which `load_config` has read."""
-    lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    lines = [] if path is None else readable(path).read_text(encoding="utf-8").splitlines()
     return [each.removeprefix("# ") for each in lines if each.startswith(f"# {UNRELIABLE}")]
 
 
