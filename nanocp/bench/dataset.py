@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 _SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
+# The text of drawn ids is read back as other ids; each round makes their number more nearly right.
+_ROUND_TRIPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,14 @@ def _trace(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[
 
 
 def _ids(count: int, random: Random, options: DatasetOptions, tokenizer: Any) -> tuple[int, ...]:
+    """`count` drawn ids. With a tokenizer their text is read back as `count` ids, or nearly so."""
     # The first ids of a vocabulary are its special tokens, the last ones often have no text.
     high = options.vocab_size if tokenizer is None else int(tokenizer.get_vocab_size() * 0.9)
-    return tuple(random.choices(range(min(3, high - 1), high), k=count))
+    ids = random.choices(range(min(3, high - 1), high), k=count)
+    for _ in range(0 if tokenizer is None else _ROUND_TRIPS):
+        ids = tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False).ids
+        if len(ids) == count:
+            break
+        missing = max(0, count - len(ids))
+        ids = ids[:count] + random.choices(range(min(3, high - 1), high), k=missing)
+    return tuple(ids)
