@@ -84,11 +84,11 @@ gpu-check:  ## every kernel and whole steps against their references on this mac
 	PYTHONPATH=. $(GPU_PYTHON) tests/gpu_check.py --json benchmarks/results/gpu_check.json
 
 gpu-bench:  ## steps, exchange, attention and expert GEMMs against this GPU's ceilings; under 8 minutes, resumable
-	PYTHONPATH=.:tests $(GPU_PYTHON) benchmarks/gpu_step.py --limit-s 160 --json benchmarks/results/gpu_step.json; step=$$?; \
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_attention.py --limit-s 240 --json benchmarks/results/gpu_attention.json && exit $$step
+	PYTHONPATH=.:tests $(GPU_PYTHON) -m benchmarks.gpu.gpu_step --limit-s 160 --json benchmarks/results/gpu_step.json; step=$$?; \
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu.gpu_attention --limit-s 240 --json benchmarks/results/gpu_attention.json && exit $$step
 
 gpu-overlap:  ## interference, the overlap engine's streams and two lanes in one graph on this GPU; under 10 minutes, resumable
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_overlap.py --limit-s 480 --json benchmarks/results/gpu_overlap.json
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu.gpu_overlap --limit-s 480 --json benchmarks/results/gpu_overlap.json
 
 lint: $(STAMP)  ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .
@@ -104,7 +104,7 @@ proto: $(STAMP)  ## generate nanocp/wire/v1 from proto/ again
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. proto/nanocp/wire/v1/*.proto
 
 client: $(STAMP)  ## generate nanocp/client/sync_client.py from async_client.py again
-	PYTHONPATH=tests $(BIN)/python -m harness.sync_client
+	PYTHONPATH=tests $(BIN)/python -m harness.services.sync_client
 
 clean:  ## remove caches and made checkpoints
 	rm -rf checkpoints .pytest_cache .mypy_cache .ruff_cache .hypothesis

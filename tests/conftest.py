@@ -9,8 +9,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-from harness.made_once import made_once
 from harness.paths import ROOT
+from harness.programs.made_once import made_once
 
 # Before torch is imported: two workers, and the processes that their tests start, share the
 # machine's cores.

@@ -31,23 +31,23 @@ import torch
 
 from benchmarks import machine
 from data_plane.transport.gpu.nvshmem_put import device_library
-from harness.check_run import run
-from harness.gpu_exchange_checks import (
+from harness.gpu.check_run import run
+from harness.gpu.gpu_exchange_checks import (
     FULL_WIDTHS,
     captured_exchange,
     exchange_between_processes,
     exchange_checks,
 )
-from harness.gpu_kernel_checks import (
+from harness.gpu.gpu_kernel_checks import (
     attention_checks,
     captured_lengths_change,
     fused_checks,
     merge_and_expert_checks,
     package_checks,
 )
-from harness.gpu_layer_checks import layer_checks
-from harness.gpu_loss_checks import survives_a_kill
-from harness.gpu_token_checks import reference_checks
+from harness.gpu.gpu_layer_checks import layer_checks
+from harness.gpu.gpu_loss_checks import survives_a_kill
+from harness.gpu.gpu_token_checks import reference_checks
 
 
 def all_checks():
@@ -64,7 +64,7 @@ def all_checks():
         with tempfile.TemporaryDirectory() as directory:
             yield from reference_checks(Path(directory))
             if find_spec("msgspec") is not None:  # rows are encoded as in a service
-                from harness.gpu_drafts import draft_checks
+                from harness.gpu.gpu_drafts import draft_checks
 
                 yield from draft_checks(Path(directory))
             yield (

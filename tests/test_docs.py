@@ -10,7 +10,7 @@ import typer
 
 from control_plane.scheduler.policies.registry import POLICY_NAMES
 from harness.paths import ROOT
-from harness.texts import DOCUMENTS, PACKAGES
+from harness.programs.texts import DOCUMENTS, PACKAGES
 from nanocp.cli.main import app
 
 MAX_COLUMNS = 100
@@ -132,7 +132,7 @@ def test_the_architecture_has_every_room():
 
 def test_the_architecture_has_the_floors_of_the_import_rules():
     text = (ROOT / "docs/develop/architecture.md").read_text()
-    shown = [line.split("|") for line in text.splitlines() if re.match(r"\| \d \|", line)]
+    shown = [line.split("|") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = {
         contract["containers"][0]: [sorted(layer.split(" | ")) for layer in contract["layers"]]

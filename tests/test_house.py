@@ -22,7 +22,7 @@ SOURCES = [
 READ = [
     *SOURCES,
     *sorted((ROOT / "tests").rglob("*.py")),
-    *sorted((ROOT / "benchmarks").glob("*.py")),
+    *sorted((ROOT / "benchmarks").rglob("*.py")),
     *sorted((ROOT / "deploy").rglob("*.py")),
 ]
 NEEDS_ITS_NEIGHBOUR = re.compile(r"(Of|Their|Its|As|The same|The latter)\b")
@@ -157,7 +157,7 @@ def test_no_public_class_name_stands_twice():
     """A benchmark's class has a name of its own too."""
     names = Counter(
         node.name
-        for path in (*SOURCES, *sorted((ROOT / "benchmarks").glob("*.py")))
+        for path in (*SOURCES, *sorted((ROOT / "benchmarks").rglob("*.py")))
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
@@ -202,7 +202,7 @@ def test_readme_paths_exist():
 
 def test_a_benchmark_that_needs_the_tests_harness_says_so():
     """The command in its first lines must find what it imports."""
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
         text = path.read_text()
         if re.search(r"^(from|import) harness", text, re.M) and "__main__" in text:
             assert re.search(r"PYTHONPATH=\S*tests python", ast.get_docstring(tree_of(path))), path

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import cache
 
 from harness.paths import ROOT
-from harness.texts import DOCUMENTS, FOLDERS, PACKAGES, TEXTS
+from harness.programs.texts import DOCUMENTS, FOLDERS, PACKAGES, TEXTS
 from nanocp.config.whole import Config
 
 HISTORY = {"log.md", "CHANGELOG.md"}

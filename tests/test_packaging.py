@@ -13,10 +13,10 @@ from importlib import metadata
 
 import pytest
 
-from harness.made_once import made_once
 from harness.paths import ROOT
-from nanocp.cli.extras import EXTRAS
+from harness.programs.made_once import made_once
 from nanocp.cli.main import app
+from nanocp.cli.options.extras import EXTRAS
 
 PACKAGES = ("nanocp", "control_plane", "data_plane")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

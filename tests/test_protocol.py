@@ -5,7 +5,7 @@ import re
 import pytest
 
 from harness.paths import ROOT
-from harness.texts import TEXTS
+from harness.programs.texts import TEXTS
 
 LAWS = [
     "frozen window",

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from data_plane.model.config import ModelConfig
 from data_plane.reference.oracle import Oracle
+from harness.exact.split_decoder import SplitDecoder
 from harness.paths import ROOT
-from harness.split_decoder import SplitDecoder
 
 sys.path.insert(0, str(ROOT / "models"))
 import train_tale

@@ -14,8 +14,8 @@ from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import MembersEvent, PrefillArrived, PrefillLost
-from control_plane.frontend.controller_interface import ControllerEvents, Submission
-from control_plane.observe.metrics import Metrics
+from control_plane.observe.metrics.registry import Metrics
+from control_plane.ports.controller_interface import ControllerEvents, Submission
 from nanocp.config.whole import Config
 from nanocp.values.members import EnginesNow, Member, Report, TokensLost
 from nanocp.values.passes import ServiceEvent

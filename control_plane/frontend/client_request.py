@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
-from control_plane.frontend.api_keys import ApiKeys
-from control_plane.frontend.tokenizer import Contents
+from control_plane.frontend.access.api_keys import ApiKeys
 from nanocp.values.sampling_fields import SamplingRequest
 
 UNREAD_TIMEOUT_S = 40
@@ -52,6 +51,17 @@ class Reasoning(NamedTuple):
     """The markers around it."""
     has_begun: bool
     """Whether the prompt ends with `begin`: then the output starts inside."""
+
+
+class Contents(Protocol):
+    """Tells the content of a text that has more in it, such as reasoning and calls."""
+
+    @property
+    def num_decided(self) -> int:
+        """Characters of the text of which it is known what they are."""
+
+    def contents(self, text: str) -> Sequence[tuple[int, str]]:
+        """Take text; returns the content that it completes, and where that begins in all text."""
 
 
 @dataclass(frozen=True, slots=True)

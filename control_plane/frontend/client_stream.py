@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from control_plane.frontend.access.token_owners import TokenOwners
 from control_plane.frontend.client_request import NOWHERE, Origin
-from control_plane.frontend.token_owners import TokenOwners
-from control_plane.frontend.tokenizer import OutputText
+from control_plane.frontend.text.tokenizer import OutputText
 from control_plane.observe.observer import EndedRequest
 from nanocp.values.plan import Arrival, Ended, FinishReason, Placement
 from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs

@@ -19,9 +19,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from control_plane.frontend.api_keys import ApiKeys
-from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
-from control_plane.frontend.descriptors import max_connections
+from control_plane.frontend.access.api_keys import ApiKeys
+from control_plane.frontend.access.descriptors import max_connections
+from control_plane.frontend.access.tls import server_credentials
 from control_plane.frontend.grpc.admission import AdmitCalls
 from control_plane.frontend.grpc.servicers import (
     ControlServicer,
@@ -31,12 +31,12 @@ from control_plane.frontend.grpc.servicers import (
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.frontend.streams import ClientStreams
-from control_plane.frontend.tls import server_credentials
-from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.text.tokenizer import Tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.observe.observer import Observer
 from control_plane.ports import members_port
 from control_plane.ports.addresses import advertised_host, join
+from control_plane.ports.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config
 from nanocp.values.plan import ClusterLoad, Ended, Placement, Preempted

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from control_plane.frontend.client_request import ClientRequest, Resume
 from control_plane.frontend.client_stream import Choice, ClientStream, DraftCounts
-from control_plane.frontend.long_texts import in_thread
 from control_plane.frontend.streams import ClientStreams
-from control_plane.frontend.tokenizer import OutputText, Tokenizer
+from control_plane.frontend.text.long_texts import in_thread
+from control_plane.frontend.text.tokenizer import OutputText, Tokenizer
 from control_plane.frontend.validation import ModelLimits, ValidRequest, check_shape, validated
 from control_plane.observe.request_log import log_refused
 from nanocp.values.plan import FinishReason, Placement

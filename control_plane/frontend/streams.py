@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from control_plane.frontend.client_request import NOWHERE, Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
-from control_plane.frontend.controller_interface import ControllerInterface, Submission
-from control_plane.frontend.page_hashes import page_state
+from control_plane.frontend.text.page_hashes import page_state
 from control_plane.observe.observer import Observer
 from control_plane.observe.request_log import log_ended
+from control_plane.ports.controller_interface import ControllerInterface, Submission
 from nanocp.values.offload import page_hashes
 from nanocp.values.plan import Ended, FinishReason, Placement, Preempted
 from nanocp.values.sampling import RowInput, Token, TokenLogprobs, penalized_prompt_ids

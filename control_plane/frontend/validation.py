@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from control_plane.frontend.client_request import ClientRequest, Resume
-from control_plane.frontend.constraint import constraint_of
-from control_plane.frontend.tokenizer import StopStrings, Tokenizer
+from control_plane.frontend.text.constraint import constraint_of
+from control_plane.frontend.text.tokenizer import StopStrings, Tokenizer
 from nanocp.values.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_PROMPT_LOGPROBS,

@@ -23,13 +23,13 @@ from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.seats import SeatsNow
-from control_plane.frontend.controller_interface import (
+from control_plane.observe.cluster_view import ClusterView
+from control_plane.observe.metrics.registry import Metrics
+from control_plane.ports.controller_interface import (
     ControllerEvents,
     ControllerInterface,
     Submission,
 )
-from control_plane.observe.cluster_view import ClusterView
-from control_plane.observe.metrics import Metrics
 from control_plane.ports.member_streams import serve_members
 from control_plane.ports.members_port import MemberSecrets
 from control_plane.shell.event_log import open_event_log

@@ -3,10 +3,10 @@
 Enters: queries, a layer's frames, a page table and lengths on the device. Leaves: (partial_o, lse)
 by our conventions. Does not know: how it computes.
 
-tests/harness/published_packages.py keeps its public signature, with the source. It differs from
-ours in three ways. It takes keys and values apart, which are two views of a frame. The lse is
-[A, H, 1], and that of a row without KV is not said. It reads no length on the host, so a call can
-be captured in a graph.
+tests/harness/gpu_stand_ins/published_packages.py keeps its public signature, with the source. It
+differs from ours in three ways. It takes keys and values apart, which are two views of a frame. The
+lse is [A, H, 1], and that of a row without KV is not said. It reads no length on the host, so a
+call can be captured in a graph.
 """
 
 from __future__ import annotations

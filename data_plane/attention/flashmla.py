@@ -3,11 +3,11 @@
 Enters: absorbed queries, a layer's frames, a page table and lengths on the device. Leaves:
 (partial_o, lse) by our conventions. Does not know: how it computes.
 
-tests/harness/published_packages.py keeps the public signatures of two packages that have the
-module flash_mla: FlashMLA built from source, and the wheel sgl-flash-mla. Both differ from ours in
-three ways. A row without KV gives lse +inf, and the lse is [A, H, 1]. The first call with an empty
-FlashMLASchedMeta makes the schedule, on the device. So each plan holds a fresh one: where the plan
-is captured in a graph, every replay makes the schedule again, from the new lengths.
+tests/harness/gpu_stand_ins/published_packages.py keeps the public signatures of two packages that
+have the module flash_mla: FlashMLA built from source, and the wheel sgl-flash-mla. Both differ from
+ours in three ways. A row without KV gives lse +inf, and the lse is [A, H, 1]. The first call with
+an empty FlashMLASchedMeta makes the schedule, on the device. So each plan holds a fresh one: where
+the plan is captured in a graph, every replay makes the schedule again, from the new lengths.
 """
 
 from __future__ import annotations

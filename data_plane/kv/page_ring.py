@@ -4,7 +4,7 @@ Enters: pages, each under its ticket, from the one writer. Leaves: the same page
 one receiver. Does not know: which tickets are valid, what a payload means, frames.
 
 The ring is in the receiver's shared memory; a writer on another node gets there by TCP
-(tcp_segment.py). Its state is two counts. The writer raises the count of pages written after a page
+(tcp/segment.py). Its state is two counts. The writer raises the count of pages written after a page
 is complete, so that a writer that dies leaves nothing that looks like a page. The receiver raises
 the count of pages consumed. (Section 3 of the paper, MIGRATE.)
 """

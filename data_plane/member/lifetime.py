@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Term
-from data_plane.transport.nixl import NixlAgent
+from data_plane.transport.nixl.pages import NixlAgent
 from data_plane.transport.segments import Segments
-from data_plane.transport.tcp_server import TcpSegmentServer
+from data_plane.transport.tcp.server import TcpSegmentServer
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join
 from nanocp.values.members import Peer

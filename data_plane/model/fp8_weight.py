@@ -51,7 +51,7 @@ class Fp8Weight(NamedTuple):
 class Fp8Linear:
     """A linear layer over an FP8 weight, x [..., in] -> x W^T [..., out]: the slow reference.
 
-    What serves with FP8 weights has a kernel that reads them (moe/kernels/gemm.py, deep_gemm.py).
+    What serves with FP8 weights has a kernel that reads them (moe/gpu/gemm.py, deep_gemm.py).
     """
 
     __slots__ = ("weight",)

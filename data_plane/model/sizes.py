@@ -181,7 +181,7 @@ def is_packed(name: str, shape: Sequence[int]) -> bool:
 
 
 def stays_fp8(config: ModelConfig, name: str, shape: Sequence[int]) -> bool:
-    """Whether moe/deep_gemm.py reads a dense layer's weight in FP8, if it is stored so.
+    """Whether gpu/deep_gemm.py reads a dense layer's weight in FP8, if it is stored so.
 
     Where it depends on other weights, the answer is no: of layers of hybrid models, and of weights
     that end inside a block, but for kv_a, the last of its layer.

@@ -14,10 +14,10 @@ import torch
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.fp8_weight import Fp8DenseGemm
-from data_plane.moe.deep_ep import deep_ep_obstacle
-from data_plane.moe.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
+from data_plane.moe.gpu.deep_ep import deep_ep_obstacle
+from data_plane.moe.gpu.grouped import Fp8GroupedGemm, GroupedGemm, GroupedMm
+from data_plane.moe.gpu.nixl_ep import nixl_ep_obstacle
 from data_plane.moe.mixture import MoeSchedule
-from data_plane.moe.nixl_ep import nixl_ep_obstacle
 
 
 def expert_backend(
@@ -50,11 +50,11 @@ def expert_backend(
     # Packages of the GPU extras are imported only where they run.
     gemm: GroupedGemm = GroupedMm()
     if name == "triton":
-        from data_plane.moe.kernels.gemm import TritonGemm
+        from data_plane.moe.gpu.gemm import TritonGemm
 
         gemm = TritonGemm(expected_rows / max_rows)
     elif name == "deep_gemm":
-        from data_plane.moe.deep_gemm import DeepGemm
+        from data_plane.moe.gpu.deep_gemm import DeepGemm
 
         gemm = DeepGemm(expected_rows)
     return gemm, f"{name}, {why}"

@@ -2,7 +2,7 @@
 
 Enters: rows, regions of the exchange. Leaves: rows, sums. Does not know: epochs, flags, what
 experts compute. Plain torch: it runs on every CPU, and is the slow reference of data_plane/native.
-The GPU's sibling is kernels/rows.py.
+The GPU's sibling is gpu/rows.py.
 
 Legend: B rows, N instances, K experts a row, E experts of a layer, X hidden size.
 """

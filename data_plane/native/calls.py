@@ -5,7 +5,7 @@ weights, tensors' shapes.
 
 The signatures repeat kernels.cpp, which explains each argument. Callers pass arguments by place:
 ctypes knows no names, and every microsecond between two calls counts (docs/decisions/0014,
-benchmarks/decode_cpu.py).
+benchmarks/cpu/decode_cpu.py).
 """
 
 from __future__ import annotations

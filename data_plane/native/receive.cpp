@@ -1,12 +1,12 @@
 // Puts that come by TCP, written into a segment without Python: see
-// data_plane/transport/tcp_receiver.py.
+// data_plane/transport/tcp/receiver.py.
 #include <errno.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
 #include "flag.h"
 
-// What a writer sends before the chunks of a put: HEADER of data_plane/transport/tcp_messages.py.
+// What a writer sends before the chunks of a put: HEADER of data_plane/transport/tcp/messages.py.
 struct PutHeader {
     static constexpr uint64_t MAX_CHUNKS = 8;
     uint64_t word, value, num_chunks;

@@ -1,7 +1,7 @@
 """The compiled receiver of puts by TCP: no interpreter lock while it waits, copies and wakes.
 
 Enters: the connection of a writer, the memory that it may write. Leaves: as
-transport/tcp_receiver.py, whose Receiver this is. Does not know: segments.
+tcp/receiver.py, whose Receiver this is. Does not know: segments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import socket
 from typing import Any
 
 from data_plane.native.build import NativeUnavailable, receiver_library
-from data_plane.transport.tcp_messages import HEADER
-from data_plane.transport.tcp_receiver import Receiver, announced_ms, receive_in_python
+from data_plane.transport.tcp.messages import HEADER
+from data_plane.transport.tcp.receiver import Receiver, announced_ms, receive_in_python
 
 logger = logging.getLogger(__name__)
 

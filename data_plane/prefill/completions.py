@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from data_plane.connectors.ticket import KEY, EngineTicket
+from data_plane.prefill.connector.ticket import KEY, EngineTicket
 
 _MAX_MESSAGE_CHARACTERS = 300
 

@@ -37,7 +37,7 @@ class Probe(Protocol):
     """What an engine is asked, and how its pages are judged."""
 
     fingerprint: Mapping[str, str]
-    """What must be equal at both ends for pages to fit (connectors/fingerprint.py)."""
+    """What must be equal at both ends for pages to fit (connector/fingerprint.py)."""
     token_ids: tuple[int, ...]
     """The prompt; its KV is wanted at every position."""
     num_layers: int

@@ -13,8 +13,8 @@ import time
 from data_plane.native.build import puts_library
 from data_plane.transport.exchange import Channel, Flags
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp_messages import put_header
-from data_plane.transport.tcp_segment import TcpSegment
+from data_plane.transport.tcp.messages import put_header
+from data_plane.transport.tcp.segment import TcpSegment
 
 _SYS_SCHED_SETATTR = 314
 """Linux's number on x86-64; the C library has no function for it."""

@@ -24,12 +24,12 @@ from data_plane.instance.step_lane import StepLane
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainPacking
 from data_plane.model.weights import Progress, expert_range, load_experts, load_weights
-from data_plane.moe.all_to_all_gpu import GpuMixtures
 from data_plane.moe.backend import fp8_experts
-from data_plane.moe.deep_ep import DeepEpExchange
-from data_plane.moe.fused import fused_obstacle
-from data_plane.moe.gpu_weights import GpuWeights, place_weights
-from data_plane.moe.nixl_ep import NixlEpExchange
+from data_plane.moe.fused.mixture import fused_obstacle
+from data_plane.moe.gpu.all_to_all_gpu import GpuMixtures
+from data_plane.moe.gpu.deep_ep import DeepEpExchange
+from data_plane.moe.gpu.gpu_weights import GpuWeights, place_weights
+from data_plane.moe.gpu.nixl_ep import NixlEpExchange
 from data_plane.startup.gpu_parts import GpuParts, device_of, gpu_parts
 from data_plane.startup.shared_parts import (
     bucket_table,

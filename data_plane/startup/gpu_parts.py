@@ -14,9 +14,9 @@ from data_plane.attention.paged import Attention
 from data_plane.graph.pool_gpu import GpuPool
 from data_plane.kv.frame_pool import FramePool
 from data_plane.model.config import ModelConfig
-from data_plane.moe.all_to_all_gpu import GpuAllToAll, GpuAlone, GpuExpertExchange, GpuMixtures
-from data_plane.moe.fused import FusedMixtures, FusedMoe
-from data_plane.moe.gpu_weights import GpuWeights
+from data_plane.moe.fused.mixture import FusedMixtures, FusedMoe
+from data_plane.moe.gpu.all_to_all_gpu import GpuAllToAll, GpuAlone, GpuExpertExchange, GpuMixtures
+from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.mixture import NormedMixture
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.gpu.cuda_ipc import GpuExchange

@@ -21,10 +21,10 @@ from data_plane.kv.peer_rings import PeerRings
 from data_plane.model.config import ModelConfig
 from data_plane.model.sizes import carry_bytes, carry_pages, page_bytes
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
-from data_plane.moe.grouped import GroupedGemm
+from data_plane.moe.gpu.grouped import GroupedGemm
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.transport.exchange import RegionLayout
-from data_plane.transport.nixl import nixl_package
+from data_plane.transport.nixl.pages import nixl_package
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from nanocp.config.whole import Config

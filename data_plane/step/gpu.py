@@ -27,8 +27,8 @@ from data_plane.model import layers as ops
 from data_plane.model.config import ModelConfig
 from data_plane.model.linear import PlainLinear
 from data_plane.model.weights import LayerWeights
-from data_plane.moe.all_to_all_gpu import gated_rows
-from data_plane.moe.gpu_weights import GpuWeights
+from data_plane.moe.gpu.all_to_all_gpu import gated_rows
+from data_plane.moe.gpu.gpu_weights import GpuWeights
 from data_plane.moe.mixture import NormedMixture
 from data_plane.step.gpu_rows import attention_rows
 from data_plane.step.triton_returned import merge_returned

@@ -5,8 +5,8 @@ carries hidden rows and KV, why layers move.
 
 A span of one token is a row of paged attention, as in a decode step. A longer one attends to its
 own tokens and to all before them; the slow reference of both is
-tests/harness/reference_prefill.py. In latent attention a long chunk computes keys and values of
-every head anew, and a short one does not.
+tests/harness/exact/reference_prefill.py. In latent attention a long chunk computes keys and values
+of every head anew, and a short one does not.
 
 Legend: T tokens of a pass, D spans of one token, X hidden, H heads, O width of a partial output, P
 pages of the longest row.

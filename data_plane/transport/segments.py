@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from data_plane.transport.exchange import Term
 from data_plane.transport.futex import Word
-from data_plane.transport.nixl import NixlAgent, NixlSegment, Place
-from data_plane.transport.nixl_puts import NixlPuts
+from data_plane.transport.nixl.pages import NixlAgent, NixlSegment, Place
+from data_plane.transport.nixl.puts import NixlPuts
 from data_plane.transport.shared_memory import (
     DIRECTORY,
     NoRoom,
@@ -28,8 +28,8 @@ from data_plane.transport.shared_memory import (
     segment_name,
     sweep_stale,
 )
-from data_plane.transport.tcp_segment import TcpSegment
-from data_plane.transport.tcp_server import TcpSegmentServer
+from data_plane.transport.tcp.segment import TcpSegment
+from data_plane.transport.tcp.server import TcpSegmentServer
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 

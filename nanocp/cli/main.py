@@ -10,25 +10,25 @@ from typing import Annotated
 
 import typer
 
-from nanocp.cli.batch import batch
+from nanocp.cli.ask.batch import batch
+from nanocp.cli.ask.generate import generate
 from nanocp.cli.bench.app import app as bench
-from nanocp.cli.chaos import chaos
-from nanocp.cli.config import config
-from nanocp.cli.demo import demo
-from nanocp.cli.extras import Commands
-from nanocp.cli.generate import generate
-from nanocp.cli.make_checkpoint import make_checkpoint
-from nanocp.cli.options import with_options
+from nanocp.cli.checkpoint.make_checkpoint import make_checkpoint
+from nanocp.cli.checkpoint.prefill_flags import prefill_flags
+from nanocp.cli.checkpoint.profile import profile
+from nanocp.cli.demo.chaos import chaos
+from nanocp.cli.demo.demo import demo
+from nanocp.cli.operate.config import config
+from nanocp.cli.operate.seats import abort, drain, layout, scale, upgrade
+from nanocp.cli.operate.top import status, top
+from nanocp.cli.operate.why import why
+from nanocp.cli.options.extras import Commands
+from nanocp.cli.options.typed import with_options
+from nanocp.cli.options.vllm_flags import VllmCommand
 from nanocp.cli.overlap.app import app as overlap
 from nanocp.cli.plan.app import plan
-from nanocp.cli.prefill_flags import prefill_flags
-from nanocp.cli.profile import profile
-from nanocp.cli.seats import abort, drain, layout, scale, upgrade
-from nanocp.cli.serve import serve
+from nanocp.cli.serve.serve import serve
 from nanocp.cli.simulate.app import app as simulate
-from nanocp.cli.top import status, top
-from nanocp.cli.vllm.flags import VllmCommand
-from nanocp.cli.why import why
 
 app = typer.Typer(
     name="nanocp",

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from control_plane.coordinator.members.seats import SeatsNow
 from nanocp.config.choices import check_one_of
 from nanocp.config.service import LOG_LEVELS
 from nanocp.config.whole import Config
 from nanocp.config.yaml import config_yaml
 from nanocp.logs import get_level, set_level
-
-if TYPE_CHECKING:
-    from nanocp.serve.service import Service
 
 logger = logging.getLogger("nanocp.changes")
 
@@ -28,36 +26,50 @@ _SEATS, _SPLIT = '{"seats": [0, 1, 2]}', '{"split": [7, 5]}'
 _REQUEST, _LEVEL = '{"request": "ID"}', '{"log_level": "debug"}'
 
 
-def answer_seats(service: Service, num_seats: int, body: bytes | None, who: str) -> bytes:
-    """Answer for /cluster/seats. The body names the seats, and what asks for them; or it undoes."""
+def answer_seats(
+    want: Callable[[Sequence[int] | None, str], SeatsNow],
+    undo: Callable[[], SeatsNow],
+    end_spares: Callable[[], None],
+    counts: Callable[[], tuple[int, int]],
+    body: bytes | None,
+    who: str,
+) -> bytes:
+    """Answer for /cluster/seats. The body names the seats, and what asks for them; or it undoes.
+
+    want, undo: make the change, as Service.want_seats and undo_seats. counts: seats there are, and
+    spares that are ready.
+    """
     asked = None if body is None else _read(body, _SEATS)
     if asked is None:
-        now = service.want_seats(None)
+        now = want(None, "")
     elif asked.get("undo") is True:
         with _logged(who, "the change of seats that is under way is to be undone"):
-            now = service.undo_seats()
+            now = undo()
     else:
         seats = _numbers(asked, "seats", _SEATS)
         what = f"instances {seats} are to serve"
         if asked.get("new_program"):
             what += ", with the installed program"
             # A spare would bring the old one.
-            service.launcher.end_spares()
+            end_spares()
         with _logged(who, what):
             command = asked.get("by")
-            now = service.want_seats(seats, f"{command!s:.60} by {who}" if command else who)
-    values = asdict(now) | {"num_seats": num_seats, "ready_spares": service.num_ready_spares}
+            now = want(seats, f"{command!s:.60} by {who}" if command else who)
+    num_seats, ready_spares = counts()
+    values = asdict(now) | {"num_seats": num_seats, "ready_spares": ready_spares}
     return json.dumps(values).encode()
 
 
-def answer_layout(service: Service, body: bytes | None, who: str) -> bytes:
+def answer_layout(
+    want: Callable[[Sequence[int] | None], list[dict[str, int]]], body: bytes | None, who: str
+) -> bytes:
     """Answer for /cluster/layout. The body names the layers of each stage."""
     if body is None:
-        stages = service.want_layout(None)
+        stages = want(None)
     else:
         split = _numbers(_read(body, _SPLIT), "split", _SPLIT)
         with _logged(who, f"stages are to have {split} layers"):
-            stages = service.want_layout(split)
+            stages = want(split)
     return json.dumps({"stages": stages}).encode()
 
 

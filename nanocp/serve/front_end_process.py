@@ -19,7 +19,7 @@ from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpServer
 from control_plane.frontend.remote.link import RemoteController
 from control_plane.frontend.remote.observations import Observations
-from control_plane.frontend.tokenizer import load_tokenizer
+from control_plane.frontend.text.tokenizer import load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config

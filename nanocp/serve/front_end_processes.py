@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
 
-from control_plane.frontend.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.frontend.front_end import await_drains
 from control_plane.frontend.remote.port import FrontEndPort, MakePage
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.observer import Observer
+from control_plane.ports.controller_interface import ControllerEvents, ControllerInterface
 from control_plane.ports.members_port import MemberSecrets
 from nanocp.config.whole import Config
 from nanocp.serve.front_end_process import FrontEndSpec

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from control_plane.frontend.default_sampling import default_sampling
-from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
+from control_plane.frontend.text.default_sampling import default_sampling
+from control_plane.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from control_plane.frontend.validation import ModelLimits
 from control_plane.scheduler.pipeline.layer_policies import make_layer_policy
 from control_plane.scheduler.policies.registry import make_policy
@@ -27,7 +27,7 @@ from nanocp.values.plan import PAGE_SIZE
 
 INSTANCE_FACTORY = "data_plane.startup.instance:build_instance"
 STAGE_FACTORY = "data_plane.startup.stage:build_stage"
-PREFILL_FACTORY = "data_plane.startup.prefill:build_prefill_stage"
+PREFILL_FACTORY = "data_plane.prefill.build:build_prefill_stage"
 PREFILL_PLANNER = "nanocp.serve.prefill_scheduler:make_prefill_scheduler"
 
 
@@ -41,7 +41,7 @@ class Served:
     instance_factory: str = INSTANCE_FACTORY
     prefill_factory: str = PREFILL_FACTORY
     """Makes a stage of the prefill."""
-    probe_factory: str = "data_plane.startup.prefill:build_probe"
+    probe_factory: str = "data_plane.prefill.build:build_probe"
     """Makes what engines are probed with, where they take the prefill's place."""
     spare_factory: str = "data_plane.startup.instance:prepare_instance"
     """Loads what every instance needs into a spare, before it has a seat."""

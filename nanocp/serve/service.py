@@ -19,15 +19,15 @@ from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.seats import SeatsNow
-from control_plane.frontend.api_keys import OperatorKeys
+from control_plane.frontend.access.api_keys import OperatorKeys
+from control_plane.frontend.access.tls import check_tls
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.http.served_model import open_model
 from control_plane.frontend.http.server import HttpServer
-from control_plane.frontend.tls import check_tls
 from control_plane.launchers.launcher import Launcher
 from control_plane.launchers.processes import ProcessLauncher
 from control_plane.observe.cluster_view import ClusterView
-from control_plane.observe.metrics import Metrics
+from control_plane.observe.metrics.registry import Metrics
 from control_plane.observe.observer import Observer
 from control_plane.observe.status_server import (
     ABORT_PATH,
@@ -378,8 +378,14 @@ class Service:
             OperatorKeys(self._config.service),
             view.requests_json,
             {
-                SEATS_PATH: partial(answer_seats, self, self._config.cluster.num_instances),
-                LAYOUT_PATH: partial(answer_layout, self),
+                SEATS_PATH: partial(
+                    answer_seats,
+                    self.want_seats,
+                    self.undo_seats,
+                    self.launcher.end_spares,
+                    lambda: (self._config.cluster.num_instances, self.num_ready_spares),
+                ),
+                LAYOUT_PATH: partial(answer_layout, self.want_layout),
                 ABORT_PATH: partial(
                     answer_abort, lambda name: self._controller.end_requests(name).result(_ANSWER_S)
                 ),

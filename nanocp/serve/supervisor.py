@@ -39,8 +39,8 @@ from nanocp.values.members import Member
 logger = logging.getLogger(__name__)
 
 MEMBERS, FRONT_ENDS = "members", "front ends"
-MEMBER_COMMAND = (sys.executable, "-m", "data_plane.member.process")
-CONTROLLER_COMMAND = (sys.executable, "-m", "nanocp.cli.controller_process")
+MEMBER_COMMAND = (sys.executable, "-m", "data_plane.programs.process")
+CONTROLLER_COMMAND = (sys.executable, "-m", "nanocp.cli.serve.controller_process")
 HUNG_S = 15.0
 """A controller whose process says nothing for this long is killed."""
 _FORCED_S = 5.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from nanocp.config.cluster import ClusterConfig
-from nanocp.simulator.cost import Loads
+from nanocp.simulator.costs.cost import Loads
 from nanocp.values.plan import InstanceLoad, InstancePlan, Transfer
 from nanocp.values.table import NUM_LANES
 from nanocp.values.table_changes import RouteChange, TableChanges

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf
 
-from nanocp.simulator.cluster_file import ClusterFile
+from nanocp.simulator.costs.cluster_file import ClusterFile
 
 _ARRIVED_BYTES = 1e-3
 """Less than this is what rounding left."""

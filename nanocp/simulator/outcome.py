@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from nanocp.simulator.cost import LayerTime, Loads, StepTime
+from nanocp.simulator.costs.cost import LayerTime, Loads, StepTime
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.values.plan import InstanceLoad, Placement, Plan
 

@@ -24,12 +24,12 @@ from control_plane.shell.event_log import EventLog
 from nanocp.config.cluster import BoundsConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.overlap.schedule import Schedule
-from nanocp.simulator.cluster_file import ClusterFile
-from nanocp.simulator.cost import CostModel, Loads, StepTime, profile_cp_degrees
+from nanocp.simulator.costs.cluster_file import ClusterFile
+from nanocp.simulator.costs.cost import CostModel, Loads, StepTime, profile_cp_degrees
+from nanocp.simulator.costs.nano_batches import ScheduledSteps
 from nanocp.simulator.decided import DecidedLoads
 from nanocp.simulator.drafted_rows import Speculation, come
 from nanocp.simulator.loads.workload_request import Upcoming, WorkloadRequest
-from nanocp.simulator.nano_batches import ScheduledSteps
 from nanocp.simulator.nics import Nics
 from nanocp.simulator.outcome import Outcome, Recorder, Run
 from nanocp.values.plan import (

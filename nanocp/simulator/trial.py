@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean
 
 from control_plane.scheduler.explanation import Explainer
-from nanocp.simulator.cluster_file import ClusterFile
-from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.costs.cluster_file import ClusterFile
+from nanocp.simulator.costs.cost import CostModel, Loads
 from nanocp.simulator.loads.workload import STATIC, Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Outcome, Recorder, Run, Slo, measure_us_at

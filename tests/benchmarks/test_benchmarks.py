@@ -7,16 +7,12 @@ import subprocess
 import threading
 import time
 
-import apis
-import decode_cpu
-import live_moves
-import long_context_cpu
-import peers
 import pytest
-import service
-import soak
-from decode_cpu import MeasuredPoint
 
+from benchmarks.cpu import decode_cpu, long_context_cpu, peers
+from benchmarks.cpu.decode_cpu import MeasuredPoint
+from benchmarks.kit import service
+from benchmarks.service import apis, live_moves, soak
 from nanocp.serve import process
 from nanocp.serve.process import free_port
 

@@ -1,8 +1,9 @@
-"""benchmarks/controller_window.py: real streams of both kinds, and a wait for every window."""
+"""controller_window.py: real streams of both kinds, and a wait for every window."""
 
-import controller_window
 import pytest
-from controller_window import SizedCluster
+
+from benchmarks.service import controller_window
+from benchmarks.service.controller_window import SizedCluster
 
 
 @pytest.mark.system

@@ -1,8 +1,9 @@
 """gpu_attention's arithmetic, without a GPU: shapes, ceilings and claims."""
 
-import gpu_attention as bench
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.gpu import gpu_attention as bench
 
 CEILINGS = {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 800.0}
 

@@ -1,8 +1,9 @@
 """gpu_overlap without a GPU: what it claims, and that it says so where it cannot measure."""
 
-import gpu_overlap as bench
-import kit
 import pytest
+
+from benchmarks.gpu import gpu_overlap as bench
+from benchmarks.kit import bench as kit
 
 LANES = {"kind": "lanes", "rows": 64, "waits_of_compute": 1.0, "ratio": 0.8, "hidden": 0.6}
 ENGINE = {"kind": "engine", "rows": 64, "equal": True, "ratio": 0.9}

@@ -5,10 +5,11 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Literal
 
-import kit
 import pytest
-from kit import BenchRun, Claim, Interval, at_least, at_most, bench, none
-from machine import ROOT
+
+from benchmarks.kit import bench as kit
+from benchmarks.kit.bench import BenchRun, Claim, Interval, at_least, at_most, bench, none
+from benchmarks.kit.machine import ROOT
 
 
 def ended(main, *arguments):

@@ -1,7 +1,8 @@
 """Conversations find the predicted tokens outside the frames, on real processes."""
 
-import kv_offload
 import pytest
+
+from benchmarks.service import kv_offload
 
 
 @pytest.mark.system

@@ -1,8 +1,8 @@
 """The benchmark of makers' files in small: each form of a load is read as this load."""
 
-import log_forms
 import pytest
 
+from benchmarks.simulated import log_forms
 from harness.paths import ROOT
 from nanocp.simulator.loads.request_logs import read_log, read_trace
 

@@ -1,9 +1,10 @@
 """What two processes do on a machine over one, and claims that it keeps from being judged."""
 
-import moe_cpu
 import pytest
-from machine import TwoProcesses, two_processes
-from moe_cpu import CALL, EARLY, PARTS, TWO, MixturePoint
+
+from benchmarks.cpu import moe_cpu
+from benchmarks.cpu.moe_cpu import CALL, EARLY, PARTS, TWO, MixturePoint
+from benchmarks.kit.machine import TwoProcesses, two_processes
 
 
 def test_two_processes_are_measured_over_one():

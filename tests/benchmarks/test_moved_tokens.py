@@ -1,7 +1,8 @@
 """Which token came while its request was moved is what plans say; its cost is what gaps say."""
 
 import pytest
-from live_moves import (
+
+from benchmarks.service.live_moves import (
     EXTENSION,
     MOVES,
     RE_BINDING,
@@ -13,7 +14,6 @@ from live_moves import (
     turns_of,
     waits_ms,
 )
-
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import EventLog
 from nanocp.config.cluster import ClusterConfig

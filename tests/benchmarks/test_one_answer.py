@@ -9,15 +9,14 @@ import re
 import shlex
 from dataclasses import replace
 
-import paper_figures
 import pytest
-import scheduling_quality
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.simulated import paper_figures, scheduling_quality
 from harness.paths import ROOT
 from nanocp.cli.main import app
-from nanocp.simulator.cluster_file import cluster_path, load_cluster_file
+from nanocp.simulator.costs.cluster_file import cluster_path, load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
 

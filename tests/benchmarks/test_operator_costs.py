@@ -1,13 +1,13 @@
-"""benchmarks/operator_costs.py: the shipped constants are found again in the committed points."""
+"""operator_costs.py: the shipped constants are found again in the committed points."""
 
 import json
 import re
 from dataclasses import asdict, replace
 
-import operator_costs
 import pytest
 
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from benchmarks.gpu import operator_costs
+from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
 
 TABLES = json.loads(operator_costs.POINTS.read_text())
 

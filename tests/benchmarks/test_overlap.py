@@ -2,11 +2,10 @@
 
 from contextlib import nullcontext
 
-import overlap_engine
-import overlap_lanes
-import overlap_link
 import pytest
-from measured_twice import Ways, claims_of_choices, point_of, quiet
+
+from benchmarks.kit.measured_twice import Ways, claims_of_choices, point_of, quiet
+from benchmarks.overlap import overlap_engine, overlap_lanes, overlap_link
 
 
 def lane_point(**change):

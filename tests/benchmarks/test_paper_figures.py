@@ -1,8 +1,9 @@
 """The paper's figures: every picture and claim from few short runs; the claims' arithmetic."""
 
-import paper_figures
 import pytest
-from paper_figures import Figures, Plans
+
+from benchmarks.simulated import paper_figures
+from benchmarks.simulated.paper_figures import Figures, Plans
 
 
 @pytest.mark.system

@@ -3,13 +3,12 @@
 import json
 from contextlib import nullcontext
 
-import pipeline_cpu
-import pipeline_link
 import pytest
-from machine import TwoProcesses
-from pipeline_layouts import StageClaim, best_of, changes_of, in_layout
-from pipeline_link import Decoded
 
+from benchmarks.kit.machine import TwoProcesses
+from benchmarks.pipeline import pipeline_cpu, pipeline_link
+from benchmarks.pipeline.pipeline_layouts import StageClaim, best_of, changes_of, in_layout
+from benchmarks.pipeline.pipeline_link import Decoded
 from data_plane.profiling.stages import PassTime
 from nanocp.config.passes import PassCosts
 from nanocp.simulator.fit.pipeline import Played

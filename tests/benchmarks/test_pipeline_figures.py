@@ -5,9 +5,10 @@ import re
 from dataclasses import replace
 
 import pytest
-from machine import ROOT
-from pipeline_figures import between, capacity
-from pipeline_runs import FULL, QUICK, play
+
+from benchmarks.kit.machine import ROOT
+from benchmarks.pipeline.pipeline_figures import between, capacity
+from benchmarks.pipeline.pipeline_runs import FULL, QUICK, play
 
 
 def test_capacity_is_where_the_attainment_falls_below_90_percent():

@@ -1,11 +1,11 @@
 """A real service on the tiny model regroups while requests of every kind run."""
 
 import pytest
-import regroup
 
-from nanocp.chaos.judge import ReferenceJudge
-from nanocp.chaos.report import claims_of
-from nanocp.chaos.run import NUM_CLIENTS
+from benchmarks.service import regroup
+from nanocp.cli.demo.chaos_run import NUM_CLIENTS
+from nanocp.cli.demo.judge import ReferenceJudge
+from nanocp.cli.demo.report import claims_of
 
 
 @pytest.mark.system

@@ -1,7 +1,8 @@
 """The scheduler's benchmark brings the churn that it says, and judges what it claims."""
 
 import pytest
-import scheduler_step
+
+from benchmarks.service import scheduler_step
 
 
 def simulated(policy, rows, ms, share=0.001):

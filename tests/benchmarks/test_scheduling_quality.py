@@ -1,14 +1,14 @@
-"""benchmarks/scheduling_quality.py: rates decide its claims, and a quick run has its shape."""
+"""scheduling_quality.py: rates decide its claims, and a quick run has its shape."""
 
 import json
 from dataclasses import replace
 
 import pytest
-import scheduling_quality
-from scheduling_claims import POLICIES, RIVALS, claims
-from scheduling_quality import SearchTask, search, take_ready
 
-from nanocp.simulator.cluster_file import load_cluster_file
+from benchmarks.simulated import scheduling_quality
+from benchmarks.simulated.scheduling_claims import POLICIES, RIVALS, claims
+from benchmarks.simulated.scheduling_quality import SearchTask, search, take_ready
+from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.trial import Trial

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-import structured_output
+
+from benchmarks.service import structured_output
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""benchmarks/ttft_target.py: what its lines bear, and what was not measured is not judged."""
+"""ttft_target.py: what its lines bear, and what was not measured is not judged."""
 
 import pytest
-from ttft_target import claims
+
+from benchmarks.simulated.ttft_target import claims
 
 
 def line(target_ms, ttft, tpot, rate=12.0, workload="mooncake-x8", is_sustained=True):

@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from harness.cases import Case, ask, cases, wrong  # noqa: E402
-from harness.tale_models import MODELS, make_folder  # noqa: E402
+from harness.services.cases import Case, ask, cases, wrong  # noqa: E402
+from harness.services.tale_models import MODELS, make_folder  # noqa: E402
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from harness.cases import Case, ask, cases, wrong
-from harness.tale_models import MODELS, tale_service
+from harness.services.cases import Case, ask, cases, wrong
+from harness.services.tale_models import MODELS, tale_service
 from nanocp.serve.service import Service
 
 CASES = cases()

@@ -5,7 +5,7 @@ from functools import cache
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from httpx._transports import default
 
-from harness.serve_process import WAIT_S
+from harness.services.serve_process import WAIT_S
 
 # The one that `httpx.get` and the others have as their default; it is 5 s.
 for phase in ("connect", "read", "write", "pool"):

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from control_plane.coordinator.members import replacements
-from control_plane.observe.metric_families import PHASES
+from control_plane.observe.metrics.families import PHASES
 from control_plane.shell.event_log import LogReader
-from data_plane.transport.nixl import nixl_package
-from harness.hash_members import MortalMember
-from harness.hash_service import (
+from data_plane.transport.nixl.pages import nixl_package
+from harness.services.hash_members import MortalMember
+from harness.services.hash_service import (
     CONFIG,
     DEFAULT,
     expected,
@@ -25,7 +25,7 @@ from harness.hash_service import (
     shared_memory_of,
     with_policy,
 )
-from harness.service_recovery import (
+from harness.services.service_recovery import (
     LENGTHS,
     SLOW,
     WAIT_S,
@@ -169,7 +169,7 @@ def test_a_spare_takes_the_seat_of_a_lost_instance_and_another_stands_by():
 @pytest.mark.system
 def test_a_request_that_ends_instances_is_ended_and_the_others_go_on():
     poison = MortalMember.POISON
-    with hash_service(DEFAULT, "harness.hash_members:build_mortal") as service:
+    with hash_service(DEFAULT, "harness.services.hash_members:build_mortal") as service:
         with generating(service, 400):
             sample = service.metrics.registry.get_sample_value
             until(lambda: sample("nanocp:num_requests_running") == len(LENGTHS))

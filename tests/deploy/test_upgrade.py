@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
 from harness.paths import ROOT
+from harness.programs.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
 
 
 @pytest.fixture

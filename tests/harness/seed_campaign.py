@@ -29,20 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    hash_drafts,
-    hash_offload,
-    hash_pipeline,
-    hash_pipeline_losses,
-    hash_recovery_seeds,
-    hash_seeds,
-    hash_states,
-    nested_calls,
-)
-from harness.hash_failover import FailoverCluster
-from harness.hash_operators import OperatedCluster
-from harness.hash_recovery import RecoveringCluster
+from harness.hash_clusters import hash_drafts, hash_offload, hash_seeds, hash_states
+from harness.hash_clusters.hash_recovery import RecoveringCluster
+from harness.hash_clusters.losses import hash_recovery_seeds
+from harness.hash_clusters.losses.hash_failover import FailoverCluster
+from harness.hash_clusters.losses.hash_operators import OperatedCluster
+from harness.hash_clusters.pipeline import hash_pipeline, hash_pipeline_losses
 from harness.paths import ROOT
+from harness.services import nested_calls
 
 KINDS = ("losses", "changes", "failovers")
 """Seed N is of kind N % 3."""
@@ -53,10 +47,10 @@ OPERATORS = "operators"
 def play_between_nodes(seed: int) -> Any:
     """Layers of GPUs of several nodes, interpreted, over a network that delivers late."""
     # Before Triton is imported, which the other kinds do without.
-    from harness.interpreter import interpret
+    from harness.gpu_stand_ins.interpreter import interpret
 
     interpret()
-    from harness.weak_memory import run_layers
+    from harness.gpu_stand_ins.weak_memory import run_layers
 
     return run_layers(seed)
 

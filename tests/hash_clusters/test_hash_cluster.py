@@ -12,10 +12,10 @@ import pytest
 
 from control_plane.scheduler.pages import quarantine
 from data_plane.instance.rows import Row
-from harness.exact_runs import random_table
-from harness.hash_instance import HashInstance
-from harness.hash_model import NUM_EXPERTS
-from harness.hash_seeds import (
+from harness.exact.exact_runs import random_table
+from harness.hash_clusters.hash_instance import HashInstance
+from harness.hash_clusters.hash_model import NUM_EXPERTS
+from harness.hash_clusters.hash_seeds import (
     HashCluster,
     levelling_config,
     lose_an_instance,

@@ -13,9 +13,9 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from harness import hash_play
-from harness.hash_cluster import HashCluster
-from harness.hash_drafts import (
+from harness.hash_clusters import hash_play
+from harness.hash_clusters.hash_cluster import HashCluster
+from harness.hash_clusters.hash_drafts import (
     Drafting,
     DraftingFailovers,
     DraftingLosses,
@@ -24,8 +24,8 @@ from harness.hash_drafts import (
     make_drafts,
     play,
 )
-from harness.hash_instance import HashInstance
-from harness.hash_model import HashModel
+from harness.hash_clusters.hash_instance import HashInstance
+from harness.hash_clusters.hash_model import HashModel
 
 NUM_SEEDS = int(os.environ.get("DRAFT_SEEDS", "200"))
 SEEN_BY = (81005, 81007, 81015, 81205, 81363)

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.scheduler.scheduler import Scheduler
-from harness import hash_model
-from harness.hash_instance import HashInstance, region_layout
-from harness.hash_model import HashModel
-from harness.local_exchange import LocalExchange
-from harness.local_pages import LocalPageRing, local_peer_rings
+from harness.hash_clusters import hash_model
+from harness.hash_clusters.hash_instance import HashInstance, region_layout
+from harness.hash_clusters.hash_model import HashModel
+from harness.transports.local_exchange import LocalExchange
+from harness.transports.local_pages import LocalPageRing, local_peer_rings
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config

@@ -5,7 +5,7 @@ OFFLOAD_SEEDS=100 plays more.
 
 import os
 
-from harness.hash_offload import play_crowded, play_cut, play_losing, play_offloading
+from harness.hash_clusters.hash_offload import play_crowded, play_cut, play_losing, play_offloading
 
 NUM_SEEDS = int(os.environ.get("OFFLOAD_SEEDS", "4"))
 

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 
 from data_plane.instance.stage_edge import StageEdge
-from harness.hash_pipeline import HashPipeline, play
-from harness.hash_stage import HashStage
+from harness.hash_clusters.pipeline.hash_pipeline import HashPipeline, play
+from harness.hash_clusters.pipeline.hash_stage import HashStage
 
 
 def test_every_token_is_right_and_every_frame_comes_back():

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from harness.hash_pipeline_losses import play
+from harness.hash_clusters.pipeline.hash_pipeline_losses import play
 
 
 @pytest.mark.parametrize("is_chaos", [False, True])

@@ -5,10 +5,10 @@
 
 import pytest
 
-from harness import hash_play
-from harness.hash_failover import FailoverCluster
-from harness.hash_parts import offloading_config
-from harness.hash_recovery_seeds import play, play_failovers
+from harness.hash_clusters import hash_play
+from harness.hash_clusters.hash_parts import offloading_config
+from harness.hash_clusters.losses.hash_failover import FailoverCluster
+from harness.hash_clusters.losses.hash_recovery_seeds import play, play_failovers
 from harness.seed_campaign import make_cluster
 
 

@@ -5,7 +5,7 @@ import os
 from signal import SIGKILL
 
 from harness import seed_campaign
-from harness.hash_recovery import RecoveringCluster
+from harness.hash_clusters.hash_recovery import RecoveringCluster
 
 
 def play(monkeypatch, progress, seeds):

@@ -13,7 +13,7 @@ import yaml
 from test_commands import DOCUMENTS, commands
 
 from harness.paths import ROOT
-from harness.serve_process import Serve
+from harness.services.serve_process import Serve
 
 ROWS = yaml.load((Path(__file__).parent / "mended.yaml").read_text(), yaml.CSafeLoader)
 SAID = {
@@ -32,7 +32,7 @@ SAID = {
     ],
     "prometheus": [
         ("deploy/prometheus/prometheus.yml", r"promtool check config.*--syntax-only"),
-        ("control_plane/observe/metric_families.py", r"REQUEST_S = \([^)]*20\.0, 25\.0, 30\.0"),
+        ("control_plane/observe/metrics/families.py", r"REQUEST_S = \([^)]*20\.0, 25\.0, 30\.0"),
     ],
 }
 """Key of a row -> (file, what stands there)."""
@@ -87,7 +87,8 @@ def test_recovery_of_services_is_tested_under_the_default_policy():
         text = (ROOT / "tests/control_plane" / file).read_text()
         assert re.search(r"hash_service\(DEFAULT|replace\(DEFAULT", text), file
     assert re.search(
-        r'DEFAULT = with_policy\("cost_aware"', (ROOT / "tests/harness/hash_service.py").read_text()
+        r'DEFAULT = with_policy\("cost_aware"',
+        (ROOT / "tests/harness/services/hash_service.py").read_text(),
     )
 
 

@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         name="stop-string",
         why="a stop string is looked for in the text of one token, not across tokens",
-        path="control_plane/frontend/tokenizer.py",
+        path="control_plane/frontend/text/tokenizer.py",
         text="max(0, num_old - len(string) + 1)",
         fault="num_old",
         tests=("tests/control_plane/frontend/test_text.py",),
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         name="operators-without-a-key",
         why="a service whose clients have keys, and whose operators have none, lets anybody scale",
-        path="control_plane/frontend/api_keys.py",
+        path="control_plane/frontend/access/api_keys.py",
         text="if not self._has_keys:",
         fault="if not self._of_file:",
         tests=("tests/control_plane/observe/test_status_server.py", "-k", "who_may_read"),
@@ -303,7 +303,7 @@ MUTANTS = [
     Mutant(
         name="owner-window",
         why="a new MoE binding is taken to own tokens from the end of its first window on",
-        path="control_plane/frontend/token_owners.py",
+        path="control_plane/frontend/access/token_owners.py",
         text="num_new // self._steps_per_window * self._steps_per_window",
         fault="num_new",
         tests=("tests/control_plane/frontend/test_token_owners.py", "-k", "seeds"),
@@ -359,7 +359,7 @@ MUTANTS = [
     Mutant(
         name="probe-key",
         why="an engine with another layout of the rotated key passes the probe",
-        path="data_plane/startup/prefill.py",
+        path="data_plane/prefill/build.py",
         text="parts=((names[0], slice(width)), (names[1], slice(width, None))),",
         fault="parts=((names[0], slice(width)),),",
         tests=("tests/data_plane/prefill/test_probe.py",),
@@ -383,7 +383,7 @@ MUTANTS = [
     Mutant(
         name="strict-in-name",
         why="a schema inside a tag says nothing: any JSON is let through",
-        path="control_plane/frontend/tagged_text.py",
+        path="control_plane/frontend/text/tagged_text.py",
         text="self._schema_text(part)",
         fault="self._schema_text({})",
         tests=(
@@ -394,7 +394,7 @@ MUTANTS = [
     Mutant(
         name="names-of-a-schema",
         why="properties may have names that propertyNames does not allow",
-        path="control_plane/frontend/constraint.py",
+        path="control_plane/frontend/text/constraint.py",
         text='names | {"additionalProperties": False}',
         fault="names",
         tests=("tests/control_plane/frontend/test_constraint.py", "-k", "names"),
@@ -418,7 +418,7 @@ MUTANTS = [
     Mutant(
         name="open-service",
         why="a file of API keys that was emptied opens the service to everybody",
-        path="control_plane/frontend/api_keys.py",
+        path="control_plane/frontend/access/api_keys.py",
         text="if not lines or not all(",
         fault="if not all(",
         tests=("tests/control_plane/frontend/test_callers.py", "-k", "keys_of_a_file"),

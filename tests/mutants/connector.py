@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         name="connector-early-free",
         why="vLLM frees the blocks of an ended prompt whose pages are still being sent",
-        path="data_plane/connectors/requests.py",
+        path="data_plane/prefill/connector/requests.py",
         text="return True, accepted(tracked.num_pages, self._engine)",
         fault="return False, accepted(tracked.num_pages, self._engine)",
         tests=("tests/data_plane/connectors", "-k", "held_until"),
@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant(
         name="connector-early-report",
         why="the worker reports a prompt as sent while parts of it are queued",
-        path="data_plane/connectors/sender.py",
+        path="data_plane/prefill/connector/sender.py",
         text="if not self._num_queued[request_id]}",
         fault="if True}",
         tests=("tests/data_plane/connectors", "-k", "held_until"),
@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         name="connector-preempted",
         why="pages of a preempted prompt are read from the blocks that it has lost",
-        path="data_plane/connectors/vllm.py",
+        path="data_plane/prefill/connector/vllm.py",
         text="self._sender.drop(kv_connector_metadata.work.dropped)",
         fault="pass",
         tests=("tests/data_plane/connectors/test_vllm_adapter.py",),
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         name="connector-drop",
         why="a request that was dropped is sent on from blocks that another prompt has",
-        path="data_plane/connectors/sender.py",
+        path="data_plane/prefill/connector/sender.py",
         text="if queued.is_cancelled:\nreturn\nqueued.ready()",
         fault="queued.ready()",
         tests=("tests/data_plane/connectors", "-k", "preempted_prompt or every_page"),
@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         name="connector-resumed",
         why="a preempted prompt goes on after the pages that were only queued",
-        path="data_plane/connectors/requests.py",
+        path="data_plane/prefill/connector/requests.py",
         text="tracked.blocks, tracked.num_pages = [], 0",
         fault="tracked.blocks = []",
         tests=("tests/data_plane/connectors", "-k", "preempted_prompt"),
@@ -46,7 +46,7 @@ MUTANTS = [
     Mutant(
         name="connector-half-page",
         why="a page is sent before its last tokens are computed",
-        path="data_plane/connectors/requests.py",
+        path="data_plane/prefill/connector/requests.py",
         text="end = num_tokens // PAGE_SIZE",
         fault="end = -(-num_tokens // PAGE_SIZE)",
         tests=("tests/data_plane/connectors", "-k", "every_page"),
@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant(
         name="connector-offset",
         why="a page that begins in the middle of a block is read from the block's begin",
-        path="data_plane/connectors/paged_kv.py",
+        path="data_plane/prefill/connector/paged_kv.py",
         text="skipped = first % size",
         fault="skipped = 0",
         tests=("tests/data_plane/connectors", "-k", "every_page"),
@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         name="connector-keys-by-token",
         why="keys are read token by token, and vLLM on a CPU keeps them number by number",
-        path="data_plane/connectors/vllm_layout.py",
+        path="data_plane/prefill/connector/vllm_layout.py",
         text="return key.permute(0, 3, 1, 2), value.transpose(1, 2)",
         fault="return key.reshape(value.shape).transpose(1, 2), value.transpose(1, 2)",
         tests=("tests/data_plane/connectors/test_vllm_adapter.py", "-k", "keys_of_all_heads"),
@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         name="connector-large-block",
         why="a block of vLLM's scheduler is read as one of its attention's, which is smaller",
-        path="data_plane/connectors/vllm.py",
+        path="data_plane/prefill/connector/vllm.py",
         text="ratio = block_size // kernel_size",
         fault="ratio, block_size = 1, kernel_size",
         tests=("tests/data_plane/connectors/test_vllm_adapter.py", "-k", "keys_of_all_heads"),
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         name="connector-some-heads",
         why="an engine whose ranks have some of the heads each is taken",
-        path="data_plane/connectors/vllm.py",
+        path="data_plane/prefill/connector/vllm.py",
         text='names.append("tensor_parallel_size")',
         fault="pass",
         tests=("tests/data_plane/connectors/test_vllm_adapter.py", "-k", "some_heads"),
@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant(
         name="connector-state-turned",
         why="vLLM keeps a state value by value on a GPU, and it is read key by key",
-        path="data_plane/connectors/vllm_states.py",
+        path="data_plane/prefill/connector/vllm_states.py",
         text="return inputs, state.transpose(2, 3)",
         fault="return inputs, state.view(-1, delta.num_heads, delta.key_dim, delta.value_dim)",
         tests=("tests/data_plane/connectors/test_vllm_states.py", "-k", "goes_on_as_behind"),
@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         name="connector-state-input",
         why="inputs of the convolution are kept one position on",
-        path="data_plane/connectors/vllm_states.py",
+        path="data_plane/prefill/connector/vllm_states.py",
         text="ring[positions % len(ring)] =",
         fault="ring[(positions + 1) % len(ring)] =",
         tests=("tests/data_plane/connectors/test_vllm_states.py", "-k", "goes_on_as_behind"),
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         name="connector-state-early",
         why="a state is sent with the first chunk of a prompt, when it lacks tokens",
-        path="data_plane/connectors/requests.py",
+        path="data_plane/prefill/connector/requests.py",
         text="if self.end_page * PAGE_SIZE >= self.ticket.num_tokens:",
         fault="if True:",
         tests=("tests/data_plane/connectors/test_vllm_states.py", "-k", "last_chunk"),
@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         name="connector-cached-states",
         why="an engine with prefix caching is taken, whose states are those of other positions",
-        path="data_plane/connectors/vllm.py",
+        path="data_plane/prefill/connector/vllm.py",
         text='cache.mamba_cache_mode != "none",',
         fault="False,",
         tests=("tests/data_plane/connectors/test_vllm_states.py", "-k", "cannot_be_right"),
@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         name="connector-restarted",
         why="an engine that was restarted with other weights serves before it is probed",
-        path="data_plane/connectors/requests.py",
+        path="data_plane/prefill/connector/requests.py",
         text='elif ticket.engine not in ("", self._engine):',
         fault="elif False:",
         tests=("tests/data_plane/connectors/test_contract.py", "-k", "was_not_probed"),
@@ -134,7 +134,7 @@ MUTANTS = [
     Mutant(
         name="engine-exchanged-weights",
         why="prompts go on at an engine whose hourly probe found the KV of another model",
-        path="data_plane/member/external_prefill.py",
+        path="data_plane/prefill/external_prefill.py",
         text="if was_up and answer.outcome is EngineOutcome.MISMATCH:",
         fault="if False:",
         tests=("tests/data_plane/member/test_external_prefill.py", "-k", "after_an_hour"),
@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant(
         name="connector-rank",
         why="every tensor-parallel rank sends its copy of the pages",
-        path="data_plane/connectors/vllm.py",
+        path="data_plane/prefill/connector/vllm.py",
         text="if get_tensor_model_parallel_rank() != 0:",
         fault="if False:",
         tests=("tests/data_plane/connectors/test_vllm_adapter.py", "-k", "first_rank"),

@@ -98,7 +98,7 @@ OF_DRAFTS = [
     Mutant(
         name="draft-owner",
         why="an old binding may deliver no token above the least (ordered tokens)",
-        path="control_plane/frontend/token_owners.py",
+        path="control_plane/frontend/access/token_owners.py",
         text="end = min(end, most)",
         fault="end = min(end, least)",
         tests=(_OWNERS, "-k", "between_the_bounds"),
@@ -283,7 +283,7 @@ OF_DRAFTS = [
     Mutant(
         name="pages-of-a-failed-pass",
         why="the prefill finds pages that a pass which failed was to write",
-        path="data_plane/member/staged_prefill.py",
+        path="data_plane/prefill/staged_prefill.py",
         text='b"%d" % self._num_failed',
         fault='b"%d" % 0',
         tests=("tests/data_plane/member/test_prefill_prefixes.py", "-k", "not_found"),

@@ -1,11 +1,12 @@
 """Faults in the persistent kernel of a fused mixture, each with the tool that finds it.
 
 The explorer meets every order of whole tasks, the weaver half-written rows and programs that race,
-the lint a missing barrier or scope (tests/harness/fused_schedules.py, fused_roles.py). What one of
-them finds the others may not: test names below are of the tool that must. Two faults cannot be
-planted. A missing barrier before a release is none with Triton 3.9, which adds one; so the lint's
-tests strike the barriers out of what was compiled. An epoch that is counted before its counters are
-cleared is none either: only the next launch reads it, and a stream begins that one afterwards.
+the lint a missing barrier or scope (tests/data_plane/kernels/fused_schedules.py, fused_roles.py).
+What one of them finds the others may not: test names below are of the tool that must. Two faults
+cannot be planted. A missing barrier before a release is none with Triton 3.9, which adds one; so
+the lint's tests strike the barriers out of what was compiled. An epoch that is counted before its
+counters are cleared is none either: only the next launch reads it, and a stream begins that one
+afterwards.
 """
 
 from mutant import Mutant
@@ -23,10 +24,10 @@ ABANDONED = (FILE, "-k", "abandoned_is_forgotten")
 LOOKS = (FILE, "-k", "wait_ends_with_its_term and looks")
 LINT = ("tests/data_plane/kernels/test_fused_compilation.py", "-k", "puts_releases and dispatch")
 
-STATE = "data_plane/moe/fused_state.py"
-GATE = "data_plane/moe/fused_gate.py"
-TASKS = "data_plane/moe/fused_tasks.py"
-KERNEL = "data_plane/moe/fused_kernel.py"
+STATE = "data_plane/moe/fused/state.py"
+GATE = "data_plane/moe/fused/gate.py"
+TASKS = "data_plane/moe/fused/tasks.py"
+KERNEL = "data_plane/moe/fused/kernel.py"
 
 MUTANTS = [
     Mutant(

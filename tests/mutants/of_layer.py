@@ -5,7 +5,7 @@ from mutant import Mutant
 _LAYER = "tests/data_plane/kernels/test_gpu_layer.py"
 _STEP = "tests/data_plane/kernels/test_gpu_step.py"
 _TOKENS = (_STEP, "-k", "wherever_pages and exchange")
-_PAIRS, _SUMS = "data_plane/moe/kernels/pairs.py", "data_plane/moe/kernels/sums.py"
+_PAIRS, _SUMS = "data_plane/moe/gpu/pairs.py", "data_plane/moe/gpu/sums.py"
 _LATENT = "data_plane/kv/triton_latent.py"
 
 OF_LAYER = [
@@ -44,7 +44,7 @@ OF_LAYER = [
     Mutant(
         name="gate-low",
         why="the last of a weight's three parts is left out: scores lose fp32's precision",
-        path="data_plane/moe/kernels/gate.py",
+        path="data_plane/moe/gpu/gate.py",
         text="acc = tl.dot(x, low, acc)",
         fault="pass",
         tests=(_LAYER, "-k", "precision"),
@@ -52,7 +52,7 @@ OF_LAYER = [
     Mutant(
         name="gate-best-alone",
         why="groups are chosen by their best expert where their best two count",
-        path="data_plane/moe/kernels/gate.py",
+        path="data_plane/moe/gpu/gate.py",
         text='group_score += tl.max(tl.where(others, choice, float("-inf")), 1)',
         fault="pass",
         tests=(_LAYER, "-k", "gate_chooses"),
@@ -124,7 +124,7 @@ OF_LAYER = [
     Mutant(
         name="shared-twice",
         why="a shared expert that lies among the experts runs apart too",
-        path="data_plane/moe/gpu_weights.py",
+        path="data_plane/moe/gpu/gpu_weights.py",
         text="shared = None if joins else layer.moe.shared",
         fault="shared = layer.moe.shared",
         tests=(_LAYER, "-k", "one_instance_alone"),

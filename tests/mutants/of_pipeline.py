@@ -207,7 +207,7 @@ OF_PIPELINE = [
     Mutant(
         name="page-before-its-end",
         why="a stage of the prefill sends a page before the pass that ends it",
-        path="data_plane/member/prefill_stage.py",
+        path="data_plane/prefill/prefill_stage.py",
         text="(page + 1) * PAGE_SIZE <= end]",
         fault="page * PAGE_SIZE < end]",
         tests=("tests/data_plane/member/test_staged_prefill.py", "-k", "references"),

@@ -18,7 +18,7 @@ OF_TCP = [
     Mutant(
         name="nixl-peer",
         why="another instance than the one that died is blamed for pages by NIXL",
-        path="data_plane/transport/nixl.py",
+        path="data_plane/transport/nixl/pages.py",
         text="self._agent.post(write, what, self._instance)",
         fault="self._agent.post(write, what, self._instance + 1)",
         tests=("tests/data_plane/transport/test_nixl.py", "-k", "number"),
@@ -26,7 +26,7 @@ OF_TCP = [
     Mutant(
         name="nixl-torn",
         why="the flag of a put by NIXL is raised before all of its bytes are there",
-        path="data_plane/transport/nixl_puts.py",
+        path="data_plane/transport/nixl/puts.py",
         text="if [*_sums(message), value, term, size] != message[: _SIZE + 1].tolist():",
         fault="if False:",
         tests=(*PUTS, "missing"),
@@ -34,7 +34,7 @@ OF_TCP = [
     Mutant(
         name="nixl-high-bits",
         why="a live flag or a sign that is not there yet changes too little of a put's sums",
-        path="data_plane/transport/nixl_puts.py",
+        path="data_plane/transport/nixl/puts.py",
         text="int(np.dot(words.byteswap(), second))",
         fault="int(np.dot(words, first))",
         tests=(*PUTS, "high_bits"),
@@ -42,7 +42,7 @@ OF_TCP = [
     Mutant(
         name="nixl-term",
         why="a put of an earlier term is taken for one of this term",
-        path="data_plane/transport/nixl_puts.py",
+        path="data_plane/transport/nixl/puts.py",
         text="or term != self._term or",
         fault="or",
         tests=(*PUTS, "another_term"),
@@ -50,7 +50,7 @@ OF_TCP = [
     Mutant(
         name="nixl-idle-writer",
         why="a large put stays with its writer until that waits in the exchange again",
-        path="data_plane/transport/nixl_puts.py",
+        path="data_plane/transport/nixl/puts.py",
         text="self._agent.go_on(self._limits.exchange_timeout_ms / 1000)",
         fault="",
         tests=(*PUTS, "call_again"),
@@ -58,7 +58,7 @@ OF_TCP = [
     Mutant(
         name="nixl-acknowledged",
         why="a receiver that took a put and goes away leaves its writer without an answer",
-        path="data_plane/transport/nixl_puts.py",
+        path="data_plane/transport/nixl/puts.py",
         text="self._agent.go_on(_ACKNOWLEDGED_S)",
         fault="",
         tests=(*PUTS, "last_write"),
@@ -66,7 +66,7 @@ OF_TCP = [
     Mutant(
         name="nixl-under-way",
         why="rows are packed into memory from which the network still sends",
-        path="data_plane/transport/nixl_puts.py",
+        path="data_plane/transport/nixl/puts.py",
         text="self._finish(begin)",
         fault="",
         tests=(*PUTS, "limit"),
@@ -74,7 +74,7 @@ OF_TCP = [
     Mutant(
         name="nixl-forgotten",
         why="a peer that NIXL has forgotten is no lost peer, and its instance is blamed",
-        path="data_plane/transport/nixl.py",
+        path="data_plane/transport/nixl/pages.py",
         text="known.nixlBackendError, known.nixlNotFoundError",
         fault="known.nixlBackendError",
         tests=(*PUTS, "forgotten"),
@@ -90,7 +90,7 @@ OF_TCP = [
     Mutant(
         name="tcp-order",
         why="a word that came by TCP is raised before the rows that it announces are there",
-        path="data_plane/transport/tcp_receiver.py",
+        path="data_plane/transport/tcp/receiver.py",
         text="receive_into(connection, chunks)\nif offset not in words:\n"
         "    words[offset] = Word(memory, offset)\nwords[offset].store(value)",
         fault="if offset not in words:\n    words[offset] = Word(memory, offset)\n"

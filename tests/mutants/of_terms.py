@@ -39,7 +39,7 @@ OF_TERMS = [
     Mutant(
         name="mixture-of-the-last-term",
         why="what a lost instance sent is taken for rows of the one that replaces it (terms)",
-        path="data_plane/moe/nixl_ep.py",
+        path="data_plane/moe/gpu/nixl_ep.py",
         text="self._buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True).zero_()",
         fault="pass",
         tests=(NIXL_EP, "-k", "not_taken_for_rows"),
@@ -47,7 +47,7 @@ OF_TERMS = [
     Mutant(
         name="connects-before-all-have-read",
         why="a peer of another node awaits a thread that stands still (bounded waits)",
-        path="data_plane/moe/nixl_ep.py",
+        path="data_plane/moe/gpu/nixl_ep.py",
         text="self._await_reader(peer, segment, deadline)",
         fault="pass",
         tests=(NIXL_EP, "-k", "nobody_connects"),
@@ -55,7 +55,7 @@ OF_TERMS = [
     Mutant(
         name="still-connected",
         why="a survivor sends rows to the process that was lost at a seat (terms)",
-        path="data_plane/moe/nixl_ep.py",
+        path="data_plane/moe/gpu/nixl_ep.py",
         text="self._buffer.disconnect_ranks(self._connected)",
         fault="pass",
         tests=(NIXL_EP, "-k", "one_term_after"),
@@ -63,7 +63,7 @@ OF_TERMS = [
     Mutant(
         name="rows-for-the-old-slot",
         why="an expert that has moved is visited in the slot that it had",
-        path="data_plane/moe/nixl_ep.py",
+        path="data_plane/moe/gpu/nixl_ep.py",
         text="self._number_E.copy_(torch.tensor(numbers, dtype=torch.int64))",
         fault="self._number_E = torch.tensor(numbers, dtype=torch.int64)",
         tests=(GPU_TERMS, "-k", "captured and NixlEp"),

@@ -10,12 +10,12 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from control_plane.observe.metrics import Metrics
+from control_plane.observe.metrics.registry import Metrics
 from control_plane.observe.status_server import metrics_page
 from control_plane.scheduler.scheduler import Scheduler
-from harness.dashboards import ALERTS
-from harness.drained_seat import BEFORE, CLUSTER, drained_scheduler
 from harness.paths import ROOT
+from harness.programs.dashboards import ALERTS
+from harness.services.drained_seat import BEFORE, CLUSTER, drained_scheduler
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 

@@ -36,7 +36,7 @@ def service():
 
 def found_by(library, python, service):
     """What the library made of the service's answers."""
-    command = [python, str(TESTS / "harness/client_libraries.py"), library]
+    command = [python, str(TESTS / "harness/programs/client_libraries.py"), library]
     command += [f"http://127.0.0.1:{service.http_port}", "tale"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     answer = subprocess.run(

@@ -13,10 +13,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from harness.chromium import chromium_path, opened
-from harness.hash_service import CONFIG, hash_service, prompt
-from nanocp.cli.top import fetch
+from harness.services.hash_service import CONFIG, hash_service, prompt
+from nanocp.cli.operate.top import fetch
 from nanocp.client import Client
+from tests.system.chromium import chromium_path, opened
 
 pytestmark = pytest.mark.system
 
@@ -33,7 +33,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def service():
-    with hash_service(instance_factory="harness.hash_members:build_slow") as service:
+    with hash_service(instance_factory="harness.services.hash_members:build_slow") as service:
         yield service
 
 

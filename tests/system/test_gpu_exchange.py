@@ -26,9 +26,7 @@ def run(tmp_path, num_layers):
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
-    program = (
-        "import sys; from harness.exchange_cases import run_slowly; run_slowly({}, 2, {!r}, {})"
-    )
+    program = "from harness.transports.exchange_cases import *\nrun_slowly({}, 2, {!r}, {})"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program.format(index, str(tmp_path), num_layers)],

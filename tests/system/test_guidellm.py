@@ -15,7 +15,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from harness.hash_service import CONFIG, process_launcher
+from harness.services.hash_service import CONFIG, process_launcher
 from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Service, open_checkpoint
 

@@ -1,6 +1,6 @@
 """All kernels that whole steps launch compile for sm_90, specialised as a launch does it.
 
-See tests/harness/launch_compilation.py.
+See tests/harness/gpu/launch_compilation.py.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from data_plane.model.make_checkpoint import make_checkpoint
-from harness.compiled_kernel import SHARED_LIMIT
+from harness.kernels.compiled_kernel import SHARED_LIMIT
 from harness.paths import ROOT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -31,10 +31,8 @@ def assert_all_compile(tmp_path, *packages):
     """Compile all launches of a small checkpoint; packages: folders that come first."""
     make_checkpoint(tmp_path, "tiny")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        map(str, (*packages, ROOT, ROOT / "tests", ROOT / "benchmarks"))
-    )
-    command = [sys.executable, ROOT / "tests/harness/launch_compilation.py", tmp_path]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*packages, ROOT, ROOT / "tests")))
+    command = [sys.executable, ROOT / "tests/harness/gpu/launch_compilation.py", tmp_path]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

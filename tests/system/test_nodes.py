@@ -12,9 +12,10 @@ import time
 import pytest
 
 from data_plane.reference.oracle import Oracle
-from harness.nodes import nodes, why_not
 from harness.paths import ROOT
-from harness.ray_machines import (
+from harness.programs.nodes import nodes, why_not
+from nanocp.client import Client, ServiceError
+from tests.system.ray_machines import (
     RayCluster,
     Serve,
     borrowed_environment,
@@ -22,7 +23,6 @@ from harness.ray_machines import (
     serve,
     serve_words,
 )
-from nanocp.client import Client, ServiceError
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -219,7 +219,7 @@ def test_two_stages_of_a_prefill_fill_instances_on_two_machines(machines, tmp_pa
     """The stages stand beside the controller; each sends its layers of pages to both machines."""
     cluster = RayCluster(machines, tmp_path)
     service = serve(machines, checkpoint, 2, 1, "fixed_degree:2", PREFILL__STAGES=2)
-    stages = [machine.processes("data_plane.member.prefill_stage") for machine in machines]
+    stages = [machine.processes("data_plane.prefill.prefill_stage") for machine in machines]
     assert list(map(len, stages)) == [2, 0], stages
     assert_exact(service.address, checkpoint, degree=2)
     assert service.interrupt() == 0, service.lines

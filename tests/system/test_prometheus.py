@@ -21,9 +21,9 @@ import promql_parser
 import pytest
 import yaml
 
-from harness.dashboards import ALERTS, dashboard_expressions, filled
-from harness.hash_service import CONFIG, generate, hash_service, prompt
 from harness.paths import ROOT
+from harness.programs.dashboards import ALERTS, dashboard_expressions, filled
+from harness.services.hash_service import CONFIG, generate, hash_service, prompt
 
 pytestmark = pytest.mark.system
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.hash_service import expected, generate, prompt
 from harness.paths import TESTS
-from harness.serve_process import ENVIRONMENT, NANOCP, SMALL, descendants, seats, until
+from harness.services.hash_service import expected, generate, prompt
+from harness.services.serve_process import ENVIRONMENT, NANOCP, SMALL, descendants, seats, until
 
 pytestmark = [
     pytest.mark.system,
@@ -27,7 +27,7 @@ class Served:
 
     def __init__(self):
         script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-        program = [sys.executable, str(TESTS / "harness/hash_serve.py"), "build_instance"]
+        program = [sys.executable, str(TESTS / "harness/services/hash_serve.py"), "build_instance"]
         self.process = subprocess.Popen(
             ["unshare", "-m", "sh", "-c", script, "sh", *program, "serve", "no-checkpoint", *SMALL],
             stderr=subprocess.PIPE,

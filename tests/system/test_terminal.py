@@ -12,7 +12,7 @@ import time
 import pytest
 
 from harness.paths import ROOT
-from harness.serve_process import ENVIRONMENT, NANOCP, SMALL, Serve
+from harness.services.serve_process import ENVIRONMENT, NANOCP, SMALL, Serve
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

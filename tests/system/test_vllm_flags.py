@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from harness.hash_service import CONFIG, process_launcher
 from harness.paths import ROOT
-from harness.vllm_names import NAMES, unanswered
+from harness.services.hash_service import CONFIG, process_launcher
+from harness.vllm.vllm_names import NAMES, unanswered
 from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Service, open_checkpoint
 
@@ -61,7 +61,7 @@ def test_no_flag_of_the_installed_vllm_is_without_an_answer(python, tmp_path):
     names = json.loads(said.stdout.splitlines()[-1])
     assert not unanswered("serve", names["serve"]) + unanswered("bench", names["bench"])
     if names["version"] == NAMES["version"]:
-        assert names == NAMES, "tests/harness/vllm_names.json is what this version has"
+        assert names == NAMES, "tests/harness/vllm/vllm_names.json is what this version has"
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,12 @@ import yaml
 from control_plane.launchers.processes import ProcessLauncher
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
-from data_plane.transport.nixl import nixl_package
-from harness.engines import free_port
-from harness.hash_service import CONFIG
-from harness.nodes import GATEWAY, NETWORK, nodes, why_not
+from data_plane.transport.nixl.pages import nixl_package
 from harness.paths import ROOT
-from harness.serve_process import ENVIRONMENT, NANOCP
+from harness.programs.nodes import GATEWAY, NETWORK, nodes, why_not
+from harness.services.hash_service import CONFIG
+from harness.services.serve_process import ENVIRONMENT, NANOCP
+from harness.vllm.engines import free_port
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig
@@ -129,7 +129,7 @@ def test_pages_of_an_engine_on_another_machine_are_exact(
         service=replace(CONFIG.service, host=GATEWAY),
     )
     launcher = ProcessLauncher(
-        [sys.executable, "-m", "data_plane.member.process"], ENVIRONMENT | OVER_THE_LINK
+        [sys.executable, "-m", "data_plane.programs.process"], ENVIRONMENT | OVER_THE_LINK
     )
     service = Service(config, open_checkpoint(config, checkpoint), launcher)
     oracle = Oracle(checkpoint)

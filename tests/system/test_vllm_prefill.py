@@ -21,25 +21,25 @@ import pytest
 import torch
 
 from control_plane.coordinator.members.start import StartError
-from data_plane.member.engine_probe import EngineProbe
 from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.prefill.build import build_probe
 from data_plane.prefill.completions import EngineOutcome
+from data_plane.prefill.engine_probe import EngineProbe
 from data_plane.reference.oracle import Oracle
-from data_plane.startup.prefill import build_probe
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
-from harness.hash_service import CONFIG, process_launcher
-from harness.mtp_layers import add_mtp_layer
+from harness.exact.mtp_layers import add_mtp_layer
 from harness.paths import ROOT
-from harness.published_vllm import METHODS, VERSION
-from harness.serve_process import NANOCP
-from harness.vllm_server import VllmServer
+from harness.services.hash_service import CONFIG, process_launcher
+from harness.services.serve_process import NANOCP
+from harness.vllm.vllm_server import VllmServer
 from nanocp.client import Client, ServiceError
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.service import Service, open_checkpoint
+from tests.system.published_vllm import METHODS, VERSION
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
@@ -338,7 +338,7 @@ def test_a_sentence_where_no_engine_lives(engines, checkpoint, oracle):
 
 def test_halves_instead_of_pairs_fail_the_probe(vllm_python, checkpoint, tmp_path):
     log = tmp_path / "halves.log"
-    with VllmServer(vllm_python, checkpoint, log, "harness.halves_connector") as engine:
+    with VllmServer(vllm_python, checkpoint, log, "tests.system.halves_connector") as engine:
         engine.wait()
         sentence = "its KV is not this model's: the key of layer 0 is off by"
         with pytest.raises(StartError, match=sentence), ServedBy(checkpoint, engine):

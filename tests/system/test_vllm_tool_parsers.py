@@ -20,12 +20,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from control_plane.frontend.http.chat_template import ChatTemplate
-from control_plane.frontend.http.conversation import conversation
 from control_plane.frontend.http.protocol import Message
-from control_plane.frontend.http.template_habits import habits_of
-from harness.call_templates import TOOLS, asked
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from control_plane.frontend.http.tools.conversation import conversation
+from control_plane.frontend.http.tools.template_habits import habits_of
 from harness.paths import ROOT
+from harness.vllm.call_templates import TOOLS, asked
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -86,7 +86,7 @@ def test_all_pass_but_those_that_ask_for_other_habits(
         archive.extract(f"{top}/tests/{name}.py", tmp_path, filter="data")
     report = tmp_path / "report.xml"
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "harness.vllm_tool_parsers",
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.system.vllm_tool_parsers",
          "-p", "no:cacheprovider", "-o", "addopts=", f"--junitxml={report}",
          "--rootdir", tmp_path / top, "tests/tool_parsers"],
         cwd=tmp_path / top,

@@ -13,8 +13,8 @@ from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.transfers import Transfers, cached_tokens, fetched_pages
 from control_plane.coordinator.flights.windows import WindowsInFlight
 from control_plane.coordinator.members.members import Members
-from control_plane.frontend.controller_interface import Submission
-from control_plane.observe.metrics import Metrics
+from control_plane.observe.metrics.registry import Metrics
+from control_plane.ports.controller_interface import Submission
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.windows.row_windows import MAX_WINDOWS_IN_FLIGHT

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from control_plane.frontend.controller_interface import Submission
 from control_plane.observe.observed import ObservedScheduler
+from control_plane.ports.controller_interface import Submission
 from nanocp.values.members import Member, Report
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import Event, Plan, WindowDone

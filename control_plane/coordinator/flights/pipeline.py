@@ -13,8 +13,8 @@ from typing import Any
 
 from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.members.members import Members
-from control_plane.frontend.controller_interface import Submission
-from control_plane.observe.stage_metrics import StageMetrics
+from control_plane.observe.metrics.stages import StageMetrics
+from control_plane.ports.controller_interface import Submission
 from control_plane.scheduler.pipeline.invariants import check_pipeline
 from control_plane.scheduler.pipeline.pass_planner import PassPlanner
 from nanocp.config.pipeline import PipelineConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from control_plane.coordinator.members.members import Members
-from control_plane.frontend.controller_interface import Submission
+from control_plane.ports.controller_interface import Submission
 from nanocp.values.commands import (
     CancelPrefill,
     ExpectPages,

@@ -32,7 +32,7 @@ from control_plane.coordinator.members.short_terms import MAX_SHORT_TERMS, Short
 from control_plane.coordinator.members.start import Start
 from control_plane.coordinator.members.suspicion import Suspicion
 from control_plane.coordinator.members.terms import Standing, Terms, TermSteps
-from control_plane.observe.recovery_metrics import RecoveryMetrics
+from control_plane.observe.metrics.recovery import RecoveryMetrics
 from nanocp.config.whole import Config
 from nanocp.values import members as values
 from nanocp.values.commands import Join, Leave, ToMember

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from control_plane.frontend.api_keys import REFUSED, ApiKeys
+from control_plane.frontend.access.api_keys import REFUSED, ApiKeys
 from control_plane.ports.members_port import refusal
 
 _SERVICES = ("/nanocp.v1.Inference/", "/nanocp.v1.Control/")

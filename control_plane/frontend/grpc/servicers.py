@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.access.api_keys import ApiKeys
 from control_plane.frontend.client_request import (
     UNREAD_TIMEOUT_S,
     ClientRequest,

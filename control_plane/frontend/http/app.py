@@ -23,10 +23,22 @@ from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.errors import ServerErrorMiddleware
 
-from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
+from control_plane.frontend.access.api_keys import ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import Origin, origin_of
 from control_plane.frontend.http import errors
-from control_plane.frontend.http.chat import ChatWriter
+from control_plane.frontend.http.answers.chat import ChatWriter
+from control_plane.frontend.http.answers.completions import CompletionWriter
+from control_plane.frontend.http.answers.deltas import deltas
+from control_plane.frontend.http.answers.response_bodies import (
+    ChatCompletion,
+    Completion,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    Version,
+)
+from control_plane.frontend.http.answers.responses import respond
 from control_plane.frontend.http.client_requests import (
     call_id,
     chat_prompt,
@@ -34,8 +46,6 @@ from control_plane.frontend.http.client_requests import (
     check_model,
     completion_requests,
 )
-from control_plane.frontend.http.completions import CompletionWriter
-from control_plane.frontend.http.deltas import deltas
 from control_plane.frontend.http.errors import FAILED, ApiError, ErrorResponse, error_response
 from control_plane.frontend.http.middleware import (
     ASSETS_PATH,
@@ -54,20 +64,10 @@ from control_plane.frontend.http.protocol import (
     TokenizeTextRequest,
     check_template_fields,
 )
-from control_plane.frontend.http.response_bodies import (
-    ChatCompletion,
-    Completion,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    Version,
-)
-from control_plane.frontend.http.responses import respond
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.long_texts import in_thread
 from control_plane.frontend.open_requests import OpenRequests
-from control_plane.frontend.tokenizer import Tokenizer
+from control_plane.frontend.text.long_texts import in_thread
+from control_plane.frontend.text.tokenizer import Tokenizer
 from control_plane.observe.status_server import (
     METRICS_CONTENT_TYPE,
     SnapshotJson,

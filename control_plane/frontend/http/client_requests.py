@@ -22,11 +22,7 @@ from control_plane.frontend.client_request import (
     Resume,
     ResumedChoice,
 )
-from control_plane.frontend.default_sampling import our_top_k
-from control_plane.frontend.http.answer_parser import THINK
-from control_plane.frontend.http.conversation import conversation
 from control_plane.frontend.http.errors import ApiError
-from control_plane.frontend.http.forced_calls import Parser
 from control_plane.frontend.http.middleware import REQUEST_ID_HEADER
 from control_plane.frontend.http.protocol import (
     ChatRequest,
@@ -37,7 +33,11 @@ from control_plane.frontend.http.protocol import (
     TemplateFields,
 )
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.http.tools import read_tools
+from control_plane.frontend.http.tools.answer_parser import THINK
+from control_plane.frontend.http.tools.chat_tools import read_tools
+from control_plane.frontend.http.tools.conversation import conversation
+from control_plane.frontend.http.tools.forced_calls import Parser
+from control_plane.frontend.text.default_sampling import our_top_k
 from control_plane.frontend.validation import check_request_id
 from nanocp.values.sampling_fields import CONTROLS, NUM_SEEDS
 

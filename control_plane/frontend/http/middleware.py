@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from control_plane.frontend.api_keys import REFUSED, ApiKeys, OperatorKeys
+from control_plane.frontend.access.api_keys import REFUSED, ApiKeys, OperatorKeys
 from control_plane.frontend.client_request import header_of
 from control_plane.frontend.http.errors import TOO_LARGE, ApiError, error_response
 from control_plane.observe.status_server import DATA_PATHS, OPERATOR_REQUIRED

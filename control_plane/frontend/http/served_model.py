@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from control_plane.frontend.default_sampling import default_sampling
-from control_plane.frontend.http.answer_parser import THINK
-from control_plane.frontend.http.chat_template import ChatTemplate, load_chat_template
-from control_plane.frontend.http.template_habits import habits_of
+from control_plane.frontend.http.tools.answer_parser import THINK
+from control_plane.frontend.http.tools.chat_template import ChatTemplate, load_chat_template
+from control_plane.frontend.http.tools.template_habits import habits_of
+from control_plane.frontend.text.default_sampling import default_sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from typing import Any
 
 import uvicorn
 
-from control_plane.frontend.api_keys import ApiKeys, OperatorKeys
+from control_plane.frontend.access.api_keys import ApiKeys, OperatorKeys
+from control_plane.frontend.access.descriptors import Listener, max_connections
+from control_plane.frontend.access.tls import renew_for_ever, uvicorn_options
 from control_plane.frontend.client_request import UNREAD_TIMEOUT_S
-from control_plane.frontend.descriptors import Listener, max_connections
 from control_plane.frontend.http.app import ApiParts, build_app
 from control_plane.frontend.http.bounded_protocol import BoundedProtocol, Crowd
 from control_plane.frontend.http.middleware import OnResponse
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
-from control_plane.frontend.tls import renew_for_ever, uvicorn_options
 from control_plane.observe.status_server import SnapshotJson
 from nanocp.config.whole import Config
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.controller_interface import ControllerInterface, Submission
 from control_plane.frontend.front_end import FrontEnd
 from control_plane.frontend.remote.messages import (
     FROM_FRONT_END,
@@ -39,6 +38,7 @@ from control_plane.frontend.remote.messages import (
     Stop,
 )
 from control_plane.frontend.remote.observations import Observations
+from control_plane.ports.controller_interface import ControllerInterface, Submission
 from control_plane.ports.members_port import SERVER_OPTIONS, MemberSecrets
 from nanocp.parent import starter
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Preempted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from control_plane.frontend.controller_interface import Submission
+from control_plane.ports.controller_interface import Submission
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Placement, Preempted
 from nanocp.wire.codec import Codec
 from nanocp.wire.members import VERSION

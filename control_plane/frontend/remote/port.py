@@ -20,11 +20,6 @@ from typing import Any
 
 import grpc
 
-from control_plane.frontend.controller_interface import (
-    ControllerEvents,
-    ControllerInterface,
-    Submission,
-)
 from control_plane.frontend.remote.attendance import Attendance
 from control_plane.frontend.remote.messages import (
     FROM_FRONT_END,
@@ -48,6 +43,11 @@ from control_plane.frontend.remote.messages import (
 )
 from control_plane.frontend.remote.observations import replay
 from control_plane.observe.observer import Observer
+from control_plane.ports.controller_interface import (
+    ControllerEvents,
+    ControllerInterface,
+    Submission,
+)
 from control_plane.ports.members_port import MemberSecrets, bind, caller
 from nanocp.config.whole import Config
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Placement, Preempted

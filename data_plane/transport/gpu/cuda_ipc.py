@@ -89,7 +89,7 @@ class GpuExchange:
     The calls of a layer of attention are: put, wait and take Q, then put and wait for RES, rows or
     not, on streams that keep this order. A step without links leaves them out and calls
     `skip_attention` instead. A mixture of experts puts and awaits DISPATCH, and returns sums by a
-    kernel that writes to its peers as a put of COMBINE does (moe/kernels/sums.py).
+    kernel that writes to its peers as a put of COMBINE does (moe/gpu/sums.py).
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class GpuExchange:
         self.error = torch.zeros(4, dtype=torch.int64, device=device)
         """The first error of a wait, all zero without one; see triton_exchange.wait_kernel.
 
-        A fused mixture writes it too (moe/fused_kernel.py).
+        A fused mixture writes it too (fused/kernel.py).
         """
         self._done_CN = torch.zeros(
             len(CHANNELS), places.num_instances, dtype=torch.int32, device=device

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 import typer
 
 from nanocp.bench.names import BACKENDS, GO_ON
-from nanocp.cli import sampling_options
+from nanocp.cli.ask import sampling_options
 from nanocp.cli.bench import dataset as datasets
 from nanocp.cli.bench.dataset import Lengths, is_trace
 from nanocp.cli.bench.load import Load
 from nanocp.cli.bench.report import Report
 from nanocp.cli.bench.target import Body, Target, pairs
-from nanocp.cli.options import with_options
-from nanocp.cli.vllm.flags import VllmCommand
+from nanocp.cli.options.typed import with_options
+from nanocp.cli.options.vllm_flags import VllmCommand
 from nanocp.config.choices import check_one_of
 
 app = typer.Typer(

@@ -13,7 +13,7 @@ import typer
 
 from nanocp.bench.dataset import DatasetOptions
 from nanocp.bench.names import DATASETS, TRACES
-from nanocp.cli.options import FieldOptions, field_option
+from nanocp.cli.options.typed import FieldOptions, field_option
 
 if TYPE_CHECKING:
     from nanocp.bench.dataset import SampleRequest

@@ -109,7 +109,7 @@ class Load:
     ) -> tuple[list[RequestOutput], float]:
         """With a progress bar on standard error."""
         from nanocp.bench.load import send_all
-        from nanocp.cli.console import request_progress
+        from nanocp.cli.options.console import request_progress
 
         with request_progress(disable=self.disable_tqdm) as bars:
             bar = bars.add_task("requests", total=len(requests))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.bench.names import BACKENDS
-from nanocp.cli.batch import tls_context
+from nanocp.cli.ask.batch import tls_context
 from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ def model(
     batch: Annotated[int, typer.Option(min=1, help="Tokens of an iteration.")] = 2048,
 ) -> None:
     """Print which resource bounds an iteration, and the best throughput that is possible."""
-    from nanocp.cli.console import output as standard_output
+    from nanocp.cli.options.console import output as standard_output
     from nanocp.overlap.comparison import compare
     from nanocp.overlap.interference import RESOURCES
     from nanocp.overlap.roofline import Requests, demands, kv_gb

@@ -66,8 +66,8 @@ def search(
     ] = None,
 ) -> None:
     """Search for the best order and division of the GPU (NanoFlow, 4.1)."""
-    from nanocp.cli.console import output as standard_output
-    from nanocp.cli.console import progress
+    from nanocp.cli.options.console import output as standard_output
+    from nanocp.cli.options.console import progress
     from nanocp.overlap.search import search as find
 
     if paper + bool(model) + bool(cluster) != 1:
@@ -129,9 +129,9 @@ def _of_model(model: str, gpu: str, gpus: int, prompt: int, output: int, batch: 
 
 
 def _of_cluster(cluster: str, constants: str, rows: int) -> _Case:
-    from nanocp.simulator import nano_batches
-    from nanocp.simulator.cluster_file import load_cluster_file
-    from nanocp.simulator.cost import CostModel
+    from nanocp.simulator.costs import nano_batches
+    from nanocp.simulator.costs.cluster_file import load_cluster_file
+    from nanocp.simulator.costs.cost import CostModel
 
     file = load_cluster_file(cluster)
     constants = constants or file.default_constants

@@ -25,7 +25,7 @@ def show(
     """Print why windows of each size run in one lane or in two."""
     from rich.table import Table
 
-    from nanocp.cli.console import output
+    from nanocp.cli.options.console import output
     from nanocp.config.file import load_config
 
     try:

@@ -86,7 +86,7 @@ class LogOptions:
 
         Raises ValueError for a cluster or a number that cannot be.
         """
-        from nanocp.simulator.cluster_file import load_cluster_file
+        from nanocp.simulator.costs.cluster_file import load_cluster_file
         from nanocp.simulator.loads.workload import Workload
         from nanocp.simulator.outcome import Slo
         from nanocp.simulator.sweep import MAX_RATE, MIN_RATE
@@ -161,7 +161,7 @@ def _check_no_log(load: LogOptions, as_json: bool) -> None:
 
 
 def _is_cluster(model: str) -> bool:
-    from nanocp.simulator.cluster_file import shipped_names
+    from nanocp.simulator.costs.cluster_file import shipped_names
 
     path = Path(model)
     if path.exists():
@@ -174,7 +174,7 @@ def _report(model: str, hardware: Hardware) -> bool:
     if not _is_cluster(model):
         return report_folder(Path(model), hardware)
     from nanocp.cli.plan.page import cluster_sentences
-    from nanocp.simulator.cluster_file import load_cluster_file
+    from nanocp.simulator.costs.cluster_file import load_cluster_file
 
     if hardware != replace(Hardware(), instances=hardware.instances):
         raise ValueError(f"{model} says what it runs on; only --instances may be given with it")
@@ -184,7 +184,7 @@ def _report(model: str, hardware: Hardware) -> bool:
 
 
 def _analyse(model: str, hardware: Hardware, load: LogOptions, as_json: bool) -> None:
-    from nanocp.cli.console import said
+    from nanocp.cli.options.console import said
     from nanocp.cli.plan.page import show
     from nanocp.simulator.analyser.analysis import analyse, check_enough
     from nanocp.simulator.analyser.rank_gauges import read_gauges
@@ -212,7 +212,7 @@ def _analyse(model: str, hardware: Hardware, load: LogOptions, as_json: bool) ->
 def _cluster_of(folder: Path, hardware: Hardware) -> str:
     """The name of a shipped cluster with the checkpoint's model. Raises ValueError."""
     from data_plane.model.config import ModelConfig
-    from nanocp.simulator.cluster_file import load_cluster_file, shipped_names
+    from nanocp.simulator.costs.cluster_file import load_cluster_file, shipped_names
 
     model = ModelConfig.from_folder(folder)
     names = [name for name in shipped_names() if name.startswith(f"{hardware.device.value}x")]

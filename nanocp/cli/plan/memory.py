@@ -119,7 +119,7 @@ def report_folder(folder: Path, hardware: Hardware) -> bool:
 
     Raises ValueError for a checkpoint or a configuration that cannot be.
     """
-    from control_plane.frontend.tokenizer import load_tokenizer
+    from control_plane.frontend.text.tokenizer import load_tokenizer
     from data_plane.model.config import ModelConfig
     from nanocp.serve.served import check_model
 

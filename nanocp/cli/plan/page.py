@@ -24,7 +24,7 @@ from nanocp.simulator.analyser.analysis import (
     ways_today,
 )
 from nanocp.simulator.analyser.rank_gauges import RankGauges
-from nanocp.simulator.cluster_file import ClusterFile
+from nanocp.simulator.costs.cluster_file import ClusterFile
 from nanocp.simulator.loads.request_logs import RequestLog
 from nanocp.simulator.simulation import FLUID
 from nanocp.simulator.sweep import MAX_RATE

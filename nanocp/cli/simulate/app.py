@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from nanocp.cli.options import with_options
+from nanocp.cli.options.typed import with_options
 from nanocp.cli.simulate.replay import replay
 from nanocp.cli.simulate.run import run
 from nanocp.cli.simulate.sweep import sweep

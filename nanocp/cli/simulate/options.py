@@ -15,8 +15,8 @@ import typer
 from nanocp.config.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
-    from nanocp.simulator.cluster_file import ClusterFile
-    from nanocp.simulator.cost import CostModel
+    from nanocp.simulator.costs.cluster_file import ClusterFile
+    from nanocp.simulator.costs.cost import CostModel
     from nanocp.simulator.reports.timeline import TimelineRecorder
     from nanocp.simulator.trial import Trial
 
@@ -136,7 +136,7 @@ class Scenario:
     @property
     def set_of_constants(self) -> str:
         """The name of --constants, or of the cluster file's default."""
-        from nanocp.simulator.cluster_file import load_cluster_file
+        from nanocp.simulator.costs.cluster_file import load_cluster_file
 
         return self.constants or load_cluster_file(self.cluster).default_constants
 
@@ -145,7 +145,7 @@ class Scenario:
 
         Raises ValueError for an option without a meaning and an unusable cluster file.
         """
-        from nanocp.simulator.cluster_file import load_cluster_file
+        from nanocp.simulator.costs.cluster_file import load_cluster_file
         from nanocp.simulator.drafted_rows import Speculation
         from nanocp.simulator.loads.workload import Workload
         from nanocp.simulator.outcome import Slo
@@ -174,8 +174,8 @@ class Scenario:
         if self.schedule is not None:
             if self.lanes:
                 raise ValueError("--schedule and --lanes are two orders of a layer; give one")
-            from nanocp.simulator.cost import CostModel
-            from nanocp.simulator.nano_batches import read
+            from nanocp.simulator.costs.cost import CostModel
+            from nanocp.simulator.costs.nano_batches import read
 
             model = CostModel(file, constants, wire_form=self.wire_form)
             schedule = read(self.schedule, self.cluster, constants, model)

@@ -153,7 +153,7 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    from nanocp.cli.console import output
+    from nanocp.cli.options.console import output
 
     console = output()
     console.print(

@@ -43,7 +43,7 @@ def replay(
     from rich import progress
 
     from control_plane.shell.event_log import LogReader, log_lines
-    from nanocp.cli.console import output, terminal
+    from nanocp.cli.options.console import output, terminal
     from nanocp.simulator.replay import replay as replay_log
 
     try:

@@ -30,8 +30,8 @@ from nanocp.config.choices import check_one_of
 
 if TYPE_CHECKING:
     from control_plane.scheduler.explanation import Explainer
-    from nanocp.simulator.cluster_file import ClusterFile
-    from nanocp.simulator.cost import CostModel
+    from nanocp.simulator.costs.cluster_file import ClusterFile
+    from nanocp.simulator.costs.cost import CostModel
     from nanocp.simulator.reports.timeline import TimelineRecorder
     from nanocp.simulator.simulation import Simulation
     from nanocp.simulator.trial import Trial
@@ -164,7 +164,7 @@ def _check_hashes(pages: dict[str, Any], first: Trial, scenario: Scenario) -> No
 
 def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_groups: int) -> _Played:
     """Simulate each policy on clusters side by side; a column for each cluster."""
-    from nanocp.cli.console import progress
+    from nanocp.cli.options.console import progress
     from nanocp.simulator.analyser.groups import play_groups
     from nanocp.simulator.loads.workload import STATIC
 
@@ -187,7 +187,7 @@ def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_grou
 
 
 def _play(simulation: Simulation, policy: str, trial: Trial) -> dict[str, Any]:
-    from nanocp.cli.console import progress
+    from nanocp.cli.options.console import progress
 
     run = trial.run
     began_s = time.perf_counter()
@@ -214,7 +214,7 @@ def _title(scenario: Scenario, rate: float, played: _Played) -> str:
 
 
 def _show(scenario: Scenario, rate: float, played: _Played) -> None:
-    from nanocp.cli.console import output
+    from nanocp.cli.options.console import output
 
     console = output()
     # Not the table's title: it would be broken at the table's width.

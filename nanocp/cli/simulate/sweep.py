@@ -72,7 +72,7 @@ def sweep(
 
 def _sweep(scenario: Scenario, first_rate: float, seeds: int) -> dict[str, dict[str, Any]]:
     """By policy. Raises ValueError for options without a meaning."""
-    from nanocp.cli.console import said
+    from nanocp.cli.options.console import said
     from nanocp.simulator.sweep import sweep
 
     rates: dict[str, dict[str, Any]] = {}
@@ -108,7 +108,7 @@ def _numbers(found: Sweep) -> dict[str, Any]:
 def _show(scenario: Scenario, rates: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
 
-    from nanocp.cli.console import output
+    from nanocp.cli.options.console import output
 
     console = output()
     console.print(

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from nanocp.simulator.analyser.size import size
-from nanocp.simulator.cluster_file import Costs
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.costs.cluster_file import Costs
+from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Outcome, percentile
 from nanocp.simulator.reports.timeline import TimelineRecorder

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from nanocp.simulator.cluster_file import ClusterFile
+from nanocp.simulator.costs.cluster_file import ClusterFile
 from nanocp.simulator.outcome import Outcome, Recorder
 from nanocp.simulator.trial import Trial
 

@@ -22,8 +22,8 @@ from data_plane.profiling.phase_clock import PhaseTimes
 from nanocp.config.cost import CostConfig
 from nanocp.config.file import UNRELIABLE
 from nanocp.config.whole import Config
-from nanocp.simulator.cluster_file import ClusterFile, Costs, ModelShape, WireForm
-from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.costs.cluster_file import ClusterFile, Costs, ModelShape, WireForm
+from nanocp.simulator.costs.cost import CostModel, Loads
 
 CONSTANTS = "fitted"
 """Name of the set of constants in the cluster file."""

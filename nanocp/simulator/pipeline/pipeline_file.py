@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from nanocp.config.choices import check_at_least, check_one_of, require
-from nanocp.simulator.yaml_file import names_in, read_tree, validated
+from nanocp.simulator.costs.yaml_file import names_in, read_tree, validated
 from nanocp.values.passes import Span, even_split
 from nanocp.values.plan import PAGE_SIZE
 

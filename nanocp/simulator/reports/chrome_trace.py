@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanocp.simulator.cluster_file import ModelShape
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.costs.cluster_file import ModelShape
+from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.reports.timeline import RequestTimes, Sample, TimelineRecorder
 
 TraceEvent = dict[str, Any]

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from nanocp.simulator.cost import LayerTime
+from nanocp.simulator.costs.cost import LayerTime
 from nanocp.simulator.outcome import percentile
 from nanocp.simulator.reports.timeline import TimelineRecorder
 from nanocp.values.plan import PAGE_SIZE

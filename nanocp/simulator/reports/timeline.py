@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nanocp.simulator.cost import Loads, StepTime
+from nanocp.simulator.costs.cost import Loads, StepTime
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run
 from nanocp.values.plan import PAGE_SIZE, InstanceLoad, Placement

@@ -16,11 +16,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.access.api_keys import ApiKeys
 from control_plane.frontend.http.middleware import PUBLIC_PATHS
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.observe.status_server import DATA_PATHS
-from harness.frontend_fakes import Service, make_config, running
+from harness.services.frontend_fakes import Service, make_config, running
 from harness.waits import WAIT_S
 from nanocp.cli.main import app
 from nanocp.client import Client, NotFound, Unauthenticated
@@ -282,7 +282,7 @@ def test_keys_of_a_file_change_while_the_service_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that has no key, or is gone, changes nothing: it would open the service."""
-    monkeypatch.setattr("control_plane.frontend.api_keys._LOOK_S", 0.0)
+    monkeypatch.setattr("control_plane.frontend.access.api_keys._LOOK_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("# of the team\nfirst\n\n")
     keys = ApiKeys(("own",), str(file))

@@ -10,11 +10,18 @@ from dataclasses import replace
 import pytest
 
 from control_plane.frontend.client_request import ClientRequest
-from control_plane.frontend.controller_interface import Submission
-from control_plane.frontend.http.deltas import deltas
+from control_plane.frontend.http.answers.deltas import deltas
 from control_plane.frontend.open_requests import OpenRequests, RequestError
 from control_plane.frontend.streams import ClientStreams
-from harness.frontend_fakes import LIMITS, TOKENIZER, FakeController, Recorder, Service, running
+from control_plane.ports.controller_interface import Submission
+from harness.services.frontend_fakes import (
+    LIMITS,
+    TOKENIZER,
+    FakeController,
+    Recorder,
+    Service,
+    running,
+)
 from harness.waits import WAIT_S
 from nanocp.client import (
     Aborted,

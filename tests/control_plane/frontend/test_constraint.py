@@ -10,9 +10,9 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
-from control_plane.frontend.constraint import constraint_of
-from harness.constraints import KINDS, grammar_of, request_with
-from harness.frontend_fakes import TOKENIZER
+from control_plane.frontend.text.constraint import constraint_of
+from harness.services.frontend_fakes import TOKENIZER
+from harness.vllm.constraints import KINDS, grammar_of, request_with
 
 
 def of(max_bytes=32_768, has_eos=True, **fields):

@@ -12,12 +12,12 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from control_plane.frontend import descriptors
-from control_plane.frontend.api_keys import OperatorKeys
-from control_plane.frontend.descriptors import Listener, max_connections, raise_limit
+from control_plane.frontend.access import descriptors
+from control_plane.frontend.access.api_keys import OperatorKeys
+from control_plane.frontend.access.descriptors import Listener, max_connections, raise_limit
 from control_plane.observe.status_server import StatusServer
-from harness.frontend_fakes import make_config, running
-from harness.openai_service import MODEL
+from harness.services.frontend_fakes import make_config, running
+from harness.services.openai_service import MODEL
 from nanocp.config.service import ServiceConfig
 
 CONFIG = make_config()

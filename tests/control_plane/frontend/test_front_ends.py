@@ -14,9 +14,9 @@ import pytest
 
 import nanocp.serve.service
 from control_plane.frontend.front_end import FrontEnd
-from harness.frontend_fakes import LIMITS, MEMBER_SECRETS, Recorder, make_config, running
-from harness.hash_service import CONFIG, MODEL, expected, hash_service, prompt
-from harness.service_recovery import until
+from harness.services.frontend_fakes import LIMITS, MEMBER_SECRETS, Recorder, make_config, running
+from harness.services.hash_service import CONFIG, MODEL, expected, hash_service, prompt
+from harness.services.service_recovery import until
 from nanocp.client import AsyncClient, Client, NotFound, Unavailable
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config
@@ -31,7 +31,7 @@ def service() -> Iterator[nanocp.serve.service.Service]:
         cluster=replace(CONFIG.cluster, num_instances=2),
         service=replace(CONFIG.service, front_ends=2),
     )
-    with hash_service(config, "harness.hash_members:build_slow") as service:
+    with hash_service(config, "harness.services.hash_members:build_slow") as service:
         yield service
 
 

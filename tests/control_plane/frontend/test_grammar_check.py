@@ -5,10 +5,10 @@ import json
 import pytest
 
 from control_plane.frontend.client_request import ClientRequest
-from control_plane.frontend.constraint import constraint_of
-from control_plane.frontend.grammar_check import GrammarCheck
-from harness.constraints import KINDS, request_with
-from harness.frontend_fakes import TOKENIZER
+from control_plane.frontend.text.constraint import constraint_of
+from control_plane.frontend.text.grammar_check import GrammarCheck
+from harness.services.frontend_fakes import TOKENIZER
+from harness.vllm.constraints import KINDS, request_with
 
 
 @pytest.fixture(scope="module")

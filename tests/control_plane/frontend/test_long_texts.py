@@ -14,11 +14,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.frontend import long_texts
-from control_plane.frontend.long_texts import LeastTokens, in_thread
-from control_plane.frontend.tokenizer import Tokenizer, load_tokenizer
-from harness.frontend_fakes import TOKENIZER
+from control_plane.frontend.text import long_texts
+from control_plane.frontend.text.long_texts import LeastTokens, in_thread
+from control_plane.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from harness.paths import ROOT
+from harness.services.frontend_fakes import TOKENIZER
 
 TALE = load_tokenizer(ROOT / "models/tale")
 assert TALE is not None

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from control_plane.frontend.validation import ModelLimits
-from harness.frontend_fakes import TOKENIZER
-from harness.hash_service import CONFIG, forked_service
+from harness.services.frontend_fakes import TOKENIZER
+from harness.services.hash_service import CONFIG, forked_service
 from nanocp.client import Client
 from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.service import Served, Service
@@ -173,7 +173,9 @@ def service() -> Iterator[Service]:
         cluster=replace(CONFIG.cluster, num_instances=1, max_model_len=1000),
         prefill=PrefillConfig(synthetic_kv=True),
     )
-    served = Served(LIMITS, TOKENIZER, Path("no-checkpoint"), "harness.hash_members:build_instance")
+    served = Served(
+        LIMITS, TOKENIZER, Path("no-checkpoint"), "harness.services.hash_members:build_instance"
+    )
     service = forked_service(config, served)
     try:
         service.start(lambda step: None)

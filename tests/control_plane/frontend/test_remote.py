@@ -21,7 +21,7 @@ from control_plane.frontend.remote.observations import Observations, replay
 from control_plane.frontend.remote.port import FrontEndPort
 from control_plane.observe.observer import EndedRequest
 from control_plane.ports.members_port import REFUSED, MemberSecrets
-from harness.frontend_fakes import (
+from harness.services.frontend_fakes import (
     LIMITS,
     MEMBER_SECRETS,
     TOKENIZER,
@@ -30,7 +30,7 @@ from harness.frontend_fakes import (
     Recorder,
     make_config,
 )
-from harness.service_recovery import until
+from harness.services.service_recovery import until
 from harness.waits import WAIT_S
 from nanocp.client import Client
 from nanocp.values.members import Member

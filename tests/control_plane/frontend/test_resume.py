@@ -11,9 +11,9 @@ import grpc
 import httpx
 import pytest
 
-from control_plane.frontend.controller_interface import Submission
-from harness.frontend_fakes import TOKENIZER, Service, running
-from harness.openai_service import MODEL
+from control_plane.ports.controller_interface import Submission
+from harness.services.frontend_fakes import TOKENIZER, Service, running
+from harness.services.openai_service import MODEL
 from harness.waits import WAIT_S
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import RowInput

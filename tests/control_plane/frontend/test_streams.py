@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from control_plane.frontend.client_request import Origin
 from control_plane.frontend.client_stream import Choice, ClientStream
 from control_plane.frontend.streams import ClientStreams
-from harness.frontend_fakes import FakeController, Recorder
+from harness.services.frontend_fakes import FakeController, Recorder
 from nanocp.values.offload import page_hashes
 from nanocp.values.plan import Ended, FinishReason, Preempted
 from nanocp.values.sampling import SamplingParams, Token, TokenLogprobs

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from control_plane.frontend.client_request import ClientRequest
-from control_plane.frontend.constraint import constraint_of
-from control_plane.frontend.tokenizer import (
+from control_plane.frontend.text.constraint import constraint_of
+from control_plane.frontend.text.tokenizer import (
     Detokenizer,
     OutputText,
     StopStrings,

@@ -17,12 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
-from control_plane.frontend import descriptors, front_end
+from control_plane.frontend import front_end
+from control_plane.frontend.access import descriptors
+from control_plane.frontend.access.tls import check_tls
 from control_plane.frontend.http import server
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.tls import check_tls
-from harness.frontend_fakes import LIMITS, Service, make_config, running
-from harness.service_recovery import until
+from harness.services.frontend_fakes import LIMITS, Service, make_config, running
+from harness.services.service_recovery import until
 from nanocp.cli.bench.target import Target
 from nanocp.client import Client, Unavailable
 from nanocp.config.service import ServiceConfig

@@ -1,18 +1,18 @@
 """Which instance may deliver which token, in examples.
 
-tests/harness/hash_cluster.py asserts for every token of every seed that the rule is exact for what
-a real scheduler decides; its seeds re-bind all the time.
+tests/harness/hash_clusters/hash_cluster.py asserts for every token of every seed that the rule is
+exact for what a real scheduler decides; its seeds re-bind all the time.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from control_plane.frontend.access.token_owners import TokenOwners
 from control_plane.frontend.client_stream import Choice
 from control_plane.frontend.streams import ClientStreams
-from control_plane.frontend.token_owners import TokenOwners
-from harness.frontend_fakes import FakeController, Recorder
-from harness.hash_seeds import play
+from harness.hash_clusters.hash_seeds import play
+from harness.services.frontend_fakes import FakeController, Recorder
 from nanocp.values.plan import Placement
 from nanocp.values.sampling import SamplingParams, Token
 

@@ -13,7 +13,7 @@ import pytest
 from control_plane.frontend.client_request import ClientRequest
 from control_plane.frontend.validation import ModelLimits, validated
 from control_plane.scheduler.queue.waiting_queue import invalidity
-from harness.frontend_fakes import TOKENIZER, Service, make_config, running
+from harness.services.frontend_fakes import TOKENIZER, Service, make_config, running
 from harness.waits import WAIT_S
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.whole import Config

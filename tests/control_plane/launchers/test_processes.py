@@ -25,7 +25,7 @@ from nanocp.values.members import Member
 member, pid_file, spec = pickle.load(sys.stdin.buffer)
 program = (
     "import os, signal, sys; os.kill(os.getpid(), signal.SIGSTOP);"
-    "from data_plane.member.process import main; sys.exit(main())"
+    "from data_plane.programs.process import main; sys.exit(main())"
 )
 launcher = ProcessLauncher([sys.executable, "-c", program], {})
 launcher.start({member: spec}, print)

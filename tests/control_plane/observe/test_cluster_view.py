@@ -12,8 +12,8 @@ import pytest
 from control_plane.observe import cluster_view, timelines
 from control_plane.observe.cluster_view import ClusterView
 from control_plane.scheduler.scheduler import Scheduler
-from harness.drained_seat import BEFORE, drained_scheduler
-from harness.hash_service import CONFIG, hash_service, prompt
+from harness.services.drained_seat import BEFORE, drained_scheduler
+from harness.services.hash_service import CONFIG, hash_service, prompt
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -193,7 +193,7 @@ def fetch(address, path):
 
 
 def test_a_service_shows_its_cluster():
-    with hash_service(CONFIG, "harness.hash_members:build_slow") as service:
+    with hash_service(CONFIG, "harness.services.hash_members:build_slow") as service:
         client = Client(service.address)
         chunks = client.generate(prompt(300, 1), max_tokens=1500, timeout_s=60)
         next(chunks)

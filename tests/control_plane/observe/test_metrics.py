@@ -12,16 +12,16 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from control_plane.frontend.api_keys import OperatorKeys
-from control_plane.observe.metric_families import INSTANCES, READ, RECOVERY, REQUESTS, SCHEDULING
-from control_plane.observe.metrics import Metrics
+from control_plane.frontend.access.api_keys import OperatorKeys
+from control_plane.observe.metrics.families import INSTANCES, READ, RECOVERY, REQUESTS, SCHEDULING
+from control_plane.observe.metrics.registry import Metrics
+from control_plane.observe.metrics.stages import StageMetrics
 from control_plane.observe.observer import EndedRequest
-from control_plane.observe.stage_metrics import StageMetrics
 from control_plane.observe.status_server import StatusServer, metrics_page
 from control_plane.scheduler.pages.offload import OffloadReading
 from control_plane.scheduler.scheduler import Scheduler
-from harness.drained_seat import drained_scheduler
-from harness.hash_service import generate, hash_service, prompt
+from harness.services.drained_seat import drained_scheduler
+from harness.services.hash_service import generate, hash_service, prompt
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig

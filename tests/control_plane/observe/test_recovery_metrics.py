@@ -2,9 +2,9 @@
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.observe.metric_families import PHASES
-from control_plane.observe.recovery_metrics import RecoveryMetrics
-from harness.member_cluster import FIRST, SECOND, Cluster
+from control_plane.observe.metrics.families import PHASES
+from control_plane.observe.metrics.recovery import RecoveryMetrics
+from harness.members.member_cluster import FIRST, SECOND, Cluster
 from nanocp.values.members import PREFILL, Left
 from nanocp.values.plan import WindowDone
 

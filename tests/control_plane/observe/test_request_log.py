@@ -6,7 +6,7 @@ from control_plane.observe.load_log import PERIOD_S, LoadLog
 from control_plane.observe.observer import EndedRequest
 from control_plane.observe.request_log import log_ended, log_refused
 from control_plane.scheduler.scheduler import Scheduler
-from harness.drained_seat import drained_scheduler
+from harness.services.drained_seat import drained_scheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival, FinishReason, TransferDone

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from control_plane.frontend.api_keys import OperatorKeys
+from control_plane.frontend.access.api_keys import OperatorKeys
 from control_plane.observe.status_server import DATA_PATHS, SEATS_PATH, StatusServer
-from harness.hash_service import CONFIG, hash_service
+from harness.services.hash_service import CONFIG, hash_service
 from nanocp.config.service import ServiceConfig
 
 CLIENT, OPERATOR = {"Authorization": "Bearer a key"}, {"Authorization": "Bearer another"}

@@ -2,7 +2,7 @@
 
 from control_plane.observe.cluster_view import TenantLoad, tenant_loads
 from control_plane.scheduler.scheduler import Scheduler
-from nanocp.cli.top import _tenants
+from nanocp.cli.operate.top import _tenants
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival

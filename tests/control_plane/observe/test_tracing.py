@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
-from harness.hash_service import CONFIG, expected, generate, hash_service, prompt
+from harness.services.hash_service import CONFIG, expected, generate, hash_service, prompt
 from nanocp.config.service import ServiceConfig
 from nanocp.wire.v1 import inference_pb2 as pb
 from nanocp.wire.v1 import inference_pb2_grpc

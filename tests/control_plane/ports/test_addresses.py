@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from control_plane.ports.addresses import advertised_host, is_loopback, join
-from nanocp.cli.serve import _groups, _place
+from nanocp.cli.serve.serve import _groups, _place
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.service import ServiceConfig
 from nanocp.config.whole import Config

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from control_plane.ports.members_port import REFUSED, MemberSecrets
-from harness.hash_service import (
+from harness.services.hash_service import (
     CONFIG,
     expected,
     generate,
@@ -40,7 +40,7 @@ from nanocp.wire.members import CONTROLLER, FROM_INSTANCE, TO_INSTANCE, TOKEN_SI
 
 WAIT_S = 60.0
 KEY = "a key"
-SLOW = "harness.hash_members:build_slow"
+SLOW = "harness.services.hash_members:build_slow"
 SMALL = replace(CONFIG, cluster=replace(CONFIG.cluster, num_instances=2))
 NUM_TOKENS = 800
 """Tokens of a request that is attacked: it runs for 4 s at least, and an attack takes less."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.scheduler import Scheduler
-from harness.followed_tables import follow
+from harness.hash_clusters.followed_tables import follow
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (

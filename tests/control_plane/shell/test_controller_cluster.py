@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.frontend.controller_interface import Submission
+from control_plane.ports.controller_interface import Submission
 from control_plane.shell.event_log import LogReader
-from data_plane.transport.nixl import nixl_package
-from harness.hash_parts import FREE_LINKS
-from harness.hash_service import (
+from data_plane.transport.nixl.pages import nixl_package
+from harness.hash_clusters.hash_parts import FREE_LINKS
+from harness.services.hash_service import (
     CONFIG,
     expected,
     generate,
@@ -25,7 +25,7 @@ from harness.hash_service import (
     shared_memory_of,
     with_policy,
 )
-from harness.service_recovery import until
+from harness.services.service_recovery import until
 from nanocp.client import Client, DeadlineExceeded, Unavailable
 from nanocp.simulator.replay import replay
 from nanocp.values.members import PREFILL, Member
@@ -35,7 +35,7 @@ END_S = 15.0
 """All streams have ended this long after an instance is lost (protocol.md, bounded waits):
 sooner than by any timeout.
 """
-SLOW = "harness.hash_members:build_slow"
+SLOW = "harness.services.hash_members:build_slow"
 NO_RECOVERY = replace(CONFIG, limits=replace(CONFIG.limits, recovery_timeout_ms=0))
 IMPATIENT = replace(
     CONFIG,
@@ -114,7 +114,9 @@ def test_every_token_is_right_between_nodes(backend, monkeypatch):
 
 def test_an_instance_that_lost_its_table_gets_the_full_one_and_no_token_is_wrong():
     lengths = [300, 130, 64, 700]
-    with hash_service(with_policy("chaos"), "harness.hash_members:build_forgetful") as service:
+    with hash_service(
+        with_policy("chaos"), "harness.services.hash_members:build_forgetful"
+    ) as service:
         outputs = generate_all(service.address, lengths, max_tokens=60)
         num_resyncs = service.metrics.registry.get_sample_value("nanocp:table_resyncs_total")
     assert outputs == {
@@ -169,7 +171,7 @@ def test_an_instance_that_is_stopped_or_hangs_is_noticed_by_its_peers(how, culpr
     limits = replace(IMPATIENT.limits, **limits)
     with (
         hash_service(
-            replace(CONFIG, limits=limits), f"harness.hash_members:build_{how}"
+            replace(CONFIG, limits=limits), f"harness.services.hash_members:build_{how}"
         ) as service,
         ThreadPoolExecutor(1) as pool,
     ):

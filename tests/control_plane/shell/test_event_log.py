@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import EventLog, LogReader, digest
-from harness import hash_cluster
+from harness.hash_clusters import hash_cluster
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config

@@ -12,9 +12,9 @@ import pytest
 from control_plane.coordinator.flights.transfers import Transfers
 from control_plane.coordinator.members.deadlines import Deadlines
 from control_plane.coordinator.members.terms import Standing
-from control_plane.frontend.controller_interface import Submission
+from control_plane.ports.controller_interface import Submission
 from control_plane.shell.members_shell import MembersShell, wait_for
-from harness.member_cluster import FIRST, LIMITS, SECOND, Cluster
+from harness.members.member_cluster import FIRST, LIMITS, SECOND, Cluster
 from harness.waits import WAIT_S
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.commands import Join, Leave, RefusePages

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.attention.torch_paged import AttentionPlan, KvHeads, LatentKv, paged_attention
-from harness.slow_references import reference_attention
+from harness.kernels.slow_references import reference_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 RANK, ROPE, HEADS, NUM_FRAMES = 16, 8, 3, 150

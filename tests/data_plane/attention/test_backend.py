@@ -17,9 +17,9 @@ from data_plane.attention.torch_paged import KvHeads, LatentKv, TorchPaged
 from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.sizes import token_bytes
-from harness.kernel_cases import LENGTHS, AttentionCase
+from harness.gpu_stand_ins.published_packages import flash_attn_interface, flash_mla, sgl_flash_mla
+from harness.kernels.kernel_cases import LENGTHS, AttentionCase
 from harness.paths import ROOT
-from harness.published_packages import flash_attn_interface, flash_mla, sgl_flash_mla
 
 FLASHMLA = {"source": flash_mla, "wheel": sgl_flash_mla}
 """Each gives the module flash_mla."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.attention.lse_merge import lse_merge
-from harness.slow_references import reference_lse_merge
+from harness.kernels.slow_references import reference_lse_merge
 
 
 def make_partials(num_partials, seed, spread=5.0, empty=()):

@@ -3,14 +3,13 @@
 import sys
 
 import pytest
-
-from harness import published_vllm
+from system import published_vllm
 
 
 @pytest.fixture
 def connector_module(monkeypatch):
     published_vllm.install(monkeypatch)
-    import data_plane.connectors.vllm as module
+    import data_plane.prefill.connector.vllm as module
 
     yield module
-    sys.modules.pop("data_plane.connectors.vllm", None)
+    sys.modules.pop("data_plane.prefill.connector.vllm", None)

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_plane.connectors.ticket import KEY, EngineTicket
+from data_plane.prefill.connector.ticket import KEY, EngineTicket
 from data_plane.transport.exchange import PeerLost
-from harness.fake_vllm import SAMPLED, FakeVllm
-from harness.hash_model import HashModel
+from harness.hash_clusters.hash_model import HashModel
+from harness.vllm.fake_vllm import SAMPLED, FakeVllm
 
 MODEL = HashModel()
 WAIT_S = 120
@@ -230,7 +230,7 @@ def test_a_receiver_that_is_lost_costs_its_ticket_only():
     ],
 )
 def test_a_ticket_that_does_not_fit_is_refused_with_both_values(changed, sentence, monkeypatch):
-    monkeypatch.setattr("data_plane.connectors.requests.nixl_package", lambda: None)
+    monkeypatch.setattr("data_plane.prefill.connector.requests.nixl_package", lambda: None)
     places = Places()
     engine = FakeVllm(16, places, 0, fingerprint={"rope": "yarn"})
     ticket = replace(ticket_of(1, 200, fingerprint={"rope": "yarn"}), **changed)

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from system import published_vllm
 
-from data_plane.connectors.ticket import KEY
 from data_plane.model.presets import PRESETS
-from harness import published_vllm
-from harness.fake_vllm import FakeVllm
+from data_plane.prefill.connector.ticket import KEY
 from harness.paths import ROOT
+from harness.vllm.fake_vllm import FakeVllm
 
 from .test_contract import MODEL, Places, assert_pages, run, ticket_of
 
@@ -343,8 +343,8 @@ def test_methods_have_the_published_arguments(connector_module):
 
 def test_the_connector_brings_neither_torch_nor_the_service_into_vllm():
     program = (
-        "import data_plane.connectors.requests, data_plane.connectors.sender, sys\n"
-        "import data_plane.connectors.rings, data_plane.connectors.paged_kv\n"
+        "import data_plane.prefill.connector.requests, data_plane.prefill.connector.sender, sys\n"
+        "import data_plane.prefill.connector.rings, data_plane.prefill.connector.paged_kv\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     result = subprocess.run(

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from data_plane.connectors.requests import TicketedRequests
 from data_plane.kv.carry_pool import CarryPool, CarryRows
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
+from data_plane.prefill.connector.requests import TicketedRequests
 from nanocp.values.plan import CARRY_PAGE
 
 from .test_contract import Places, ticket_of

@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 
 from control_plane.scheduler.policies.fixed_degree import FixedDegree
-from harness.constraints import EOS, KINDS, sampled_params
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import CLUSTER
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.exact_runs import CLUSTER
+from harness.vllm.constraints import EOS, KINDS, sampled_params
 from nanocp.config.cluster import BoundsConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config

@@ -15,9 +15,9 @@ from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
 from data_plane.reference.oracle import Oracle
 from data_plane.transport.exchange import Channel, row_bytes
 from data_plane.transport.regions import region_layout
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import CLUSTER, assert_exact, make_prompts, random_table
-from harness.native_cases import native
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.exact_runs import CLUSTER, assert_exact, make_prompts, random_table
+from harness.kernels.native_cases import native
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig

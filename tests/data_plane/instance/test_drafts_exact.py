@@ -17,13 +17,13 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.reference.oracle import Oracle
-from harness.constraints import KINDS, sampled_params
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import assert_exact, make_prompts
-from harness.mtp_layers import add_mtp_layer
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.exact_runs import assert_exact, make_prompts
+from harness.exact.mtp_layers import add_mtp_layer
+from harness.exact.reference_prefill import prefill_pages
 from harness.paths import ROOT
-from harness.reference_prefill import prefill_pages
-from nanocp.cli.demo_prompts import SHORT_PROMPTS, long_prompt
+from harness.vllm.constraints import KINDS, sampled_params
+from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig

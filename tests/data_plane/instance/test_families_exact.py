@@ -2,7 +2,7 @@
 
 `make test` runs each family once, in the stories that disturb it most. The whole matrix of families
 and stories takes several minutes: `make test-system`. That of models with states, which has depths
-and kernels too, takes 40: `python -m harness.states_matrix`.
+and kernels too, takes 40: `python -m harness.exact.states_matrix`.
 """
 
 from itertools import combinations, product
@@ -14,9 +14,9 @@ from data_plane.model.attention_kinds.gqa import GqaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
-from harness.exact_runs import assert_exact
-from harness.exact_stories import STORIES, How
-from harness.states_matrix import FAMILIES as WITH_STATES
+from harness.exact.exact_runs import assert_exact
+from harness.exact.exact_stories import STORIES, How
+from harness.exact.states_matrix import FAMILIES as WITH_STATES
 
 FAMILIES = (
     "tiny-qwen3-moe",

@@ -14,7 +14,7 @@ from data_plane.instance.row_sampling import begin_masks, sample
 from data_plane.instance.rows import Row
 from data_plane.instance.sampler import RowMasks, controlled_logits, sample_rows
 from data_plane.model.config import ModelConfig
-from harness.constraints import EOS, KINDS, grammar_of, sampled_params
+from harness.vllm.constraints import EOS, KINDS, grammar_of, sampled_params
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import SamplingParams
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.hash_instance import HashInstance, region_layout
-from harness.hash_model import HashModel
-from harness.local_exchange import LocalExchange
-from harness.local_pages import LocalPageRing, local_peer_rings
+from harness.hash_clusters.hash_instance import HashInstance, region_layout
+from harness.hash_clusters.hash_model import HashModel
+from harness.transports.local_exchange import LocalExchange
+from harness.transports.local_pages import LocalPageRing, local_peer_rings
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
 from nanocp.values.plan import CARRY_PAGE, InstancePlan, TargetRun, Transfer

@@ -8,8 +8,8 @@ import pytest
 
 from data_plane.instance.lanes import in_turns
 from data_plane.transport.exchange import Awaited, Channel, in_two_lanes
-from harness.decode_cluster import DecodeCluster
-from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from harness.exact.decode_cluster import DecodeCluster
+from harness.exact.exact_runs import CLUSTER, assert_exact, make_prompts
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config

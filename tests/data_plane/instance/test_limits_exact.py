@@ -14,8 +14,8 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.layers import gated
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
-from harness.exact_runs import assert_exact, judge
-from harness.exact_stories import STORIES, How
+from harness.exact.exact_runs import assert_exact, judge
+from harness.exact.exact_stories import STORIES, How
 
 ROUTED, SHARED = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 LIMITS = {ROUTED: [0, 0.0, 4.0, 4.0, None], SHARED: [0.0, None, 0, 5.0, 5.0]}

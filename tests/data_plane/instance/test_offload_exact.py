@@ -9,8 +9,8 @@ import pytest
 
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import CLUSTER, assert_exact, make_prompts
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.exact_runs import CLUSTER, assert_exact, make_prompts
 from harness.paths import ROOT
 from nanocp.config.kv_offload import KvOffloadConfig
 from nanocp.config.scheduler import SchedulerConfig

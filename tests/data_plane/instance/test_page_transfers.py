@@ -8,7 +8,7 @@ import pytest
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.page_ring import ArrivedPage
 from data_plane.transport.exchange import PeerLost
-from harness.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
+from harness.transports.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
 from nanocp.values.plan import PAGE_SIZE, TargetRun, Transfer, TransferDone
 
 

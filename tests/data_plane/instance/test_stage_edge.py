@@ -10,10 +10,10 @@ import pytest
 
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
 from data_plane.transport.stage_links import HiddenRows
-from harness.hash_model import HashModel
-from harness.hash_stage import HashStage
-from harness.local_pages import local_peer_rings
-from harness.local_stage_links import LocalStageLinks
+from harness.hash_clusters.hash_model import HashModel
+from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.transports.local_pages import local_peer_rings
+from harness.transports.local_stage_links import LocalStageLinks
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.scheduler import SchedulerConfig

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from data_plane.transport.exchange import PeerLost
-from harness.hash_model import HashModel
-from harness.hash_stage import HashStage
-from harness.local_stage_links import LocalStageLinks
-from harness.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
+from harness.hash_clusters.hash_model import HashModel
+from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.transports.local_stage_links import LocalStageLinks
+from harness.transports.peer_rings_by_tcp import WAIT_S, cut, peer_rings_by_tcp
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.values.passes import LayerMove, LayerMoves, LayersMoved
 from nanocp.values.plan import PAGE_SIZE

@@ -8,10 +8,10 @@ from tokenizers import Tokenizer
 
 from data_plane.model.config import ModelConfig
 from data_plane.reference.oracle import Oracle
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.exact_runs import CLUSTER, assert_exact
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.exact_runs import CLUSTER, assert_exact
 from harness.paths import ROOT
-from nanocp.cli.demo_prompts import SHORT_PROMPTS, long_prompt
+from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 from nanocp.values.sampling import SamplingParams

@@ -3,11 +3,11 @@
 import pytest
 
 from data_plane.transport.exchange import Channel
-from harness.hash_instance import HashInstance, region_layout
-from harness.hash_model import HashModel
-from harness.local_exchange import LocalExchange
-from harness.local_pages import LocalPageRing, local_peer_rings
-from harness.lost_changes import full
+from harness.hash_clusters.followed_tables import full
+from harness.hash_clusters.hash_instance import HashInstance, region_layout
+from harness.hash_clusters.hash_model import HashModel
+from harness.transports.local_exchange import LocalExchange
+from harness.transports.local_pages import LocalPageRing, local_peer_rings
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.whole import Config
 from nanocp.values.members import Resync

@@ -5,7 +5,7 @@ What the compiler makes of them is test_kernel_compilation.py.
 
 import pytest
 
-from harness.interpreter import interpret
+from harness.gpu_stand_ins.interpreter import interpret
 
 interpret()
 

@@ -17,10 +17,16 @@ from triton.runtime.interpreter import TensorHandle
 from data_plane.transport.exchange import Channel, EpochError, ExchangeError
 from data_plane.transport.gpu import nvshmem_put
 from data_plane.transport.gpu.peer_memory import FAR, RegionPlaces
-from harness.exchange_cases import NARROW, NUM_EXPERTS, ExchangeCase, expert_layout, layout
-from harness.gpu_cluster import GpuCluster
-from harness.kernel_cases import poisoned
-from harness.weak_memory import MODELS, WeakMemory, apart, calls, network, run_layers
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.gpu_stand_ins.weak_memory import MODELS, WeakMemory, apart, calls, network, run_layers
+from harness.kernels.kernel_cases import poisoned
+from harness.transports.exchange_cases import (
+    NARROW,
+    NUM_EXPERTS,
+    ExchangeCase,
+    expert_layout,
+    layout,
+)
 from nanocp.config.data_plane import DataPlaneConfig
 
 put = calls("nvshmemx_putmem_block", "qqqi")
@@ -201,7 +207,7 @@ def test_the_put_links_nvidias_library(tmp_path):
     pytest.importorskip("nvidia.nvshmem")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).parents[2] / "harness" / "nvshmem_linking.py"
+    script = Path(__file__).parents[2] / "harness/gpu_stand_ins/nvshmem_linking.py"
     result = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=500
     )

@@ -10,7 +10,7 @@ from data_plane.kv.triton_carry import step_states
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from harness.kernel_cases import poisoned
+from harness.kernels.kernel_cases import poisoned
 
 NUM_ROWS, NUM_FRAMES = 3, 5
 FRAMES = (4, 0, 2)

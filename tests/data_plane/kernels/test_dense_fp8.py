@@ -8,14 +8,14 @@ import torch
 
 from data_plane.kernels.fp8 import quantised_rows
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.moe.deep_gemm import DeepGemm, DenseLayer, _quantise
+from data_plane.moe.gpu.deep_gemm import DeepGemm, DenseLayer, _quantise
 from data_plane.reference.oracle import Oracle
 from data_plane.startup.memory_need import memory_need
-from harness import gpu_cluster
-from harness.fp8_twin import make_twin
-from harness.gpu_cluster import GpuCluster
-from harness.kernel_cases import dense_in_fp8, poisoned
-from harness.published_packages import deep_gemm
+from harness.exact.fp8_twin import make_twin
+from harness.gpu import gpu_cluster
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.gpu_stand_ins.published_packages import deep_gemm
+from harness.kernels.kernel_cases import dense_in_fp8, poisoned
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from harness.compiled_kernel import SHARED_LIMIT
+from harness.kernels.compiled_kernel import SHARED_LIMIT
 from harness.paths import TESTS
 
 pytestmark = pytest.mark.system
@@ -27,7 +27,7 @@ def compiled(tmp_path_factory):
                 "TRITON_CACHE_DIR": str(cache),
                 "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path]),
             }
-            command = [sys.executable, TESTS / "harness/fused_compilation.py", name]
+            command = [sys.executable, TESTS / "harness/kernels/fused_compilation.py", name]
             result = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=900
             )

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from data_plane.moe.kernels.gemm import TritonGemm
-from harness.kernel_cases import ExpertCase
+from data_plane.moe.gpu.gemm import TritonGemm
+from harness.kernels.kernel_cases import ExpertCase
 
 
 @pytest.mark.parametrize(

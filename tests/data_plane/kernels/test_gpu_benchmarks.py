@@ -6,26 +6,17 @@ What they write becomes constants of the simulator.
 import json
 import os
 import subprocess
-import sys
 import weakref
 from dataclasses import asdict
 
 import pytest
 import torch
 
-from harness.gpu_machine import command_of
+from benchmarks.gpu import gpu_attention, gpu_costs, gpu_moe, gpu_shapes, gpu_step
+from harness.gpu.gpu_machine import command_of
 from harness.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu_attention
-import gpu_costs
-import gpu_moe
-import gpu_shapes
-import gpu_step
-
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.costs.cost import CostModel
 
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
@@ -40,11 +31,9 @@ def missed(claims):
 def results(tmp_path_factory):
     """Run both benchmarks with small shapes; the folder holds what they wrote."""
     folder = tmp_path_factory.mktemp("results")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     for name in ("gpu_step", "gpu_attention"):
-        script, path = ROOT / f"benchmarks/{name}.py", folder / f"{name}.json"
+        script, path = ROOT / f"benchmarks/gpu/{name}.py", folder / f"{name}.json"
         command = command_of(script, "--tiny", "--json", path)
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=200

@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
-from data_plane.moe.fused import GateTiles
+from data_plane.moe.fused.mixture import GateTiles
 from data_plane.step.gpu import GpuStep
 from data_plane.transport.gpu.cuda_runtime import CudaRuntime
-from harness import check_run, gpu_cluster, gpu_token_checks
-from harness.check_run import run
-from harness.cuda_stand_in import Cuda
-from harness.exchange_cases import NARROW
-from harness.fake_cudart import FakeCudart
-from harness.fused_cases import SMALL_TILES
-from harness.gpu_cluster import GpuCluster
-from harness.gpu_exchange_checks import exchange_checks
-from harness.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
-from harness.gpu_layer_checks import layer_checks
-from harness.gpu_loss_checks import LEAVE_S, survives_a_kill
-from harness.gpu_machine import command_of
-from harness.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
+from harness.gpu import check_run, gpu_cluster, gpu_token_checks
+from harness.gpu.check_run import run
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.gpu.gpu_exchange_checks import exchange_checks
+from harness.gpu.gpu_kernel_checks import attention_checks, fused_checks, merge_and_expert_checks
+from harness.gpu.gpu_layer_checks import layer_checks
+from harness.gpu.gpu_loss_checks import LEAVE_S, survives_a_kill
+from harness.gpu.gpu_machine import command_of
+from harness.gpu.gpu_token_checks import assert_exact, decode_process, make_prompts, token_checks
+from harness.gpu_stand_ins.cuda_stand_in import Cuda
+from harness.gpu_stand_ins.fake_cudart import FakeCudart
+from harness.kernels.fused_cases import SMALL_TILES
 from harness.paths import ROOT
+from harness.transports.exchange_cases import NARROW
 from nanocp.config.cluster import BoundsConfig
 
 without_gpu = pytest.mark.skipif(
@@ -183,7 +183,7 @@ def test_a_run_goes_on_where_it_stopped_and_says_what_it_did_not_reach():
 def test_a_check_that_does_not_end_is_ended_and_the_next_run_goes_on_behind_it():
     program = """
 import json, time
-from harness import check_run
+from harness.gpu import check_run
 check_run.LIMIT_S = 0.5
 def endless():
     time.sleep(600)

@@ -16,9 +16,10 @@ from data_plane.graph.cuda_graphs import CudaGraphs, eager
 from data_plane.instance import decode
 from data_plane.instance.decode import DecodeInstance
 from data_plane.model.make_checkpoint import make_checkpoint
-from data_plane.moe import backend, nixl_ep
-from data_plane.moe.fused import FusedMixtures
-from data_plane.moe.kernels.gemm import TritonGemm
+from data_plane.moe import backend
+from data_plane.moe.fused.mixture import FusedMixtures
+from data_plane.moe.gpu import nixl_ep
+from data_plane.moe.gpu.gemm import TritonGemm
 from data_plane.reference.oracle import Oracle
 from data_plane.startup import gpu, shared_parts
 from data_plane.startup.gpu_parts import gpu_parts as build_parts
@@ -28,16 +29,17 @@ from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.cuda_runtime import CudaRuntime
 from data_plane.transport.gpu.nvshmem import Nvshmem
 from data_plane.transport.segments import Segments
-from harness import decode_cluster, nixl_ep_stand_in
-from harness.cuda_stand_in import Cuda
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.fake_cudart import FakeCudart
-from harness.fake_nvshmem import FakeLibrary, Group
-from harness.gpu_cluster import run_in_turn
-from harness.gpu_drafts import MAX_ROWS, NUM_DRAFTS, assert_drafts_as, played
-from harness.interpreter import shared_by_threads
-from harness.mtp_layers import add_mtp_layer
-from harness.weak_memory import WeakMemory, network
+from harness.exact import decode_cluster
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.mtp_layers import add_mtp_layer
+from harness.gpu.gpu_cluster import run_in_turn
+from harness.gpu.gpu_drafts import MAX_ROWS, NUM_DRAFTS, assert_drafts_as, played
+from harness.gpu_stand_ins import nixl_ep_stand_in
+from harness.gpu_stand_ins.cuda_stand_in import Cuda
+from harness.gpu_stand_ins.fake_cudart import FakeCudart
+from harness.gpu_stand_ins.fake_nvshmem import FakeLibrary, Group
+from harness.gpu_stand_ins.interpreter import shared_by_threads
+from harness.gpu_stand_ins.weak_memory import WeakMemory, network
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
@@ -118,7 +120,7 @@ def test_greedy_and_sampled_tokens_and_their_logprobs(
 ):
     """One instance runs on a CPU that it takes for a GPU; its graphs run steps anew.
 
-    They outlive its term. What several do together is tested with tests/harness/gpu_cluster.py.
+    They outlive its term. What several do together is tested with tests/harness/gpu/gpu_cluster.py.
     """
     stand_in_for_a_gpu(monkeypatch, tmp_path)
     stand_in_for_nixl_ep(monkeypatch)

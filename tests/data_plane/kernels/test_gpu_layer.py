@@ -24,19 +24,19 @@ from data_plane.model.norm import rms_norm
 from data_plane.model.rope import RopeTable
 from data_plane.model.rope_config import RopeConfig
 from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
-from data_plane.moe.deep_gemm import DeepGemm, _quantise
 from data_plane.moe.gate import gate as plain_gate
-from data_plane.moe.gpu_weights import _can_join
-from data_plane.moe.grouped import GroupedExperts
-from data_plane.moe.kernels import gemm as gemm_kernels
-from data_plane.moe.kernels.gate import gate, gate_scores
-from data_plane.moe.kernels.gemm import TritonGemm
-from data_plane.moe.kernels.pairs import find_pairs, lay_out
-from data_plane.moe.kernels.sums import sum_pairs
+from data_plane.moe.gpu import gemm as gemm_kernels
+from data_plane.moe.gpu.deep_gemm import DeepGemm, _quantise
+from data_plane.moe.gpu.gate import gate, gate_scores
+from data_plane.moe.gpu.gemm import TritonGemm
+from data_plane.moe.gpu.gpu_weights import _can_join
+from data_plane.moe.gpu.grouped import GroupedExperts
+from data_plane.moe.gpu.pairs import find_pairs, lay_out
+from data_plane.moe.gpu.sums import sum_pairs
 from data_plane.step.gpu_rows import LatentRows, PlainRows
-from harness.gpu_cluster import GpuCluster
-from harness.kernel_cases import poisoned, visited
-from harness.slow_references import ReferenceGemm, group_rows
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.kernels.kernel_cases import poisoned, visited
+from harness.kernels.slow_references import ReferenceGemm, group_rows
 from nanocp.config.data_plane import DataPlaneConfig
 
 

@@ -13,15 +13,15 @@ from data_plane.graph.pool_gpu import GpuPages, GpuPool
 from data_plane.kv.frame_pool import LocalStep
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.presets import PRESETS
-from data_plane.moe.fused import FusedMixtures
-from data_plane.moe.kernels.rows import route_rows
+from data_plane.moe.fused.mixture import FusedMixtures
+from data_plane.moe.gpu.rows import route_rows
 from data_plane.reference.oracle import Oracle
 from data_plane.step.triton_returned import merge_returned
 from data_plane.transport.gpu.cuda_ipc import Region
-from harness.fp8_twin import make_twin
-from harness.gpu_cluster import GpuCluster
-from harness.kernel_cases import make_partials, poisoned
-from harness.slow_references import reference_lse_merge
+from harness.exact.fp8_twin import make_twin
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.kernels.kernel_cases import make_partials, poisoned
+from harness.kernels.slow_references import reference_lse_merge
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.values.table_changes import PageRun

@@ -5,10 +5,10 @@ import torch
 
 from data_plane.graph.buckets import Bucket, BucketTable
 from data_plane.transport.exchange import ExchangeTimeout, TermOver
-from harness import gpu_cluster
-from harness.gpu_cluster import GpuCluster
-from harness.nixl_ep_cluster import NixlEpCluster
-from harness.recorded_calls import RecordedSteps
+from harness.gpu import gpu_cluster
+from harness.gpu.gpu_cluster import GpuCluster
+from harness.gpu.nixl_ep_cluster import NixlEpCluster
+from harness.gpu_stand_ins.recorded_calls import RecordedSteps
 from nanocp.values.plan import PAGE_SIZE
 
 NUM_PHASES = 7

@@ -10,8 +10,8 @@ from data_plane.attention.torch_paged import KvHeads
 from data_plane.attention.triton_gqa import TritonHeads
 from data_plane.attention.triton_merge import merge_partials
 from data_plane.attention.triton_mla import TritonMla
-from harness.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
-from harness.slow_references import reference_lse_merge
+from harness.kernels.kernel_cases import LENGTHS, AttentionCase, make_partials, poisoned
+from harness.kernels.slow_references import reference_lse_merge
 
 RANK, ROPE, HEADS = 64, 16, 3
 TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (3e-2, 2e-2)}

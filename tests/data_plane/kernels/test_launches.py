@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from harness.paths import TESTS
-from nanocp.simulator.cluster_file import WireForm, load_cluster_file
-from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.costs.cluster_file import WireForm, load_cluster_file
+from nanocp.simulator.costs.cost import CostModel, Loads
 
 MOST = {"alone": 16, "two, no links": 24, "two, sends": 28, "two, sends and receives": 37}
 """Attention counts as two, our kernel and the merge of its parts. cuBLAS may reduce in a launch of
@@ -20,9 +20,9 @@ its own, which nothing here can see."""
 @pytest.fixture(scope="module")
 def counted():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    paths = [TESTS.parent, TESTS, TESTS.parent / "benchmarks"]
+    paths = [TESTS.parent, TESTS]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    command = [sys.executable, TESTS / "harness/launch_counts.py"]
+    command = [sys.executable, TESTS / "harness/gpu/launch_counts.py"]
     found = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
     return json.loads(found.stdout)
 

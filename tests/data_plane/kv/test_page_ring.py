@@ -18,14 +18,14 @@ from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import sweep_stale
-from harness.page_writers import (
+from harness.transports.page_writers import (
     assert_written,
     page_payload,
     write_half_a_page,
     write_pages,
     written_page,
 )
-from harness.transport_processes import (
+from harness.transports.transport_processes import (
     IMPATIENT,
     LIMITS,
     NOTICED_S,

@@ -9,7 +9,7 @@ import pytest
 from data_plane.instance.page_transfers import PageTransfers
 from data_plane.kv.peer_rings import PeerRings
 from data_plane.transport.segments import Segments
-from harness.local_pages import local_peer_rings
+from harness.transports.local_pages import local_peer_rings
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.plan import TargetRun, Transfer
 from nanocp.values.table_changes import PageRun, TableChanges

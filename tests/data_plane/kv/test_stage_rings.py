@@ -11,8 +11,8 @@ from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import PeerLost
 from data_plane.transport.segments import Segments
 from data_plane.transport.stage_links import HiddenRows, PassTokens
-from data_plane.transport.tcp_messages import shut
-from data_plane.transport.tcp_server import TcpSegmentServer
+from data_plane.transport.tcp.messages import shut
+from data_plane.transport.tcp.server import TcpSegmentServer
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 

@@ -7,7 +7,7 @@ import pytest
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from harness.member_fakes import CLUSTER_ID, LIMITS
+from harness.members.member_fakes import CLUSTER_ID, LIMITS
 
 
 @pytest.fixture

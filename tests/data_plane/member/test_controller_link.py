@@ -13,7 +13,7 @@ import pytest
 from data_plane.member import controller_link
 from data_plane.member.controller_link import ControllerLink, ControllerLost
 from data_plane.transport.exchange import Term
-from harness.member_fakes import LIMITS as IMPATIENT
+from harness.members.member_fakes import LIMITS as IMPATIENT
 from nanocp import parent
 from nanocp.values.commands import Join
 from nanocp.values.members import Beat, Envelope

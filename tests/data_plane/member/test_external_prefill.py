@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from data_plane.connectors.ticket import EngineTicket
-from data_plane.member.external_prefill import ExternalLoop
 from data_plane.member.lifetime import ShutdownRequested
 from data_plane.prefill.completions import EngineAnswer, EngineOutcome
-from harness.member_fakes import LIMITS, Link, until
+from data_plane.prefill.connector.ticket import EngineTicket
+from data_plane.prefill.external_prefill import ExternalLoop
+from harness.members.member_fakes import LIMITS, Link, until
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
 from nanocp.values.commands import CancelPrefill, Join, PrefillRequest, Shutdown

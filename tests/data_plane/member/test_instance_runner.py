@@ -13,7 +13,7 @@ from data_plane.member.lifetime import ShutdownRequested
 from data_plane.member.token_streams import TokenStreams
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
 from data_plane.transport.segments import Segments
-from harness.member_fakes import CLUSTER_ID, LIMITS, Link
+from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link
 from harness.waits import WAIT_S
 from nanocp.values.commands import ExpectPages, Join, Leave, RefusePages, SendPages, Shutdown
 from nanocp.values.members import Envelope, Left, Ready, Resync, Suspect

@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
-from data_plane.member.stage_messages import StageRan
 from data_plane.model.config import ModelConfig
-from harness.member_fakes import Link, until
-from harness.staged_prefill import (
+from data_plane.prefill.stage_messages import StageRan
+from harness.members.member_fakes import Link, until
+from harness.members.staged_prefill import (
     CONFIG,
     Receiver,
     assert_kv,

@@ -12,17 +12,23 @@ import pytest
 
 from data_plane.kv.page_ring import PageRing
 from data_plane.member.lifetime import MemberSpec, ShutdownRequested
-from data_plane.member.prefill_stage import PrefillEnds, PrefillStageLoop, StageEnd
-from data_plane.member.stage_messages import BeginPrompt, JoinTerm, StageGaveUp, StageRan, StageSpec
-from data_plane.member.staged_prefill import StagedPrefillLoop
 from data_plane.member.token_streams import TokenStreams
+from data_plane.prefill.prefill_stage import PrefillEnds, PrefillStageLoop, StageEnd
+from data_plane.prefill.stage_messages import (
+    BeginPrompt,
+    JoinTerm,
+    StageGaveUp,
+    StageRan,
+    StageSpec,
+)
+from data_plane.prefill.staged_prefill import StagedPrefillLoop
 from data_plane.transport.exchange import Term
 from data_plane.transport.segments import Segments
-from harness.hash_model import HashModel
-from harness.hash_stage import HashStage
-from harness.local_pages import local_peer_rings
-from harness.local_stage_links import LocalStageLinks
-from harness.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, until
+from harness.hash_clusters.hash_model import HashModel
+from harness.hash_clusters.pipeline.hash_stage import HashStage
+from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, until
+from harness.transports.local_pages import local_peer_rings
+from harness.transports.local_stage_links import LocalStageLinks
 from harness.waits import WAIT_S
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig

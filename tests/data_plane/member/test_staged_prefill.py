@@ -10,8 +10,10 @@ from random import Random
 
 import pytest
 
-from data_plane.member import ticket_loop
-from data_plane.member.stage_messages import (
+from data_plane.model.config import ModelConfig
+from data_plane.model.make_checkpoint import make_checkpoint
+from data_plane.prefill import ticket_loop
+from data_plane.prefill.stage_messages import (
     BeginPrompt,
     CancelPrompt,
     JoinTerm,
@@ -21,11 +23,10 @@ from data_plane.member.stage_messages import (
     StageRan,
     StageSuspects,
 )
-from data_plane.model.config import ModelConfig
-from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.startup.shared_parts import model_of, new_carry, with_carry
-from harness.member_fakes import Link, until
-from harness.staged_prefill import (
+from harness.exact.states import assert_same_state
+from harness.members.member_fakes import Link, until
+from harness.members.staged_prefill import (
     CONFIG,
     TALE,
     Receiver,
@@ -36,7 +37,6 @@ from harness.staged_prefill import (
     scripted,
     staged,
 )
-from harness.states import assert_same_state
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig

@@ -21,7 +21,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import PRESETS
 from data_plane.model.rope import RopeTable
-from harness.rope_layout import side_by_side
+from harness.exact.rope_layout import side_by_side
 
 FOLDER = Path(__file__).parent / "published"
 PUBLISHED = json.loads((FOLDER / "deepseek-v3.json").read_text())

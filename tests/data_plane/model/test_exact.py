@@ -12,7 +12,7 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 from data_plane.reference.oracle import Oracle
-from harness.split_decoder import SplitDecoder
+from harness.exact.split_decoder import SplitDecoder
 
 ATOL = 1e-4
 SEED = 2

@@ -18,12 +18,12 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.safetensors_reader import SafetensorsReader
 from data_plane.model.weights import expert_range, load_weights
 from data_plane.moe.backend import fp8_experts
-from data_plane.moe.deep_gemm import DeepGemm
-from data_plane.moe.grouped import GroupedMm
+from data_plane.moe.gpu.deep_gemm import DeepGemm
+from data_plane.moe.gpu.grouped import GroupedMm
 from data_plane.reference.oracle import Oracle
-from harness.decode_cluster import DecodeCluster, Prompt
-from harness.fp8_twin import FP8, dequantised, make_twin
-from harness.published_packages import deep_gemm
+from harness.exact.decode_cluster import DecodeCluster, Prompt
+from harness.exact.fp8_twin import FP8, dequantised, make_twin
+from harness.gpu_stand_ins.published_packages import deep_gemm
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config

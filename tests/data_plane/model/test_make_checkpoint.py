@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import PRESETS, make_checkpoint
-from nanocp.cli.make_checkpoint import make_checkpoint as command
+from nanocp.cli.checkpoint.make_checkpoint import make_checkpoint as command
 
 LITTLE = {
     "hidden_size": 32,

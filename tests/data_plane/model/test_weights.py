@@ -20,7 +20,7 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.safetensors_reader import SafetensorsReader
 from data_plane.model.sizes import is_packed, stored_shapes
 from data_plane.model.weights import expert_range, load_weights
-from harness.native_cases import native
+from harness.kernels.native_cases import native
 
 
 def bytes_read():

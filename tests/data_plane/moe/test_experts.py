@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from data_plane.model.linear import Linear
 from data_plane.model.weights import MlpWeights, MoeWeights, slots_of
 from data_plane.moe.experts import experts_forward
-from harness.slow_references import reference_experts_forward
+from harness.kernels.slow_references import reference_experts_forward
 
 NUM_EXPERTS, HIDDEN, SIZE, PER_TOKEN = 8, 32, 48, 3
 

@@ -15,18 +15,19 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.fp8_weight import Fp8DenseGemm
 from data_plane.model.norm import rms_norm
 from data_plane.model.weights import slots_of
-from data_plane.moe import backend, deep_ep
+from data_plane.moe import backend
 from data_plane.moe.backend import dispatch_backend, expert_backend, moe_schedule
-from data_plane.moe.deep_ep import DeepEpExchange, deep_ep_obstacle
-from data_plane.moe.deep_gemm import DeepGemm
-from data_plane.moe.grouped import GroupedExperts, GroupedMm
+from data_plane.moe.gpu import deep_ep
+from data_plane.moe.gpu.deep_ep import DeepEpExchange, deep_ep_obstacle
+from data_plane.moe.gpu.deep_gemm import DeepGemm
+from data_plane.moe.gpu.grouped import GroupedExperts, GroupedMm
 from data_plane.moe.mixture import MoeSchedule
 from data_plane.startup.instance import build_instance
 from data_plane.startup.shared_parts import moe_backends
-from harness.kernel_cases import ExpertCase, in_fp8, visited
-from harness.published_packages import deep_ep as package
-from harness.published_packages import deep_gemm
-from harness.slow_references import ReferenceGemm, group_rows, ungroup_rows
+from harness.gpu_stand_ins.published_packages import deep_ep as package
+from harness.gpu_stand_ins.published_packages import deep_gemm
+from harness.kernels.kernel_cases import ExpertCase, in_fp8, visited
+from harness.kernels.slow_references import ReferenceGemm, group_rows, ungroup_rows
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from data_plane.model.config import ModelConfig
-from data_plane.moe import nixl_ep
 from data_plane.moe.backend import dispatch_backend
-from data_plane.moe.nixl_ep import nixl_ep_obstacle
+from data_plane.moe.gpu import nixl_ep
+from data_plane.moe.gpu.nixl_ep import nixl_ep_obstacle
 from data_plane.native.receiver import receive_puts
 from data_plane.startup.shared_parts import moe_backends
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost, TermOver
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.nixl_ep_cluster import LIMITS, Member, meet
-from harness.nixl_ep_stand_in import Buffer
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.gpu.nixl_ep_cluster import LIMITS, Member, meet
+from harness.gpu_stand_ins.nixl_ep_stand_in import Buffer
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config

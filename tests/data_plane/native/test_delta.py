@@ -11,7 +11,7 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import TorchKernels
-from harness.native_cases import FORMS, assert_agree, native
+from harness.kernels.native_cases import FORMS, assert_agree, native
 
 PRESETS = ("tiny-qwen3-next", "tiny-qwen3.5", "tiny-kimi-linear", "tiny-ling")
 BEGINS = (0, 3, 1)

@@ -14,9 +14,9 @@ from data_plane.model.norm import rms_norm
 from data_plane.model.weights import load_weights
 from data_plane.native.attention import NativeAttention
 from data_plane.step.cpu_kernels import TorchKernels
-from harness.native_cases import FORMS, assert_agree, native
-from harness.slow_references import reference_attention
-from harness.split_decoder import page_table
+from harness.exact.split_decoder import page_table
+from harness.kernels.native_cases import FORMS, assert_agree, native
+from harness.kernels.slow_references import reference_attention
 
 PAGE = 64
 

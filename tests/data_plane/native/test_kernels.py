@@ -22,10 +22,10 @@ from data_plane.native.attention import NativeAttention
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.kernels import NativeKernels
 from data_plane.step.cpu_kernels import TorchKernels, cpu_kernels
-from harness.kernel_cases import LENGTHS, AttentionCase
-from harness.native_cases import FORMS, assert_agree, available_forms, native
-from harness.slow_references import reference_attention, reference_experts_forward
-from harness.split_decoder import page_table
+from harness.exact.split_decoder import page_table
+from harness.kernels.kernel_cases import LENGTHS, AttentionCase
+from harness.kernels.native_cases import FORMS, assert_agree, available_forms, native
+from harness.kernels.slow_references import reference_attention, reference_experts_forward
 
 EXPERTS = range(4, 12)
 PAGE = 64

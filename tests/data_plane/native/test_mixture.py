@@ -27,8 +27,15 @@ from data_plane.transport.exchange import (
     PeerLost,
 )
 from data_plane.transport.regions import TensorExchange
-from harness.mixture_cases import MAX_ROWS, PATIENT, MixtureCase, exchanges, moe_layout, result_of
-from harness.native_cases import FORMS, available_forms, native
+from harness.kernels.mixture_cases import (
+    MAX_ROWS,
+    PATIENT,
+    MixtureCase,
+    exchanges,
+    moe_layout,
+    result_of,
+)
+from harness.kernels.native_cases import FORMS, available_forms, native
 
 FASTEST = (torch.float32, "")
 SHAPES = [

@@ -12,8 +12,8 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights, stores_bf16
 from data_plane.native.kernels import NativeKernels
 from data_plane.startup.cpu_parts import cpu_parts
-from harness.mixture_cases import MixtureCase
-from harness.native_cases import native
+from harness.kernels.mixture_cases import MixtureCase
+from harness.kernels.native_cases import native
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 

@@ -9,9 +9,9 @@ from data_plane.model.attention_kinds.mla import MlaConfig
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from harness import reference_prefill as prefill
-from harness.reference_prefill import prefill_pages
-from harness.rope_layout import side_by_side
+from harness.exact import reference_prefill as prefill
+from harness.exact.reference_prefill import prefill_pages
+from harness.exact.rope_layout import side_by_side
 from nanocp.values.sampling import PromptLogprobs
 
 LENGTH = 333

@@ -11,12 +11,12 @@ import torch
 from data_plane.kv.carry_pool import CarryPool
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
+from data_plane.prefill.build import build_probe
 from data_plane.prefill.pages import begin_state, payload_of
 from data_plane.prefill.probe import NUM_TOKENS
-from data_plane.startup.prefill import build_probe
 from data_plane.startup.shared_parts import model_of, torch_dtype
+from harness.exact.reference_prefill import prefill_pages
 from harness.paths import ROOT
-from harness.reference_prefill import prefill_pages
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config

@@ -8,7 +8,7 @@ from data_plane.native.build import NativeUnavailable, puts_library
 from data_plane.profiling.late_puts import LateExchange
 from data_plane.transport.exchange import Awaited, Channel
 from data_plane.transport.regions import mixture_layout
-from harness.mixture_cases import exchanges
+from harness.kernels.mixture_cases import exchanges
 
 LATE_S = 0.05
 ROWS, WIDTH = 512, 2048

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.gates import GATE_NEAR_TIE, ReferenceGates
 from data_plane.reference.oracle import NEAR_TIE, Oracle, Verdict
-from harness.fp8_twin import make_twin
+from harness.exact.fp8_twin import make_twin
 
 PROMPT = list(range(2, 90))
 

@@ -10,11 +10,11 @@ import torch
 from data_plane.model.config import ModelConfig
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
-from data_plane.startup import prefill
+from data_plane.prefill import build as prefill
 from data_plane.startup.shared_parts import new_carry, with_carry
 from data_plane.transport.segments import Segments
-from harness.reference_prefill import prefill_pages
-from harness.states import assert_same_state
+from harness.exact.reference_prefill import prefill_pages
+from harness.exact.states import assert_same_state
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config

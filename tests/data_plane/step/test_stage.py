@@ -1,7 +1,7 @@
 """Pipelines of real stages: every greedy token is `transformers`', whatever layers move meanwhile.
 
-What a stage does not have is NaN in all of them (harness/model_pipeline.py), so that a token which
-depends on it cannot be right by chance.
+What a stage does not have is NaN in all of them (harness/hash_clusters/pipeline/model_pipeline.py),
+so that a token which depends on it cannot be right by chance.
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.model.weights import load_weights
 from data_plane.reference.oracle import Oracle
 from data_plane.step import stage as model_stage
-from harness.model_pipeline import ModelPipeline, play_chaos, still_setup
-from harness.prompt_logprobs import assert_logprobs
-from harness.reference_prefill import prefill_pages
+from harness.exact.prompt_logprobs import assert_logprobs
+from harness.exact.reference_prefill import prefill_pages
+from harness.hash_clusters.pipeline.model_pipeline import ModelPipeline, play_chaos, still_setup
 from nanocp.values.plan import PAGE_SIZE
 from nanocp.values.sampling import PromptLogprobs, SamplingParams
 

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_plane.native.receiver import receive_puts
-from data_plane.transport import nixl
 from data_plane.transport.exchange import (
     Awaited,
     Channel,
@@ -26,11 +25,12 @@ from data_plane.transport.exchange import (
     PeerLost,
     row_bytes,
 )
+from data_plane.transport.nixl.pages import pages as nixl
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp_receiver import receive_in_python
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.local_exchange import LocalExchange
+from data_plane.transport.tcp.receiver import receive_in_python
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.transports.local_exchange import LocalExchange
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 

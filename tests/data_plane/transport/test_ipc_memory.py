@@ -16,7 +16,7 @@ from data_plane.transport.gpu.cuda_runtime import GRANULE, CudaError, CudaRuntim
 from data_plane.transport.gpu.ipc_memory import IpcMemory
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import segment_name
-from harness.fake_cudart import FakeCudart
+from harness.gpu_stand_ins.fake_cudart import FakeCudart
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 

@@ -14,12 +14,12 @@ import torch
 from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.native.receiver import receive_puts
-from data_plane.transport import nixl
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
+from data_plane.transport.nixl.pages import pages as nixl
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.page_writers import (
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.transports.page_writers import (
     hold_nixl_ring,
     kv_page,
     rest_with_a_nixl_ring,
@@ -27,7 +27,7 @@ from harness.page_writers import (
     write_nixl_pages,
     written_page,
 )
-from harness.transport_processes import LIMITS, NOTICED_S, processes, receive
+from harness.transports.transport_processes import LIMITS, NOTICED_S, processes, receive
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.values.members import Peer
 
@@ -128,7 +128,7 @@ def test_an_idle_receiver_does_not_work(cluster_id):
 
 def test_ucx_without_a_way_is_a_sentence(cluster_id, monkeypatch):
     # UCX reads its variables once in a process.
-    code = "from data_plane.transport.nixl import NixlAgent; NixlAgent('alone')"
+    code = "from data_plane.transport.nixl.pages import NixlAgent; NixlAgent('alone')"
     environment = os.environ | {"UCX_TLS": "self"}
     ended = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60,

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from data_plane.native.receiver import receive_puts
-from data_plane.transport import nixl, nixl_puts
 from data_plane.transport.exchange import (
     Channel,
     ExchangeTimeout,
@@ -25,13 +24,15 @@ from data_plane.transport.exchange import (
     TermOver,
 )
 from data_plane.transport.futex import Word
-from data_plane.transport.nixl_puts import Inbox
+from data_plane.transport.nixl.pages import pages as nixl
+from data_plane.transport.nixl.pages import puts as nixl_puts
+from data_plane.transport.nixl.puts import Inbox
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import OwnedSegment, sweep_stale
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.step_protocol import Protocol, run_protocol
-from harness.transport_processes import (
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.transports.step_protocol import Protocol, run_protocol
+from harness.transports.transport_processes import (
     IMPATIENT,
     LAYOUT,
     LIMITS,

@@ -21,9 +21,9 @@ from data_plane.transport.gpu.nvshmem import (
 from data_plane.transport.gpu.peer_memory import FAR, RegionPlaces
 from data_plane.transport.regions import mixture_layout
 from data_plane.transport.segments import Segments
-from data_plane.transport.tcp_receiver import receive_in_python
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.fake_nvshmem import FakeLibrary, Group
+from data_plane.transport.tcp.receiver import receive_in_python
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.gpu_stand_ins.fake_nvshmem import FakeLibrary, Group
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import Peer
 

@@ -22,8 +22,8 @@ from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from data_plane.transport.shm import ShmExchange
-from harness.step_protocol import Protocol, run_protocol
-from harness.transport_processes import (
+from harness.transports.step_protocol import Protocol, run_protocol
+from harness.transports.transport_processes import (
     IMPATIENT,
     LAYOUT,
     LIMITS,

@@ -10,14 +10,14 @@ import pytest
 
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.native.receiver import receive_puts
-from data_plane.transport import tcp_messages
 from data_plane.transport.exchange import Channel, ExchangeTimeout, Field, PeerLost
 from data_plane.transport.segments import Segments, node_identity
 from data_plane.transport.shared_memory import sweep_stale
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.page_writers import assert_written, page_payload, write_pages, written_page
-from harness.transport_processes import (
+from data_plane.transport.tcp import messages as tcp_messages
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.transports.page_writers import assert_written, page_payload, write_pages, written_page
+from harness.transports.transport_processes import (
     IMPATIENT,
     LAYOUT,
     LIMITS,

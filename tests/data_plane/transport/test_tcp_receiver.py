@@ -22,15 +22,15 @@ import pytest
 from data_plane.native import build
 from data_plane.native.build import NativeUnavailable
 from data_plane.native.receiver import fastest_receiver, native_receiver
-from data_plane.transport import tcp_messages
 from data_plane.transport.exchange import Term
 from data_plane.transport.futex import Word
 from data_plane.transport.segments import Segments
-from data_plane.transport.tcp_messages import ANNOUNCED, HEADER, put_header, shut, tune
-from data_plane.transport.tcp_receiver import receive_in_python
-from data_plane.transport.tcp_segment import TcpSegment
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.transport_processes import LIMITS, START_MS
+from data_plane.transport.tcp import messages as tcp_messages
+from data_plane.transport.tcp.messages import ANNOUNCED, HEADER, put_header, shut, tune
+from data_plane.transport.tcp.receiver import receive_in_python
+from data_plane.transport.tcp.segment import TcpSegment
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.transports.transport_processes import LIMITS, START_MS
 
 MEMORY_BYTES = 1 << 20
 DATA_OFFSET = 128

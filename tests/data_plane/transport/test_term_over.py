@@ -13,8 +13,8 @@ from data_plane.transport.exchange import Channel, Field, Term, TermOver
 from data_plane.transport.regions import TensorExchange
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
-from data_plane.transport.tcp_server import TcpSegmentServer
-from harness.transport_processes import LIMITS
+from data_plane.transport.tcp.server import TcpSegmentServer
+from harness.transports.transport_processes import LIMITS
 from nanocp.values.members import Peer
 
 LAYOUT = {Channel.DISPATCH: (Field("hidden", "float32", (4, 8)),)}

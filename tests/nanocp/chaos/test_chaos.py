@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from harness.judges import HashJudge
 from harness.paths import TESTS
-from nanocp.chaos.losses import PROCESS_KINDS
-from nanocp.chaos.report import claims_of
-from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
+from harness.services.judges import HashJudge
+from nanocp.cli.demo.chaos_run import NUM_CLIENTS, ChaosRun, play
+from nanocp.cli.demo.losses import PROCESS_KINDS
+from nanocp.cli.demo.report import claims_of
 
 SEED = 6
 SETTINGS = {"cluster.num_frames": 64, "cluster.max_model_len": 2048, "limits.tick_ms": 50}
 
 
 def chaos(fault, timeout_s=300.0, seconds=12.0, pauses_s=(1.0, 4.0), **more):
-    program = [sys.executable, str(TESTS / "harness" / "faulty_serve.py"), fault]
+    program = [sys.executable, str(TESTS / "nanocp/chaos/faulty_serve.py"), fault]
     run = ChaosRun(
         Path("no-checkpoint"),
         seconds=seconds,

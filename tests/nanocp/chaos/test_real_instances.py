@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from harness.native_cases import native
-from nanocp.chaos.judge import ReferenceJudge
-from nanocp.chaos.report import claims_of
-from nanocp.chaos.run import NUM_CLIENTS, ChaosRun, play
+from harness.kernels.native_cases import native
+from nanocp.cli.demo.chaos_run import NUM_CLIENTS, ChaosRun, play
+from nanocp.cli.demo.judge import ReferenceJudge
+from nanocp.cli.demo.report import claims_of
 
 
 @pytest.mark.system

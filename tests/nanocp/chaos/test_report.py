@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from data_plane.instance.sampler import sample_rows
-from harness.judges import CountingJudge
-from nanocp.chaos.judge import ReferenceJudge
-from nanocp.chaos.judge_beside import JudgeBeside
-from nanocp.chaos.load import Asked
-from nanocp.chaos.losses import KINDS, Loss, Losses
-from nanocp.chaos.report import claims_of, judged, pauses_by_kind, serving_share
+from harness.services.judges import CountingJudge
+from nanocp.cli.demo.judge import ReferenceJudge
+from nanocp.cli.demo.judge_beside import JudgeBeside
+from nanocp.cli.demo.load import Asked
+from nanocp.cli.demo.losses import KINDS, Loss, Losses
+from nanocp.cli.demo.report import claims_of, judged, pauses_by_kind, serving_share
 from nanocp.values.sampling import SamplingParams, penalized_prompt_ids
 
 SOUND = {

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from typer.testing import CliRunner
 
-from harness.hash_service import expected, hash_service
-from harness.serve_process import ENVIRONMENT, NANOCP, WAIT_S, until
+from harness.services.hash_service import expected, hash_service
+from harness.services.serve_process import ENVIRONMENT, NANOCP, WAIT_S, until
 from nanocp.cli.main import app
 
 

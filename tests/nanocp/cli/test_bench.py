@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
-from harness.hash_service import CONFIG, hash_service
+from harness.services.hash_service import CONFIG, hash_service
 from nanocp.bench import report
 from nanocp.bench.backends import OpenAIBackend, RequestOutput
 from nanocp.bench.dataset import SampleRequest

@@ -2,7 +2,7 @@
 
 import time
 
-from nanocp.cli.console import said
+from nanocp.cli.options.console import said
 
 
 def test_progress_is_said_without_a_terminal(capsys, monkeypatch):

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from harness.native_cases import native
+from harness.kernels.native_cases import native
 from harness.paths import ROOT
-from nanocp.cli.demo import serving
+from nanocp.cli.demo.demo import serving
 from nanocp.cli.main import app
 
 

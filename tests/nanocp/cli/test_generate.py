@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from harness.scripted_service import ScriptedService
-from nanocp.cli.generate import generate
+from harness.services.scripted_service import ScriptedService
+from nanocp.cli.ask.generate import generate
 from nanocp.client import Client
 from nanocp.wire.v1 import inference_pb2 as pb
 
@@ -212,7 +212,7 @@ def test_a_service_without_text_shows_ids(
 
 
 def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanocp.cli.generate import _printable
+    from nanocp.cli.ask.generate import _printable
 
     assert _printable("a\x1b[2J\n\tb") == "a\x1b[2J\n\tb"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -221,7 +221,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_command_imports_quickly() -> None:
     program = (
-        "import sys, nanocp.cli.generate; "
+        "import sys, nanocp.cli.ask.generate; "
         "assert not {'grpc', 'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

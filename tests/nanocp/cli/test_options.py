@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from data_plane.model.presets import PRESETS
+from nanocp.cli.checkpoint.make_checkpoint import Preset
 from nanocp.cli.main import app
-from nanocp.cli.make_checkpoint import Preset
-from nanocp.cli.options import FieldOptions, field_option, with_options
+from nanocp.cli.options.typed import FieldOptions, field_option, with_options
 from nanocp.config.field_docs import field_docs
 
 

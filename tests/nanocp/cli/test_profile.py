@@ -18,8 +18,8 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
 from nanocp.config.file import doubts_in, load_config
 from nanocp.config.whole import Config
-from nanocp.simulator.cluster_file import Costs, WireForm, load_cluster_file
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.costs.cluster_file import Costs, WireForm, load_cluster_file
+from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.fit.fit import (
     CONSTANTS,
     Fit,

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from nanocp.cli import seats
 from nanocp.cli.main import app
+from nanocp.cli.operate import seats
 
 NOW = {"serving": [0, 1, 2], "num_seats": 4}
 

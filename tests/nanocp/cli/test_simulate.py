@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from nanocp.cli.main import app
 from nanocp.cli.simulate.options import Scenario
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 
 FILE = load_cluster_file("h200x32-deepseek-v3")
@@ -266,7 +266,7 @@ def test_a_sweep_in_a_narrow_terminal_has_a_row_for_each_number(monkeypatch, cap
     numbers |= {"num_missed": 20, "rests_on_few": False}
     for width, is_turned in ((80, True), (110, False)):
         console = Console(width=width)
-        monkeypatch.setattr("nanocp.cli.console.output", lambda console=console: console)
+        monkeypatch.setattr("nanocp.cli.options.console.output", lambda console=console: console)
         _show(Scenario(), {"cost_aware": numbers, "uniform_cp:8": numbers | {"max_rate": 0.0}})
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= width and not any("…" in line for line in lines)

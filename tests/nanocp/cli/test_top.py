@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from control_plane.frontend.api_keys import OperatorKeys
+from control_plane.frontend.access.api_keys import OperatorKeys
 from control_plane.observe.status_server import StatusServer
 from nanocp.cli.main import app
 from nanocp.config.service import ServiceConfig
@@ -155,7 +155,7 @@ BUSY = SNAPSHOT | {
 @pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("snapshot", [SNAPSHOT, BUSY])
 def test_60_and_80_columns_are_enough(monkeypatch, columns, snapshot):
-    monkeypatch.setattr("nanocp.cli.top.fetch", lambda *_: snapshot)
+    monkeypatch.setattr("nanocp.cli.operate.top.fetch", lambda *_: snapshot)
     output = run("--once", columns=columns).stdout
     lines = output.splitlines()
     assert all(len(line.rstrip()) <= columns for line in lines) and "…" not in output
@@ -238,7 +238,7 @@ def test_an_absent_service_is_a_sentence():
     ids=["an engine", "whole", "recovers"],
 )
 def test_a_line_says_what_is_degraded(monkeypatch, snapshot, said, status):
-    monkeypatch.setattr("nanocp.cli.top.fetch", lambda *_: snapshot)
+    monkeypatch.setattr("nanocp.cli.operate.top.fetch", lambda *_: snapshot)
     done = CliRunner().invoke(app, ["status"])
     assert done.exit_code == status and done.stdout.startswith(said)
     assert len(done.stdout.splitlines()) == 1
@@ -253,7 +253,7 @@ def test_who_holds_the_memory_is_listed_with_short_requests_too(monkeypatch):
     """Those with the most pages first, and from 130 columns on with the client's id."""
     more = [request(100 + n, [[1, 1]], client_id=f"cmpl-{n}") for n in range(30)]
     full = SNAPSHOT | {"requests": [*SNAPSHOT["requests"], *more], "num_running": 40}
-    monkeypatch.setattr("nanocp.cli.top.fetch", lambda *_: full)
+    monkeypatch.setattr("nanocp.cli.operate.top.fetch", lambda *_: full)
     lines = run("--once", columns=140).stdout.splitlines()
     listed = [line.split()[1] for line in lines if " running " in line and ":" in line.split()[-1]]
     assert listed[:3] == ["3", "4", "100"] and len(listed) == 33

@@ -1,6 +1,6 @@
 """Every flag and variable of vLLM has an answer, and command lines for vLLM are read as vLLM does.
 
-tests/harness/vllm_names.json has the names of vLLM's own parsers and of its variables;
+tests/harness/vllm/vllm_names.json has the names of vLLM's own parsers and of its variables;
 tests/system/test_vllm_flags.py asks an installed vLLM for them.
 """
 
@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.paths import ROOT
-from harness.vllm_names import NAMES, options_of, unanswered
+from harness.vllm.vllm_names import NAMES, options_of, unanswered
 from nanocp.cli.main import app
-from nanocp.cli.vllm import sizes
-from nanocp.cli.vllm.flags import Reader, answers, said_of_environment
+from nanocp.cli.options.vllm_flags import Reader, answers, said_of_environment
+from nanocp.cli.serve.serve import vllm_sizes as sizes
 from nanocp.config.file import load_config
 from nanocp.config.whole import Config
 

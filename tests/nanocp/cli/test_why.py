@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from typer.testing import CliRunner
 
-from harness.hash_service import CONFIG, generate, hash_service, prompt
+from harness.services.hash_service import CONFIG, generate, hash_service, prompt
 from nanocp.cli.main import app
 from nanocp.client import Client
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from harness import sync_client
-from harness.scripted_service import CHUNKS, WAIT_S, ScriptedService
+from harness.services import sync_client
+from harness.services.scripted_service import CHUNKS, WAIT_S, ScriptedService
 from nanocp import client as nanocp_client
 from nanocp.client import AsyncClient, Client, ServiceError
 from nanocp.values.sampling import TokenLogprobs

@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.paths import ROOT
-from nanocp.batch.files import read_requests
 from nanocp.bench.dataset import DatasetOptions, sample_requests
+from nanocp.cli.ask.batch_files import read_requests
 from nanocp.cli.main import app
 from nanocp.files.inputs import readable
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
 from nanocp.simulator.loads.request_logs import read_log
 from nanocp.simulator.loads.workload import Workload
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.first_schedule import first_schedule
+from harness.overlap.first_schedule import first_schedule
 from nanocp.overlap import paper
 from nanocp.overlap.interference import COMPUTE, MEMORY, NETWORK
 from nanocp.overlap.layers import roofline_layer

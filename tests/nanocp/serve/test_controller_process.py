@@ -16,13 +16,13 @@ import pytest
 from control_plane.launchers.ray_actors import RayLauncher
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.shell.event_log import LogReader, digest, log_lines
-from data_plane.member.ray_actor import MemberActor
-from harness.engines import EngineProcess
-from harness.hash_model import NUM_EXPERTS
-from harness.hash_service import DEFAULT, ENVIRONMENT, expected, prompt, served
+from data_plane.programs.ray_actor import MemberActor
+from harness.hash_clusters.hash_model import NUM_EXPERTS
 from harness.paths import TESTS
-from harness.serve_process import NANOCP, descendants, is_running, seats, segments_of
-from harness.service_recovery import LENGTHS, SLOW, WAIT_S, until
+from harness.services.hash_service import DEFAULT, ENVIRONMENT, expected, prompt, served
+from harness.services.serve_process import NANOCP, descendants, is_running, seats, segments_of
+from harness.services.service_recovery import LENGTHS, SLOW, WAIT_S, until
+from harness.vllm.engines import EngineProcess
 from nanocp.client import Client
 from nanocp.config.prefill import PrefillConfig
 from nanocp.serve.free_ports import free_ports

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from control_plane.scheduler.windows.advances import Advances
 from data_plane.reference.oracle import Oracle
-from harness.hash_service import CONFIG, forked_service, shared_memory_of
 from harness.paths import ROOT
-from nanocp.cli.demo_prompts import SHORT_PROMPTS, long_prompt
+from harness.services.hash_service import CONFIG, forked_service, shared_memory_of
+from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig

@@ -11,8 +11,15 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from harness.hash_service import DEFAULT, expected, generate, hash_service, prompt, shared_memory_of
-from harness.service_recovery import (
+from harness.services.hash_service import (
+    DEFAULT,
+    expected,
+    generate,
+    hash_service,
+    prompt,
+    shared_memory_of,
+)
+from harness.services.service_recovery import (
     LENGTHS,
     SLOW,
     WAIT_S,

@@ -9,8 +9,8 @@ MODULES = (
     "nanocp.serve.service",
     "nanocp.serve.front_end_process",
     "nanocp.serve.supervisor",
-    "nanocp.cli.controller_process",
-    "data_plane.member.process",
+    "nanocp.cli.serve.controller_process",
+    "data_plane.programs.process",
 )
 
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from harness.hash_service import prompt
-from harness.serve_process import SMALL, Serve, Stream, until
-from nanocp.cli.serve import _on_signals as on_signals
+from harness.services.hash_service import prompt
+from harness.services.serve_process import SMALL, Serve, Stream, until
+from nanocp.cli.serve.serve import _on_signals as on_signals
 from nanocp.client import Client
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

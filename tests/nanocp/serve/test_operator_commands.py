@@ -11,14 +11,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from harness.hash_service import CONFIG, hash_service, prompt
+from harness.services.hash_service import CONFIG, hash_service, prompt
 from nanocp import logs
 from nanocp.cli.main import app
 from nanocp.client import Aborted, Client, ServiceError
 from nanocp.config.file import load_config
 
 LONG = 1700
-SLOW = "harness.hash_members:build_slow"
+SLOW = "harness.services.hash_members:build_slow"
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import openai
 import pytest
 import typer.testing
 
-from harness.hash_service import forked_service, shared_memory_of
-from harness.prompt_logprobs import assert_logprobs
+from harness.exact.prompt_logprobs import assert_logprobs
+from harness.services.hash_service import forked_service, shared_memory_of
 from nanocp.cli.main import app
 from nanocp.client import Client
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
@@ -204,7 +204,7 @@ def test_what_breaks_in_the_middle_of_a_copy_of_kv_costs_no_token(
         data_plane=DataPlaneConfig(exchange_backend="tcp"),
         pipeline=replace(CONFIG.pipeline, copy_ahead=copy_ahead),
     )
-    factory = f"harness.cut_stages:{breaks}"
+    factory = f"tests.nanocp.serve.cut_stages:{breaks}"
     with (
         pipeline_service(tiny_checkpoint, config, instance_factory=factory) as service,
         ThreadPoolExecutor(4) as pool,

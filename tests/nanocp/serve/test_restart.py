@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from harness.hash_service import expected, prompt
 from harness.paths import ROOT
-from harness.serve_process import SMALL, Serve
+from harness.services.hash_service import expected, prompt
+from harness.services.serve_process import SMALL, Serve
 
 NUM_TOKENS = 40
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from typer.testing import CliRunner
 
-from harness.hash_service import expected, prompt
-from harness.serve_process import SMALL, WAIT_S, Serve, Stream, seats, status_of, until
-from nanocp.chaos.judge import ReferenceJudge
+from harness.services.hash_service import expected, prompt
+from harness.services.serve_process import SMALL, WAIT_S, Serve, Stream, seats, status_of, until
+from nanocp.cli.demo.judge import ReferenceJudge
 from nanocp.cli.main import app
 from nanocp.client import Client
 from nanocp.serve.process import serving

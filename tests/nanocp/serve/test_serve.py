@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from control_plane.launchers.ray_actors import RayLauncher, _describe_ray_error
-from harness.hash_service import expected, generate, prompt
 from harness.paths import ROOT
-from harness.serve_process import (
+from harness.services.hash_service import expected, generate, prompt
+from harness.services.serve_process import (
     ENVIRONMENT,
     IDLE_WAKES_PER_S,
     NANOCP,
@@ -31,7 +31,7 @@ from harness.serve_process import (
     until,
     wakes_and_cpu_s,
 )
-from nanocp.cli.serve import _start, _warn_of_open_ports
+from nanocp.cli.serve.serve import _start, _warn_of_open_ports
 from nanocp.config.service import ServiceConfig
 from nanocp.values.members import PREFILL, Member
 
@@ -332,7 +332,8 @@ def test_help_imports_nothing_heavy():
 def test_processes_without_a_model_import_nothing_heavy():
     """The suite starts some hundreds of them."""
     program = (
-        "import sys, data_plane.member.process, harness.hash_members, harness.transport_processes\n"
+        "import sys, data_plane.programs.process\n"
+        "import harness.services.hash_members, harness.transports.transport_processes\n"
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=ENVIRONMENT)

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from control_plane.coordinator.members.start import StartError
-from harness.engines import EngineProcess, free_port
-from harness.hash_service import CONFIG, expected, generate, hash_service, prompt
-from harness.member_fakes import until
+from harness.members.member_fakes import until
+from harness.services.hash_service import CONFIG, expected, generate, hash_service, prompt
+from harness.vllm.engines import EngineProcess, free_port
 from nanocp.client import ServiceError
 from nanocp.config.prefill import PrefillConfig
 from nanocp.values.members import PREFILL, Member

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from harness.hash_service import expected, generate, prompt
-from harness.serve_process import (
+from harness.services.hash_service import expected, generate, prompt
+from harness.services.serve_process import (
     Serve,
     Stream,
     assert_nothing_is_left,

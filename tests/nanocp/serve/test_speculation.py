@@ -7,10 +7,10 @@ import openai
 from tokenizers import Tokenizer
 
 from data_plane.reference.oracle import Oracle
-from harness.hash_service import CONFIG, forked_service
-from harness.member_fakes import until
+from harness.members.member_fakes import until
 from harness.paths import ROOT
-from nanocp.cli.demo_prompts import SHORT_PROMPTS, long_prompt
+from harness.services.hash_service import CONFIG, forked_service
+from nanocp.cli.demo.prompts import SHORT_PROMPTS, long_prompt
 from nanocp.client import Client
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.speculative import EXAMPLE, num_drafts_of

@@ -12,8 +12,8 @@ import pytest
 
 from data_plane.model.make_checkpoint import make_checkpoint
 from data_plane.reference.oracle import Oracle
-from harness.hash_service import process_launcher, shared_memory_of
-from harness.prompt_logprobs import assert_logprobs
+from harness.exact.prompt_logprobs import assert_logprobs
+from harness.services.hash_service import process_launcher, shared_memory_of
 from nanocp.client import Client
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig

@@ -11,8 +11,8 @@ from multiprocessing.connection import Pipe as new_pipe
 import pytest
 
 from control_plane.launchers.processes import ProcessLauncher
-from harness.hash_service import CONFIG, served
-from harness.service_recovery import until
+from harness.services.hash_service import CONFIG, served
+from harness.services.service_recovery import until
 from nanocp.serve import supervisor as module
 from nanocp.serve.launcher_pipe import LauncherHost, Pipe, PipedLauncher
 from nanocp.serve.supervisor import Supervisor

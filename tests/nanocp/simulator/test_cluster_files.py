@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file, shipped_names
-from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file, shipped_names
+from nanocp.simulator.costs.cost import CostModel, Loads
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from nanocp.config.cost import CostConfig
 from nanocp.config.data_plane import DataPlaneConfig
-from nanocp.simulator.cluster_file import WireForm, load_cluster_file
-from nanocp.simulator.cost import CostModel, Loads, profile_cp_degrees
+from nanocp.simulator.costs.cluster_file import WireForm, load_cluster_file
+from nanocp.simulator.costs.cost import CostModel, Loads, profile_cp_degrees
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.trial import Trial
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from control_plane.scheduler.invariants import check
-from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel, Loads
+from nanocp.simulator.costs.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cost import CostModel, Loads
 from nanocp.simulator.drafted_rows import Speculation, come
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Run

@@ -15,8 +15,8 @@ from control_plane.scheduler.scheduler import Scheduler
 from nanocp.cli.main import app
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.costs.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run

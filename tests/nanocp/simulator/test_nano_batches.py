@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.first_schedule import first_schedule
+from harness.overlap.first_schedule import first_schedule
 from nanocp.overlap.interference import MEMORY, NETWORK
 from nanocp.overlap.schedule import violations
 from nanocp.overlap.search import sequence
-from nanocp.simulator import nano_batches
-from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel, LayerTime, Loads, StepTime
+from nanocp.simulator.costs import nano_batches
+from nanocp.simulator.costs.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cost import CostModel, LayerTime, Loads, StepTime
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import FLUID, Mechanisms, make_simulation

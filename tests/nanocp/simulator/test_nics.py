@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.nics import Nics
 
 FILE = load_cluster_file("h200x32-deepseek-v3")

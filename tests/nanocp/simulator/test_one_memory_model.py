@@ -11,7 +11,7 @@ from data_plane.startup.memory_need import memory_need
 from harness.paths import TESTS
 from nanocp.cli.plan.memory import DEVICES
 from nanocp.config.whole import Config
-from nanocp.simulator.cluster_file import load_cluster_file, shipped_names
+from nanocp.simulator.costs.cluster_file import load_cluster_file, shipped_names
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 

@@ -14,8 +14,8 @@ from matplotlib.transforms import Bbox
 from typer.testing import CliRunner
 
 from nanocp.cli.main import app
-from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import LayerTime, Loads, StepTime
+from nanocp.simulator.costs.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cost import LayerTime, Loads, StepTime
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Run, Slo

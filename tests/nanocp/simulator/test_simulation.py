@@ -7,11 +7,11 @@ import pytest
 
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.state.request import State
-from harness.followed_tables import follow
+from harness.hash_clusters.followed_tables import follow
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.costs.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.outcome import Recorder, Run, Slo, percentile

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import measure_us_at
 from nanocp.simulator.trial import Trial

@@ -11,13 +11,13 @@ from typing import get_args, get_type_hints
 import pytest
 import typer
 
-from control_plane.frontend.api_keys import ApiKeys
+from control_plane.frontend.access.api_keys import ApiKeys
 from control_plane.frontend.client_request import NOWHERE, ClientRequest
 from control_plane.frontend.grpc.servicers import _client_request
-from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.client_requests import chat_request, completion_requests
 from control_plane.frontend.http.protocol import ChatRequest, CompletionRequest
 from control_plane.frontend.http.served_model import ServedModel
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
 from control_plane.frontend.validation import ModelLimits, validated
 from harness.paths import ROOT
 from nanocp.cli.main import app

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.frontend.controller_interface import Submission
 from control_plane.frontend.remote import messages
+from control_plane.ports.controller_interface import Submission
 from nanocp.values import commands, members
 from nanocp.values import plan as p
 from nanocp.values import table_changes as t

@@ -4,9 +4,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from control_plane.coordinator.flights.pipeline import PipelineFlights
-from control_plane.frontend.controller_interface import Submission
-from control_plane.observe.stage_metrics import StageMetrics
-from nanocp.cli.top import _stages
+from control_plane.observe.metrics.stages import StageMetrics
+from control_plane.ports.controller_interface import Submission
+from nanocp.cli.operate.top import _stages
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.passes import PassesConfig
 from nanocp.config.whole import Config

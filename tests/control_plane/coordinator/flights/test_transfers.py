@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from control_plane.coordinator.flights.transfers import Transfers, cached_tokens
-from control_plane.frontend.controller_interface import Submission
+from control_plane.ports.controller_interface import Submission
 from nanocp.values.commands import CancelPrefill, PagesArrived, PrefillRequest
 from nanocp.values.members import PREFILL
 from nanocp.values.offload import Fetch, StoredPage

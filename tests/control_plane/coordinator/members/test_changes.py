@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.coordinator.members.output import KillProcess, StartProcess
-from harness.member_cluster import FIRST, SECOND, running
+from harness.members.member_cluster import FIRST, SECOND, running
 from nanocp.values.commands import Shutdown
 from nanocp.values.members import Left
 from nanocp.values.plan import SeatsWanted

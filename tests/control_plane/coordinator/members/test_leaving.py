@@ -2,7 +2,7 @@
 
 from control_plane.coordinator.members import replacements
 from control_plane.coordinator.members.output import KillProcess
-from harness.member_cluster import FIRST, SECOND, Cluster, running
+from harness.members.member_cluster import FIRST, SECOND, Cluster, running
 from nanocp.values.commands import Shutdown
 from nanocp.values.members import PREFILL
 

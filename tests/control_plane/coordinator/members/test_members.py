@@ -8,7 +8,7 @@ from control_plane.coordinator.members import replacements
 from control_plane.coordinator.members.heartbeats import TICKS
 from control_plane.coordinator.members.output import KillProcess, PrefillArrived, PrefillLost
 from control_plane.coordinator.members.start import StartError
-from harness.member_cluster import FIRST, LIMITS, NO_RECOVERY, SECOND, Cluster, running
+from harness.members.member_cluster import FIRST, LIMITS, NO_RECOVERY, SECOND, Cluster, running
 from nanocp.config.limits import LimitsConfig
 from nanocp.values.commands import Join, Leave, RefusePages
 from nanocp.values.members import PREFILL, Beat, Left, Member, Ready, Suspect

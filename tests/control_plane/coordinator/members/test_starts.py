@@ -5,13 +5,19 @@ from dataclasses import replace
 import pytest
 
 from control_plane.coordinator.members.start import StartError
-from harness.hash_service import CONFIG, forked_service, process_launcher, served, shared_memory_of
+from harness.services.hash_service import (
+    CONFIG,
+    forked_service,
+    process_launcher,
+    served,
+    shared_memory_of,
+)
 from nanocp.serve.service import Service
 from nanocp.values.members import PREFILL, Member
 
 
 def test_an_instance_that_cannot_start_says_why_in_its_own_words():
-    service = forked_service(CONFIG, served("harness.hash_members:build_dying"))
+    service = forked_service(CONFIG, served("harness.services.hash_members:build_dying"))
     try:
         with pytest.raises(
             StartError, match="instance 1: layer 3 of the checkpoint is made of cheese"

@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.coordinator.members.start import StartError
-from harness.member_cluster import FIRST, SECOND, Cluster, running
+from harness.members.member_cluster import FIRST, SECOND, Cluster, running
 from nanocp.values.commands import Join
 from nanocp.values.members import PREFILL, Beat, Left
 from nanocp.values.plan import TargetRun, TookOver

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.frontend_fakes import Service, running
+from harness.services.frontend_fakes import Service, running
 
 
 @pytest.fixture(scope="module")

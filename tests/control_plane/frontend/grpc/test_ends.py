@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from control_plane.frontend.grpc import servicers
-from harness.frontend_fakes import Service, make_config, running
+from harness.services.frontend_fakes import Service, make_config, running
 from nanocp.client import (
     Aborted,
     Client,

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from control_plane.frontend.validation import ModelLimits
-from harness.frontend_fakes import TOKENIZER, Service, running
+from harness.services.frontend_fakes import TOKENIZER, Service, running
 from nanocp.client import InvalidArgument
 from nanocp.values.plan import Ended, FinishReason, Placement
 from nanocp.values.sampling import Token, TokenBatch, TokenLogprobs

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from openai import OpenAI
 
-from harness.frontend_fakes import Service, running
-from harness.openai_service import MODEL, client_of
+from harness.services.frontend_fakes import Service, running
+from harness.services.openai_service import MODEL, client_of
 
 
 @pytest.fixture(scope="module")

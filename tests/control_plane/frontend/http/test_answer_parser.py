@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.frontend.http.answer_parser import (
+from control_plane.frontend.http.tools.answer_parser import (
     AnswerParser,
     AnswerPart,
     CallContext,
     PartKind,
 )
-from control_plane.frontend.http.call_forms import CALL_FORMS
-from control_plane.frontend.http.forced_calls import ForcedCallsParser
-from harness.nested_calls import play
+from control_plane.frontend.http.tools.call_forms import CALL_FORMS
+from control_plane.frontend.http.tools.forced_calls import ForcedCallsParser
+from harness.services.nested_calls import play
 
 ARGUMENTS = {"city": "Köln", "days": 3, "deep": {"a": [1, None]}}
 WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)

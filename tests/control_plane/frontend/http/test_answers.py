@@ -16,8 +16,16 @@ import pytest
 from openai import OpenAI
 
 from control_plane.frontend.http.served_model import open_model
-from harness.frontend_fakes import LIMITS, TOKENIZER, Service, running
-from harness.openai_service import HELLO, LENGTH, MODEL, STOP, client_of, deliver, deliver_logprobs
+from harness.services.frontend_fakes import LIMITS, TOKENIZER, Service, running
+from harness.services.openai_service import (
+    HELLO,
+    LENGTH,
+    MODEL,
+    STOP,
+    client_of,
+    deliver,
+    deliver_logprobs,
+)
 from harness.waits import WAIT_S
 from nanocp.values.plan import Placement
 from nanocp.wire.rows import decode_row_input

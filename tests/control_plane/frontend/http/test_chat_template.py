@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from control_plane.frontend.http.chat_template import ChatTemplate, load_chat_template
-from harness.frontend_fakes import TOKENIZER
+from control_plane.frontend.http.tools.chat_template import ChatTemplate, load_chat_template
 from harness.paths import ROOT
+from harness.services.frontend_fakes import TOKENIZER
 
 # In the manner of DeepSeek-V3's and of Kimi-K2's: namespaces, tools, refusals, trimming, JSON.
 TURNS = """{%- set ns = namespace(system='') -%}
@@ -144,7 +144,7 @@ def test_special_tokens_are_those_of_both_files(
 
 def test_rendering_brings_no_torch() -> None:
     program = (
-        "import sys; from control_plane.frontend.http.chat_template import ChatTemplate\n"
+        "import sys; from control_plane.frontend.http.tools.chat_template import ChatTemplate\n"
         "assert ChatTemplate('{{ messages[0].role }}', {}).render([{'role': 'user'}]) == 'user'\n"
         "assert 'torch' not in sys.modules and 'transformers' in sys.modules"
     )

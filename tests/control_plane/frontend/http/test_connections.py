@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from harness.frontend_fakes import Service, make_config, running
-from harness.openai_service import HELLO, LENGTH, MODEL, connection, deliver
+from harness.services.frontend_fakes import Service, make_config, running
+from harness.services.openai_service import HELLO, LENGTH, MODEL, connection, deliver
 from harness.waits import WAIT_S
 from nanocp.client import Client, NotFound
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from control_plane.frontend.http.chat_template import ChatTemplate
-from control_plane.frontend.http.conversation import conversation
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.protocol import Message
-from control_plane.frontend.http.template_habits import habits_of
-from harness.call_templates import FORMS, TOOLS, asked, call
-from harness.frontend_fakes import TOKENIZER
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from control_plane.frontend.http.tools.conversation import conversation
+from control_plane.frontend.http.tools.template_habits import habits_of
+from harness.services.frontend_fakes import TOKENIZER
+from harness.vllm.call_templates import FORMS, TOOLS, asked, call
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = {name: ChatTemplate(source, TOKENS) for name, (source, _) in FORMS.items()}

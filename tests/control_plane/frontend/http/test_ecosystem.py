@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from control_plane.frontend.http.served_model import ServedModel
-from harness.frontend_fakes import LIMITS, Service, make_config, running
-from harness.hash_service import CONFIG, hash_service, prompt
+from harness.services.frontend_fakes import LIMITS, Service, make_config, running
+from harness.services.hash_service import CONFIG, hash_service, prompt
 
 MODEL = ServedModel("tiny", "checkpoints/tiny")
 ORIGIN = "https://chat.example"

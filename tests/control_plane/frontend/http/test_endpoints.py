@@ -15,8 +15,8 @@ import pytest
 from openai import OpenAI
 
 from control_plane.frontend.http import server
-from harness.frontend_fakes import LIMITS, TOKENIZER, Service, make_config, running
-from harness.openai_service import HELLO, MODEL, address_of, client_of, connection, send
+from harness.services.frontend_fakes import LIMITS, TOKENIZER, Service, make_config, running
+from harness.services.openai_service import HELLO, MODEL, address_of, client_of, connection, send
 from harness.waits import WAIT_S
 from nanocp.values.plan import Ended, FinishReason
 from nanocp.values.sampling import Token, TokenLogprobs

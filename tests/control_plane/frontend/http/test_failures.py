@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from control_plane.frontend.http.chat import ChatWriter
-from control_plane.frontend.http.completions import CompletionWriter, TextOffsets
-from control_plane.frontend.http.token_names import TokenNames
-from harness.frontend_fakes import TOKENIZER, Service, make_config, running
-from harness.openai_service import HELLO, MODEL, connection, deliver
+from control_plane.frontend.http.answers.chat import ChatWriter
+from control_plane.frontend.http.answers.completions import CompletionWriter, TextOffsets
+from control_plane.frontend.http.answers.token_names import TokenNames
+from harness.services.frontend_fakes import TOKENIZER, Service, make_config, running
+from harness.services.openai_service import HELLO, MODEL, connection, deliver
 from harness.waits import WAIT_S
-from nanocp.batch.files import read_requests
+from nanocp.cli.ask.batch_files import read_requests
 
 ORIGIN = {"Origin": "https://page.example", "X-Request-Id": "mine"}
 

@@ -13,7 +13,6 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from control_plane.frontend.client_request import NOWHERE
-from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.client_requests import (
     chat_prompt,
     chat_request,
@@ -27,9 +26,10 @@ from control_plane.frontend.http.protocol import (
     TokenizeChatRequest,
 )
 from control_plane.frontend.http.served_model import ServedModel
-from harness.frontend_fakes import Service
-from harness.openai_service import MODEL
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
 from harness.paths import ROOT
+from harness.services.frontend_fakes import Service
+from harness.services.openai_service import MODEL
 
 # The request models of vLLM 0.33.0 (vllm/entrypoints/openai/*/protocol.py), names only. Those of
 # 0.32.0 are the same without return_weight_versions.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from harness.frontend_fakes import TOKENIZER, Service
-from harness.openai_service import HELLO, LENGTH, deliver_logprobs
+from harness.services.frontend_fakes import TOKENIZER, Service
+from harness.services.openai_service import HELLO, LENGTH, deliver_logprobs
 from harness.waits import WAIT_S
 from nanocp.values.sampling import Token, TokenLogprobs
 

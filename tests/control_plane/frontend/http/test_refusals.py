@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from control_plane.frontend.http import protocol
-from harness.frontend_fakes import Service
 from harness.paths import ROOT
+from harness.services.frontend_fakes import Service
 
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {}, 400, "prompt", "prompt is absent; it is required"),

@@ -16,12 +16,12 @@ import schemathesis
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
-from control_plane.frontend.tokenizer import load_tokenizer
+from control_plane.frontend.text.tokenizer import load_tokenizer
 from control_plane.frontend.validation import ModelLimits
-from harness.frontend_fakes import TOKENIZER
-from harness.hash_members import WORDY
-from harness.hash_service import CONFIG, forked_service
-from harness.serve_process import Serve
+from harness.services.frontend_fakes import TOKENIZER
+from harness.services.hash_members import WORDY
+from harness.services.hash_service import CONFIG, forked_service
+from harness.services.serve_process import Serve
 from nanocp.config.cluster import ClusterConfig
 from nanocp.serve.service import Served, open_checkpoint
 from nanocp.values.sampling import SamplingParams
@@ -50,8 +50,8 @@ def service(folder):
         limits,
         load_tokenizer(folder),
         folder,
-        "harness.hash_members:build_wordy",
-        "harness.hash_members:build_prefill",
+        "harness.services.hash_members:build_wordy",
+        "harness.services.hash_members:build_prefill",
     )
     config = replace(CONFIG, service=replace(CONFIG.service, served_model_name="wordy"))
     service = forked_service(config, served)

@@ -12,17 +12,22 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from control_plane.frontend.client_request import ClientRequest, Reasoning
-from control_plane.frontend.constraint import constraint_of
-from control_plane.frontend.http.answer_parser import THINK, AnswerParser, CallContext, PartKind
-from control_plane.frontend.http.call_forms import CALL_FORMS
-from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.errors import ApiError
 from control_plane.frontend.http.served_model import ServedModel
-from control_plane.frontend.http.strict_calls import strict_calls
-from control_plane.frontend.http.tool_schemas import property_of, types_of
+from control_plane.frontend.http.tools.answer_parser import (
+    THINK,
+    AnswerParser,
+    CallContext,
+    PartKind,
+)
+from control_plane.frontend.http.tools.call_forms import CALL_FORMS
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from control_plane.frontend.http.tools.strict_calls import strict_calls
+from control_plane.frontend.http.tools.tool_schemas import property_of, types_of
+from control_plane.frontend.text.constraint import constraint_of
 from data_plane.instance.grammar import GrammarMasks, MaskedRow
 from data_plane.instance.sampler import RowMasks, sample_rows
-from harness.frontend_fakes import TOKENIZER, running
+from harness.services.frontend_fakes import TOKENIZER, running
 from nanocp.values.plan import FinishReason
 from nanocp.values.sampling import SamplingParams
 from nanocp.wire.rows import decode_row_input

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
-from harness.constraints import SCHEMA
-from harness.frontend_fakes import Service, running
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from harness.services.frontend_fakes import Service, running
+from harness.vllm.constraints import SCHEMA
 from nanocp.values.plan import FinishReason
 from nanocp.wire.rows import decode_row_input
 

@@ -14,10 +14,10 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from control_plane.frontend.http.call_forms import CALL_FORMS
-from control_plane.frontend.http.chat_template import ChatTemplate
 from control_plane.frontend.http.served_model import ServedModel
-from harness.frontend_fakes import TOKENIZER, Service, running
+from control_plane.frontend.http.tools.call_forms import CALL_FORMS
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from harness.services.frontend_fakes import TOKENIZER, Service, running
 from nanocp.config.service import TOOL_CALL_PARSERS
 from nanocp.values.plan import FinishReason
 from nanocp.wire.rows import decode_row_input

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from harness.frontend_fakes import Service
-from harness.openai_service import connection, deliver
+from harness.services.frontend_fakes import Service
+from harness.services.openai_service import connection, deliver
 from harness.waits import WAIT_S
 
 BODY = json.dumps({"prompt": [5], "max_tokens": 1}).encode()

@@ -7,7 +7,7 @@ import pytest
 from control_plane.scheduler.invariants import check
 from control_plane.scheduler.policies.registry import make_policy
 from control_plane.scheduler.scheduler import Scheduler
-from harness import hash_cluster
+from harness.hash_clusters import hash_cluster
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import Arrival

@@ -12,8 +12,8 @@ from control_plane.scheduler.state.cluster_state import ClusterState
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.simulator.cluster_file import load_cluster_file
-from nanocp.simulator.cost import CostModel
+from nanocp.simulator.costs.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cost import CostModel
 from nanocp.values.plan import Arrival
 
 TWO_NODES = ClusterConfig(

@@ -10,7 +10,7 @@ from control_plane.scheduler.scheduler import Scheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
-from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Run
 from nanocp.simulator.simulation import make_simulation

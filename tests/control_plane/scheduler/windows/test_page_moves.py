@@ -4,7 +4,7 @@ import pytest
 
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.state.request import State
-from harness.followed_tables import FollowedScheduler
+from harness.hash_clusters.followed_tables import FollowedScheduler
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import (

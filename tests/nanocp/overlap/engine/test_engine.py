@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
+from harness.overlap.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
 from nanocp.overlap.engine.backend import overlap_backend
 from nanocp.overlap.engine.engine import Forward
 from nanocp.overlap.ops import SplitFunc

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.utils._pytree import tree_leaves
 
-from harness.overlap_models import compiled
+from harness.overlap.overlap_models import compiled
 from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.orders import NanoFlow
 

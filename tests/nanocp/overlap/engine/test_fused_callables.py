@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
+from harness.overlap.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
 from nanocp.overlap.ops import SplitModule
 from nanocp.overlap.policies.orders import Comet, Flux, NanoFlow, TokenWeave
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from harness.overlap_models import recorded
+from harness.overlap.overlap_models import recorded
 from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.ops import SplitFunc, SplitModule
 from nanocp.overlap.policies.orders import NETWORK, NanoFlow

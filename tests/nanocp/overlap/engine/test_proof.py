@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from harness.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
+from harness.overlap.overlap_models import LINEARS, WIDTH, Chain, compiled, recorded
 from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.engine.comparison import difference
 from nanocp.overlap.ops import SplitFunc

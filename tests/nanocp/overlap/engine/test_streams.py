@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data_plane.graph.cuda_graphs import CudaGraphs
-from harness.cuda_stand_in import Cuda
-from harness.overlap_models import recorded
+from harness.gpu_stand_ins.cuda_stand_in import Cuda
+from harness.overlap.overlap_models import recorded
 from nanocp.overlap.engine import engine as engines
 from nanocp.overlap.engine.backend import overlap
 from nanocp.overlap.engine.streams import CudaStreams, green_context, streams_of

@@ -19,7 +19,7 @@ from nanocp.simulator.analyser.analysis import (
     analyse,
     changed_costs,
 )
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
 from nanocp.simulator.loads.request_logs import read_log
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Slo

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from nanocp.cli.main import app
 from nanocp.simulator.analyser import groups
 from nanocp.simulator.analyser.groups import all_sustained, play_groups
-from nanocp.simulator.cluster_file import load_cluster_file
+from nanocp.simulator.costs.cluster_file import load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.loads.workload_request import WorkloadRequest
 from nanocp.simulator.trial import Trial

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from nanocp.simulator.analyser.size import size, sizes
-from nanocp.simulator.cluster_file import SHIPPED, load_cluster_file
+from nanocp.simulator.costs.cluster_file import SHIPPED, load_cluster_file
 from nanocp.simulator.loads.workload import Workload
 from nanocp.simulator.outcome import Slo
 from nanocp.simulator.trial import Trial

@@ -1,0 +1,93 @@
+"""A conversation as chat templates read it, whatever form its client gave it.
+
+Enters: messages of a request. Leaves: messages of the template's, or an ApiError that names one.
+Does not know: what a template makes of them, tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from control_plane.frontend.http.errors import ApiError
+from control_plane.frontend.http.protocol import Message, TextPart
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+from control_plane.frontend.http.tools.template_habits import habits_of
+
+
+def conversation(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+    """The messages for this template. Raises ApiError."""
+    return [_message(message, number, template) for number, message in enumerate(messages)]
+
+
+def earlier_calls(message: Message) -> list[Any]:
+    """The calls of a message."""
+    calls = (message.model_extra or {}).get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def _message(message: Message, number: int, template: ChatTemplate) -> dict[str, Any]:
+    habits = habits_of(template)
+    # Most templates handle an absent field, and few one that is null.
+    fields = {name: value for name, value in message.model_dump().items() if value is not None}
+    if message.role == "developer" and not habits.knows_developer:
+        fields["role"] = "system"
+    if isinstance(message.content, list):
+        parts = [_text_part(part, message.role, number) for part in message.content]
+        takes_parts = fields["role"] in habits.roles_with_parts
+        fields["content"] = parts if takes_parts else "\n".join(part["text"] for part in parts)
+    elif message.content is None:
+        fields["content"] = habits.no_content
+    if isinstance(fields.get("reasoning"), str):
+        fields.setdefault("reasoning_content", fields["reasoning"])
+    fields.pop("tool_calls", None)
+    if calls := earlier_calls(message):
+        fields["tool_calls"] = [
+            _call(call, f"messages.{number}.tool_calls", index, habits.takes_text)
+            for index, call in enumerate(calls)
+        ]
+    return fields
+
+
+def _text_part(part: TextPart, role: str, number: int) -> dict[str, str]:
+    field = f"messages.{number}.content"
+    kinds = {"text": part.text} | ({"refusal": part.refusal} if role == "assistant" else {})
+    if part.type not in kinds:
+        raise ApiError(
+            f"{field} has a part of type {part.type!r:.60}; only {' and '.join(kinds)} parts are "
+            "supported",
+            field,
+        )
+    text = kinds[part.type]
+    if text is None:
+        raise ApiError(
+            f"{field} has a part of type {part.type!r} without {part.type}; it must be a text",
+            field,
+        )
+    return {"type": "text", "text": text}
+
+
+def _call(call: Any, field: str, index: int, takes_text: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(
+            f"{field}.{index} is no call; it must be "
+            '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}',
+            field,
+        )
+    arguments = _arguments(function.get("arguments"), takes_text)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(sent: Any, takes_text: bool) -> dict[str, Any] | str:
+    """The arguments of an earlier call. What is no object stands for none."""
+    try:
+        value = json.loads(sent) if isinstance(sent, str) else sent
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        value = {}
+    elif takes_text and isinstance(sent, str):
+        return sent.strip()
+    return json.dumps(value, ensure_ascii=False) if takes_text else value

@@ -1,0 +1,120 @@
+"""What a chat template makes of a conversation, seen in what it renders.
+
+Enters: a template. Leaves: its habits. Does not know: requests, tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from control_plane.frontend.http.tools.answer_parser import AnswerParser, CallContext
+from control_plane.frontend.http.tools.call_forms import CALL_FORMS
+from control_plane.frontend.http.tools.chat_template import ChatTemplate
+
+_ARGUMENTS = {"city": "Ulm", "days": 3}
+_NAME = "probe_weather"
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": _NAME, "description": "Weather.", "parameters": _PARAMETERS},
+}
+_ID = f"functions.{_NAME}:0"
+_USER = {"role": "user", "content": "Where?"}
+_RESULT = {"role": "tool", "tool_call_id": _ID, "name": _NAME}
+_SHOWN = ("first-probe", "second-probe")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateHabits:
+    """How a template reads messages, and how it writes what stands in them."""
+
+    call_form: str
+    """The form of CALL_FORMS that reads the calls which the template writes; empty: none does."""
+    no_content: str | None
+    """The content of a message that has none."""
+    takes_text: bool
+    """Whether it takes the arguments of a call as the text of JSON, and not as an object."""
+    knows_developer: bool
+    """Whether it has a place for messages of the role developer."""
+    roles_with_parts: frozenset[str]
+    """Roles whose content it takes in parts."""
+
+
+@lru_cache(maxsize=16)
+def habits_of(template: ChatTemplate) -> TemplateHabits:
+    """The template's habits. The first time it renders a few short conversations."""
+    call_form, no_content, takes_text = next(_ways(template), ("", "", _needs_text(template)))
+    developer = [{"role": "developer", "content": _SHOWN[0]}, _USER]
+    return TemplateHabits(
+        call_form,
+        no_content,
+        takes_text,
+        "developer" in template.source and _SHOWN[0] in _rendered(template, developer),
+        frozenset(role for role in _ROLES if _takes_parts(template, role, takes_text)),
+    )
+
+
+def _ways(template: ChatTemplate) -> Iterator[tuple[str, str | None, bool]]:
+    """Ways to give the template a call so that what it writes is read as that call.
+
+    Each is (form, content of the message, whether the arguments are a text), the usual ones first.
+    """
+    for takes_text, no_content in product((False, True), ("", None)):
+        text = _rendered(template, _with_call(no_content, takes_text))
+        for name, form in CALL_FORMS.items():
+            # Instructions before the call may show one that does not end.
+            for found in re.finditer("|".join(map(re.escape, form.begins)), text):
+                parser = AnswerParser(CallContext(form, {_NAME: _PARAMETERS}))
+                parts = parser.feed(text[found.start() :]) + parser.finish()
+                calls = [one.call for one in parts if one.call and one.call.name == _NAME]
+                if any(json.loads(call.arguments) == _ARGUMENTS for call in calls):
+                    yield name, no_content, takes_text
+
+
+def _needs_text(template: ChatTemplate) -> bool:
+    """Whether a template whose form is not known refuses an object, or prints it as Python does."""
+    text = _rendered(template, _with_call("", False))
+    return (not text or str(_ARGUMENTS) in text) and bool(_rendered(template, _with_call("", True)))
+
+
+def _with_call(content: str | None, takes_text: bool) -> list[dict[str, Any]]:
+    arguments = json.dumps(_ARGUMENTS) if takes_text else _ARGUMENTS
+    function = {"name": _NAME, "arguments": arguments}
+    call = {"id": _ID, "type": "function", "function": function}
+    asked = {"role": "assistant", "content": content, "tool_calls": [call]}
+    return [_USER, asked, {**_RESULT, "content": "Rain."}]
+
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def _takes_parts(template: ChatTemplate, role: str, takes_text: bool) -> bool:
+    parts = [{"type": "text", "text": text} for text in _SHOWN]
+    message = {"role": role, "content": parts}
+    messages: dict[str, list[dict[str, Any]]] = {
+        "system": [message, _USER],
+        "user": [message],
+        "assistant": [_USER, message, _USER],
+        "tool": [*_with_call("", takes_text)[:-1], {**_RESULT, "content": parts}],
+    }
+    text = _rendered(template, messages[role])
+    # Parts that are printed as they are have their types beside them.
+    is_printed = any(f"{quote}type{quote}: {quote}text" in text for quote in "'\"")
+    return all(one in text for one in _SHOWN) and not is_printed
+
+
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    """The text; empty if the template refuses the messages."""
+    try:
+        return template.render(messages, tools=[_TOOL])
+    except ValueError:
+        return ""

@@ -1,0 +1,74 @@
+"""Metrics of the prefill's engines, from the prefill's latest report.
+
+Enters: reports, on the controller's thread. Leaves: samples for scrapes, rows for the cluster page.
+Does not know: engines, which report nothing themselves. The names are explained in
+docs/use/operate.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from control_plane.observe.metrics.families import families
+from nanocp.values.members import EngineNow
+
+
+class EngineMetrics(Collector):
+    """What engines do, and the frames that wait for them; nothing without engines."""
+
+    def __init__(self, registry: CollectorRegistry, urls: tuple[str, ...]) -> None:
+        self._engines: Sequence[EngineNow] = [EngineNow(url) for url in urls]
+        self._num_awaited = 0
+        if urls:
+            registry.register(self)
+
+    def reported(self, engines: Sequence[EngineNow]) -> None:
+        """The prefill has reported the state of every engine."""
+        self._engines = engines
+
+    def awaited(self, num_frames: int) -> None:
+        """Take the number of frames that are placed and wait for pages of the prefill."""
+        self._num_awaited = num_frames
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Each engine's state, for the cluster page and `nanocp top`."""
+        return [
+            {
+                "url": engine.url,
+                "is_up": engine.is_up,
+                "problem": engine.problem,
+                "tokens_in_flight": engine.tokens_in_flight,
+                "done": engine.num_done,
+                "failed": engine.num_failed,
+            }
+            for engine in self._engines
+        ]
+
+    def collect(self) -> Iterable[Metric]:
+        """One sample of each metric for each engine."""
+        engines = self._engines
+        return families(
+            {
+                "frames_awaiting_prefill": self._num_awaited,
+                "prefill_engine_up": {each.url: each.is_up for each in engines},
+                "prefill_engine_tokens_in_flight": {
+                    each.url: each.tokens_in_flight for each in engines
+                },
+                "prefill_engine_requests": {
+                    (each.url, outcome): getattr(each, f"num_{outcome}")
+                    for each in engines
+                    for outcome in ("done", "failed", "cancelled")
+                },
+                "prefill_pages": {each.url: each.num_pages for each in engines},
+                "prefill_seconds": {
+                    (each.url, phase): getattr(each, f"{phase}_s")
+                    for each in engines
+                    for phase in ("answer", "arrive")
+                },
+            }
+        )

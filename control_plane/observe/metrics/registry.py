@@ -1,0 +1,39 @@
+"""All metrics of the service, in a registry of their own: one part for each source.
+
+Enters: a configuration. Leaves: a registry for /metrics. Does not know: what is measured. The names
+are listed and explained in docs/use/operate.md.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+
+from control_plane.observe.metrics.engines import EngineMetrics
+from control_plane.observe.metrics.instances import InstanceMetrics
+from control_plane.observe.metrics.offload import OffloadMetrics
+from control_plane.observe.metrics.recovery import RecoveryMetrics
+from control_plane.observe.metrics.requests import RequestMetrics
+from control_plane.observe.metrics.scheduling import SchedulingMetrics
+from control_plane.observe.metrics.stages import StageMetrics
+from nanocp.config.whole import Config
+
+
+class Metrics:
+    """What the service measures."""
+
+    def __init__(self, config: Config) -> None:
+        # A _created series beside each counter and histogram would double them; nothing reads it.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        cluster = config.cluster
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.scheduling = SchedulingMetrics(
+            self.registry, cluster, config.scheduler.costs.dispatch_tokens_per_row
+        )
+        self.offload = OffloadMetrics(self.registry)
+        self.instances = InstanceMetrics(self.registry, cluster.num_instances, config.scheduler)
+        num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0
+        self.stages = StageMetrics(self.registry, num_stages)
+        self.engines = EngineMetrics(self.registry, config.prefill.engines)
+        self.recovery = RecoveryMetrics(self.registry)
+        self.requests = RequestMetrics(self.registry, cluster.max_model_len)

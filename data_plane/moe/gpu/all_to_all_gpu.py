@@ -1,0 +1,226 @@
+"""A mixture of experts on a GPU, for captured steps: no count ever reaches the host.
+
+Enters: rows, weights. Leaves: the rows with the weighted sums over their experts, and those normed.
+Does not know: which GEMM runs. Every instance puts to every instance, itself included, also for no
+rows; an instance that is alone puts nothing. It runs where DeepEP cannot. The CPU's sibling is
+all_to_all_cpu.py.
+
+Legend: B rows, K experts a row, X hidden size, N instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from data_plane.kernels.norm import gated
+from data_plane.model.config import ModelConfig
+from data_plane.model.layers import shared_experts
+from data_plane.model.weights import MlpWeights
+from data_plane.moe.gpu.gate import gate
+from data_plane.moe.gpu.gpu_weights import GpuWeights
+from data_plane.moe.gpu.grouped import GroupedExperts
+from data_plane.moe.gpu.pairs import Pairs, find_arrived_pairs, find_pairs
+from data_plane.moe.gpu.rows import route_rows
+from data_plane.moe.gpu.sums import return_sums, sum_pairs, sum_returned
+from data_plane.transport.exchange import Channel
+from data_plane.transport.gpu.cuda_ipc import GpuExchange
+from nanocp.values.experts import ExpertTable, home_table
+
+
+class GpuAllToAll(Protocol):
+    """The MoE all-to-all of a captured step.
+
+    A layer calls dispatch, run_experts and combine, in this order. Instances that take turns in one
+    thread must all have made a call before one of them makes the next.
+    """
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert. Raises ValueError if it cannot send rows there."""
+
+    def dispatch(self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor) -> Any:
+        """Send the live rows to the instances that hold their experts.
+
+        x_BX: hidden rows. expert_BK: int64 ids. weight_BK: fp32. live_B: bool.
+        """
+
+    def run_experts(self, dispatched: Any, experts: GroupedExperts) -> None:
+        """Run the experts here on all rows that arrived, and send the sums back."""
+
+    def combine(
+        self, dispatched: Any, x_BX: Tensor, shared_BX: Tensor | None, norm_X: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Add to x_BX the weighted sum of each row over its experts, and shared_BX if there is one.
+
+        Returns (the rows in the dtype of x, the same normed by norm_X with epsilon eps).
+        """
+
+
+def gated_rows(x_BX: Tensor, mlp: MlpWeights) -> Tensor:
+    """Run a gated MLP on rows, as layers.gated_mlp does, in three launches."""
+    return mlp.down(gated(mlp.gate_up(x_BX)))
+
+
+class GpuMixtures:
+    """The mixtures of one instance over an all-to-all: see mixture.NormedMixture."""
+
+    def __init__(self, all_to_all: GpuAllToAll, model: ModelConfig, weights: GpuWeights) -> None:
+        self._all_to_all, self._model = all_to_all, model
+        self._layers, self._experts = weights.weights.layers, weights.experts
+
+    def meet(self, peers: Sequence[int]) -> None:
+        """Do nothing: who is in the term, the exchange knows."""
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the place of each expert; see GpuAllToAll.place_experts."""
+        self._all_to_all.place_experts(table)
+
+    def phases(
+        self, x_BX: Tensor, normed_BX: Tensor, live_B: Tensor, layer: int, norm_X: Tensor
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Return (x_BX plus the mixture of normed_BX, the same normed by norm_X)."""
+        moe, experts = self._layers[layer].moe, self._experts[layer]
+        assert moe is not None and experts is not None, f"layer {layer} has no experts"
+        expert_BK, weight_BK = gate(normed_BX, moe, self._model)
+        dispatched = self._all_to_all.dispatch(normed_BX, expert_BK, weight_BK, live_B)
+        # While the rows travel.
+        shared_BX = shared_experts(normed_BX, moe, gated_rows)
+        yield
+        self._all_to_all.run_experts(dispatched, experts)
+        yield
+        return self._all_to_all.combine(dispatched, x_BX, shared_BX, norm_X, self._model.norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDispatched:
+    """What run_experts and combine must know of a dispatch."""
+
+    x_BX: Tensor
+    expert_BK: Tensor
+    weight_BK: Tensor
+    count_N: Tensor
+    """[N] int32: rows that went to each instance."""
+    slot_NB: Tensor
+    """[N, B] int32: the slot of each row at each instance; -1 if it did not go there."""
+
+
+class GpuExpertExchange:
+    """A GpuAllToAll over the exchange of GPUs."""
+
+    def __init__(
+        self,
+        exchange: GpuExchange,
+        *,
+        num_instances: int,
+        num_experts: int,
+        max_rows: int,
+        device: torch.device,
+    ) -> None:
+        """Allocate the tables.
+
+        max_rows: bound of a batch, the same on every instance, since it sizes what arrives.
+        """
+        self._exchange = exchange
+        self._num_instances = num_instances
+        home = home_table(num_experts, num_instances)
+        self._seat_E = torch.tensor(home.seats, dtype=torch.int64, device=device)
+        self._max_rows = max_rows
+        self._arrived_N = torch.zeros(num_instances, dtype=torch.int32, device=device)
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """Set the instance of each expert, where captured steps read it."""
+        self._seat_E.copy_(torch.tensor(table.seats, dtype=torch.int64))
+
+    def dispatch(
+        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
+    ) -> GpuDispatched:
+        """Send the live rows away, as GpuAllToAll.dispatch says."""
+        count_N, row_NL, slot_NB = route_rows(
+            expert_BK,
+            live_B,
+            self._seat_E,
+            num_instances=self._num_instances,
+            num_slots=self._max_rows,
+        )
+        fields = {"expert": expert_BK, "weight": weight_BK, "hidden": x_BX}
+        self._exchange.put(Channel.DISPATCH, fields, count_N, row_NL)
+        return GpuDispatched(x_BX, expert_BK, weight_BK, count_N, slot_NB)
+
+    def run_experts(self, dispatched: GpuDispatched, experts: GroupedExperts) -> None:
+        """Run the experts here, as GpuAllToAll.run_experts says; the sums go back at once.
+
+        Rows are read where they arrived, and sums are written where they are awaited.
+        """
+        sent, count_N = dispatched, self._arrived_N
+        self._exchange.wait(Channel.DISPATCH, count_N)
+        pairs = find_arrived_pairs(
+            sent.x_BX, sent.expert_BK, self._exchange, count_N, experts.place_E, experts.num_here
+        )
+        return_sums(experts.run_pairs(pairs), pairs, count_N, sent.weight_BK, self._exchange)
+
+    def combine(
+        self,
+        dispatched: GpuDispatched,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        norm_X: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Add what came back, as GpuAllToAll.combine says; it is read where it arrived."""
+        self._exchange.wait(Channel.COMBINE, dispatched.count_N)
+        return sum_returned(x_BX, self._exchange, dispatched.slot_NB, shared_BX, norm_X, eps)
+
+
+@dataclass(slots=True)
+class AloneDispatched:
+    """A batch whose experts are all here."""
+
+    x_BX: Tensor
+    expert_BK: Tensor
+    weight_BK: Tensor
+    live_B: Tensor
+    pairs: Pairs | None = None
+    y: Tensor | None = None
+
+
+class GpuAlone:
+    """A GpuAllToAll of an instance that has every expert: no row goes anywhere."""
+
+    def place_experts(self, table: ExpertTable) -> None:
+        """Check that all experts are here."""
+        assert not any(table.seats), "one instance has every expert"
+
+    def dispatch(
+        self, x_BX: Tensor, expert_BK: Tensor, weight_BK: Tensor, live_B: Tensor
+    ) -> AloneDispatched:
+        """Keep the batch for run_experts."""
+        return AloneDispatched(x_BX, expert_BK, weight_BK, live_B)
+
+    def run_experts(self, dispatched: AloneDispatched, experts: GroupedExperts) -> None:
+        """Run the experts, and shared ones that lie with them."""
+        pairs = dispatched.pairs = find_pairs(
+            dispatched.x_BX,
+            dispatched.expert_BK,
+            dispatched.live_B,
+            experts.place_E,
+            experts.num_here,
+            experts.num_shared,
+        )
+        dispatched.y = experts.run_pairs(pairs)
+
+    def combine(
+        self,
+        dispatched: AloneDispatched,
+        x_BX: Tensor,
+        shared_BX: Tensor | None,
+        norm_X: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Add each row's pairs, as GpuAllToAll.combine says."""
+        pairs, y = dispatched.pairs, dispatched.y
+        assert pairs is not None and y is not None, "run_experts comes before combine"
+        return sum_pairs(x_BX, y, pairs, dispatched.weight_BK, shared_BX, norm_X, eps)

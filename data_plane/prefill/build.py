@@ -1,0 +1,137 @@
+"""Start-up of the prefill: from a checkpoint folder to a stage that makes pages, or to a probe.
+
+Enters: Config, checkpoint folder. Leaves: a stage with all layers or some of them, or a KvProbe for
+engines that make the pages. Does not know: what starts it, gRPC, Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import torch
+
+from data_plane.kv.carry_pool import CarryPool
+from data_plane.model.attention_kinds.mla import MlaConfig
+from data_plane.model.config import ModelConfig
+from data_plane.model.sizes import page_bytes
+from data_plane.model.weights import Progress, load_weights, say_nothing
+from data_plane.prefill.connector.fingerprint import fingerprint
+from data_plane.prefill.pages import begin_state, kv_before_experts, payload_of
+from data_plane.prefill.probe import KvProbe, probe_token_ids
+from data_plane.startup.memory_need import prefill_bytes
+from data_plane.startup.shared_parts import model_of, torch_dtype
+from data_plane.startup.stage import build_stage
+from data_plane.step.stage import ModelStage
+from data_plane.transport.segments import Segments
+from nanocp.config.whole import Config
+from nanocp.values.passes import even_split, layers_of, prompt_passes
+from nanocp.values.plan import CARRY_PAGE
+
+_PROBED_LAYERS = 4
+"""DeepSeek-V3's dense layers and one more: a model without experts would be loaded whole."""
+
+
+class PrefillStage(NamedTuple):
+    """A stage of the prefill."""
+
+    stage: ModelStage
+    fp8_rank: int | None
+    """The model's kv_lora_rank if instances keep KV in FP8, else None."""
+    offset: int
+    """Bytes of a page of KV before those of the stage's layers."""
+
+    def part(self, ticket: int, page: int) -> tuple[int, np.ndarray]:
+        """What the stage has of a page that it has computed: bytes before it, and its bytes.
+
+        A page of a state is that of all tokens so far.
+        """
+        if page >= CARRY_PAGE:
+            return self.stage.carry_part(ticket, page - CARRY_PAGE)
+        return self.offset, payload_of(self.stage.page(ticket, page), self.fp8_rank)
+
+
+def build_prefill_stage(
+    config: Config,
+    stage: int,
+    segments: Segments,
+    checkpoint: Path,
+    progress: Progress = say_nothing,
+) -> PrefillStage:
+    """Load the layers of one of `prefill.stages`, every expert included; none of them samples.
+
+    segments: those of the stages, apart from the instances'. progress: see model.weights.Progress.
+    Raises ValueError naming what is wrong with the checkpoint, or that the whole model does not fit
+    this machine's free memory.
+    """
+    model, own = model_of(config, checkpoint), config.of_prefill_stages
+    if stage == 0:
+        _refuse_too_large(config, model)
+    split = even_split(model.num_stored_layers, config.prefill.stages)
+    own = replace(own, pipeline=replace(own.pipeline, max_layers=split[0]))
+    max_in_flight = prompt_passes(config.prefill.stages)
+    # Layers of these stages do not move, so no KV goes between them.
+    has_mtp = model.num_mtp_layers > 0
+    built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, 1, has_mtp)
+    fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
+    num_before, _ = model.places_before(layers_of(split, stage).start)
+    layer_bytes = page_bytes(model, config) // model.num_kept_layers
+    return PrefillStage(built, fp8_rank, num_before * layer_bytes)
+
+
+def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothing) -> KvProbe:
+    """Compute what engines are probed with; a MemberSpec names this factory.
+
+    It loads the first layers, up to attention of the first one that has experts, and keeps only
+    their KV. Raises ValueError naming what is wrong with the checkpoint.
+    """
+    torch.set_num_threads(config.data_plane.threads_per_instance)
+    model, dtype = model_of(config, checkpoint), torch_dtype(config)
+    kind, delta = model.attention, model.delta
+    if delta is not None and (delta.has_channel_decay or 0 not in model.linear_layers):
+        raise ValueError(
+            "prefill.engines is set, and the model has linear attention layers: engines send "
+            "states of Gated DeltaNet (Qwen) only, in models whose first layer is one"
+        )
+    num_layers = min(model.num_layers, model.num_dense_layers + 1, _PROBED_LAYERS)
+    first = replace(model, num_layers=num_layers, num_mtp_layers=0)
+    weights = load_weights(checkpoint, first, dtype, range(0), progress)
+    token_ids, size = probe_token_ids(model.vocab_size), page_bytes(model, config)
+    states, expected = None, torch.empty(0, len(token_ids), kind.kv_width, dtype=dtype)
+    if delta is None:
+        expected = kv_before_experts(weights, first, token_ids)
+    else:
+        states = CarryPool(delta, len(model.linear_layers), 1, dtype, size)
+        begin_state(states, weights, model, token_ids)
+    names, width = ("key", "value"), kind.kv_width // 2
+    if isinstance(kind, MlaConfig):
+        names, width = ("latent", "key"), kind.kv_lora_rank
+    return KvProbe(
+        fingerprint=fingerprint(checkpoint, config.data_plane.dtype),
+        token_ids=token_ids,
+        expected=expected,
+        num_layers=model.num_kept_layers,
+        parts=((names[0], slice(width)), (names[1], slice(width, None))),
+        fp8_rank=kind.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None,
+        page_bytes=size,
+        states=states,
+    )
+
+
+def _refuse_too_large(config: Config, model: ModelConfig) -> None:
+    """Raise ValueError if the model does not fit: the system would kill the process half-way.
+
+    It is compared with the memory that is free now. Instances share the rest: each loads its own
+    experts, and all of attention.
+    """
+    needed = prefill_bytes(model, config)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ValueError(
+            "the prefill holds the whole model on one machine: "
+            f"{needed / 2**30:.1f} GiB in {config.data_plane.dtype}, but {available / 2**30:.1f} "
+            "GiB of memory are free; use --synthetic-kv, or a machine with more memory"
+        )

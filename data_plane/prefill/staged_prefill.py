@@ -1,0 +1,363 @@
+"""The prefill: who plans passes over prompts, and the stages that run them, with some layers each.
+
+Enters: prefill requests and cancellations from the controller; what the stages report. Leaves:
+passes, prompts and terms to the stages; failures and suspicions to the controller. Does not know:
+how passes are formed, KV, rings.
+
+The controller sees one member. Several stages are processes, and one alone is a thread. A stage
+that is lost ends the prefill, and another prefill takes its place with new stages: what a stage had
+of a prompt is of no use without the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import Empty, Queue, SimpleQueue
+from typing import Any, Protocol
+
+from data_plane.member.controller_link import ControllerLink
+from data_plane.member.heartbeat import Heartbeat
+from data_plane.member.lifetime import MemberSpec, places_in, run_under_controllers, running
+from data_plane.member.term_loop import LOOK, wake
+from data_plane.prefill.prefill_stage import StageEnd, serve_stage
+from data_plane.prefill.stage_messages import (
+    BeginPrompt,
+    CancelPrompt,
+    JoinTerm,
+    StageEnded,
+    StageGaveUp,
+    StageJoined,
+    StageLoaded,
+    StageLoading,
+    StageRan,
+    StageSpec,
+    StageSuspects,
+)
+from data_plane.prefill.ticket_loop import TicketLoop
+from nanocp.values.commands import Join, PrefillRequest
+from nanocp.values.members import Beat, Loading, Ready, Suspect
+from nanocp.values.offload import page_hashes
+from nanocp.values.passes import PassDone, PassPlan, PipelinePlan
+from nanocp.values.plan import AbortRequested, Arrival
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 5.0
+"""Longest wait for a stage's process to end by itself."""
+
+
+class PassScheduler(Protocol):
+    """Plans passes over prompts; a request's id is its ticket."""
+
+    def plan_pass(
+        self, events: Sequence[Arrival | AbortRequested | PassDone], now_us: int
+    ) -> PipelinePlan:
+        """Apply the events; returns the next pass, if one is due."""
+
+
+def run_staged_prefill(spec: MemberSpec) -> None:
+    """Run the prefill and its stages until the controller asks for a shutdown.
+
+    `spec.planner` names a callable(config) that makes a PassScheduler, and `spec.factory` what
+    makes a prefill_stage.PagesOfStage. Raises FailureReported or ControllerLost if the prefill, or
+    one of its stages, failed.
+    """
+    with running(spec) as (link, held):
+        scheduler: PassScheduler = spec.make_planner(spec.config)
+        prefill = spec.config.prefill
+        limit_ms = prefill.limit_ms(prefill.chunk_tokens)
+
+        def begin_beats() -> None:
+            held.callback(Heartbeat(lambda: link.send(Beat()), spec.config.limits).close)
+
+        loop = StagedPrefillLoop(scheduler, link, prefill.stages, limit_ms, begin_beats)
+        make_stages = StageProcesses if prefill.stages > 1 else StageThread
+        stages = make_stages(spec, loop.report)
+        held.callback(stages.close)
+        loop.stages = stages
+        run_under_controllers(spec, link, loop)
+
+
+class StagePipes(Protocol):
+    """The way to every stage."""
+
+    def send(self, message: Any, stage: int | None = None) -> None:
+        """Queue a message for one stage, or for all. Never blocks."""
+
+
+class StagedPrefillLoop(TicketLoop):
+    """Plans passes over the prompts, and sends them to the stages. One thread, the caller's."""
+
+    stages: StagePipes
+
+    def __init__(
+        self,
+        scheduler: PassScheduler,
+        link: ControllerLink,
+        num_stages: int,
+        limit_ms: float,
+        all_loaded: Callable[[], None],
+    ) -> None:
+        """limit_ms: longest time that the stages may take for a pass.
+
+        all_loaded: called once, when every stage has loaded. A prefill beats from then on: what it
+        imports and loads may keep its threads from running.
+        """
+        super().__init__(link)
+        self._all_loaded = all_loaded
+        self._scheduler = scheduler
+        self._num_stages = num_stages
+        self._limit_ms = limit_ms
+        self._reports: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._number = 0
+        """The number of the present term."""
+        self._num_failed = 0
+        """Passes that failed: pages that were to be there after them may not be found."""
+        self._waiting: dict[int, PrefillRequest] = {}
+        """Ticket -> request, until its first pass is planned."""
+        self._open: set[int] = set()
+        """Tickets of the present term that were neither cancelled nor arrived."""
+        self._events: list[Arrival | AbortRequested | PassDone] = []
+        self._unloaded = set(range(num_stages))
+        """Stages that have yet to load."""
+        self._unjoined: set[int] = set()
+        """Stages that have yet to join the term."""
+        self._percents = [0] * num_stages
+        self._next_runs = [0] * num_stages
+        """For each stage, the oldest pass that it has not run."""
+        self._num_planned = 0
+        self._deadline_s = 0.0
+        """When a stage must have run another pass, while one is in flight."""
+
+    def report(self, stage: int, message: Any) -> None:
+        """Take a stage's report, from any thread."""
+        self._reports.put((stage, message))
+        wake(self._link)
+
+    def run(self) -> None:
+        while True:
+            while not self._reports.empty():
+                self._reported(*self._reports.get())
+            self._plan()
+            message = self._next_message()
+            if message is not LOOK:
+                self._take(message)
+
+    def forget_term(self) -> None:
+        """Forget the tickets; passes in flight go on, and their pages are not sent."""
+        for ticket in list(self._open):
+            self._cancel(ticket)
+
+    @property
+    def _term(self) -> int:
+        return self._number
+
+    def _next_message(self) -> Any:
+        is_in_flight = self._next_runs[-1] < self._num_planned
+        # Unbounded on purpose if nothing is in flight: keepalive proves the controller's stream.
+        left_s = max(0.0, self._deadline_s - time.monotonic()) if is_in_flight else None
+        try:
+            return self._link.inbox.get(timeout=left_s)
+        except Empty:
+            if not self._reports.empty():
+                return LOOK
+            stage = self._next_runs.index(min(self._next_runs))
+            raise RuntimeError(
+                f"stage {stage} of the prefill did not run pass {self._next_runs[stage]} in "
+                f"{self._limit_ms / 1000:.0f} s"
+            ) from None
+
+    # --- messages of the controller
+
+    def _join(self, join: Join, term: int) -> None:
+        self._number = term
+        self._unjoined = set(range(self._num_stages))
+        self.stages.send(JoinTerm(term, tuple(places_in(join))))
+
+    def _queue(self, request: PrefillRequest) -> None:
+        transfer = request.transfer
+        self._waiting[transfer.ticket] = request
+        self._open.add(transfer.ticket)
+        self._events.append(self._arrival(request))
+
+    def _arrival(self, request: PrefillRequest, attempt: int = 0) -> Arrival:
+        ticket, num_tokens = request.transfer.ticket, request.transfer.num_tokens
+        hashes: tuple[bytes, ...] = ()
+        if request.prompt_logprobs is None:  # else every token is computed
+            hashes = page_hashes(request.token_ids[:num_tokens], b"%d" % self._num_failed)
+        return Arrival(ticket, num_tokens, max_tokens=1, page_hashes=hashes, attempt=attempt)
+
+    def _cancel(self, ticket: int) -> None:
+        if ticket in self._open:
+            self._open.remove(ticket)
+            self._events.append(AbortRequested(ticket))
+            if self._waiting.pop(ticket, None) is None:
+                self.stages.send(CancelPrompt(ticket))
+
+    def _arrived(self, ticket: int) -> None:
+        self._open.discard(ticket)
+
+    def _num_queued(self) -> int:
+        return len(self._waiting)
+
+    # --- passes
+
+    def _plan(self) -> None:
+        """Plan as many passes as may be in flight."""
+        while True:
+            events, self._events = self._events, []
+            plan = self._scheduler.plan_pass(events, time.monotonic_ns() // 1000)
+            for ended in plan.ended:
+                if ended.request_id in self._open:
+                    self._open.remove(ended.request_id)
+                    self._waiting.pop(ended.request_id, None)
+                    self._give_up(ended.request_id, f"prefill failed: {ended.message}")
+            if plan.pass_plan is None:
+                return
+            self._send_pass(plan.pass_plan)
+
+    def _send_pass(self, plan: PassPlan) -> None:
+        if self._next_runs[-1] == self._num_planned:
+            self._restart_clock()
+        self._num_planned += 1
+        for start in plan.table.starts:
+            request = self._waiting.pop(start.request_id)
+            transfer, ids = request.transfer, tuple(request.token_ids)
+            begins = [BeginPrompt(transfer, ())] * self._num_stages
+            begins[0] = BeginPrompt(transfer, ids)
+            if len(ids) > transfer.num_tokens:  # the last stage has the KV for drafts
+                begins[-1] = begins[0]
+            if request.prompt_logprobs is not None:
+                num_top, front_end = request.prompt_logprobs, request.front_end
+                begins[-1] = BeginPrompt(transfer, ids, num_top, front_end)
+            for stage, begin in enumerate(begins):
+                self.stages.send(begin, stage)
+        self.stages.send(plan)
+
+    def _restart_clock(self) -> None:
+        self._deadline_s = time.monotonic() + self._limit_ms / 1000
+
+    # --- reports of stages
+
+    def _reported(self, stage: int, message: Any) -> None:
+        match message:
+            case StageLoading(percent):
+                self._percents[stage] = percent
+                self._link.send(Loading(sum(self._percents) // self._num_stages))
+            case StageLoaded():
+                self._unloaded.discard(stage)
+                if not self._unloaded:
+                    self._all_loaded()
+            case StageJoined(term) if term == self._number:
+                self._unjoined.discard(stage)
+                if not self._unjoined:
+                    self._send(Ready((f"process {os.getpid()}",)))
+            case StageRan(number, has_failed):
+                if has_failed:
+                    self._num_failed += 1
+                    again = self._waiting.values()
+                    self._events += (self._arrival(each, self._num_failed) for each in again)
+                self._next_runs[stage] = number + 1
+                self._restart_clock()
+                if stage == self._num_stages - 1:
+                    self._events.append(PassDone(number))
+            case StageGaveUp(ticket, reason) if ticket in self._open:
+                self._cancel(ticket)
+                self._give_up(ticket, f"prefill failed: {reason}")
+            case StageSuspects(term, instance, is_gone, reason) if term == self._number:
+                logger.info("stage %d: %s", stage, reason)
+                self._send(Suspect(instance, is_gone, reason))
+            case StageEnded(reason):
+                raise RuntimeError(f"stage {stage} of the prefill: {reason}")
+
+
+def _spec_of(prefill: MemberSpec, stage: int) -> StageSpec:
+    return StageSpec(prefill, stage, f"{prefill.cluster_id}.prefill{os.getpid()}")
+
+
+class StageThread:
+    """The only stage, in a thread of the prefill's own process."""
+
+    def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
+        """Start it. report: see StageProcesses."""
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        end = StageEnd(self._inbox.get, partial(report, 0))
+        self._thread = threading.Thread(
+            target=serve_stage, args=(end, _spec_of(spec, 0)), name="prefill stage", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, message: Any, stage: int | None = None) -> None:
+        """Queue a message for the stage. Never blocks."""
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        """Let the stage end, a bounded time. Idempotent."""
+        self.send(None)
+        self._thread.join(_LEAVE_S)
+
+
+class StageProcesses:
+    """The processes of the stages: a pipe to each, and two threads that keep it going."""
+
+    def __init__(self, spec: MemberSpec, report: Callable[[int, Any], None]) -> None:
+        """Start them. report: called with a stage and what it reports, from any thread."""
+        self._report = report
+        self._outboxes: list[Queue[Any]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for stage in range(spec.config.prefill.stages):
+            own, theirs = Pipe()
+            command = [sys.executable, "-m", "data_plane.prefill.prefill_stage"]
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), f"prefill stage {stage}"],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+            theirs.close()
+            outbox: Queue[Any] = Queue()
+            outbox.put(_spec_of(spec, stage))
+            self._outboxes.append(outbox)
+            self._processes.append(process)
+            for work in (self._write, self._read):
+                threading.Thread(target=work, args=(stage, own), daemon=True).start()
+
+    def send(self, message: Any, stage: int | None = None) -> None:
+        """Queue a message for one stage, or for all. Never blocks."""
+        for outbox in self._outboxes if stage is None else [self._outboxes[stage]]:
+            outbox.put(message)
+
+    def close(self) -> None:
+        """Let the processes end, a bounded time, and kill those that do not. Idempotent."""
+        self.send(None)
+        deadline = time.monotonic() + _LEAVE_S
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+
+    def _write(self, stage: int, pipe: Connection) -> None:
+        with contextlib.suppress(OSError):  # the reader says why
+            while True:
+                message = self._outboxes[stage].get()
+                pipe.send(message)
+                if message is None:
+                    return
+
+    def _read(self, stage: int, pipe: Connection) -> None:
+        try:
+            while True:
+                self._report(stage, pipe.recv())
+        except (EOFError, OSError):
+            status = self._processes[stage].wait()
+            self._report(stage, StageEnded(f"its process ended with status {status}"))

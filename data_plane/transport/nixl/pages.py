@@ -1,0 +1,305 @@
+"""Pages by NIXL: one-sided writes from a writer's memory into a receiver's, on any node.
+
+Enters: at both ends memory for pages, of the CPU or a GPU; at the writer, bytes to write. Leaves:
+the same bytes at the receiver. Does not know: what a page is, tickets, who may write.
+
+A writer dials the receiver as over TCP (tcp/segment.py). That connection carries the words, shows
+whether the other end is alive, and brings what NIXL needs to know of the receiver's memory. Only
+the pages go by NIXL.
+
+An agent makes progress only when it is called, so nothing polls while nothing is under way. The
+receiver's thread for the connection calls its agent from the message that announces a write until
+the word that follows the write.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_plane.transport.exchange import ExchangeTimeout, PeerLost, Term
+from data_plane.transport.futex import Word
+from data_plane.transport.tcp.segment import TcpSegment
+from nanocp.config.limits import LimitsConfig
+
+_PACKAGES = ("nixl_cu13", "nixl_cu12")
+_PLACE = struct.Struct("<QQQQ")  # address, bytes, device, whether it is a GPU's
+_POLL_S = 20e-6
+_PROGRESS_S = 5e-3
+_CLOSE_S = 1.0
+_LEAVE_A_WAY = (
+    "UCX_TLS and UCX_NET_DEVICES must leave both ends a transport in common; tcp over a bridge "
+    "needs UCX_TCP_BRIDGE_ENABLE=y"
+)
+
+
+def nixl_package() -> str | None:
+    """The name of NIXL's installed module; None if there is none."""
+    return next((name for name in _PACKAGES if find_spec(name)), None)
+
+
+class Place(NamedTuple):
+    """Memory that an agent has registered."""
+
+    address: int
+    num_bytes: int
+    device: int
+    """The GPU's index; 0 for the CPU."""
+    is_gpu: bool
+
+    @property
+    def kind(self) -> str:
+        """NIXL's name for this kind of memory."""
+        return "VRAM" if self.is_gpu else "DRAM"
+
+    def part(self, begin: int, num_bytes: int) -> Place:
+        """The place of `num_bytes` bytes from offset `begin` on."""
+        return self._replace(address=self.address + begin, num_bytes=num_bytes)
+
+
+class NixlAgent:
+    """This process's end of every write: the memory it has registered, and the peers it has met."""
+
+    def __init__(self, name: str, device: str = "cpu") -> None:
+        """Start an agent. Raises ValueError if NIXL is not installed, or UCX does not start.
+
+        name: unique in the cluster. device: the torch device of the memory that `allocate` makes.
+        """
+        package = nixl_package()
+        if package is None:
+            raise ValueError("a backend is nixl: NIXL is not installed (pip install '.[nixl]')")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        api: Any = import_module(f"{package}._api")
+        # NIXL's own progress thread would spin: a core for every idle instance.
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        self._bindings: Any = import_module(f"{package}._bindings")
+        try:
+            self._agent = api.nixl_agent(name, config)
+        except self._bindings.nixlBackendError as error:
+            raise ValueError(f"NIXL does not start ({error}): {_LEAVE_A_WAY}") from error
+        self._device = device
+        self._registered: dict[int, Any] = {}
+        """(NIXL's registration, memory) by address; the memory must outlast the registration."""
+        self._kept: list[Any] = []
+        self._thread: threading.Thread | None = None
+        self._must_go_on = threading.Event()
+        self._goes_on_until_s = 0.0
+        self._is_closed = False
+
+    def allocate(self, num_bytes: int) -> tuple[Any, Place]:
+        """Make registered memory, all zero, and return it with its place.
+
+        The memory is uint8 [num_bytes], an array or, on a GPU, a tensor.
+        """
+        if self._device == "cpu":
+            memory: Any = np.zeros(num_bytes, np.uint8)
+            place = Place(memory.ctypes.data, num_bytes, device=0, is_gpu=False)
+        else:
+            import torch
+
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+            place = Place(memory.data_ptr(), num_bytes, device=memory.device.index, is_gpu=True)
+        registered = self._agent.register_memory(
+            [(place.address, num_bytes, place.device, "")], place.kind
+        )
+        self._registered[place.address] = registered, memory
+        return memory, place
+
+    def release(self, place: Place) -> None:
+        """Deregister what `allocate` made. Idempotent."""
+        if held := self._registered.pop(place.address, None):
+            self._agent.deregister_memory(held[0])
+
+    def grant(self, place: Place) -> bytes:
+        """The bytes that a writer needs in order to write to the place."""
+        return _PLACE.pack(*place) + bytes(self._agent.get_agent_metadata())
+
+    def meet(self, grant: bytes) -> tuple[str, Place]:
+        """Read a peer's grant: the peer's name, and the place that may be written there.
+
+        Raises ValueError if UCX has no way to the peer.
+        """
+        place = Place._make(_PLACE.unpack_from(grant))
+        try:
+            peer = self._agent.add_remote_agent(grant[_PLACE.size :]).decode()
+        except (self._bindings.nixlBackendError, self._bindings.nixlNotFoundError) as error:
+            raise ValueError(
+                f"NIXL finds no way to the memory of another process ({error}): {_LEAVE_A_WAY}"
+            ) from error
+        return peer, place._replace(is_gpu=bool(place.is_gpu))
+
+    def progress(self) -> None:
+        """Do what peers wait for; takes a microsecond if that is nothing."""
+        self._agent.get_new_notifs()
+
+    def prepare(self, local: Place, peer: str, remote: Place, what: str, instance: int) -> Any:
+        """A write of all bytes of `local` to `remote`, of as many bytes, of the agent `peer`.
+
+        It may be posted again and again, each time once it is done. Raises PeerLost; see post.
+        """
+        ends = [
+            self._agent.get_xfer_descs([(place.address, place.num_bytes, place.device)], place.kind)
+            for place in (local, remote)
+        ]
+        return self._call(self._agent.initialize_xfer, what, instance, "WRITE", *ends, peer)
+
+    def post(self, write: Any, what: str, instance: int) -> None:
+        """Begin a prepared write, and do not wait for its end.
+
+        what: it, in a few words. instance: whose memory it writes. Raises PeerLost.
+        """
+        self._step(self._agent.transfer, write, what, instance)
+
+    def is_done(self, write: Any, what: str, instance: int) -> bool:
+        """Whether a write that was posted is over there. Raises PeerLost; see post."""
+        return self._step(self._agent.check_xfer_state, write, what, instance)
+
+    def finish(
+        self,
+        write: Any,
+        what: str,
+        instance: int,
+        is_alive: Callable[[], bool],
+        limit_s: float,
+    ) -> None:
+        """Wait until a write that was posted is done; see post.
+
+        Raises PeerLost if its target dies meanwhile, ExchangeTimeout after limit_s.
+        """
+        deadline = time.monotonic() + limit_s
+        while not self.is_done(write, what, instance):
+            if not is_alive():
+                raise PeerLost(f"{what}: the process is gone", instance)
+            if time.monotonic() > deadline:
+                raise ExchangeTimeout(
+                    f"{what}: the process is alive but took more than {limit_s:.1f} s", instance
+                )
+            time.sleep(_POLL_S)
+
+    def discard(self, write: Any) -> None:
+        """Give up a prepared write that is not under way."""
+        self._agent.release_xfer_handle(write)
+
+    def go_on(self, limit_s: float) -> None:
+        """Let a thread make progress now and then, for so long from now on.
+
+        A write of which not all bytes fit into the socket would else stay, if its writer waits for
+        something else than this agent.
+        """
+        self._goes_on_until_s = max(self._goes_on_until_s, time.monotonic() + limit_s)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._go_on, name="nixl progress", daemon=True)
+            self._thread.start()
+        if not self._must_go_on.is_set():
+            self._must_go_on.set()
+
+    def close(self) -> None:
+        """End the thread that makes progress. Idempotent."""
+        self._is_closed = True
+        self._must_go_on.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _go_on(self) -> None:
+        while self._must_go_on.wait() and not self._is_closed:
+            while time.monotonic() < self._goes_on_until_s and not self._is_closed:
+                time.sleep(_PROGRESS_S)
+                self.progress()
+            self._must_go_on.clear()
+            if time.monotonic() < self._goes_on_until_s:  # it was set just before
+                self._must_go_on.set()
+
+    def keep(self, writes: Any) -> None:
+        """Keep writes that may be under way, and what they read, as long as the agent."""
+        self._kept.append(writes)
+
+    def _step(self, call: Callable[[Any], str], write: Any, what: str, instance: int) -> bool:
+        state = self._call(call, what, instance, write)
+        if state == "ERR":
+            raise PeerLost(f"{what}: it ended as {state}", instance)
+        return bool(state == "DONE")
+
+    def _call(self, call: Callable[..., Any], what: str, instance: int, *arguments: Any) -> Any:
+        known = self._bindings
+        # NIXL forgets a peer whose connection broke.
+        lost = known.nixlRemoteDisconnectError, known.nixlBackendError, known.nixlNotFoundError
+        try:
+            return call(*arguments)
+        except lost as error:
+            raise PeerLost(f"{what}: {error}", instance) from error
+
+
+class NixlSegment(TcpSegment):
+    """A peer's segment whose pages go by NIXL, from `bulk`, and whose words go by TCP.
+
+    See segments.Segment. Raises what TcpSegment raises, and ValueError if the owner takes no pages
+    by NIXL.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        instance: int,
+        address: str,
+        writer: str,
+        limits: LimitsConfig,
+        timeout_ms: float,
+        term: Term,
+        agent: NixlAgent,
+    ) -> None:
+        super().__init__(name, instance, address, writer, limits, timeout_ms, term)
+        if not self.grant:
+            self.close()
+            raise ValueError(
+                f"{name} takes no pages by NIXL: page_backend must be the same everywhere"
+            )
+        self._agent = agent
+        self._peer, self._remote = agent.meet(self.grant)
+        self.bulk, self._local = agent.allocate(self._remote.num_bytes)
+
+    def publish(
+        self,
+        word: Word,
+        value: int,
+        chunks: Sequence[tuple[int, int]] = (),
+        bulk: tuple[int, int] | None = None,
+    ) -> None:
+        """Write the pages and the chunks, then set the word; see segments.Segment.
+
+        Raises PeerLost or ExchangeTimeout while the pages are under way.
+        """
+        if bulk is not None and self.owner_is_alive():
+            self.announce()
+            self._write(*bulk)
+        super().publish(word, value, chunks)
+
+    def _write(self, begin: int, num_bytes: int) -> None:
+        if self._local.is_gpu:
+            import torch
+
+            # The bytes to write may still be on their way to `bulk`.
+            torch.cuda.current_stream(self._local.device).synchronize()
+        what = f"{num_bytes} bytes for {self._peer} by NIXL"
+        limit_s = self._limits.exchange_timeout_ms / 1000
+        local, remote = (place.part(begin, num_bytes) for place in (self._local, self._remote))
+        write = self._agent.prepare(local, self._peer, remote, what, self._instance)
+        self._agent.post(write, what, self._instance)
+        self._agent.finish(write, what, self._instance, self.owner_is_alive, limit_s)
+        self._agent.discard(write)
+
+    def close(self) -> None:
+        """End the connection and release the memory for pages. Idempotent."""
+        super().close()
+        if self.bulk is not None:
+            self.bulk = None
+            self._agent.release(self._local)

@@ -1,0 +1,106 @@
+"""The messages of puts across TCP, and the socket calls of both ends.
+
+Enters: a connection. Leaves: bytes of messages, sent or received whole. Does not know: segments,
+what the bytes mean.
+
+A writer says hello; the owner answers with a welcome, and with the segment's description, grant and
+words. From then on a message of the writer is a header (word, value, a table of chunks) and the
+chunks. The owner sends only words.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+MAX_CHUNKS = 8
+"""Chunks of a message, at most."""
+HEADER = struct.Struct(f"<{3 + 2 * MAX_CHUNKS}Q")
+"""A message: the word's offset, its value, the number of chunks, (offset, bytes) of each chunk."""
+WORD = struct.Struct("<QQ")
+"""A word of the owner: its offset and its value."""
+HELLO = struct.Struct("<8sQ")
+"""The magic, and the bytes of the text that follows: names of the segment and of the writer."""
+MAGIC = b"nanocp\x00t"
+ATTACHED, ABSENT, TAKEN = range(3)
+"""The owner's answers: attached; no such segment; the segment has a writer of this name."""
+ANNOUNCED = 0
+"""Stands for a word's offset where pages come another way, which needs the owner too."""
+HANDSHAKE_S = 10.0
+"""Longest wait for the other end during hello and welcome."""
+CLOSE_S = 2.0
+"""Longest wait for a thread that was shut down."""
+_KEEPALIVE_S = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
+"""With these a node that vanished is noticed after 2 + 4 * 1 seconds."""
+_USER_TIMEOUT_MS = 6000
+"""After this time without an acknowledgement of what was sent, the node counts as vanished."""
+
+
+class Welcome(NamedTuple):
+    """The owner's answer to a hello; the text, the grant and the words follow it."""
+
+    answer: int
+    """ATTACHED, ABSENT or TAKEN; after the last two nothing follows."""
+    segment_bytes: int = 0
+    data_offset: int = 0
+    text_bytes: int = 0
+    grant_bytes: int = 0
+    num_words: int = 0
+
+
+WELCOME = struct.Struct(f"<{len(Welcome._fields)}Q")
+
+
+def put_header(word: int, value: int, chunks: Sequence[tuple[int, int]]) -> bytes:
+    """The header of a message with these chunks, each (offset, bytes), and then the word."""
+    assert len(chunks) <= MAX_CHUNKS, f"{len(chunks)} chunks; a message has at most {MAX_CHUNKS}"
+    table = [number for chunk in chunks for number in chunk]
+    return HEADER.pack(word, value, len(chunks), *table, *[0] * (2 * MAX_CHUNKS - len(table)))
+
+
+def tune(connection: socket.socket) -> None:
+    """Send at once, and notice a node that vanishes."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in _KEEPALIVE_S.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+def shut(connection: socket.socket | None) -> None:
+    """Shut the connection down, which wakes the thread that reads from it."""
+    if connection is not None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Receive exactly `num_bytes` bytes; see receive_into."""
+    data = bytearray(num_bytes)
+    receive_into(connection, [memoryview(data)])
+    return bytes(data)
+
+
+def receive_into(connection: socket.socket, views: list[memoryview]) -> None:
+    """Receive into the views, one after the other. Raises ConnectionError at the end of the stream.
+
+    Raises TimeoutError after the connection's timeout.
+    """
+    views = [view for view in views if len(view)]
+    while views:
+        num_received = connection.recvmsg_into(views)[0]
+        if not num_received:
+            raise ConnectionError("the other end closed the connection")
+        views = rest_of(views, num_received)
+
+
+def rest_of(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """The views without their first `num_bytes` bytes."""
+    for number, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[number + 1 :]]
+        num_bytes -= len(view)
+    return []

@@ -1,0 +1,417 @@
+"""`nanocp profile`: measure this machine's steps, for `nanocp serve` and `nanocp simulate`.
+
+Enters: a checkpoint, options. Leaves: two files, and what they are made of on standard output; exit
+status 2 if it cannot be measured. Does not know: how a step is timed, how constants are fitted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanocp.cli.options.typed import FieldOptions, config_option, with_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from data_plane.model.config import ModelConfig
+    from data_plane.profiling.batch import Batch
+    from nanocp.config.whole import Config
+    from nanocp.simulator.fit.fit import Fitted, Point, Sweep
+    from nanocp.simulator.fit.lanes import LaneTable
+
+_MIN_LEN = 512
+_NUM_STEPS = 5
+_NUM_LANE_STEPS = 15
+_NUM_ROUNDS = 3
+"""How often each batch is measured, with all others between; the fastest round counts."""
+_QUICK_MAX_LEN = 4096
+_WIDTH = 110
+
+
+CONFIG_OPTIONS = FieldOptions(
+    [config_option("cluster.num_instances", name="instances"), config_option("cluster.layout")]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What is measured, and where the files go."""
+
+    out: Annotated[
+        Path, typer.Option(help="Folder for serve.yaml and cluster.yaml; made if absent.")
+    ] = Path("profile")
+    max_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest request of the sweep, tokens; by default the checkpoint's. It may be "
+            "longer."
+        ),
+    ] = None
+    degree: Annotated[
+        list[int],
+        typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ..."),
+    ] = field(default_factory=list)
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Measure two lanes too; serve.yaml runs them where they pay."),
+    ] = False
+    quick: Annotated[
+        bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
+    ] = False
+
+    def longest(self, model_max_len: int) -> int:
+        """Tokens of the longest request. Raises ValueError if they are too few."""
+        default = min(model_max_len, _QUICK_MAX_LEN) if self.quick else model_max_len
+        max_len = default if self.max_len is None else self.max_len
+        if max_len < _MIN_LEN:
+            raise ValueError(f"max_len is {max_len}; it must be at least {_MIN_LEN}")
+        return max_len
+
+    def make_folder(self) -> None:
+        """Make the folder of the files. Raises ValueError."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.out} cannot be a folder: {error.strerror}") from error
+
+
+@with_options
+def profile(
+    checkpoint: Annotated[Path, typer.Argument(help="A Hugging Face folder, as serve takes it.")],
+    flags: Annotated[dict[str, Any], CONFIG_OPTIONS],
+    measurement: Measurement,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file of sections and keys, as serve reads it: what is to be profiled."
+        ),
+    ] = None,
+) -> None:
+    """Measure decode steps on this machine, while nothing else runs on it, and write two files.
+
+    serve.yaml, for `nanocp serve --config`: which CP degree a length gets, and what the exchange
+    costs, which policy cost_aware weighs.
+
+    cluster.yaml, for `nanocp simulate --cluster`: this machine as a simulated cluster.
+
+    With scheduler.num_drafts in --config steps with drafts are measured too, and serve.yaml has as
+    many in each window as pay.
+
+    With --layout pipeline passes are measured, and serve.yaml has what a layer and sampling cost.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(width=_WIDTH, highlight=False)
+    try:
+        from nanocp.config.file import load_config
+
+        run(load_config(config, flags), checkpoint, measurement, console)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"nanocp profile: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def run(config: Config, checkpoint: Path, measurement: Measurement, console: Console) -> None:
+    """Measure, fit, show and write the two files.
+
+    Raises ValueError for what cannot be measured, RuntimeError if an instance fails.
+    """
+    if config.cluster.layout == "pipeline":
+        _run_pipeline(config, checkpoint, measurement, console)
+        return
+    from data_plane.model.config import ModelConfig
+    from nanocp.simulator.fit.fit import cluster_yaml, doubts, fit_cluster, serve_yaml
+    from nanocp.simulator.fit.lanes import with_lane_table
+
+    num_instances = config.cluster.num_instances
+    if num_instances < 2:
+        raise ValueError(
+            f"instances is {num_instances}; it must be at least 2, or no exchange can be measured"
+        )
+    if measurement.overlap and config.data_plane.device != "cpu":
+        raise ValueError("--overlap measures CPUs only; data_plane.device must be cpu")
+    if config.scheduler.num_drafts and config.data_plane.device != "cpu":
+        raise ValueError(
+            f"scheduler.num_drafts is {config.scheduler.num_drafts}, and drafts are measured on "
+            "CPUs only; data_plane.device must be cpu"
+        )
+    degrees = _degrees(measurement.degree, num_instances)
+    model = ModelConfig.from_folder(checkpoint)
+    if model.delta is not None:
+        raise ValueError(
+            "the model has linear attention layers, whose time is not measured yet; serve it by "
+            "the default costs"
+        )
+    max_len = measurement.longest(model.max_len)
+    measurement.make_folder()
+    sweep, points, ingest_gb_per_s = _measure(
+        config, model, checkpoint, max_len, degrees, measurement.quick, console
+    )
+    if measurement.overlap:
+        config = with_lane_table(config, _measure_lanes(config, checkpoint))
+    if config.scheduler.num_drafts:
+        config = _measure_drafts(config, checkpoint)
+    fitted = fit_cluster(config, model, degrees, points, ingest_gb_per_s)
+    about, out = [*_about(config, checkpoint), *doubts(fitted)], measurement.out
+    (out / "serve.yaml").write_text(serve_yaml(config, fitted, sweep, about))
+    (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
+    _show(sweep, fitted, console)
+    for doubt in doubts(fitted):
+        print(f"nanocp profile: {doubt}", file=sys.stderr)
+    console.print(f"nanocp serve {checkpoint} --config {out / 'serve.yaml'}", soft_wrap=True)
+    console.print(f"nanocp simulate --cluster {out / 'cluster.yaml'}", soft_wrap=True)
+
+
+def _run_pipeline(
+    config: Config, checkpoint: Path, measurement: Measurement, console: Console
+) -> None:
+    """Fit the predictor of a pipeline to passes through one stage that has every layer."""
+    from rich.table import Table
+
+    from data_plane.model.config import ModelConfig
+    from nanocp.config.pipeline import PipelineConfig
+    from nanocp.simulator.fit.fit import pipeline_yaml
+    from nanocp.simulator.fit.pipeline import KINDS, errors, measure, num_first_dense
+    from nanocp.simulator.pipeline.fit import fit_costs
+
+    if measurement.max_len or measurement.degree or measurement.overlap:
+        raise ValueError("--max-len, --degree and --overlap have no meaning with layout pipeline")
+    model = ModelConfig.from_folder(checkpoint)
+    PipelineConfig.of(config, model.num_layers)
+    measurement.make_folder()
+    layers = model.num_experts, model.num_experts_per_token, num_first_dense(model)
+    kinds = ("greedy", "mixed") if measurement.quick else tuple(KINDS)
+    passes, apart = measure(
+        checkpoint, kinds, is_quick=measurement.quick, data_plane=config.data_plane
+    )
+    every = [one for all_ in passes.values() for one in all_]
+    costs = fit_costs("ours", every, *layers)
+    config = replace(config, pipeline=replace(config.pipeline, costs=costs))
+    path = measurement.out / "serve.yaml"
+    path.write_text(pipeline_yaml(config, _about(config, checkpoint)))
+    table = Table(title=f"{len(every)} passes: mean error on a held-out third")
+    for column in ("form", "layer", "dense layer", *(f"sampling, {kind}" for kind in passes)):
+        table.add_column(column)
+    rows = errors(passes, *layers) | {"two plays of a pass differ by": apart}
+    for form, found in rows.items():
+        sampling = [f"{error.sampling:.1%}" for error in found.values()]
+        layer, dense = (
+            f"{fmean(each):.1%}"
+            for each in zip(*((one.layer, one.dense) for one in found.values()), strict=True)
+        )
+        table.add_row(form, layer, dense if costs.dense_layers else "none", *sampling)
+    console.print(table)
+    console.print(f"nanocp serve {checkpoint} --config {path}", soft_wrap=True)
+
+
+def _degrees(given: Sequence[int] | None, num_instances: int) -> list[int]:
+    degrees = sorted(set(given or [1 << power for power in range(num_instances.bit_length())]))
+    if degrees[0] < 1 or degrees[-1] > num_instances:
+        wrong = degrees[0] if degrees[0] < 1 else degrees[-1]
+        raise ValueError(
+            f"degree is {wrong}; it must be from 1 to the number of instances ({num_instances})"
+        )
+    return degrees
+
+
+# --- measuring
+
+
+def _measure(
+    config: Config,
+    model: ModelConfig,
+    checkpoint: Path,
+    max_len: int,
+    degrees: Sequence[int],
+    quick: bool,
+    console: Console,
+) -> tuple[Sweep, list[Point], float]:
+    """The sweep, the points to fit, and the speed at which pages are copied in."""
+    from rich.console import Console as ErrorConsole
+    from rich.progress import Progress
+
+    from data_plane.profiling.batch import alone, linked_batches, local_batches, num_frames
+    from data_plane.profiling.cluster import measuring
+    from data_plane.profiling.phase_clock import PhaseTimes
+    from nanocp.serve.service import member_environment
+    from nanocp.simulator.fit.fit import Point, step_us
+
+    num_instances, bounds = config.cluster.num_instances, config.cluster.bounds
+    alone_batches = {
+        (length, degree): alone(length, degree)
+        for length in _lengths(max_len)
+        for degree in degrees
+    }
+    batches = [
+        *local_batches(num_instances, bounds.max_rows, max_len),
+        *linked_batches(num_instances, bounds, max_len),
+    ]
+    frames = [
+        max(num_frames(batch, instance) for batch in (*alone_batches.values(), *batches))
+        for instance in range(num_instances)
+    ]
+    if not any(len(batch[0].kv_binding) > 1 for batch in batches):
+        raise ValueError(
+            f"max_attention_rows is {bounds.max_attention_rows}; it must be at least 2, or no "
+            "exchange can be measured"
+        )
+    _check_memory(config, model, max_len, sum(frames))
+    cluster = replace(config.cluster, num_frames=max(frames), max_model_len=max_len)
+    sweep: dict[int, dict[int, float]] = {length: {} for length in _lengths(max_len)}
+    best: dict[int, PhaseTimes] = {}
+    num_rounds = 1 if quick else _NUM_ROUNDS
+    with Progress(console=ErrorConsole(stderr=True), transient=True) as progress:
+        total = num_rounds * (len(alone_batches) + len(batches))
+        task = progress.add_task(f"starting {num_instances} instances", total=total)
+        with measuring(
+            replace(config, cluster=cluster), checkpoint, member_environment(config)
+        ) as measured:
+            for _ in range(num_rounds):
+                for (length, degree), batch in alone_batches.items():
+                    progress.update(
+                        task, description=f"one request of {length} tokens at degree {degree}"
+                    )
+                    times = measured.measure(batch, _NUM_STEPS)[0]
+                    us = times.attention_us + times.exchange_us
+                    sweep[length][degree] = min(us, sweep[length].get(degree, us))
+                    progress.advance(task)
+                for number, batch in enumerate(batches):
+                    progress.update(task, description=_describe(batch, num_instances))
+                    by_phase = zip(*measured.measure(batch, _NUM_STEPS), strict=True)
+                    times = PhaseTimes(*(sum(values) / num_instances for values in by_phase))
+                    best[number] = min(
+                        times, best.get(number, times), key=lambda times: step_us(model, times)
+                    )
+                    progress.advance(task)
+            ingest_gb_per_s = measured.ingest_gb_per_s()
+    return (
+        sweep,
+        [Point(batch, best[number]) for number, batch in enumerate(batches)],
+        ingest_gb_per_s,
+    )
+
+
+def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
+    from data_plane.profiling.cluster import measuring
+    from nanocp.serve.service import member_environment
+    from nanocp.simulator.fit.lanes import measure_lane_table
+
+    two_lanes = replace(config, scheduler=replace(config.scheduler, lanes="always"))
+    with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
+        return measure_lane_table(
+            config, lambda batch: measured.measure_lanes(batch, _NUM_LANE_STEPS)
+        )
+
+
+def _measure_drafts(config: Config, checkpoint: Path) -> Config:
+    from data_plane.profiling.cluster import measuring
+    from nanocp.serve.service import member_environment
+    from nanocp.simulator.fit.drafts import with_draft_table
+
+    one_lane = replace(config, scheduler=replace(config.scheduler, lanes="off"))
+    with measuring(one_lane, checkpoint, member_environment(config)) as measured:
+        return with_draft_table(
+            config,
+            lambda batch, drafts: measured.measure_drafts(batch, drafts, _NUM_LANE_STEPS),
+        )
+
+
+def _lengths(max_len: int) -> Iterator[int]:
+    """Lengths of the sweep, in tokens: _MIN_LEN, twice that, ..., max_len."""
+    length = _MIN_LEN
+    while length < max_len:
+        yield length
+        length *= 2
+    yield max_len
+
+
+def _describe(batch: Batch, num_instances: int) -> str:
+    degree = len(batch[0].kv_binding)
+    return f"{len(batch) // num_instances} x {batch[0].length} tokens each, degree {degree}"
+
+
+def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: int) -> None:
+    import psutil
+
+    from nanocp.simulator.fit.fit import kv_bytes
+    from nanocp.values.plan import PAGE_SIZE
+
+    needed, free = (
+        num_frames * PAGE_SIZE * kv_bytes(config, model),
+        psutil.virtual_memory().available,
+    )
+    if needed > free:
+        raise ValueError(
+            f"max_len is {max_len}: the KV of all instances takes {needed / 2**30:.1f} GiB, and "
+            f"this machine has {free / 2**30:.1f} GiB free; choose a smaller --max-len"
+        )
+
+
+# --- showing
+
+
+def _about(config: Config, checkpoint: Path) -> list[str]:
+    """The head of both files: what was measured, and on which machine."""
+    import torch
+
+    num_instances, threads = config.cluster.num_instances, config.data_plane.threads_per_instance
+    cores = len(os.sched_getaffinity(0))
+    about = [
+        f"Measured by `{shlex.join(['nanocp', *sys.argv[1:]])}`: {checkpoint.name}, "
+        f"{config.data_plane.dtype},",
+        f"{num_instances} instances of {threads} thread(s) on {cores} cores of {_cpu()}, "
+        f"torch {torch.__version__}.",
+    ]
+    if num_instances * threads > cores:
+        about.append(
+            "The instances share cores: a step that loads only some of them is shorter than these "
+            "costs say."
+        )
+    return about
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _show(sweep: Sweep, fitted: Fitted, console: Console) -> None:
+    from rich.table import Table
+
+    from nanocp.simulator.fit.fit import degree_table
+
+    console.print("one request alone: attention + exchange, us a layer")
+    table = Table()
+    table.add_column("tokens", justify="right")
+    for degree in next(iter(sweep.values())):
+        table.add_column(f"degree {degree}", justify="right")
+    for length, times in sweep.items():
+        best = min(times.values())
+        table.add_row(
+            f"{length:,}",
+            *(f"[bold]{us:.0f}[/]" if us == best else f"{us:.0f}" for us in times.values()),
+        )
+    console.print(table)
+    buckets, degree_max = degree_table(sweep)
+    for length, degree in buckets:
+        console.print(f"fewer than {length:,} tokens: degree {degree}")
+    console.print(f"{'longer' if buckets else 'every length'}: degree {degree_max}")
+    table = Table(title="cost model against the measured steps")
+    for column in ("", "points", "median error", "worst"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, fit in fitted.fits.items():
+        table.add_row(name, str(len(fit.errors)), f"{fit.median:.0%}", f"{fit.worst:+.0%}")
+    console.print(table)

@@ -1,0 +1,429 @@
+"""A simulated cluster: what its instances hold, how they are linked, what a layer costs.
+
+Enters: a YAML file, or the name of one that ships; a number of instances. Leaves: a validated
+ClusterFile, or a ValueError that names the key. Does not know: schedulers, workloads, time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from math import inf
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from control_plane.scheduler.queue.waiting_queue import invalidity
+from nanocp.config.choices import check_at_least, none_of
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.cost import check_ttft_targets
+from nanocp.simulator.costs.yaml_file import names_in, read_tree, sentence, validated
+from nanocp.values.plan import PAGE_SIZE, Arrival
+
+SHIPPED = Path(__file__).parents[1] / "clusters"
+_DEFAULTS = ("operators", "fitted")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one layer costs on one instance. A set of constants; everything else is a load."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    attention_us: float
+    """Attention of one row over no tokens."""
+    attention_ps_per_token: float
+    """Per KV token that the instance reads."""
+    attention_ns_per_row: float
+    """Per attention row, own or received: query read, partial written."""
+    exchange_us: float
+    """Both routes and the merge, on an instance that has a link."""
+    exchange_gb_per_s_within_node: float
+    """Each direction."""
+    exchange_gb_per_s_between_nodes: float
+    exchange_us_between_nodes: float
+    """In addition, on an instance with a link to another node."""
+    dispatch_combine_us: float
+    """Dispatch and combine of no rows."""
+    dispatch_combine_us_at_128_rows: tuple[tuple[int, float], ...]
+    """(EP size, microseconds of both at 128 rows an instance), ascending; linear between."""
+    weights_gb_per_s: float
+    """Weights of experts, and of what a holder projects, are read at this rate."""
+    gemm_tflops: float
+    """GEMMs of experts, and of what a holder projects, run at this rate."""
+    other_us: float
+    """Norms, projections, gate, shared expert, launches."""
+    other_ns_per_row: float
+    step_us: float
+    """Once a step: embedding, lm_head, sampling."""
+    attention_ps_per_query: float = 0.0
+    """Per KV token and query of a row: what it computes, if the KV is there. Drafts are queries."""
+    hides_queries: bool = False
+    """Whether an exchange is charged in the order of the engine's step: Q travels behind own
+    attention, which is taken to be attention's share by rows, and received rows attend in a launch
+    of their own. A set that was fitted to what an exchange adds has that in its constants."""
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.dispatch_combine_us_at_128_rows]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(
+                f"dispatch_combine_us_at_128_rows has EP sizes {sizes}; they must be ascending, "
+                "one or more"
+            )
+        numbers = {item.name: getattr(self, item.name) for item in fields(self)}
+        table = numbers.pop("dispatch_combine_us_at_128_rows")
+        numbers |= {f"dispatch_combine_us_at_128_rows of EP size {size}": us for size, us in table}
+        for name, value in numbers.items():
+            if not 0 <= value < inf:
+                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
+        for name in (
+            "exchange_gb_per_s_within_node",
+            "exchange_gb_per_s_between_nodes",
+            "weights_gb_per_s",
+            "gemm_tflops",
+        ):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0; it must be more")
+
+    def ps_per_token(self, num_queries: int) -> float:
+        """Picoseconds of attention over a token by so many queries of one row.
+
+        They read it once: it takes as long as that, or as what all of them compute.
+        """
+        return max(self.attention_ps_per_token, num_queries * self.attention_ps_per_query)
+
+    def layer_attention_us(self, kv_tokens: float, rows: float, num_queries: int = 1) -> float:
+        """Microseconds of a layer's attention over kv_tokens by `rows` attention rows, padded."""
+        return (
+            self.attention_us
+            + self.ps_per_token(num_queries) * kv_tokens / 1e6
+            + self.attention_ns_per_row * rows / 1e3
+        )
+
+    def gemm_us(self, weights_mb: float, mflop: float) -> float:
+        """Microseconds of a GEMM: its weights are read, then its FLOPs are done."""
+        return 1e3 * weights_mb / self.weights_gb_per_s + mflop / self.gemm_tflops
+
+
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """What of a row and one of its holders travels in a layer, and what the holder computes for it.
+
+    The projection is that of rows received; it is charged as GEMMs of their own, which is an upper
+    bound: a holder might project them together with its own rows.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    bytes_per_link: int
+    """Q there and partial back."""
+    query_bytes: int = 0
+    """Those of Q among them."""
+    projection_mb: float = 0.0
+    """Weights that a holder reads to project queries and partials."""
+    projection_mflop: float = 0.0
+    """For each row received."""
+
+    def __post_init__(self) -> None:
+        if min(self.query_bytes, self.projection_mb, self.projection_mflop) < 0:
+            raise ValueError(f"{self} has a negative number; none may be")
+        if self.query_bytes > self.bytes_per_link:
+            raise ValueError(f"{self} has more bytes of Q than bytes in all")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of the model the costs multiply."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    num_layers: int
+    num_moe_layers: int
+    kv_bytes_per_token: int
+    """KV of all layers."""
+    num_experts: int
+    """Experts of a layer; shares of instances differ by at most one. 0: a dense model."""
+    experts_per_token: int
+    expert_mb: float
+    """Weights of one expert of one layer."""
+    expert_mflop: float
+    """One row through one expert."""
+    wire_forms: dict[str, WireForm]
+    """By name: latent and absorbed."""
+    num_linear_layers: int = 0
+    """How many layers are linear attention, in which a row has a state, and no KV."""
+    linear_us_per_row: float = 0.0
+    """Reading and writing a row's state in a linear layer; its projections are in `other_us`."""
+    state_mb: float = 0.0
+    """A row's state in all linear layers together."""
+
+    def __post_init__(self) -> None:
+        if not (
+            0 <= self.num_linear_layers < self.num_layers
+            and 0 <= self.linear_us_per_row < inf
+            and 0 <= self.state_mb < inf
+        ):
+            raise ValueError(
+                f"num_linear_layers is {self.num_linear_layers}, linear_us_per_row "
+                f"{self.linear_us_per_row} and state_mb {self.state_mb}; the first must be from 0 "
+                f"to {self.num_layers - 1}, the others finite and not negative"
+            )
+        if (
+            not 0 <= self.num_moe_layers <= self.num_layers
+            or self.num_layers < 1
+            or self.kv_bytes_per_token < 1
+        ):
+            raise ValueError(
+                f"num_layers is {self.num_layers}, num_moe_layers {self.num_moe_layers} and "
+                f"kv_bytes_per_token {self.kv_bytes_per_token}; the first and last must be "
+                "positive, the second from 0 to the first"
+            )
+        experts = (self.num_experts, self.experts_per_token)
+        if (min(experts) < 1) if self.num_moe_layers else any(experts):
+            raise ValueError(
+                f"num_moe_layers is {self.num_moe_layers}, num_experts {self.num_experts} and "
+                f"experts_per_token {self.experts_per_token}; all must be 0, for a dense model, or "
+                "1 or more"
+            )
+        if not self.wire_forms:
+            raise ValueError("there are 0 wire_forms; there must be 1 or more")
+        for name in ("expert_mb", "expert_mflop"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be finite and not negative"
+                )
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that attend to KV."""
+        return self.num_layers - self.num_linear_layers
+
+    def most_experts(self, num_instances: int) -> int:
+        """Experts of a layer on the instance that has most of them."""
+        return -(-self.num_experts // num_instances)
+
+    def wire_form(self, name: str) -> WireForm:
+        """The form of that name; the first if the name is empty. Raises ValueError."""
+        if name and name not in self.wire_forms:
+            raise ValueError(f"wire form is {name!r}; {none_of(name, list(self.wire_forms))}")
+        return self.wire_forms[name or next(iter(self.wire_forms))]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a GPU holds, in GB of 10^9 bytes: the frames are what is left."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    gpu: str
+    """What it is called."""
+    hbm_gb: float
+    usable_share: float
+    """Share of it that an instance fills."""
+    rest_gb: float
+    """Weights that every instance has: all but the routed experts."""
+    reserve_gb: float
+    """Captured graphs, and what the libraries take."""
+    exchange_mb_per_peer: float = 0.0
+    """Regions to receive from each other instance, in MB of 10^6 bytes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.usable_share <= 1 or not 0 < self.hbm_gb < inf:
+            raise ValueError(
+                f"hbm_gb is {self.hbm_gb} and usable_share {self.usable_share}; the first must be "
+                "positive, the second above 0 and at most 1"
+            )
+        if not 0 <= min(self.rest_gb, self.reserve_gb, self.exchange_mb_per_peer) < inf:
+            raise ValueError(
+                f"rest_gb is {self.rest_gb}, reserve_gb {self.reserve_gb} and exchange_mb_per_peer "
+                f"{self.exchange_mb_per_peer}; none may be negative"
+            )
+
+    def num_frames(self, model: ModelShape, num_instances: int, max_rows: int) -> int:
+        """Frames of each of num_instances. Raises ValueError, with the sum, if none is left."""
+        if 0 < model.num_experts < num_instances:
+            raise ValueError(
+                f"the model has {model.num_experts} experts; there may be as many instances, and "
+                f"not {num_instances}"
+            )
+        num_local = model.most_experts(num_instances)
+        experts_gb = num_local * model.num_moe_layers * model.expert_mb / 1e3
+        usable_gb = self.usable_share * self.hbm_gb
+        reserve_gb = self.reserve_gb + self.exchange_mb_per_peer * (num_instances - 1) / 1e3
+        states_gb = (max_rows + 2) * model.state_mb / 1e3
+        left_gb = usable_gb - experts_gb - self.rest_gb - reserve_gb - states_gb
+        num_frames = int(left_gb * 1e9 / (PAGE_SIZE * model.kv_bytes_per_token))
+        if num_frames < 1:
+            states = f", states of rows {states_gb:.1f}" if states_gb else ""
+            raise ValueError(
+                f"the model does not fit {num_instances} {self.gpu}: of {self.hbm_gb:g} GB each, "
+                f"{usable_gb:.1f} are usable; {num_local} experts of {model.num_moe_layers} layers "
+                f"take {experts_gb:.1f}, other weights {self.rest_gb:.1f}, graphs and buffers "
+                f"{reserve_gb:.1f}{states}: {-left_gb:.1f} GB too many"
+            )
+        return num_frames
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFile:
+    """A simulated cluster."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    cluster: ClusterConfig
+    model: ModelShape
+    costs: dict[str, Costs]
+    """By the name of the set, such as peak and fitted."""
+    ingest_gb_per_s: float
+    """GB of KV a second that an instance receives; its transfers take turns."""
+    ingest_tail_share: float = 1.0
+    """Share of a prompt's KV that is still to come when the request arrives here. Prefill that
+    sends while it computes leaves only its last chunk; 1: it sends all of it at the end."""
+    prefill_gb_per_s: float | None = None
+    """GB of KV a second that all of prefill sends; transfers from it share that equally. None: as
+    much as the instances receive."""
+    ttft_targets: tuple[tuple[int, int], ...] = ()
+    """(priority, ms) pairs of policy cost_aware, as scheduler.ttft_targets of the service; every
+    request of a workload has priority 0."""
+    tpot_target_ms: int = 0
+    """The service's scheduler.tpot_target_ms, whatever the policy. 0: nobody is deferred."""
+    cp_degrees: tuple[int, ...] = (1, 2, 4, 8)
+    """Degrees that the length profile chooses from."""
+    row_buckets: tuple[int, ...] = field(default=(8, 16, 32, 48, 64, 96, 128, 192, 256))
+    """Rows of the captured graphs, ascending; the last holds max_rows."""
+    attention_row_buckets: tuple[int, ...] = ()
+    """Attention rows of the captured graphs, ascending. Empty: as row_buckets."""
+    memory: Memory | None = None
+    """None: cluster.num_frames says how many frames an instance has."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ingest_gb_per_s < inf:
+            raise ValueError(
+                f"ingest_gb_per_s is {self.ingest_gb_per_s}; it must be positive and finite"
+            )
+        if not 0 < self.ingest_tail_share <= 1:
+            raise ValueError(
+                f"ingest_tail_share is {self.ingest_tail_share}; it must be above 0 and at most 1"
+            )
+        if self.prefill_gb_per_s is not None and not 0 < self.prefill_gb_per_s < inf:
+            raise ValueError(
+                f"prefill_gb_per_s is {self.prefill_gb_per_s}; it must be positive and finite"
+            )
+        check_ttft_targets(self.ttft_targets)
+        check_at_least(0, tpot_target_ms=self.tpot_target_ms)
+        if not self.costs:
+            raise ValueError("costs is empty; it must hold one set of constants or more")
+        if (
+            not self.cp_degrees
+            or min(self.cp_degrees) < 1
+            or max(self.cp_degrees) > self.cluster.num_instances
+        ):
+            raise ValueError(
+                f"cp_degrees is {self.cp_degrees}; they must be from 1 to num_instances "
+                f"({self.cluster.num_instances})"
+            )
+        for name in ("cp_degrees", "row_buckets", "attention_row_buckets"):
+            buckets = getattr(self, name)
+            if list(buckets) != sorted(set(buckets)) or (buckets and buckets[0] < 1):
+                raise ValueError(f"{name} is {buckets}; they must be ascending positive integers")
+        if not self.row_buckets or self.row_buckets[-1] < self.cluster.bounds.max_rows:
+            raise ValueError(
+                f"row_buckets is {self.row_buckets}; the last must hold max_rows "
+                f"({self.cluster.bounds.max_rows})"
+            )
+
+    def of_size(self, num_instances: int) -> ClusterFile:
+        """The cluster with another number of instances, and the frames that each then has.
+
+        Raises ValueError if the model does not fit, or if the file does not say what memory holds.
+        """
+        sized = self
+        if self.memory is not None:
+            max_rows = self.cluster.bounds.max_rows
+            num_frames = self.memory.num_frames(self.model, num_instances, max_rows)
+            cluster = replace(self.cluster, num_instances=num_instances, num_frames=num_frames)
+            degrees = tuple(degree for degree in self.cp_degrees if degree <= num_instances)
+            sized = replace(self, cluster=cluster, cp_degrees=degrees)
+        elif num_instances != self.cluster.num_instances:
+            raise ValueError(
+                f"the cluster file has {self.cluster.num_instances} instances and no memory "
+                f"section; without one the frames of {num_instances} instances are not known"
+            )
+        max_len = sized.cluster.max_model_len
+        if reason := invalidity(Arrival(1, max_len - 1, 1), sized.cluster):
+            raise ValueError(f"a request of max_model_len ({max_len}) can never run: {reason}")
+        return sized
+
+    @property
+    def ingest_ns_per_token(self) -> float:
+        """Nanoseconds in which an instance receives what is still to come of a prompt's token."""
+        return self.ingest_tail_share * self.model.kv_bytes_per_token / self.ingest_gb_per_s
+
+    def layer_expert_us(self, costs: Costs, mean_rows: float) -> float:
+        """Microseconds of a layer's expert GEMMs on the instance with most experts.
+
+        mean_rows: of an instance. All experts get as many rows.
+        """
+        model, num_instances = self.model, self.cluster.num_instances
+        num_local = model.most_experts(num_instances)
+        share = num_local * num_instances / max(1, model.num_experts)
+        mflop = share * mean_rows * model.experts_per_token * model.expert_mflop
+        return costs.gemm_us(num_local * model.expert_mb, mflop)
+
+    @property
+    def default_constants(self) -> str:
+        """Name of the set that is taken if none is named: operators, where the file has it."""
+        return next((name for name in _DEFAULTS if name in self.costs), next(iter(self.costs)))
+
+    def costs_of(self, constants: str) -> Costs:
+        """The named set, or the default one for an empty name. Raises ValueError for another."""
+        constants = constants or self.default_constants
+        if constants not in self.costs:
+            raise ValueError(f"constants is {constants!r}; {none_of(constants, list(self.costs))}")
+        return self.costs[constants]
+
+
+def shipped_names() -> list[str]:
+    """Names of the cluster files that ship."""
+    return names_in(SHIPPED)
+
+
+def cluster_path(name_or_path: str) -> Path:
+    """Path of the cluster file of that name, or the path itself if it is a file's or ends in .yaml.
+
+    Raises ValueError for an unknown name, naming the nearest.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
+        return path
+    if name_or_path not in shipped_names():
+        raise ValueError(
+            f"cluster is {name_or_path!r}; {none_of(name_or_path, shipped_names())}, or a .yaml "
+            "file"
+        )
+    return SHIPPED / f"{name_or_path}.yaml"
+
+
+def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> ClusterFile:
+    """The cluster file of `cluster_path`, with its own number of instances or another.
+
+    Raises ValueError for an unknown name (naming the nearest), an unreadable file, an unknown key,
+    a wrong type and a cluster that cannot be.
+    """
+    path = cluster_path(name_or_path)
+    tree = read_tree(path)
+    try:
+        file = validated(ClusterFile, tree)
+    except ValidationError as error:
+        details = [dict(detail) for detail in error.errors()]
+        raise ValueError(
+            "\n".join(f"{path}: {sentence(detail, ClusterFile)}" for detail in details)
+        ) from error
+    if file.memory is not None and "num_frames" in tree["cluster"]:
+        raise ValueError(
+            f"{path}: cluster.num_frames is given beside memory, from which frames are derived; "
+            "only one may be"
+        )
+    try:
+        return file.of_size(num_instances or file.cluster.num_instances)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

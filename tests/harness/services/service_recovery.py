@@ -1,0 +1,57 @@
+"""Requests of a service of four HashInstances that must come out exact while members are lost."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from harness.services.hash_service import CONFIG, expected, generate, prompt, shared_memory_of
+
+SLOW = "harness.services.hash_members:build_slow"
+LENGTHS = [1, 64, 130, 300, 511, 900]
+NUM_SEGMENTS = 4 + 4 + 4 * 3
+
+
+WAIT_S = 240
+"""Longest wait for what takes seconds: processes start, which a busy machine delays."""
+
+
+def until(condition, limit_s=WAIT_S):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def terms_of(service):
+    return service._controller.members.terms
+
+
+def pid_of(service, member):
+    return service.launcher.pid(member)
+
+
+def until_serving(service, term):
+    until(lambda: terms_of(service).number >= term and terms_of(service).is_serving)
+
+
+@contextmanager
+def generating(service, max_tokens):
+    """Requests of six lengths run; at the end each has exactly its tokens, and nothing is left."""
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        streams = {
+            length: pool.submit(
+                generate, service.address, prompt(length, length), max_tokens, timeout_s=WAIT_S
+            )
+            for length in LENGTHS
+        }
+        until(lambda: service.metrics.registry.get_sample_value("nanocp:generation_tokens_total"))
+        yield streams
+        for length, stream in streams.items():
+            assert stream.result(WAIT_S) == expected(prompt(length, length), max_tokens), length
+    until(lambda: num_free_frames(service) == 4 * CONFIG.cluster.num_frames)
+    assert len(shared_memory_of(service)) == NUM_SEGMENTS, "segments of an earlier term are gone"
+
+
+def num_free_frames(service):
+    sample = service.metrics.registry.get_sample_value
+    return sum(sample("nanocp:frames_free", {"engine": str(engine)}) or 0 for engine in range(4))
