@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def _serving(checkpoint: Path, shape: ContextShape, degree: int) -> Iterator[Ser
 
     The long request is over `degree` of them, the short ones are on one.
     """
+    profile = {"cp_degree_buckets": [[shape.long_len, 1]], "cp_degree_max": degree}
     settings = {
         "cluster.max_model_len": _max_model_len(shape.long_len),
         # All of it on one instance, and the short rows.
@@ -102,18 +104,23 @@ def _serving(checkpoint: Path, shape: ContextShape, degree: int) -> Iterator[Ser
         // 64
         + 2 * 9,
         "cluster.bounds.max_rows": 16,
-        "scheduler.cp_degree_buckets": [[shape.long_len, 1]],
-        "scheduler.cp_degree_max": degree,
         "data_plane.threads_per_instance": 1,
     }
-    with serving(
-        checkpoint, NUM_INSTANCES, settings, "--policy", "dual_balanced", ray=False
-    ) as service:
-        cores = sorted(os.sched_getaffinity(0))
-        for pid, core in zip(service.instance_pids(), itertools.cycle(cores), strict=False):
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), {core})
-        yield service
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump({"scheduler": profile}, file)
+        file.flush()
+        with serving(
+            checkpoint,
+            NUM_INSTANCES,
+            settings | {"scheduler.profile": file.name},
+            *("--policy", "dual_balanced"),
+            ray=False,
+        ) as service:
+            cores = sorted(os.sched_getaffinity(0))
+            for pid, core in zip(service.instance_pids(), itertools.cycle(cores), strict=False):
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), {core})
+            yield service
 
 
 def _measure(service: Serving, checkpoint: Path, shape: ContextShape) -> dict[str, float]:

@@ -55,8 +55,8 @@ NUM_BEFORE, MAX_WINDOWS_BEFORE = 4, 16
 """Own gaps that one is compared with, and how far back they may lie."""
 NUM_INSTANCES = 4
 NUM_CLIENTS = 8
-CHAOS = {"scheduler.policy": "chaos", "scheduler.chaos_period_windows": 4}
-"""One of four windows re-binds, and one of four moves pages, on average."""
+CHAOS = {"scheduler.policy": "chaos"}
+"""One of two windows re-binds, and one of two moves pages, on average."""
 
 
 @dataclass(frozen=True, slots=True)

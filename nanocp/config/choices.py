@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+PROFILED = "profiled"
+"""Marks a field that `nanocp profile` measures: the profile file has it, and no other source."""
+INTERNAL = "internal"
+"""Marks a field that follows from others or that only tests set: users cannot."""
 
 
 def one_of(words: Sequence[str]) -> str:
@@ -40,3 +46,54 @@ def check_at_least(low: int, **values: int) -> None:
     """Raises ValueError naming the value that is below `low`."""
     for name, value in values.items():
         require(value >= low, f"{name} is {value}; it must be at least {low}")
+
+
+class Within(NamedTuple):
+    """The bounds of a field, declared as Annotated[int, Within(1)]."""
+
+    low: float
+    high: float | None = None
+
+    def check(self, name: str, value: float) -> None:
+        """Raises ValueError naming the field whose value is outside."""
+        right = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+        within = self.low <= value and (self.high is None or value <= self.high)
+        require(within, f"{name} is {value}; it must be {right}")
+
+
+class Among(NamedTuple):
+    """The words that a field may be, declared as Annotated[str, Among(WORDS)]."""
+
+    words: tuple[str, ...]
+
+    def check(self, name: str, value: str) -> None:
+        """Raises ValueError naming the field whose value is none of them."""
+        check_one_of(self.words, **{name: value})
+
+
+Natural = Annotated[int, Within(0)]
+Positive = Annotated[int, Within(1)]
+
+
+_MARKS: dict[type, dict[str, tuple[Any, ...]]] = {}
+
+
+def marks_of(kind: type) -> dict[str, tuple[Any, ...]]:
+    """What the annotation of each of a dataclass's fields declares beside its type."""
+    if kind not in _MARKS:
+        hints = get_type_hints(kind, include_extras=True).items()
+        _MARKS[kind] = {name: getattr(hint, "__metadata__", ()) for name, hint in hints}
+    return _MARKS[kind]
+
+
+def is_hidden(marks: tuple[Any, ...]) -> bool:
+    """Whether no file, variable or flag may set a field with these marks."""
+    return INTERNAL in marks or PROFILED in marks
+
+
+def check_fields(section: Any) -> None:
+    """Raises ValueError for the first field that is not as its annotation declares."""
+    for name, marks in marks_of(type(section)).items():
+        for mark in marks:
+            if isinstance(mark, (Within, Among)):
+                mark.check(name, getattr(section, name))

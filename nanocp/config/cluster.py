@@ -7,8 +7,9 @@ know: files, the environment, the command line. Standard library only: the sched
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from nanocp.config.choices import check_at_least, check_one_of, require
+from nanocp.config.choices import INTERNAL, Among, Natural, Positive, check_fields, require
 
 LAYOUTS = ("instances", "pipeline")
 
@@ -22,30 +23,23 @@ class BoundsConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    max_rows: int = 64
+    max_rows: Positive = 64
     """Most requests whose MoE binding is one instance at a time."""
-    max_links: int = 16
+    max_links: Positive = 16
     """Most rows that one instance sends to one other instance: slots of an exchange region."""
-    max_attention_rows: int = 96
+    max_attention_rows: Positive = 96
     """Most rows that an instance runs attention for: its own and those received. Unless it is set,
     half more than max_rows."""
-    max_partials: int = 48
+    max_partials: Positive = 48
     """Most remote partials that return to one MoE binding in a step."""
-    max_hand_offs: int = 4
+    max_hand_offs: Annotated[Positive, INTERNAL] = 4
     """Most rows that one instance hands to one other instance at one edge of a window."""
-    max_grammar_bytes: int = 32_768
+    max_grammar_bytes: Natural = 32_768
     """Longest grammar of structured output; a hand-off has room for it. 0: structured output is
     refused."""
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1,
-            max_rows=self.max_rows,
-            max_links=self.max_links,
-            max_attention_rows=self.max_attention_rows,
-        )
-        check_at_least(1, max_partials=self.max_partials, max_hand_offs=self.max_hand_offs)
-        check_at_least(0, max_grammar_bytes=self.max_grammar_bytes)
+        check_fields(self)
         require(
             self.max_attention_rows >= self.max_rows,
             f"max_attention_rows is {self.max_attention_rows}; it must be at least max_rows "
@@ -59,37 +53,31 @@ class ClusterConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    num_instances: int = 4
+    num_instances: Positive = 4
     """Instances of the cluster; stages of a pipeline."""
-    instances_per_node: int = 4
+    instances_per_node: Positive = 4
     """Instances of one machine: instance i is on node i // instances_per_node."""
-    num_frames: int = 256
+    num_frames: Positive = 256
     """Frames of 64 tokens in each instance's pool, without the scratch frame."""
-    max_model_len: int = 8192
+    max_model_len: Positive = 8192
     """Most tokens of prompt and output of one request; not given, at most what the model has."""
-    carry_pages: int = 0
-    """Pages that a row's state in linear attention layers takes, which lies at its MoE binding. 0:
-    as the checkpoint says; most models have no such layers."""
+    carry_pages: Annotated[Natural, INTERNAL] = 0
+    """Pages that a row's state in linear attention layers takes, at its MoE binding; as the
+    checkpoint says."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
-    redundant_experts: int = 0
+    redundant_experts: Natural = 0
     """Slots for experts that each instance has in every layer beyond its share of them. The cluster
     goes on without an instance if the others have slots for all experts. On CPUs only."""
-    spares: int = 0
+    spares: Natural = 0
     """Processes that stand by with all weights but experts, and take the seats of lost instances:
     these then load experts only. On the machine of `nanocp serve`, on CPUs."""
-    layout: str = "instances"
+    layout: Annotated[str, Among(LAYOUTS)] = "instances"
     """instances: each has some experts of every layer, and a request's KV may be on several.
     pipeline: each has some layers, with all their experts and KV, and prompts are computed there
     too (docs/develop/pipeline.md)."""
 
     def __post_init__(self) -> None:
-        check_one_of(LAYOUTS, layout=self.layout)
-        check_at_least(
-            1, num_instances=self.num_instances, instances_per_node=self.instances_per_node
-        )
-        check_at_least(1, num_frames=self.num_frames, max_model_len=self.max_model_len)
-        check_at_least(0, redundant_experts=self.redundant_experts, spares=self.spares)
-        check_at_least(0, carry_pages=self.carry_pages)
+        check_fields(self)
 
     def carry_place(self, frame: int) -> tuple[int, int]:
         """(which state, which page of it) a frame behind those of KV is."""

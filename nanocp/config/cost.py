@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanocp.config.choices import check_at_least, require
+from nanocp.config.choices import Natural, check_fields, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +22,22 @@ class CostConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    exchange_tokens: int = 96_704
+    exchange_tokens: Natural = 96_704
     """Cost of an instance's first link: both routes and the merge."""
-    exchange_tokens_between_nodes: int = 23_181
+    exchange_tokens_between_nodes: Natural = 23_181
     """Additional cost of the first link to another node."""
-    link_tokens: int = 352
+    link_tokens: Natural = 352
     """Cost of each link within a node."""
-    link_tokens_between_nodes: int = 1624
+    link_tokens_between_nodes: Natural = 1624
     """Cost of each link to another node."""
-    dispatch_tokens_per_row: int = 5999
+    dispatch_tokens_per_row: Natural = 5999
     """Cost of a row's dispatch and combine."""
-    ingest_ns_per_token: int = 1405
+    ingest_ns_per_token: Natural = 1405
     """Nanoseconds in which an instance receives a token's KV from prefill (not in KV tokens); with
     it scheduler.ttft_targets foresee when a prompt's KV is there."""
 
     def __post_init__(self) -> None:
-        check_at_least(0, exchange_tokens=self.exchange_tokens, link_tokens=self.link_tokens)
-        check_at_least(0, exchange_tokens_between_nodes=self.exchange_tokens_between_nodes)
-        check_at_least(0, link_tokens_between_nodes=self.link_tokens_between_nodes)
-        check_at_least(0, dispatch_tokens_per_row=self.dispatch_tokens_per_row)
-        check_at_least(0, ingest_ns_per_token=self.ingest_ns_per_token)
+        check_fields(self)
 
 
 CPU_COSTS = CostConfig(

@@ -7,8 +7,9 @@ know: files, the environment, the command line. Standard library only: the sched
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from nanocp.config.choices import check_at_least, check_one_of, require
+from nanocp.config.choices import Among, Positive, check_fields, require
 
 DEVICES = ("cpu", "cuda")
 
@@ -46,54 +47,54 @@ class DataPlaneConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    device: str = "cpu"
+    device: Annotated[str, Among(DEVICES)] = "cpu"
     """cpu or cuda: where an instance computes. cuda: on GPU i of its node, i its number among the
     node's instances."""
-    dtype: str = "float32"
+    dtype: Annotated[str, Among(DTYPES)] = "float32"
     """Weights (native kernels keep stored bfloat16), activations and KV: float32 or bfloat16, which
     is the default with device cuda."""
-    kv_dtype: str = "auto"
+    kv_dtype: Annotated[str, Among(KV_DTYPES)] = "auto"
     """auto: KV is kept in `dtype`. fp8: in e4m3 with four scales a token, on a GPU (656 bytes at
     DeepSeek-V3's widths)."""
-    wire_form: str = "latent"
+    wire_form: Annotated[str, Among(WIRE_FORMS)] = "latent"
     """What Q-route carries: `latent` (the normed q latent; the receiver projects) or `absorbed`
     (the paper's form)."""
-    cpu_kernels: str = "auto"
+    cpu_kernels: Annotated[str, Among(CPU_KERNELS)] = "auto"
     """What computes a layer on a CPU. torch: PyTorch. native: kernels that this machine's C++
     compiler builds on first use (10 s), for the fastest instructions that the CPU has: AMX
     (bfloat16), AVX-512, or AVX2. avx2: native, with no more than AVX2. auto: native where it is
     available, else torch."""
-    attention_backend: str = "auto"
+    attention_backend: Annotated[str, Among(ATTENTION_BACKENDS)] = "auto"
     """What computes attention: one of ATTENTION_BACKENDS. auto on a CPU: as cpu_kernels, else
     torch."""
-    expert_backend: str = "auto"
+    expert_backend: Annotated[str, Among(EXPERT_BACKENDS)] = "auto"
     """What multiplies the experts' weights: one of EXPERT_BACKENDS. deep_gemm: dense layers too,
     where the checkpoint has them in FP8 (docs/use/gpu.md)."""
-    dispatch_backend: str = "auto"
+    dispatch_backend: Annotated[str, Among(DISPATCH_BACKENDS)] = "auto"
     """What carries rows to their experts and back: one of DISPATCH_BACKENDS. fused: a layer's
     mixture of experts is one call, with native kernels on a CPU (docs/develop/mixture.md). auto:
     fused where it can run, else deep_ep where it can, else exchange. nixl_ep: as deep_ep, and it
     goes on after a loss; experimental (docs/use/gpu.md)."""
-    moe_schedule: str = "auto"
+    moe_schedule: Annotated[str, Among(MOE_SCHEDULES)] = "auto"
     """What a fused mixture runs when, on a CPU (docs/develop/mixture.md). barrier: the shared
     expert, then, once all rows are here, the experts. arrival: first what other instances wait for;
     while rows are awaited, the shared expert, and experts that will have ended by then, unless
     another lane computes. auto: arrival where the mixture is fused. Tokens are the same."""
-    exchange_backend: str = "auto"
+    exchange_backend: Annotated[str, Among(EXCHANGE_BACKENDS)] = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
     shm: one node. tcp: TCP even within a node, for tests. nixl: NIXL even within a node, for
     networks with RDMA (docs/use/deploy.md). auto on a GPU is cuda_ipc: the peers' memory, on one
     node. nvshmem: GPUs of several nodes; experimental (docs/use/gpu.md)."""
-    page_backend: str = "auto"
+    page_backend: Annotated[str, Among(PAGE_BACKENDS)] = "auto"
     """What carries pages of prefill and page moves. auto: shared memory within a node, TCP between
     nodes; only TCP where exchange_backend is tcp. nixl: NIXL (RDMA where available, TCP, or memory
     to memory within a node)."""
-    sampling: str = "inverse"
+    sampling: Annotated[str, Among(SAMPLINGS)] = "inverse"
     """How a row of a temperature draws its token from a seed. inverse: by the distribution
     function, in the order of token ids. race: the token whose exponential clock rings first. At
     temperature 1 nearly twice as many drafts are right with it (docs/use/speculation.md). Both draw
     from the same distribution, and a seed gives other tokens with each."""
-    threads_per_instance: int = 1
+    threads_per_instance: Positive = 1
     """Threads of an instance. Native kernels share their tasks out among them and refuse more than
     there are cores; with torch they are intra-op threads. More than one per core is slower
     (docs/log.md)."""
@@ -110,18 +111,7 @@ class DataPlaneConfig:
         return self.exchange_backend == "nvshmem"
 
     def __post_init__(self) -> None:
-        check_one_of(DEVICES, device=self.device)
-        check_one_of(DTYPES, dtype=self.dtype)
-        check_one_of(KV_DTYPES, kv_dtype=self.kv_dtype)
-        check_one_of(WIRE_FORMS, wire_form=self.wire_form)
-        check_one_of(CPU_KERNELS, cpu_kernels=self.cpu_kernels)
-        check_one_of(ATTENTION_BACKENDS, attention_backend=self.attention_backend)
-        check_one_of(EXPERT_BACKENDS, expert_backend=self.expert_backend)
-        check_one_of(DISPATCH_BACKENDS, dispatch_backend=self.dispatch_backend)
-        check_one_of(MOE_SCHEDULES, moe_schedule=self.moe_schedule)
-        check_one_of(EXCHANGE_BACKENDS, exchange_backend=self.exchange_backend)
-        check_one_of(PAGE_BACKENDS, page_backend=self.page_backend)
-        check_one_of(SAMPLINGS, sampling=self.sampling)
+        check_fields(self)
         require(
             self.kv_dtype != "fp8" or self.device == "cuda",
             "kv_dtype is fp8, which needs a GPU: device must be cuda",
@@ -142,7 +132,6 @@ class DataPlaneConfig:
             "page_backend is nixl and exchange_backend shm; NIXL's agents meet over TCP, which shm "
             "does without: take auto",
         )
-        check_at_least(1, threads_per_instance=self.threads_per_instance)
         require(
             list(self.row_buckets) == sorted(set(self.row_buckets))
             and all(rows >= 1 for rows in self.row_buckets),

@@ -10,18 +10,19 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from nanocp.config.choices import INTERNAL, PROFILED, is_hidden, marks_of
 from nanocp.config.cost import CPU_COSTS
 from nanocp.config.data_plane import default_dtype
 from nanocp.config.whole import FOLLOWS, SECRETS, Config
 from nanocp.files.inputs import readable
+from nanocp.files.yaml_file import read_yaml
 
 ENVIRONMENT_PREFIX = "NANOCP_"
 """NANOCP_CLUSTER__NUM_INSTANCES=2 sets cluster.num_instances. Values are JSON, anything else is
@@ -58,6 +59,11 @@ def load_config(
     for source in sources:
         _check_keys(source, source.tree, Config, ())
         merged = _merge(merged, source.tree)
+    if isinstance(profile := _at(merged, ("scheduler", "profile")), str) and profile:
+        measured = _Source(profile, _read_yaml(Path(profile), "profile"), {})
+        _check_keys(measured, measured.tree, Config, (), is_profile=True)
+        merged = _merge(measured.tree, merged)
+        sources.insert(0, measured)
     device = merged["data_plane"]["device"] if _sets(merged, ("data_plane", "device")) else "cpu"
     if device == "cpu":
         merged = _merge({"scheduler": {"costs": asdict(CPU_COSTS)}}, merged)
@@ -85,7 +91,7 @@ def origins(
     """
     found = {}
     for source in _sources(path, overrides, environment):
-        for keys in _all_keys(Config, ()):
+        for keys in known_keys():
             if _sets(source.tree, keys):
                 spelled = source.key_of.get(keys)
                 found[".".join(keys)] = spelled or source.name
@@ -95,9 +101,9 @@ def origins(
     return found
 
 
-def doubts_in(path: Path | None) -> list[str]:
-    """What `nanocp profile` has noted in a file that it wrote, which `load_config` has read."""
-    lines = [] if path is None else readable(path).read_text(encoding="utf-8").splitlines()
+def doubts_in(profile: str) -> list[str]:
+    """What `nanocp profile` has noted in this file that it wrote, which `load_config` has read."""
+    lines = readable(Path(profile)).read_text(encoding="utf-8").splitlines() if profile else []
     return [each.removeprefix("# ") for each in lines if each.startswith(f"# {UNRELIABLE}")]
 
 
@@ -110,39 +116,12 @@ def _sources(
     """The sources in order: a later one goes before an earlier one."""
     sources = [_from_environment(environment), _from_flags(overrides)]
     if path is not None:
-        sources.insert(0, _Source(str(path), _read_yaml(path), {}))
+        sources.insert(0, _Source(str(path), _read_yaml(path, "configuration file"), {}))
     return sources
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, where YAML would silently drop the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> _Tree:
-    try:
-        text = readable(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"the configuration file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the configuration file {path} cannot be read: {error}") from error
-    try:
-        tree = yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{path}{where}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: {error}") from error
+def _read_yaml(path: Path, what: str) -> _Tree:
+    tree = read_yaml(path, what)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -196,18 +175,50 @@ def _merge(below: _Tree, above: _Tree) -> _Tree:
 # --- Errors
 
 
-def _check_keys(source: _Source, tree: _Tree, section: type, path: tuple[str, ...]) -> None:
-    types = get_type_hints(section)
-    known = [field.name for field in fields(section)]
+REMOVED = {
+    "cluster.carry_pages": "the checkpoint says it",
+    "cluster.bounds.max_hand_offs": "it is 4",
+    "scheduler.offload_host_pages": "set kv_offload.host_gib instead",
+    "scheduler.offload_file_pages": "set kv_offload.file_gib instead",
+    "scheduler.held_timeout_us": "it is 10 s",
+    "scheduler.chaos_seed": "only tests draw",
+    "scheduler.chaos_period_windows": "only tests draw",
+    "pipeline.chaos_seed": "only tests draw",
+    "pipeline.layout_window": "it is 25 passes",
+    "pipeline.copy_ahead": "pages always travel before the layout changes",
+    "limits.tick_ms": "it is 100",
+    "limits.retry_ms": "it is 2000",
+}
+"""Keys that users could set before: why there is none, or what to set in its place."""
+_MEASURED = "it is measured: set scheduler.profile to a file that `nanocp profile` writes"
+
+
+def _check_keys(
+    source: _Source, tree: _Tree, section: type, path: tuple[str, ...], is_profile: bool = False
+) -> None:
+    """Raises ValueError for a key that is none, or that such a source may not set."""
+    types, marks = get_type_hints(section), marks_of(section)
+    known = [name for name in types if not name.startswith("__")]
     for key in list(tree):
         if key not in known:
             raise ValueError(_unknown_key(source, path, key, known))
-        if not is_dataclass(types[key]):
+        keys, is_section = (*path, key), is_dataclass(types[key])
+        name = source.key_of.get(keys, ".".join(keys))
+        if INTERNAL in marks[key]:
+            raise ValueError(f"{source.name}: {name} is no key any more: {REMOVED['.'.join(keys)]}")
+        if PROFILED in marks[key]:
+            if not is_profile:
+                raise ValueError(f"{source.name}: {name} is no key any more: {_MEASURED}")
+        elif is_profile and not is_section:
+            raise ValueError(f"{source.name}: {name} is not measured: set it beside the profile")
+        if not is_section:
             continue
         if tree[key] is None:  # A section whose every line is commented out.
             tree[key] = {}
         if isinstance(tree[key], dict):
-            _check_keys(source, tree[key], types[key], (*path, key))
+            # Below a measured section every key is measured.
+            inside = is_profile and PROFILED not in marks[key]
+            _check_keys(source, tree[key], types[key], keys, inside)
 
 
 def _unknown_key(source: _Source, path: tuple[str, ...], key: object, known: list[str]) -> str:
@@ -218,17 +229,21 @@ def _unknown_key(source: _Source, path: tuple[str, ...], key: object, known: lis
     )
     if near := difflib.get_close_matches(str(key), known, n=1):
         return f"{sentence}; did you mean {near[0]!r}?"
-    elsewhere = {keys[-1]: ".".join(keys) for keys in _all_keys(Config, ())}
+    elsewhere = {keys[-1]: ".".join(keys) for keys in known_keys()}
     if near := difflib.get_close_matches(str(key), elsewhere, n=1):
         return f"{sentence}; did you mean {elsewhere[near[0]]!r}?"
     return f"{sentence}; it knows {', '.join(known)}"
 
 
-def _all_keys(section: type, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def known_keys(section: type = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key that a user may set, as the names of its sections and its own."""
+    marks = marks_of(section)
     for name, kind in get_type_hints(section).items():
+        if name.startswith("__") or is_hidden(marks[name]):
+            continue
         if is_dataclass(kind):
-            yield from _all_keys(kind, (*path, name))  # type: ignore[arg-type]
-        elif not name.startswith("__"):
+            yield from known_keys(kind, (*path, name))  # type: ignore[arg-type]
+        else:
             yield (*path, name)
 
 

@@ -7,8 +7,9 @@ know: files, the environment, the command line. Standard library only: the sched
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from nanocp.config.choices import check_at_least, require
+from nanocp.config.choices import INTERNAL, Natural, Positive, Within, check_fields, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,55 +18,44 @@ class LimitsConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    tick_ms: int = 100
+    tick_ms: Annotated[int, Within(10, 1000), INTERNAL] = 100
     """A waiting instance checks this often that its peer is alive."""
     exchange_timeout_ms: int = 30_000
     """Longest wait for a peer inside a step. Unless it is set, half more than plan_timeout_ms."""
     plan_timeout_ms: int = 20_000
     """Longest wait for the full table after a digest mismatch. A window's report may take this and
     exchange_timeout_ms together."""
-    retry_ms: int = 2_000
+    retry_ms: Annotated[int, INTERNAL] = 2_000
     """Pause between two attempts to reach the controller or a front end at start-up."""
-    start_timeout_ms: int = 120_000
+    start_timeout_ms: Positive = 120_000
     """Longest wait for all instances to be ready."""
-    suspect_ms: int = 3_000
+    suspect_ms: Annotated[int, Within(300)] = 3_000
     """A member that has sent nothing for this long is taken for lost."""
-    recovery_timeout_ms: int = 120_000
+    recovery_timeout_ms: Natural = 120_000
     """After a member is lost, longest wait until the service goes on; then it ends. 0: it ends with
     the first loss. On GPUs it does so too, unless data_plane.dispatch_backend is exchange, nixl_ep
     or fused."""
-    orphan_ms: int = 120_000
+    orphan_ms: Natural = 120_000
     """Members and front ends that have lost the controller wait so long for another one. Time in
     which their process does not run is not counted."""
-    drain_timeout_ms: int = 30_000
+    drain_timeout_ms: Positive = 30_000
     """Time that running requests get to finish after SIGTERM."""
-    max_undelivered_tokens: int = 4096
+    max_undelivered_tokens: Positive = 4096
     """A request is aborted once this many of its tokens wait for a slow client."""
-    http_request_timeout_ms: int = 30_000
+    http_request_timeout_ms: Positive = 30_000
     """A client that takes longer to send its HTTP request, or for a handshake with gRPC, is
     disconnected."""
-    max_http_connections: int = 4096
+    max_http_connections: Positive = 4096
     """Most HTTP connections, idle ones too; requests beyond them are answered with 503. Fewer where
     ulimit -n leaves fewer (docs/use/operate.md)."""
 
     def __post_init__(self) -> None:
-        require(
-            10 <= self.tick_ms <= 1000,
-            f"tick_ms is {self.tick_ms}; it must be from 10 to 1000 (it detects dead peers)",
-        )
+        check_fields(self)
         require(
             self.exchange_timeout_ms > self.plan_timeout_ms > self.retry_ms > 0,
             "the limits must be ordered exchange_timeout_ms > plan_timeout_ms > retry_ms > 0, not "
             f"{self.exchange_timeout_ms}, {self.plan_timeout_ms}, {self.retry_ms}",
         )
-        check_at_least(
-            1, start_timeout_ms=self.start_timeout_ms, drain_timeout_ms=self.drain_timeout_ms
-        )
-        check_at_least(300, suspect_ms=self.suspect_ms)
-        check_at_least(0, recovery_timeout_ms=self.recovery_timeout_ms, orphan_ms=self.orphan_ms)
-        check_at_least(1, max_undelivered_tokens=self.max_undelivered_tokens)
-        check_at_least(1, http_request_timeout_ms=self.http_request_timeout_ms)
-        check_at_least(1, max_http_connections=self.max_http_connections)
 
     @property
     def longest_change_s(self) -> float:

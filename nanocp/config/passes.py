@@ -7,8 +7,17 @@ know: files, the environment, the command line. Standard library only: the sched
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from nanocp.config.choices import check_at_least, require
+from nanocp.config.choices import (
+    INTERNAL,
+    PROFILED,
+    Natural,
+    Positive,
+    Within,
+    check_fields,
+    require,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class PassCosts:
     """For each token that is sampled (alpha)."""
     sampling_us: float = 0.0
     """For each pass that samples (beta)."""
-    sampled_together: int = 0
+    sampled_together: Natural = 0
     """Sampled tokens for which the weights of the logits are read in the time of computing."""
     more_sampled_us: float = 0.0
     """For each token that is sampled beyond these, besides sampled_us."""
@@ -57,7 +66,7 @@ class PassCosts:
     """For each token with penalties, biases, bad words or a grammar, besides that."""
     logprobs_us: float = 0.0
     """For each token with log probabilities, besides that."""
-    dense_layers: int = 0
+    dense_layers: Natural = 0
     """First layers that are dense, where the others have experts."""
     dense_layer_us: float = 0.0
     """For each of them."""
@@ -65,7 +74,7 @@ class PassCosts:
     """For each token in each of them."""
     dense_layer_token_length_us: float = 0.0
     """For each token and each token that it attends to, in each of them."""
-    dense_layer_together: int = 0
+    dense_layer_together: Natural = 0
     """Tokens for which a dense layer's weights are read in the time of computing."""
     dense_layer_more_us: float = 0.0
     """For each token beyond these, besides dense_layer_token_us."""
@@ -73,12 +82,7 @@ class PassCosts:
     """For each stage, besides its layers and sampling."""
 
     def __post_init__(self) -> None:
-        check_at_least(
-            0,
-            sampled_together=self.sampled_together,
-            dense_layers=self.dense_layers,
-            dense_layer_together=self.dense_layer_together,
-        )
+        check_fields(self)
         of_a_dense_layer = (
             self.dense_layer_us,
             self.dense_layer_token_us,
@@ -97,29 +101,23 @@ class PassesConfig:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    max_layers: int = 0
+    max_layers: Natural = 0
     """Layers whose KV and weights a stage has room for, its own included. 0: all."""
-    max_pass_tokens: int = 2048
+    max_pass_tokens: Positive = 2048
     """Most tokens of a pass: one for each row that decodes, the rest for chunks of prompts."""
     layer_policy: str = "even"
     """Which layers each stage gets: a name of control_plane.scheduler.pipeline.layer_policies, such
     as even, static:17,17,17,13, delta or level."""
-    layout_window: int = 25
+    layout_window: Annotated[Positive, INTERNAL] = 25
     """Passes in a row that must want the same layout before layers move (delta); passes after a
     change before layers move again (level)."""
-    copy_ahead: bool = True
+    copy_ahead: Annotated[bool, INTERNAL] = True
     """Full pages of moving layers travel before the layout changes."""
-    frame_move_us: float = 50.0
+    frame_move_us: Annotated[float, Within(0), PROFILED] = 50.0
     """Time to move one layer's KV of one frame, in us (policy level)."""
-    chaos_seed: int = 0
+    chaos_seed: Annotated[Natural, INTERNAL] = 0
     """Seed of policy chaos_layers."""
-    costs: PassCosts = field(default_factory=PassCosts)
+    costs: Annotated[PassCosts, PROFILED] = field(default_factory=PassCosts)
 
     def __post_init__(self) -> None:
-        check_at_least(1, max_pass_tokens=self.max_pass_tokens)
-        check_at_least(1, layout_window=self.layout_window)
-        check_at_least(0, max_layers=self.max_layers, chaos_seed=self.chaos_seed)
-        require(
-            self.frame_move_us >= 0,
-            f"frame_move_us is {self.frame_move_us}; it must be at least 0",
-        )
+        check_fields(self)

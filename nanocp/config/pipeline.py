@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from nanocp.config.choices import check_at_least, require
+from nanocp.config.choices import Positive, require
 from nanocp.config.passes import PassesConfig
 from nanocp.config.whole import Config
 from nanocp.values.passes import even_split
@@ -18,7 +18,7 @@ from nanocp.values.passes import even_split
 class PipelineConfig(PassesConfig):
     """The whole configuration of a pipeline: with its stages and the model's layers."""
 
-    num_stages: int = 2
+    num_stages: Positive = 2
     """Stages of the pipeline, in the order of the layers."""
     num_layers: int = 32
     """Layers of the model."""
@@ -26,7 +26,6 @@ class PipelineConfig(PassesConfig):
     def __post_init__(self) -> None:
         # Without arguments, super would look for the class that slots have replaced.
         PassesConfig.__post_init__(self)
-        check_at_least(1, num_stages=self.num_stages)
         require(
             self.num_layers >= self.num_stages,
             f"num_layers is {self.num_layers}; each of the {self.num_stages} stages needs a layer",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from nanocp.config.choices import check_at_least, require
+from nanocp.config.choices import Natural, Positive, check_fields, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,37 +24,33 @@ class PrefillConfig:
     api_key: str = field(default="", repr=False)
     """The key that these servers ask for (vLLM's --api-key); best given as NANOCP_PREFILL__API_KEY,
     since it is a secret. Empty: they ask for none."""
-    stages: int = 1
+    stages: Positive = 1
     """Processes that compute prompts together, each with some layers of the model. 1: the embedded
     prefill, one process with all layers. All are on one machine."""
     synthetic_kv: bool = False
     """Fill KV with seeded noise instead of computing it, for benchmarks of decode alone."""
-    chunk_tokens: int = 512
+    chunk_tokens: Positive = 512
     """Most tokens of a pass through the stages of the prefill."""
-    ring_pages: int = 8
+    ring_pages: Positive = 8
     """Pages in each receive ring; an instance has one ring for each engine or stage."""
-    timeout_ms: int = 60_000
+    timeout_ms: Positive = 60_000
     """Longest time that an engine may take for a prompt, or stages for a pass, besides
     timeout_us_per_token."""
-    timeout_us_per_token: int = 10_000
+    timeout_us_per_token: Natural = 10_000
     """Time that an engine may take for each token of a prompt, besides timeout_ms."""
-    max_attempts: int = 3
+    max_attempts: Positive = 3
     """Engines that are asked for one prompt, one after the other, before its request fails."""
-    max_tokens_in_flight: int = 65_536
+    max_tokens_in_flight: Positive = 65_536
     """Prompt tokens that one engine is asked for at a time; it is asked for one prompt in any
     case."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, stages=self.stages)
+        check_fields(self)
         require(
             self.stages == 1 or not (self.engines or self.synthetic_kv),
             f"stages is {self.stages}, and engines or synthetic_kv is set too; with these nothing "
             "here computes prompts: take 1",
         )
-        check_at_least(1, chunk_tokens=self.chunk_tokens, ring_pages=self.ring_pages)
-        check_at_least(1, timeout_ms=self.timeout_ms, max_attempts=self.max_attempts)
-        check_at_least(1, max_tokens_in_flight=self.max_tokens_in_flight)
-        check_at_least(0, timeout_us_per_token=self.timeout_us_per_token)
         for url in self.engines:
             require(
                 re.fullmatch(r"https?://[^/\s]+/?", url) is not None,

@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from nanocp.config.choices import check_at_least, check_one_of, require
+from nanocp.config.choices import (
+    INTERNAL,
+    PROFILED,
+    Among,
+    Natural,
+    Positive,
+    check_fields,
+    require,
+)
 from nanocp.config.cost import CostConfig, check_ttft_targets
 from nanocp.values.plan import PAGE_SIZE
 
@@ -26,19 +35,22 @@ class SchedulerConfig:
     policy: str = "cost_aware"
     """How requests are placed: a name of control_plane.scheduler.policies, such as cost_aware,
     dual_balanced (the paper's rule) or fixed_degree:2."""
-    steps_per_window: int = 1
+    profile: str = ""
+    """File that `nanocp profile` wrote: the costs of a step, and for which lengths a CP degree, two
+    lanes and drafts pay. Empty: estimates for the device."""
+    steps_per_window: Positive = 1
     """Steps k that one plan covers (arXiv 2605.21100, 6.1)."""
-    cp_degree_buckets: tuple[tuple[int, int], ...] = ((1024, 1), (2048, 2))
+    cp_degree_buckets: Annotated[tuple[tuple[int, int], ...], PROFILED] = ((1024, 1), (2048, 2))
     """(length, degree) pairs, ascending: a request of fewer than `length` tokens gets `degree`.
     cost_aware takes from it and from cp_degree_max only which requests get degree 1, and chooses
     the degree of others by `costs`."""
-    cp_degree_max: int = 4
+    cp_degree_max: Annotated[Positive, PROFILED] = 4
     """CP degree of requests at or above the last bucket's length."""
     ttft_targets: tuple[tuple[int, int], ...] = ()
     """(priority, ms) pairs: KV of that class's prompts should be there within this time of their
     placement; cost_aware then spreads prompts that would be late over NICs of a node. Empty: no
     class has a target."""
-    tpot_target_ms: int = 0
+    tpot_target_ms: Natural = 0
     """While tokens take longer than this, one in 110 requests may wait up to 20 s to be placed, and
     at most 8 at once: long prompts, so that the others keep their time per token. 0: nobody waits
     for that."""
@@ -48,53 +60,51 @@ class SchedulerConfig:
     max_tokens. `tokens:64`: 64."""
     prefix_sharing: bool = True
     """Requests whose prompts begin alike share their full pages, as long as frames hold them."""
-    offload_host_pages: int = 0
-    """Pages that each instance's memory holds outside frames. 0: what kv_offload.host_gib says."""
-    offload_file_pages: int = 0
-    """Pages that each instance's file holds. 0: what kv_offload.file_gib says."""
-    max_moving_pages: int = 1024
+    offload_host_pages: Annotated[Natural, INTERNAL] = 0
+    """Pages that each instance's memory holds outside frames, by kv_offload.host_gib."""
+    offload_file_pages: Annotated[Natural, INTERNAL] = 0
+    """Pages that each instance's file holds, by kv_offload.file_gib."""
+    max_moving_pages: Natural = 1024
     """Most pages on their way between instances at a time (policies cost_aware and chaos)."""
-    max_unfilled_tokens: int = 0
+    max_unfilled_tokens: Natural = 0
     """Most prompt tokens of placed requests whose pages have not all arrived; one request may be
     placed in any case. 0: as many as the engines may have in flight (prefill.engines), or any
     number without engines."""
-    max_overtake_us: int = 10_000_000
+    max_overtake_us: Natural = 10_000_000
     """How long other requests may pass one that cannot be placed, after its deferral if any."""
-    held_timeout_us: int = 10_000_000
+    held_timeout_us: Annotated[Natural, INTERNAL] = 10_000_000
     """How long front ends may take to submit their requests again after a loss."""
-    max_queued_requests: int = 1024
+    max_queued_requests: Positive = 1024
     """Most requests in the waiting queue."""
-    max_queued_tokens: int = 4_000_000
+    max_queued_tokens: Positive = 4_000_000
     """Most prompt tokens in the waiting queue."""
-    chaos_seed: int = 0
+    chaos_seed: Annotated[Natural, INTERNAL] = 0
     """Seed of the chaos policy's draws."""
-    chaos_period_windows: int = 2
+    chaos_period_windows: Annotated[Positive, INTERNAL] = 2
     """The chaos policy moves or extends a request in one of this many windows on average."""
-    lanes: str = "off"
+    lanes: Annotated[str, Among(LANES)] = "off"
     """Whether rows run in two lanes, one of which computes while the other awaits its peers
     (docs/develop/overlap.md). off: one lane. measured: as `lane_table` says for each window.
     always, or drawn for each window and row (random): for tests."""
-    lane_table: tuple[tuple[int, int, int], ...] = ()
+    lane_table: Annotated[tuple[tuple[int, int, int], ...], PROFILED] = ()
     """(rows, links, percent): what two lanes take of the time of one, for an instance of so many
     rows and links, as `nanocp profile --overlap` measured it."""
-    lane_gain_percent: int = 3
+    lane_gain_percent: Annotated[Natural, PROFILED] = 3
     """Two lanes run only where they save at least this much."""
-    num_drafts: int = 0
+    num_drafts: Natural = 0
     """Drafts of a row in a step, at most: tokens that the model's MTP layer guesses, and that the
     next step checks. 0: none. Tokens are the same."""
-    drafting: str = "always"
+    drafting: Annotated[str, Among(DRAFTING)] = "always"
     """How many drafts a window has, as far as rows leave room. measured: as many as `draft_table`
     and the drafts that were accepted lately promise most tokens a second for. always: num_drafts.
     Drawn for each window (random): for tests."""
-    draft_table: tuple[tuple[int, int, int, int], ...] = ()
+    draft_table: Annotated[tuple[tuple[int, int, int, int], ...], PROFILED] = ()
     """(rows, KV tokens, drafts, percent): what a step with so many drafts takes of the time of one
     without, on an instance of so many rows and tokens."""
-    costs: CostConfig = field(default_factory=CostConfig)
+    costs: Annotated[CostConfig, PROFILED] = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
-        check_one_of(LANES, lanes=self.lanes)
-        check_at_least(0, lane_gain_percent=self.lane_gain_percent, num_drafts=self.num_drafts)
-        check_one_of(DRAFTING, drafting=self.drafting)
+        check_fields(self)
         require(
             all(min(rows, drafts, percent) >= 1 for rows, _, drafts, percent in self.draft_table),
             f"draft_table is {self.draft_table}; it must be (rows, KV tokens, drafts, percent), "
@@ -122,25 +132,6 @@ class SchedulerConfig:
         require(
             self.lanes != "measured" or bool(self.lane_table),
             "lanes is measured and lane_table is empty; nanocp profile --overlap writes it",
-        )
-        check_at_least(1, steps_per_window=self.steps_per_window, cp_degree_max=self.cp_degree_max)
-        check_at_least(
-            1,
-            max_queued_requests=self.max_queued_requests,
-            max_queued_tokens=self.max_queued_tokens,
-        )
-        check_at_least(1, chaos_period_windows=self.chaos_period_windows)
-        check_at_least(0, max_moving_pages=self.max_moving_pages)
-        check_at_least(
-            0, max_unfilled_tokens=self.max_unfilled_tokens, tpot_target_ms=self.tpot_target_ms
-        )
-        host, file = self.offload_host_pages, self.offload_file_pages
-        check_at_least(0, offload_host_pages=host, offload_file_pages=file)
-        check_at_least(
-            0,
-            max_overtake_us=self.max_overtake_us,
-            held_timeout_us=self.held_timeout_us,
-            chaos_seed=self.chaos_seed,
         )
         require(
             re.fullmatch(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
-from nanocp.config.choices import check_at_least, check_one_of, require
+from nanocp.config.choices import Among, Natural, Within, check_fields, require
 
+Port = Annotated[int, Within(0, 65_535)]
 LOG_FORMATS = ("text", "json")
 TOOL_CALL_PARSERS = (
     "auto", "none", "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "glm47",
@@ -32,13 +34,13 @@ class ServiceConfig:
     advertised_host: str = ""
     """Address at which members on other machines reach this one. Empty: `host` or, if that is every
     interface, the address of this machine's route to the others."""
-    grpc_port: int = 50051
+    grpc_port: Port = 50051
     """Port of the gRPC API. 0 picks a free port."""
-    metrics_port: int = 9464
+    metrics_port: Port = 9464
     """Port of /metrics and /cluster. 0 picks a free port."""
-    http_port: int = 8000
+    http_port: Port = 8000
     """Port of OpenAI's API. 0 picks a free port."""
-    members_port: int = 0
+    members_port: Port = 0
     """Port at which members dial the controller; the ports after it are for the front ends, one
     each. 0 picks free ports."""
     served_model_name: str = ""
@@ -54,10 +56,10 @@ class ServiceConfig:
     data of /cluster, and changes of seats and layers. Empty: nobody has one."""
     public_status: bool = False
     """/metrics and the data of /cluster need no operator's key."""
-    tool_call_parser: str = "auto"
+    tool_call_parser: Annotated[str, Among(TOOL_CALL_PARSERS)] = "auto"
     """How the model writes tool calls: auto (as its chat template does), none, hermes (Qwen too),
     deepseek_v3, deepseek_v31, kimi_k2, glm45, glm47 or qwen3_coder (Qwen3.5 too)."""
-    reasoning_parser: str = "auto"
+    reasoning_parser: Annotated[str, Among(REASONING_PARSERS)] = "auto"
     """Whether text between <think> and </think> is reasoning: think, none, or auto (if the chat
     template has the marker)."""
     ssl_keyfile: str = ""
@@ -74,12 +76,12 @@ class ServiceConfig:
     event_log: str = ""
     """File that records every call of the scheduler, for `nanocp simulate replay` and `nanocp why`.
     A log of an earlier start is kept, under a name with its time. Empty: none."""
-    event_log_part_mb: int = 1024
+    event_log_part_mb: Natural = 1024
     """An event log goes on in another file (FILE.part2) when one has this size, in MB (10^6 bytes).
     0: never."""
-    log_format: str = "text"
+    log_format: Annotated[str, Among(LOG_FORMATS)] = "text"
     """Lines of the log on standard error: text or json. json: the start-up output too."""
-    log_level: str = "info"
+    log_level: Annotated[str, Among(LOG_LEVELS)] = "info"
     """Least level of the log: debug, info, warning or error. info has a line for each request that
     ends, and the load every 10 s."""
     otlp_traces_endpoint: str = ""
@@ -109,7 +111,7 @@ class ServiceConfig:
         return bool(self.api_keys or self.api_keys_file or self.operator_keys_file)
 
     def __post_init__(self) -> None:
-        check_at_least(0, event_log_part_mb=self.event_log_part_mb)
+        check_fields(self)
         require(
             bool(self.ssl_keyfile) == bool(self.ssl_certfile),
             "ssl_keyfile and ssl_certfile go together: give both or neither",
@@ -125,13 +127,6 @@ class ServiceConfig:
             f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
             "http://localhost:4317",
         )
-        check_one_of(TOOL_CALL_PARSERS, tool_call_parser=self.tool_call_parser)
-        check_one_of(REASONING_PARSERS, reasoning_parser=self.reasoning_parser)
-        check_one_of(LOG_FORMATS, log_format=self.log_format)
-        check_one_of(LOG_LEVELS, log_level=self.log_level)
-        for name in ("grpc_port", "metrics_port", "http_port", "members_port"):
-            port = getattr(self, name)
-            require(0 <= port <= 65535, f"{name} is {port}; it must be from 0 to 65535")
         require(
             all(
                 key.isascii() and key.isprintable() and key == key.strip() != ""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from nanocp.config.choices import is_hidden, marks_of
 from nanocp.config.field_docs import field_docs
 from nanocp.config.whole import SECRETS, Config
 
@@ -46,7 +47,10 @@ def _section(
     section: Any, path: tuple[str, ...], origins: Mapping[str, str] | None
 ) -> Iterator[str]:
     indent, docs = "  " * len(path), field_docs(type(section))
+    marks = marks_of(type(section))
     for field in fields(section):
+        if is_hidden(marks[field.name]):
+            continue
         value = getattr(section, field.name)
         if is_dataclass(value):
             yield ""

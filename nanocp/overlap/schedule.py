@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from nanocp.files.inputs import readable
+from nanocp.files.yaml_file import read_yaml
 from nanocp.overlap.interference import Interference
 from nanocp.overlap.operations import NanoOperation, Operation, waits
 
@@ -164,10 +164,7 @@ def case_of(path: Path) -> dict[str, Any]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    try:
-        content: Any = yaml.safe_load(readable(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"the schedule {path} cannot be read: {error}") from error
+    content = read_yaml(path, "schedule")
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"{path}: not a schedule of version {VERSION}")
     return content

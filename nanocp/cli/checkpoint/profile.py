@@ -47,9 +47,9 @@ CONFIG_OPTIONS = FieldOptions(
 class Measurement:
     """What is measured, and where the files go."""
 
-    out: Annotated[
-        Path, typer.Option(help="Folder for serve.yaml and cluster.yaml; made if absent.")
-    ] = Path("profile")
+    out: Annotated[Path, typer.Option(help="Folder for the files; made if absent.")] = Path(
+        "profile"
+    )
     max_len: Annotated[
         int | None,
         typer.Option(
@@ -97,17 +97,19 @@ def profile(
         ),
     ] = None,
 ) -> None:
-    """Measure decode steps on this machine, while nothing else runs on it, and write two files.
+    """Measure decode steps on this machine, while nothing else runs on it, and write three files.
 
-    serve.yaml, for `nanocp serve --config`: which CP degree a length gets, and what the exchange
-    costs, which policy cost_aware weighs.
+    profile.yaml, for the key scheduler.profile: which CP degree a length gets, and what the
+    exchange costs, which policy cost_aware weighs.
+
+    serve.yaml, for `nanocp serve --config`: what was profiled, with this profile.
 
     cluster.yaml, for `nanocp simulate --cluster`: this machine as a simulated cluster.
 
-    With scheduler.num_drafts in --config steps with drafts are measured too, and serve.yaml has as
-    many in each window as pay.
+    With scheduler.num_drafts in --config steps with drafts are measured too, and the profile says
+    how many pay in a window.
 
-    With --layout pipeline passes are measured, and serve.yaml has what a layer and sampling cost.
+    With --layout pipeline passes are measured, and the profile has what a layer and sampling cost.
     """
     from rich.console import Console
 
@@ -131,7 +133,7 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         _run_pipeline(config, checkpoint, measurement, console)
         return
     from data_plane.model.config import ModelConfig
-    from nanocp.simulator.fit.fit import cluster_yaml, doubts, fit_cluster, serve_yaml
+    from nanocp.simulator.fit.fit import as_measured, cluster_yaml, doubts, fit_cluster
     from nanocp.simulator.fit.lanes import with_lane_table
 
     num_instances = config.cluster.num_instances
@@ -164,7 +166,7 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         config = _measure_drafts(config, checkpoint)
     fitted = fit_cluster(config, model, degrees, points, ingest_gb_per_s)
     about, out = [*_about(config, checkpoint), *doubts(fitted)], measurement.out
-    (out / "serve.yaml").write_text(serve_yaml(config, fitted, sweep, about))
+    _write(as_measured(config, fitted, sweep), out, about)
     (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
     _show(sweep, fitted, console)
     for doubt in doubts(fitted):
@@ -181,7 +183,6 @@ def _run_pipeline(
 
     from data_plane.model.config import ModelConfig
     from nanocp.config.pipeline import PipelineConfig
-    from nanocp.simulator.fit.fit import pipeline_yaml
     from nanocp.simulator.fit.pipeline import KINDS, errors, measure, num_first_dense
     from nanocp.simulator.pipeline.fit import fit_costs
 
@@ -198,8 +199,7 @@ def _run_pipeline(
     every = [one for all_ in passes.values() for one in all_]
     costs = fit_costs("ours", every, *layers)
     config = replace(config, pipeline=replace(config.pipeline, costs=costs))
-    path = measurement.out / "serve.yaml"
-    path.write_text(pipeline_yaml(config, _about(config, checkpoint)))
+    path = _write(config, measurement.out, _about(config, checkpoint))
     table = Table(title=f"{len(every)} passes: mean error on a held-out third")
     for column in ("form", "layer", "dense layer", *(f"sampling, {kind}" for kind in passes)):
         table.add_column(column)
@@ -213,6 +213,16 @@ def _run_pipeline(
         table.add_row(form, layer, dense if costs.dense_layers else "none", *sampling)
     console.print(table)
     console.print(f"nanocp serve {checkpoint} --config {path}", soft_wrap=True)
+
+
+def _write(config: Config, out: Path, about: Sequence[str]) -> Path:
+    """Write the profile, and the file for `nanocp serve --config`; returns the latter's path."""
+    from nanocp.simulator.fit.fit import profile_yaml, serve_yaml
+
+    profile, path = out / "profile.yaml", out / "serve.yaml"
+    profile.write_text(profile_yaml(config, about))
+    path.write_text(serve_yaml(config, profile, about))
+    return path
 
 
 def _degrees(given: Sequence[int] | None, num_instances: int) -> list[int]:

@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -249,17 +249,10 @@ class Reader:
 
 def _keys_named(name: str) -> list[str]:
     """Keys of the configuration whose end this is: each could be an option, few are."""
-    from nanocp.config.whole import Config
+    from nanocp.config.file import known_keys
 
-    found: list[str] = []
-    parts: list[tuple[str, Any]] = [("", asdict(Config()))]
-    for prefix, tree in parts:
-        for key, value in tree.items():
-            if f".{prefix}{key}".endswith(f".{name}"):
-                found.append(prefix + key)
-            elif isinstance(value, dict):
-                parts.append((f"{prefix}{key}.", value))
-    return found
+    keys = map(".".join, known_keys())
+    return [key for key in keys if f".{key}".endswith(f".{name}")]
 
 
 def _json(text: str) -> Any:

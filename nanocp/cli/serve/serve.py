@@ -144,8 +144,8 @@ def serve(
         if print_config:
             print(config_yaml(loaded, origins(config, flags)), end="")
             raise typer.Exit
-        for doubt in doubts_in(config):
-            print(f"{config}: {doubt}", file=sys.stderr)
+        for doubt in doubts_in(profile := loaded.scheduler.profile):
+            print(f"{profile}: {doubt}", file=sys.stderr)
         is_given = "cluster.max_model_len" in origins(config, flags)
         if not is_given and (checkpoint / "config.json").exists():  # else `run` says that
             loaded = with_model_len(loaded, checkpoint)

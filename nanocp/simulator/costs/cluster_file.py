@@ -16,7 +16,8 @@ from control_plane.scheduler.queue.waiting_queue import invalidity
 from nanocp.config.choices import check_at_least, none_of
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import check_ttft_targets
-from nanocp.simulator.costs.yaml_file import names_in, read_tree, sentence, validated
+from nanocp.files.yaml_file import read_yaml
+from nanocp.simulator.costs.yaml_file import names_in, sentence, validated
 from nanocp.values.plan import PAGE_SIZE, Arrival
 
 SHIPPED = Path(__file__).parents[1] / "clusters"
@@ -410,7 +411,7 @@ def load_cluster_file(name_or_path: str, num_instances: int | None = None) -> Cl
     a wrong type and a cluster that cannot be.
     """
     path = cluster_path(name_or_path)
-    tree = read_tree(path)
+    tree = read_yaml(path, "cluster file")
     try:
         file = validated(ClusterFile, tree)
     except ValidationError as error:

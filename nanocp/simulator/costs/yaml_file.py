@@ -10,11 +10,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter
 
 from nanocp.config.choices import none_of
-from nanocp.files.inputs import readable
 
 File = TypeVar("File")
 
@@ -22,14 +20,6 @@ File = TypeVar("File")
 def names_in(folder: Path) -> list[str]:
     """Names of the files that ship in the folder, ascending."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
-def read_tree(path: Path) -> Any:
-    """What the file says. Raises ValueError if it cannot be read."""
-    try:
-        return yaml.safe_load(readable(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"the cluster file {path} cannot be read: {error}") from error
 
 
 def validated(kind: type[File], tree: Any) -> File:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from data_plane.graph.buckets import BucketTable, powers_of_two
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.batch import Batch
 from data_plane.profiling.phase_clock import PhaseTimes
+from nanocp.config.choices import PROFILED, is_hidden, marks_of
 from nanocp.config.cost import CostConfig
 from nanocp.config.file import UNRELIABLE
 from nanocp.config.whole import Config
@@ -279,9 +281,8 @@ def doubts(fitted: Fitted) -> list[str]:
     ]
 
 
-def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str]) -> str:
-    """The file for `nanocp serve --config`: measured keys, and those that are not the default."""
-    buckets, degree_max = degree_table(sweep)
+def as_measured(config: Config, fitted: Fitted, sweep: Sweep) -> Config:
+    """The configuration with this machine's CP degrees, and costs of links and rows."""
     costs, estimates = CostModel(fitted.file, CONSTANTS).in_tokens(), CostConfig()
     # One machine has no other node. As cheap as near ones, far links would be taken for any prompt.
     costs = replace(
@@ -289,28 +290,32 @@ def serve_yaml(config: Config, fitted: Fitted, sweep: Sweep, about: Sequence[str
         exchange_tokens_between_nodes=estimates.exchange_tokens_between_nodes,
         link_tokens_between_nodes=max(costs.link_tokens, estimates.link_tokens_between_nodes),
     )
+    buckets, degree_max = degree_table(sweep)
     scheduler = replace(
         config.scheduler, cp_degree_buckets=buckets, cp_degree_max=degree_max, costs=costs
     )
-    tree = _changed(replace(config, scheduler=scheduler), Config())
-    tree.setdefault("cluster", {})["num_instances"] = config.cluster.num_instances
+    return replace(config, scheduler=scheduler)
+
+
+def profile_yaml(config: Config, about: Sequence[str]) -> str:
+    """The profile: every measured key of the configuration."""
+    is_pipeline = config.cluster.layout == "pipeline"
+    name = "pipeline" if is_pipeline else "scheduler"
+    section: Any = getattr(config, name)
     measured = {
-        "cp_degree_buckets": buckets,
-        "cp_degree_max": degree_max,
-        "costs": asdict(costs),
+        key: getattr(section, key)
+        for key, marks in marks_of(type(section)).items()
+        if PROFILED in marks
     }
-    tree["scheduler"] = {**tree.get("scheduler", {}), **measured}
+    tree = {name: measured | {"costs": asdict(section.costs)}}
     return _document(tree, about)
 
 
-def pipeline_yaml(config: Config, about: Sequence[str]) -> str:
-    """The file for `nanocp serve --config` of a pipeline: its costs, and what is not the default.
-
-    config: with the measured costs.
-    """
+def serve_yaml(config: Config, profile: Path, about: Sequence[str]) -> str:
+    """The file for `nanocp serve --config`: the profile, and keys that are not the default."""
     tree = _changed(config, Config())
     tree.setdefault("cluster", {})["num_instances"] = config.cluster.num_instances
-    tree["pipeline"] = {**tree.get("pipeline", {}), "costs": asdict(config.pipeline.costs)}
+    tree.setdefault("scheduler", {})["profile"] = str(profile.resolve())
     return _document(tree, about)
 
 
@@ -320,9 +325,11 @@ def cluster_yaml(fitted: Fitted, about: Sequence[str]) -> str:
 
 
 def _changed(value: Any, default: Any) -> dict[str, Any]:
-    """The tree of keys that are not the default."""
+    """The tree of keys that users may set and that are not the default."""
     tree: dict[str, Any] = {}
     for item in fields(value):
+        if is_hidden(marks_of(type(value))[item.name]):
+            continue
         ours, theirs = getattr(value, item.name), getattr(default, item.name)
         if is_dataclass(ours):
             ours = _changed(ours, theirs)

@@ -14,7 +14,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from nanocp.config.choices import check_at_least, check_one_of, require
-from nanocp.simulator.costs.yaml_file import names_in, read_tree, validated
+from nanocp.files.yaml_file import read_yaml
+from nanocp.simulator.costs.yaml_file import names_in, validated
 from nanocp.values.passes import Span, even_split
 from nanocp.values.plan import PAGE_SIZE
 
@@ -191,7 +192,7 @@ def load_pipeline_file(name_or_path: str) -> PipelineFile:
     if path.suffix not in (".yaml", ".yml"):
         check_one_of((*shipped_pipelines(), "a .yaml file"), cluster=name_or_path)
         path = SHIPPED / f"{name_or_path}.yaml"
-    tree = read_tree(path)
+    tree = read_yaml(path, "cluster file")
     try:
         return validated(PipelineFile, tree)
     except ValidationError as error:

@@ -24,8 +24,8 @@ from data_plane.transport.exchange import (
     TermOver,
 )
 from data_plane.transport.futex import Word
-from data_plane.transport.nixl.pages import pages as nixl
-from data_plane.transport.nixl.pages import puts as nixl_puts
+from data_plane.transport.nixl import pages as nixl
+from data_plane.transport.nixl import puts as nixl_puts
 from data_plane.transport.nixl.puts import Inbox
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import OwnedSegment, sweep_stale

@@ -12,7 +12,7 @@ from nanocp.cli.demo.losses import PROCESS_KINDS
 from nanocp.cli.demo.report import claims_of
 
 SEED = 6
-SETTINGS = {"cluster.num_frames": 64, "cluster.max_model_len": 2048, "limits.tick_ms": 50}
+SETTINGS = {"cluster.num_frames": 64, "cluster.max_model_len": 2048}
 
 
 def chaos(fault, timeout_s=300.0, seconds=12.0, pauses_s=(1.0, 4.0), **more):

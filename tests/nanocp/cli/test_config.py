@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.file import load_config
-from nanocp.config.whole import Config
 from nanocp.config.yaml import config_yaml, unit_of
 
 DOCUMENT = ROOT / "docs/use/config.md"
@@ -33,8 +32,9 @@ def test_what_is_printed_is_read_again(tmp_path):
     printed = nanocp("config")
     assert printed.exit_code == 0
     (tmp_path / "serve.yaml").write_text(printed.output)
-    assert load_config(tmp_path / "serve.yaml", {}, {}) == Config()
-    changed = replace(Config(), cluster=replace(Config().cluster, num_frames=7))
+    default = load_config(None, {}, {})
+    assert load_config(tmp_path / "serve.yaml", {}, {}) == default
+    changed = replace(default, cluster=replace(default.cluster, num_frames=7))
     (tmp_path / "serve.yaml").write_text(config_yaml(changed))
     assert load_config(tmp_path / "serve.yaml", {}, {}) == changed
 
@@ -66,13 +66,13 @@ def test_what_is_in_force_says_where_it_is_from(tmp_path):
     printed = nanocp(
         *("serve", "no-checkpoint", "--print-config", "--config", str(file)),
         *("--instances", "3", "--api-key", "secret"),
-        NANOCP_LIMITS__TICK_MS="50",
+        NANOCP_LIMITS__SUSPECT_MS="5000",
     )
     assert printed.exit_code == 0, printed.output
     lines = [line.strip() for line in printed.output.splitlines()]
     assert f"num_frames: 7  # {file}" in lines
     assert "num_instances: 3  # the command line" in lines
-    assert "tick_ms: 50  # NANOCP_LIMITS__TICK_MS" in lines
+    assert "suspect_ms: 5000  # NANOCP_LIMITS__SUSPECT_MS" in lines
     assert "max_rows: 64  # default" in lines
     assert "secret" not in printed.output and 'api_keys: ["(not shown)"]' in printed.output
 

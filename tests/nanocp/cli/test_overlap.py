@@ -80,11 +80,10 @@ def test_a_clusters_schedule_is_simulated(tmp_path):
 
 def test_show_says_why_a_window_runs_in_one_lane(tmp_path):
     assert "every window runs in one lane" in nanocp("show").output
-    path = tmp_path / "serve.yaml"
+    path, profile = tmp_path / "serve.yaml", tmp_path / "profile.yaml"
     table = ((4, 0, 131), (8, 0, 98), (16, 0, 80))
-    path.write_text(
-        yaml.safe_dump({"scheduler": {"lanes": "measured", "lane_table": list(map(list, table))}})
-    )
+    profile.write_text(yaml.safe_dump({"scheduler": {"lane_table": list(map(list, table))}}))
+    path.write_text(f"scheduler: {{lanes: measured, profile: {profile}}}")
     result = nanocp("show", "--config", str(path))
     assert result.exit_code == 0 and "0.80" in result.output, result.output
     reasons = [reason(SchedulerConfig(), percent) for _, _, percent in table]
@@ -107,8 +106,8 @@ def test_a_profile_in_which_two_lanes_pay_nowhere_has_one_and_says_why(tmp_path)
     table = ((4, 0, 131), (8, 0, 98))
     scheduler = with_lane_table(Config(), table).scheduler
     assert (scheduler.lanes, scheduler.lane_table) == ("off", table)
-    path = tmp_path / "serve.yaml"
-    keys = {"lanes": scheduler.lanes, "lane_table": list(map(list, table))}
-    path.write_text(yaml.safe_dump({"scheduler": keys}))
+    path, profile = tmp_path / "serve.yaml", tmp_path / "profile.yaml"
+    profile.write_text(yaml.safe_dump({"scheduler": {"lane_table": list(map(list, table))}}))
+    path.write_text(f"scheduler: {{lanes: '{scheduler.lanes}', profile: {profile}}}")
     result = nanocp("show", "--config", str(path))
     assert "every window runs in one lane" in result.output and "cost 31%" in result.output

@@ -24,12 +24,14 @@ from nanocp.simulator.fit.fit import (
     CONSTANTS,
     Fit,
     Point,
+    as_measured,
     cluster_yaml,
     degree_table,
     doubts,
     fit,
     fit_cluster,
     loads_of,
+    profile_yaml,
     serve_yaml,
 )
 from nanocp.simulator.fit.lanes import lane_batches
@@ -166,7 +168,9 @@ def test_a_dense_model_is_fitted_without_experts(tmp_path):
 def test_serve_and_simulate_read_what_is_written(planted, tmp_path):
     config, fitted = planted
     config = replace(config, prefill=replace(config.prefill, chunk_tokens=100))
-    (tmp_path / "serve.yaml").write_text(serve_yaml(config, fitted, SWEEP, ["about the machine"]))
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(profile_yaml(as_measured(config, fitted, SWEEP), ["about the machine"]))
+    (tmp_path / "serve.yaml").write_text(serve_yaml(config, profile, ["about the machine"]))
     (tmp_path / "cluster.yaml").write_text(cluster_yaml(fitted, ["about the machine"]))
     assert (tmp_path / "serve.yaml").read_text().startswith("# about the machine\n")
     read = load_config(tmp_path / "serve.yaml", {}, {})
@@ -323,13 +327,15 @@ def test_costs_of_a_busy_machine_say_so_in_the_files_and_at_the_start(
     fitted = replace(fitted, fits={"attention": Fit((1.0,), errors)})
     said = doubts(fitted)
     assert len(said) == is_doubted
-    path = tmp_path / "serve.yaml"
-    path.write_text(serve_yaml(config, fitted, SWEEP, ["Measured here", *said]))
-    load_config(path, {}, {})
-    assert doubts_in(path) == said and doubts_in(None) == []
+    path, profile = tmp_path / "serve.yaml", tmp_path / "profile.yaml"
+    measured = as_measured(config, fitted, SWEEP)
+    profile.write_text(profile_yaml(measured, ["Measured here", *said]))
+    path.write_text(serve_yaml(measured, profile, []))
+    assert load_config(path, {}, {}).scheduler.profile == str(profile)
+    assert doubts_in(str(profile)) == said and doubts_in("") == []
     if is_doubted:
         assert said[0].startswith("Unreliable: attention of the fitted costs differ") and (
             "Profile again while nothing else runs here." in said[0]
         )
         found = CliRunner().invoke(app, ["serve", str(tmp_path / "absent"), "--config", str(path)])
-        assert f"{path}: Unreliable: attention" in found.stderr
+        assert f"{profile}: Unreliable: attention" in found.stderr

@@ -17,7 +17,7 @@ from harness.paths import ROOT
 from harness.vllm.vllm_names import NAMES, options_of, unanswered
 from nanocp.cli.main import app
 from nanocp.cli.options.vllm_flags import Reader, answers, said_of_environment
-from nanocp.cli.serve.serve import vllm_sizes as sizes
+from nanocp.cli.serve import vllm_sizes as sizes
 from nanocp.config.file import load_config
 from nanocp.config.whole import Config
 
@@ -115,7 +115,7 @@ def test_the_folder_may_come_last_or_by_a_flag():
         (["--swap-space", "--enable-chunked-prefill"], "--swap-space has no value: give one"),
         (["--speculative-config.method"], "method has no value: give one"),
         (["--enable-prefix-caching=False"], "give it alone, or its opposite"),
-        (["--costs", "x"], "set scheduler.costs or pipeline.costs in a file (--config)"),
+        (["--wire-form", "x"], "set data_plane.wire_form in a file (--config)"),
         (["--zzz"], "--zzz is no option here: see --help"),
     ],
 )

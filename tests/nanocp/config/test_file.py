@@ -1,12 +1,14 @@
 """The configuration file, the environment and flags: their order, and a sentence per mistake."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+from nanocp.config.choices import PROFILED, marks_of
 from nanocp.config.cost import CPU_COSTS, CostConfig
-from nanocp.config.file import load_config
+from nanocp.config.file import REMOVED, known_keys, load_config
 from nanocp.config.whole import Config
 
 DEFAULT = replace(Config(), scheduler=replace(Config().scheduler, costs=CPU_COSTS))
@@ -44,8 +46,8 @@ def test_every_type_of_value_comes_through_the_file(tmp_path: Path) -> None:
         """
 cluster: {bounds: {max_rows: 8, max_attention_rows: 12}}
 scheduler:
-  policy: fixed_degree:2
-  cp_degree_buckets: [[100, 1], [200, 2]]
+  policy: cost_aware
+  ttft_targets: [[0, 100], [1, 200]]
   growth_promise: percentile:90
 data_plane: {row_buckets: [1, 4, 8]}
 prefill: {synthetic_kv: true}
@@ -53,8 +55,8 @@ prefill: {synthetic_kv: true}
     )
     config = load_config(path, {}, {})
     assert config.cluster.bounds.max_rows == 8
-    assert config.scheduler.policy == "fixed_degree:2"
-    assert config.scheduler.cp_degree_buckets == ((100, 1), (200, 2))
+    assert config.scheduler.policy == "cost_aware"
+    assert config.scheduler.ttft_targets == ((0, 100), (1, 200))
     assert config.scheduler.growth_promise == "percentile:90"
     assert config.data_plane.row_buckets == (1, 4, 8)
     assert config.prefill.synthetic_kv is True
@@ -63,8 +65,8 @@ prefill: {synthetic_kv: true}
 def test_every_type_of_value_comes_through_the_environment() -> None:
     environment = {
         "NANOCP_CLUSTER__BOUNDS__MAX_ROWS": "8",
-        "NANOCP_SCHEDULER__POLICY": "fixed_degree:2",
-        "NANOCP_SCHEDULER__CP_DEGREE_BUCKETS": "[[100, 1], [200, 2]]",
+        "NANOCP_SCHEDULER__POLICY": "cost_aware",
+        "NANOCP_SCHEDULER__TTFT_TARGETS": "[[0, 100], [1, 200]]",
         "NANOCP_SCHEDULER__GROWTH_PROMISE": "tokens:64",
         "NANOCP_PREFILL__SYNTHETIC_KV": "true",
         "NANOCP_SERVICE__HOST": "::1",
@@ -73,8 +75,8 @@ def test_every_type_of_value_comes_through_the_environment() -> None:
     }
     config = load_config(None, {}, environment)
     assert config.cluster.bounds.max_rows == 8
-    assert config.scheduler.policy == "fixed_degree:2"
-    assert config.scheduler.cp_degree_buckets == ((100, 1), (200, 2))
+    assert config.scheduler.policy == "cost_aware"
+    assert config.scheduler.ttft_targets == ((0, 100), (1, 200))
     assert config.scheduler.growth_promise == "tokens:64"
     assert config.prefill.synthetic_kv is True
     assert config.service.host == "::1"
@@ -141,7 +143,7 @@ def test_each_section_can_be_given(section: str, tmp_path: Path) -> None:
         ),
         ("data_plane: {dtype: 8}", "data_plane.dtype is 8; it must be a valid string"),
         ("data_plane: {row_buckets: 3}", "data_plane.row_buckets is 3; it must be a valid array"),
-        ("scheduler: {cp_degree_buckets: [[1, 2, 3]]}", "scheduler.cp_degree_buckets is [1, 2, 3]"),
+        ("scheduler: {ttft_targets: [[1, 2, 3]]}", "scheduler.ttft_targets is [1, 2, 3]"),
         (
             "limits: {plan_timeout_ms: 99999, exchange_timeout_ms: 30000}",
             "the limits must be ordered",
@@ -211,13 +213,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config(binary, {}, {})
 
 
-def test_costs_are_those_of_the_device_unless_they_are_set() -> None:
+def test_costs_are_those_of_the_device_unless_a_profile_has_them(tmp_path: Path) -> None:
     def costs(**environment: str) -> CostConfig:
         return load_config(None, {}, environment).scheduler.costs
 
     assert costs() == costs(NANOCP_DATA_PLANE__DEVICE="cpu") == CPU_COSTS
     assert costs(NANOCP_DATA_PLANE__DEVICE="cuda") == CostConfig() == Config().scheduler.costs
-    one = costs(NANOCP_SCHEDULER__COSTS__LINK_TOKENS="7")
+    profile = write(tmp_path, "scheduler: {costs: {link_tokens: 7}}")
+    one = costs(NANOCP_SCHEDULER__PROFILE=str(profile))
     assert one == replace(CPU_COSTS, link_tokens=7)
     assert CPU_COSTS.exchange_tokens < CostConfig().exchange_tokens
 
@@ -231,3 +234,57 @@ def test_gpus_of_several_nodes_are_refused_before_anything_is_loaded() -> None:
     assert not load_config(None, on_gpus | nvshmem, {}).recovers
     with pytest.raises(ValueError, match="nvshmem and dispatch_backend fused; it must be exchange"):
         load_config(None, on_gpus | nvshmem | {"data_plane.dispatch_backend": "fused"}, {})
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_says_what_to_write_instead(key: str, tmp_path: Path) -> None:
+    sentence = f"is no key any more: {REMOVED[key]}"
+    *sections, name = key.split(".")
+    text = f"{name}: 1"
+    for section in reversed(sections):
+        text = f"{section}: {{{text}}}"
+    with pytest.raises(ValueError, match=sentence) as raised:
+        load_config(write(tmp_path, text), {}, {})
+    assert str(raised.value).startswith(f"{tmp_path}/nanocp.yaml: {key} {sentence}")
+    variable = f"NANOCP_{key.replace('.', '__').upper()}"
+    with pytest.raises(ValueError, match=f"the environment: {variable} {sentence}"):
+        load_config(None, {}, {variable: "1"})
+    with pytest.raises(ValueError, match=f"the command line: {key} {sentence}"):
+        load_config(None, {key: 1}, {})
+
+
+def test_every_hidden_field_is_measured_or_says_what_to_write() -> None:
+    known, found = {".".join(keys) for keys in known_keys()}, set()
+
+    def fields_of(kind: type, path: str, is_measured: bool) -> None:
+        for name, hint in get_type_hints(kind).items():
+            key = f"{path}{name}"
+            marks = marks_of(kind)[name]
+            if name.startswith("__"):
+                continue
+            if is_dataclass(hint):
+                fields_of(hint, f"{key}.", is_measured or PROFILED in marks)
+            elif key not in known and not is_measured and PROFILED not in marks:
+                found.add(key)
+
+    fields_of(Config, "", False)
+    assert found == {*REMOVED}
+
+
+def test_what_is_measured_is_in_the_profile_only(tmp_path: Path) -> None:
+    path = write(tmp_path, "scheduler: {lane_table: [[4, 0, 80]]}\n")
+    with pytest.raises(ValueError, match=r"scheduler\.lane_table is no key any more: it is mea"):
+        load_config(path, {}, {})
+    given = {"scheduler.profile": str(path)}
+    assert load_config(None, given, {}).scheduler.lane_table == ((4, 0, 80),)
+    path.write_text("scheduler: {policy: chaos}")
+    with pytest.raises(ValueError, match=r"scheduler\.policy is not measured: set it beside"):
+        load_config(None, given, {})
+    path.write_text("scheduler: {costs: {link_token: 1}}")
+    with pytest.raises(ValueError, match="did you mean 'link_tokens'"):
+        load_config(None, given, {})
+    path.write_text("scheduler: {costs: {link_tokens: x}}")
+    with pytest.raises(ValueError, match=r"nanocp\.yaml: scheduler\.costs\.link_tokens is \"x\""):
+        load_config(None, given, {})
+    with pytest.raises(ValueError, match=r"the profile .*absent\.yaml does not exist"):
+        load_config(None, {"scheduler.profile": str(tmp_path / "absent.yaml")}, {})

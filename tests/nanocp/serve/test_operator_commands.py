@@ -12,10 +12,12 @@ import yaml
 from typer.testing import CliRunner
 
 from harness.services.hash_service import CONFIG, hash_service, prompt
+from harness.waits import WAIT_S
 from nanocp import logs
 from nanocp.cli.main import app
 from nanocp.client import Aborted, Client, ServiceError
 from nanocp.config.file import load_config
+from nanocp.config.yaml import config_yaml
 
 LONG = 1700
 SLOW = "harness.services.hash_members:build_slow"
@@ -125,7 +127,8 @@ def test_the_running_configuration_is_read_again_without_its_keys(service, tmp_p
     assert status == 0 and "a-secret" not in said and "(not shown)" in said
     (tmp_path / "serve.yaml").write_text(said)
     read = load_config(tmp_path / "serve.yaml", {}, {})
-    assert (read.cluster, read.scheduler) == (CONFIG.cluster, CONFIG.scheduler)
+    shown = [config_yaml(each).partition("service:")[0] for each in (read, CONFIG)]
+    assert shown[0] == shown[1]
 
 
 def test_the_logs_level_changes_while_it_runs(service, caplog):
@@ -146,14 +149,24 @@ def test_a_level_without_a_service_is_refused():
     assert done.exit_code == 2 and "--target" in done.stderr
 
 
-def test_a_whole_service_is_a_line_and_exit_status_0(service):
-    status, said, errors = nanocp("status", service=service)
+@pytest.fixture
+def whole(service):
+    """The service once nothing recovers: a busy machine may have taken a member for lost."""
+    deadline = time.monotonic() + WAIT_S
+    while nanocp("status", service=service)[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return service
+
+
+def test_a_whole_service_is_a_line_and_exit_status_0(whole):
+    status, said, errors = nanocp("status", service=whole)
     assert (status, errors) == (0, "") and len(said.splitlines()) == 1
     assert said.startswith("whole; 4 of 4 instances serve, 0 requests run, 0 prefill, 0 wait, 0%")
 
 
 @pytest.mark.parametrize("form", ["http://{}", "http://{}/", "http://{}/cluster", "{}/metrics"])
-def test_a_target_may_be_an_address_as_a_browser_has_it(service, form):
-    target = form.format(service.metrics_address)
+def test_a_target_may_be_an_address_as_a_browser_has_it(whole, form):
+    target = form.format(whole.metrics_address)
     words = ["status", "--target", target, "--operator-key", "her-key"]
     assert CliRunner().invoke(app, words).exit_code == 0

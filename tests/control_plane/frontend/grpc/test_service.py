@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from control_plane.frontend.front_end import CONTROL, INFERENCE, FrontEnd
-from harness.hash_clusters.losses.unobserved import Unobserved
 from harness.services.frontend_fakes import LIMITS, MEMBER_SECRETS, Service, make_config, running
+from harness.unobserved import Unobserved
 from harness.waits import WAIT_S
 from nanocp.client import Client, Unavailable
 from nanocp.config.service import ServiceConfig

@@ -104,20 +104,21 @@ def test_what_a_stage_takes_besides_is_the_median_of_what_is_known():
 
 def test_constants_of_an_older_profile_are_refused_by_name(tmp_path):
     """A dense layer's were relative to the other layers'."""
-    path = tmp_path / "serve.yaml"
+    path = tmp_path / "profile.yaml"
     path.write_text("pipeline: {costs: {dense_us: -150.0}}")
     with pytest.raises(ValueError, match="dense_us"):
-        load_config(path, {}, {})
+        load_config(None, {"scheduler.profile": str(path)}, {})
 
 
 def test_dense_layers_that_take_no_time_are_refused(tmp_path):
     """That is what is left of an older profile without the key that is refused."""
-    path = tmp_path / "serve.yaml"
+    path = tmp_path / "profile.yaml"
+    given = {"scheduler.profile": str(path)}
     path.write_text("pipeline: {costs: {dense_layers: 3}}")
     with pytest.raises(ValueError, match=r"dense_layers is 3, .* run nanocp profile again"):
-        load_config(path, {}, {})
+        load_config(None, given, {})
     path.write_text("pipeline: {costs: {dense_layers: 3, dense_layer_token_us: 2.0}}")
-    assert load_config(path, {}, {}).pipeline.costs.dense_layers == 3
+    assert load_config(None, given, {}).pipeline.costs.dense_layers == 3
 
 
 @pytest.mark.parametrize("name", ["sampled_together", "dense_layers", "dense_layer_together"])
