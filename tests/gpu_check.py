@@ -29,7 +29,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 
-from benchmarks import machine
+from benchmarks.kit import machine
 from data_plane.transport.gpu.nvshmem_put import device_library
 from harness.gpu.check_run import run
 from harness.gpu.gpu_exchange_checks import (

@@ -24,10 +24,10 @@ from torch import Tensor
 from benchmarks.gpu.gpu_attention import replay_us
 from benchmarks.gpu.gpu_moe_case import FULL, TINY, MoeCase, MoeShapes
 from benchmarks.kit.bench import BenchRun, Claim, Result, at_least, at_most, bench, none
-from data_plane.kernels import fused_roles
 from data_plane.moe.fused.state import CHOOSE, DISPATCH, GATE, INNER, OUTPUT, ROUTE
 from data_plane.moe.gpu.gemm import grouped_gemm_kernel
 from data_plane.transport.exchange import ExchangeTimeout
+from harness.kernels import fused_roles
 
 MAX_SMALL, MAX_ANY, SMALL_ROWS = 0.85, 1.0, 32
 """The claims: time of a fused layer over the split one's, up to SMALL_ROWS rows and above."""

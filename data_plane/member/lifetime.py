@@ -160,16 +160,12 @@ def segments_of(spec: MemberSpec, term: Term) -> Segments:
             raise ValueError(
                 f"{spec.name} cannot listen on {host}, its address towards the controller: {error}"
             ) from error
-    has_pages = spec.config.data_plane.page_backend == "nixl"
-    has_puts = backend == "nixl" and spec.instance is not None
     nixl = None
-    if has_pages or has_puts:
+    if spec.config.data_plane.page_backend == "nixl":
         # Peers may know the agent of a process that was lost, which had this process's seat.
         name = f"{spec.cluster_id} {spec.name} {uuid.uuid4().hex}"
         nixl = NixlAgent(name, _frames_device(spec))
-    pages, puts = nixl if has_pages else None, nixl if has_puts else None
-    is_tcp = backend == "tcp"
-    return Segments(spec.cluster_id, server, is_tcp, nixl=pages, term=term, puts=puts)
+    return Segments(spec.cluster_id, server, backend == "tcp", nixl=nixl, term=term)
 
 
 def _frames_device(spec: MemberSpec) -> str:

@@ -38,7 +38,6 @@ from data_plane.startup.shared_parts import (
 from data_plane.step.cpu import CpuStep
 from data_plane.step.cpu_kernels import Arithmetic, cpu_mixtures, fused_obstacle
 from data_plane.transport.exchange import in_two_lanes
-from data_plane.transport.nixl.pages import nixl_package
 from data_plane.transport.regions import TensorExchange, region_layout
 from data_plane.transport.segments import Segments
 from nanocp.config.whole import Config
@@ -129,8 +128,6 @@ def _exchange_choice(config: Config) -> str:
             return "exchange: TCP, as configured"
         case "shm":
             return "exchange: shared memory, as configured"
-        case "nixl":
-            return f"exchange: NIXL ({nixl_package()}), as configured"
     return "exchange: shared memory within a node, TCP between nodes (auto)"
 
 

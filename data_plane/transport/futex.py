@@ -207,26 +207,3 @@ def wait_for_any(
         _futex_wait_any(asleep, min(left_s, tick_ms / 1000))
         if not go_on():
             return any(word.load() >= value for word, value in targets)
-
-
-def look_until(
-    is_there: Callable[[], bool], timeout_ms: float, tick_ms: float, go_on: Callable[[], bool]
-) -> bool:
-    """Look again and again until something is there that wakes nobody; returns whether it is.
-
-    Returns False after the timeout, or once `go_on()` has returned False, which is asked at least
-    every tick. A pause is an eighth of the wait so far, within bounds.
-    """
-    for _ in itertools.chain(range(_NUM_POLLS), _yields()):
-        if is_there():
-            return True
-    begin_s = asked_s = time.monotonic()
-    while (now_s := time.monotonic()) < begin_s + timeout_ms / 1000:
-        if now_s > asked_s + tick_ms / 1000:
-            asked_s = now_s
-            if not go_on():
-                break
-        time.sleep(min(max((now_s - begin_s) / 8, _SHORT_PAUSE_S), _LONG_PAUSE_S))
-        if is_there():
-            return True
-    return is_there()

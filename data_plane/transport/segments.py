@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from data_plane.transport.exchange import Term
 from data_plane.transport.futex import Word
-from data_plane.transport.nixl.pages import NixlAgent, NixlSegment, Place
-from data_plane.transport.nixl.puts import NixlPuts
+from data_plane.transport.nixl.pages import NixlAgent, NixlSegment
 from data_plane.transport.shared_memory import (
     DIRECTORY,
     NoRoom,
@@ -41,8 +40,6 @@ _START_PAUSES = 6
 """Pauses before the first term: whoever starts a service with too little room waits."""
 _LOOK_S = 0.05
 """A pause looks so often whether the term is over."""
-_NUM_INBOXES = 3
-"""Memories for puts by NIXL, a term after the other. None is freed: a late write still comes."""
 
 
 class Segment(Protocol):
@@ -101,14 +98,13 @@ class Segments:
         node: str | None = None,
         nixl: NixlAgent | None = None,
         term: Term | None = None,
-        puts: NixlAgent | None = None,
     ) -> None:
         """Nothing is shared or served before `own` and `attach`.
 
         server: where processes of other nodes attach; None if none can. is_always_tcp: use TCP also
         within a node. node: this node's identity, by default `node_identity()`. nixl: sends pages,
         to any node; it needs the owner's server. term: in which segments are made and attached, by
-        default the first, which does not end. puts: sends what the exchange puts, likewise.
+        default the first, which does not end.
         """
         self.cluster_id = cluster_id
         self.term = term or Term()
@@ -116,9 +112,6 @@ class Segments:
         self._server = server
         self._is_always_tcp = is_always_tcp
         self._nixl = nixl
-        self.puts = puts
-        """What sends the exchange's puts, if they go by NIXL."""
-        self._inboxes: list[tuple[Any, Place]] = []
         self._peers: Sequence[Peer | None] = ()
         self._owned = weakref.WeakSet[OwnedSegment]()
 
@@ -156,13 +149,11 @@ class Segments:
         description: str,
         data_bytes: int,
         page_bytes: int = 0,
-        has_puts: bool = False,
     ) -> OwnedSegment:
         """Make a segment of this process, in the present term; see OwnedSegment.
 
-        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. has_puts: the exchange
-        puts into it, and where it does so by NIXL, `bulk` is for its messages. Waits a bounded time
-        for room: the last term's segments are free once every peer has let go of them. Raises
+        page_bytes: bytes for pages, after the data or, with NIXL, in `bulk`. Waits a bounded
+        time for room: the last term's segments are free once every peer has let go of them. Raises
         TermOver besides.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
@@ -172,13 +163,6 @@ class Segments:
             assert self._nixl is not None
             segment.bulk, place = self._nixl.allocate(page_bytes)
             segment.grant, segment.progress = self._nixl.grant(place), self._nixl.progress
-        if has_puts and self.puts is not None:
-            if len(self._inboxes) == _NUM_INBOXES:
-                self._inboxes.append(self._inboxes.pop(0))
-            else:
-                self._inboxes.append(self.puts.allocate(data_bytes))
-            segment.bulk, place = self._inboxes[-1]
-            segment.grant = self.puts.grant(place)
         if self._server is not None:
             segment.server = self._server
             self._server.admit(segment)
@@ -207,7 +191,6 @@ class Segments:
         limits: LimitsConfig,
         timeout_ms: float,
         has_pages: bool = False,
-        block: tuple[int, int] | None = None,
     ) -> Segment:
         """The instance's segment of this kind, once it exists.
 
@@ -217,7 +200,7 @@ class Segments:
         if the instance cannot be reached or differs in its configuration.
         """
         name = segment_name(self.cluster_id, self.term.number, kind, instance)
-        by_nixl = (has_pages and self._nixl is not None) or (block and self.puts is not None)
+        by_nixl = has_pages and self._nixl is not None
         if self.is_shared(instance) and not by_nixl:
             return PeerSegment(name, instance, timeout_ms, self.term)
         address = self._place(instance).address
@@ -230,10 +213,6 @@ class Segments:
         where = name, instance, address, writer, limits, timeout_ms, self.term
         if has_pages and self._nixl is not None:
             return NixlSegment(*where, self._nixl)
-        if block and self.puts is not None:
-            puts = NixlPuts(*where, self.puts)
-            puts.own_block(*block)
-            return puts
         return TcpSegment(*where)
 
     def is_owned(self, kind: str, instance: int, term: int) -> bool:
@@ -246,5 +225,3 @@ class Segments:
             segment.close()
         if self._server is not None:
             self._server.close()
-        if self.puts is not None:
-            self.puts.close()

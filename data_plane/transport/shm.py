@@ -1,10 +1,10 @@
-"""The exchange through shared memory and, to other nodes, TCP or NIXL (Linux on x86-64).
+"""The exchange through shared memory and, to other nodes, TCP (Linux on x86-64).
 
 Enters: the layout of a region and the limits. Leaves: an Exchange (exchange.py) whose regions are
 in the receiver's segment. Does not know: routes, layers, models, who decides the epochs.
 
 Peers on the receiver's node write its segment in place. For the others a thread of the receiver
-does (tcp/server.py), or whoever looks for what came by NIXL (nixl/puts.py). A segment has one block
+does (tcp/server.py). A segment has one block
 for each other instance. A block has two regions for each channel, one for each parity: a flag in a
 cache line of its own, the count of rows if there is one, and the rows. All fields of a row are side
 by side, so that what was written is one run of bytes. A flag is epoch + 1, so that a fresh segment,
@@ -33,8 +33,7 @@ from data_plane.transport.exchange import (
     RegionLayout,
     side_by_side,
 )
-from data_plane.transport.futex import Word, look_until, wait_for_any
-from data_plane.transport.nixl.puts import Inbox
+from data_plane.transport.futex import Word, wait_for_any
 from data_plane.transport.segments import Segment, Segments
 from data_plane.transport.shared_memory import (
     CACHE_LINE,
@@ -91,9 +90,7 @@ class ShmExchange(Exchange):
         self._awaited: int | None = None
         self._peers: dict[int, Segment] = {}
         self._remote: set[int] = set()
-        """Peers that are reached by TCP or NIXL."""
-        self._inbox = Inbox(segment, segments.term.number, segments.puts) if segments.puts else None
-        """What puts by NIXL come through; then every put comes so."""
+        """Peers that are reached by TCP."""
         self._outgoing: dict[int, _Block] = {}
         self._incoming = {
             source: self._map_block(segment, source, instance) for source in self._others()
@@ -117,7 +114,7 @@ class ShmExchange(Exchange):
             raise ValueError(f"instance is {instance}; it must be from 0 to {num_instances - 1}")
         data_bytes = (num_instances - 1) * _block_bytes(layout)
         description = _describe(layout, num_instances)
-        segment = segments.own(_KIND, instance, description, data_bytes, has_puts=True)
+        segment = segments.own(_KIND, instance, description, data_bytes)
         return cls(segment, segments, instance, num_instances, layout, limits)
 
     def connect(self, timeout_ms: float) -> None:
@@ -131,9 +128,8 @@ class ShmExchange(Exchange):
             if target in self._peers or not self._segments.is_there(target):
                 continue
             left_ms = max(0.0, (deadline - time.monotonic()) * 1000)
-            writer, num_bytes = _writer(self._instance), _block_bytes(self._layout)
-            block = _number(self._instance, target) * num_bytes, num_bytes
-            peer = self._segments.attach(_KIND, target, writer, self._limits, left_ms, block=block)
+            writer = _writer(self._instance)
+            peer = self._segments.attach(_KIND, target, writer, self._limits, left_ms)
             self._peers[target] = peer
             if not isinstance(peer, PeerSegment):
                 self._remote.add(target)
@@ -177,23 +173,20 @@ class ShmExchange(Exchange):
         return self._incoming[source][channel][epoch & 1].views
 
     def flags(self, channel: Channel, peer: int, epoch: int) -> Flags:
-        """The addresses of both flags; a peer that is reached by TCP or NIXL must be put to."""
+        """The addresses of both flags; a peer that is reached by TCP must be put to."""
         outgoing = self._outgoing[peer][channel][epoch & 1].flag.address
         incoming = self._incoming[peer][channel][epoch & 1].flag.address
-        return Flags(
-            None if peer in self._remote else outgoing,
-            None if self._inbox is not None else incoming,
-        )
+        return Flags(None if peer in self._remote else outgoing, incoming)
 
     def arrived(self, channel: Channel, source: int, epoch: int) -> bool:
-        flag = self._look(self._incoming[source][channel][epoch & 1])
+        flag = self._incoming[source][channel][epoch & 1].flag.load()
         if flag > epoch + 1:
             raise self._epoch_error(channel, source, epoch, flag)
         return flag == epoch + 1
 
     def wait(self, channel: Channel, source: int, epoch: int) -> dict[str, np.ndarray]:
         region = self._incoming[source][channel][epoch & 1]
-        flag = self._look(region)
+        flag = region.flag.load()
         if flag <= epoch:
             flag = self._wait_for_flag(region, channel, source, epoch)
         if flag != epoch + 1:
@@ -226,26 +219,13 @@ class ShmExchange(Exchange):
         """Drop every view and mapping, and remove this instance's segment. Idempotent."""
         self._incoming.clear()
         self._outgoing.clear()
-        self._inbox = None
         self._segment.close()
         for peer in self._peers.values():
             peer.close()
 
-    def _look(self, region: _Region) -> int:
-        """The region's flag, once what came by NIXL is taken."""
-        if self._inbox is not None:
-            self._inbox.look(region.flag, *region.run())
-        return region.flag.load()
-
     def _until_any(self, targets: list[tuple[_Region, int]], go_on: Callable[[], bool]) -> bool:
         """Block until a region's flag is its value or more; whether one is."""
         limits = self._limits.exchange_timeout_ms, self._limits.tick_ms
-        if self._inbox is not None:
-            return look_until(
-                lambda: any(self._look(region) >= value for region, value in targets),
-                *limits,
-                go_on,
-            )
         if len(targets) == 1:
             region, value = targets[0]
             return region.flag.wait_at_least(value, *limits, go_on) is not None
@@ -284,8 +264,7 @@ class ShmExchange(Exchange):
     def _is_alive(self, source: int) -> bool:
         """Whether the source's process is alive.
 
-        If it attached by a connection, that is asked. Puts by TCP come before the connection ends;
-        of puts by NIXL the last ones may be lost with their writer.
+        If it attached by a connection, that is asked. Puts by TCP come before the connection ends.
         """
         is_attached = self._segment.is_attached(_writer(source))
         return self._peers[source].owner_is_alive() if is_attached is None else is_attached

@@ -29,7 +29,7 @@ DISPATCH_BACKENDS = ("auto", "exchange", "deep_ep", "nixl_ep", "fused")
 
 MOE_SCHEDULES = ("auto", "barrier", "arrival")
 
-EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "nixl", "cuda_ipc", "nvshmem")
+EXCHANGE_BACKENDS = ("auto", "shm", "tcp", "cuda_ipc", "nvshmem")
 
 PAGE_BACKENDS = ("auto", "nixl")
 
@@ -82,9 +82,8 @@ class DataPlaneConfig:
     another lane computes. auto: arrival where the mixture is fused. Tokens are the same."""
     exchange_backend: Annotated[str, Among(EXCHANGE_BACKENDS)] = "auto"
     """What carries the exchange. auto on a CPU: shared memory within a node, TCP between nodes.
-    shm: one node. tcp: TCP even within a node, for tests. nixl: NIXL even within a node, for
-    networks with RDMA (docs/use/deploy.md). auto on a GPU is cuda_ipc: the peers' memory, on one
-    node. nvshmem: GPUs of several nodes; experimental (docs/use/gpu.md)."""
+    shm: one node. tcp: TCP even within a node, for tests. auto on a GPU is cuda_ipc: the peers'
+    memory, on one node. nvshmem: GPUs of several nodes; experimental (docs/use/gpu.md)."""
     page_backend: Annotated[str, Among(PAGE_BACKENDS)] = "auto"
     """What carries pages of prefill and page moves. auto: shared memory within a node, TCP between
     nodes; only TCP where exchange_backend is tcp. nixl: NIXL (RDMA where available, TCP, or memory
@@ -119,8 +118,8 @@ class DataPlaneConfig:
         require(
             self.exchange_backend == "auto"
             or (self.exchange_backend in ("cuda_ipc", "nvshmem")) == (self.device == "cuda"),
-            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm, tcp "
-            "and nixl are for cpu, cuda_ipc and nvshmem for cuda",
+            f"exchange_backend is {self.exchange_backend} and device {self.device}; shm and "
+            "tcp are for cpu, cuda_ipc and nvshmem for cuda",
         )
         require(
             not self.has_nvshmem or self.dispatch_backend in ("auto", "exchange", "nixl_ep"),

@@ -13,7 +13,6 @@ import pytest
 from control_plane.coordinator.members import replacements
 from control_plane.observe.metrics.families import PHASES
 from control_plane.shell.event_log import LogReader
-from data_plane.transport.nixl.pages import nixl_package
 from harness.services.hash_members import MortalMember
 from harness.services.hash_service import (
     CONFIG,
@@ -80,23 +79,6 @@ def test_an_instance_is_lost_and_another_process_takes_its_seat(number):
         began = time.monotonic()
     assert time.monotonic() - began < 60, "no limit of a process that is gone is waited for"
     assert shared_memory_of(service) == []
-
-
-@pytest.mark.parametrize("num_losses", [2, pytest.param(20, marks=pytest.mark.system)])
-def test_instances_that_put_by_nixl_are_lost_one_after_the_other(num_losses, monkeypatch):
-    """Each term has writes of its own; chaos re-binds rows and moves pages meanwhile."""
-    if nixl_package() is None:
-        pytest.skip("NIXL is not installed")
-    monkeypatch.setenv("UCX_TLS", "tcp,self")  # as between machines
-    config = with_policy("chaos")
-    config = replace(config, data_plane=replace(config.data_plane, exchange_backend="nixl"))
-    with hash_service(config, SLOW) as service:
-        for begin in range(0, num_losses, 2):
-            with generating(service, 200):
-                for number in range(begin, begin + 2):
-                    os.kill(pid_of(service, Member("instance", number % 4)), signal.SIGKILL)
-                    until_serving(service, number + 2)
-        assert not service.failure.done()
 
 
 def test_an_instance_is_lost_while_another_is_replaced():

@@ -13,11 +13,11 @@ import threading
 import pytest
 import typer
 import yaml
-from system import published_vllm
 from typer.testing import CliRunner
 
 from harness.paths import ROOT
 from harness.programs.manifests import AWS, DEPLOY, ON_PREMISES, pods_of
+from harness.vllm import published_vllm
 from nanocp.cli.main import app
 from nanocp.config.file import load_config
 from nanocp.config.whole import Config

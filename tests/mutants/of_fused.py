@@ -1,7 +1,7 @@
 """Faults in the persistent kernel of a fused mixture, each with the tool that finds it.
 
 The explorer meets every order of whole tasks, the weaver half-written rows and programs that race,
-the lint a missing barrier or scope (tests/data_plane/kernels/fused_schedules.py, fused_roles.py).
+the lint a missing barrier or scope (tests/harness/kernels/fused_schedules.py, fused_roles.py).
 What one of them finds the others may not: test names below are of the tool that must. Two faults
 cannot be planted. A missing barrier before a release is none with Triton 3.9, which adds one; so
 the lint's tests strike the barriers out of what was compiled. An epoch that is counted before its

@@ -4,8 +4,6 @@ from mutant import Mutant
 
 RECEIVER = ("tests/data_plane/transport/test_tcp_receiver.py", "-k")
 
-PUTS = ("tests/data_plane/transport/test_nixl_puts.py", "-k")
-
 OF_TCP = [
     Mutant(
         name="native-lock",
@@ -24,68 +22,12 @@ OF_TCP = [
         tests=("tests/data_plane/transport/test_nixl.py", "-k", "number"),
     ),
     Mutant(
-        name="nixl-torn",
-        why="the flag of a put by NIXL is raised before all of its bytes are there",
-        path="data_plane/transport/nixl/puts.py",
-        text="if [*_sums(message), value, term, size] != message[: _SIZE + 1].tolist():",
-        fault="if False:",
-        tests=(*PUTS, "missing"),
-    ),
-    Mutant(
-        name="nixl-high-bits",
-        why="a live flag or a sign that is not there yet changes too little of a put's sums",
-        path="data_plane/transport/nixl/puts.py",
-        text="int(np.dot(words.byteswap(), second))",
-        fault="int(np.dot(words, first))",
-        tests=(*PUTS, "high_bits"),
-    ),
-    Mutant(
-        name="nixl-term",
-        why="a put of an earlier term is taken for one of this term",
-        path="data_plane/transport/nixl/puts.py",
-        text="or term != self._term or",
-        fault="or",
-        tests=(*PUTS, "another_term"),
-    ),
-    Mutant(
-        name="nixl-idle-writer",
-        why="a large put stays with its writer until that waits in the exchange again",
-        path="data_plane/transport/nixl/puts.py",
-        text="self._agent.go_on(self._limits.exchange_timeout_ms / 1000)",
-        fault="",
-        tests=(*PUTS, "call_again"),
-    ),
-    Mutant(
-        name="nixl-acknowledged",
-        why="a receiver that took a put and goes away leaves its writer without an answer",
-        path="data_plane/transport/nixl/puts.py",
-        text="self._agent.go_on(_ACKNOWLEDGED_S)",
-        fault="",
-        tests=(*PUTS, "last_write"),
-    ),
-    Mutant(
-        name="nixl-under-way",
-        why="rows are packed into memory from which the network still sends",
-        path="data_plane/transport/nixl/puts.py",
-        text="self._finish(begin)",
-        fault="",
-        tests=(*PUTS, "limit"),
-    ),
-    Mutant(
         name="nixl-forgotten",
         why="a peer that NIXL has forgotten is no lost peer, and its instance is blamed",
         path="data_plane/transport/nixl/pages.py",
         text="known.nixlBackendError, known.nixlNotFoundError",
         fault="known.nixlBackendError",
-        tests=(*PUTS, "forgotten"),
-    ),
-    Mutant(
-        name="nixl-tick",
-        why="a wait for puts by NIXL does not ask whether the peer is alive",
-        path="data_plane/transport/futex.py",
-        text="asked_s = now_s\nif not go_on():\n    break",
-        fault="asked_s = now_s",
-        tests=(*PUTS, "dies_or_stops and KILL"),
+        tests=("tests/data_plane/transport/test_nixl.py", "-k", "forgotten"),
     ),
     Mutant(
         name="tcp-order",

@@ -32,6 +32,7 @@ from harness.exact.mtp_layers import add_mtp_layer
 from harness.paths import ROOT
 from harness.services.hash_service import CONFIG, process_launcher
 from harness.services.serve_process import NANOCP
+from harness.vllm.published_vllm import METHODS, VERSION
 from harness.vllm.vllm_server import VllmServer
 from nanocp.client import Client, ServiceError
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
@@ -39,7 +40,6 @@ from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.serve.service import Service, open_checkpoint
-from tests.system.published_vllm import METHODS, VERSION
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
@@ -338,7 +338,7 @@ def test_a_sentence_where_no_engine_lives(engines, checkpoint, oracle):
 
 def test_halves_instead_of_pairs_fail_the_probe(vllm_python, checkpoint, tmp_path):
     log = tmp_path / "halves.log"
-    with VllmServer(vllm_python, checkpoint, log, "tests.system.halves_connector") as engine:
+    with VllmServer(vllm_python, checkpoint, log, "harness.vllm.halves_connector") as engine:
         engine.wait()
         sentence = "its KV is not this model's: the key of layer 0 is off by"
         with pytest.raises(StartError, match=sentence), ServedBy(checkpoint, engine):

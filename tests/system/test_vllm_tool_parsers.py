@@ -86,7 +86,7 @@ def test_all_pass_but_those_that_ask_for_other_habits(
         archive.extract(f"{top}/tests/{name}.py", tmp_path, filter="data")
     report = tmp_path / "report.xml"
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.system.vllm_tool_parsers",
+        [sys.executable, "-m", "pytest", "-q", "-p", "harness.vllm.vllm_tool_parsers",
          "-p", "no:cacheprovider", "-o", "addopts=", f"--junitxml={report}",
          "--rootdir", tmp_path / top, "tests/tool_parsers"],
         cwd=tmp_path / top,

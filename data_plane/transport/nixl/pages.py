@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -91,10 +90,6 @@ class NixlAgent:
         self._registered: dict[int, Any] = {}
         """(NIXL's registration, memory) by address; the memory must outlast the registration."""
         self._kept: list[Any] = []
-        self._thread: threading.Thread | None = None
-        self._must_go_on = threading.Event()
-        self._goes_on_until_s = 0.0
-        self._is_closed = False
 
     def allocate(self, num_bytes: int) -> tuple[Any, Place]:
         """Make registered memory, all zero, and return it with its place.
@@ -189,35 +184,6 @@ class NixlAgent:
     def discard(self, write: Any) -> None:
         """Give up a prepared write that is not under way."""
         self._agent.release_xfer_handle(write)
-
-    def go_on(self, limit_s: float) -> None:
-        """Let a thread make progress now and then, for so long from now on.
-
-        A write of which not all bytes fit into the socket would else stay, if its writer waits for
-        something else than this agent.
-        """
-        self._goes_on_until_s = max(self._goes_on_until_s, time.monotonic() + limit_s)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._go_on, name="nixl progress", daemon=True)
-            self._thread.start()
-        if not self._must_go_on.is_set():
-            self._must_go_on.set()
-
-    def close(self) -> None:
-        """End the thread that makes progress. Idempotent."""
-        self._is_closed = True
-        self._must_go_on.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
-
-    def _go_on(self) -> None:
-        while self._must_go_on.wait() and not self._is_closed:
-            while time.monotonic() < self._goes_on_until_s and not self._is_closed:
-                time.sleep(_PROGRESS_S)
-                self.progress()
-            self._must_go_on.clear()
-            if time.monotonic() < self._goes_on_until_s:  # it was set just before
-                self._must_go_on.set()
 
     def keep(self, writes: Any) -> None:
         """Keep writes that may be under way, and what they read, as long as the agent."""

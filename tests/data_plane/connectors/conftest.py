@@ -3,7 +3,8 @@
 import sys
 
 import pytest
-from system import published_vllm
+
+from harness.vllm import published_vllm
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from system import published_vllm
 
 from data_plane.model.presets import PRESETS
 from data_plane.prefill.connector.ticket import KEY
 from harness.paths import ROOT
+from harness.vllm import published_vllm
 from harness.vllm.fake_vllm import FakeVllm
 
 from .test_contract import MODEL, Places, assert_pages, run, ticket_of

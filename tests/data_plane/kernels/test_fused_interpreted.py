@@ -8,16 +8,16 @@ import pytest
 import torch
 import triton
 
+from data_plane.moe.fused import kernel as fused_kernel
 from data_plane.moe.fused.mixture import fused_obstacle
-from data_plane.moe.fused.mixture import kernel as fused_kernel
 from data_plane.moe.fused.state import ROUTE
 from data_plane.moe.gpu.rows import route_rows
 from data_plane.transport.exchange import Channel, EpochError, ExchangeTimeout, TermOver
 from data_plane.transport.gpu.peer_memory import PeerMemory
 from harness.gpu_stand_ins.interpreter import products_in_order
 from harness.kernels.fused_cases import FusedCase, FusedSizes, run_turns
-from tests.data_plane.kernels.fused_roles import run_gate, run_queues, run_roles
-from tests.data_plane.kernels.fused_schedules import explore, weave
+from harness.kernels.fused_roles import run_gate, run_queues, run_roles
+from harness.kernels.fused_schedules import explore, weave
 
 FOUR = FusedSizes(num_instances=4, num_experts=8, per_row=3, max_rows=2)
 SHAPES = {

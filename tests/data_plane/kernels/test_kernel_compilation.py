@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from harness.kernels.compiled_kernel import SHARED_LIMIT, unordered_releases
+from harness.kernels.kernel_compilation import controls, kernels
 from harness.paths import TESTS
 from harness.programs.made_once import made_once
-from tests.data_plane.kernels.kernel_compilation import controls, kernels
 
 pytestmark = pytest.mark.system
 """CI runs them behind `make test`."""
@@ -133,7 +133,7 @@ def compile_kernels(names, cache, *packages):
         "PYTHONPATH": os.pathsep.join([*packages, str(TESTS.parent), *sys.path]),
     }
     result = subprocess.run(
-        [sys.executable, TESTS / "data_plane/kernels/kernel_compilation.py", *names],
+        [sys.executable, TESTS / "harness/kernels/kernel_compilation.py", *names],
         env=environment,
         capture_output=True,
         text=True,

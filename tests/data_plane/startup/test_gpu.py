@@ -36,7 +36,7 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_is_loaded(tmp_pa
         ({"kv_dtype": "fp8"}, "kv_dtype is fp8, which needs a GPU: device must be cuda"),
         (
             {"exchange_backend": "cuda_ipc"},
-            "exchange_backend is cuda_ipc and device cpu; shm, tcp and nixl are for cpu",
+            "exchange_backend is cuda_ipc and device cpu; shm and tcp are for cpu",
         ),
         ({"exchange_backend": "shm", "device": "cuda"}, "exchange_backend is shm and device cuda"),
     ],

@@ -1,9 +1,7 @@
 """What every backend of the exchange must do; a new backend is one line in BACKENDS."""
 
 import ctypes
-import functools
 import itertools
-import os
 import threading
 import time
 import uuid
@@ -25,7 +23,6 @@ from data_plane.transport.exchange import (
     PeerLost,
     row_bytes,
 )
-from data_plane.transport.nixl.pages import pages as nixl
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp.receiver import receive_in_python
@@ -74,19 +71,12 @@ class NodeMember(ShmExchange):
         self._segments.close()
 
 
-@functools.cache
-def agent(instance):
-    """An agent of a process for all its terms; the package may be missing."""
-    pytest.importorskip(nixl.nixl_package() or "nixl_cu13")
-    return nixl.NixlAgent(f"contract {os.getpid()} {instance}")
-
-
-def make_on_nodes(nodes, receiver=None, agents=None):
+def make_on_nodes(nodes, receiver=None):
     def make(layout, num_instances, limits=PATIENT):
         cluster_id = f"test-{uuid.uuid4().hex}"
         servers = [TcpSegmentServer("127.0.0.1", receiver or receive_puts) for _ in nodes]
         segments = [
-            Segments(cluster_id, server, node=node, puts=agents and agents(number))
+            Segments(cluster_id, server, node=node)
             for number, (server, node) in enumerate(zip(servers, nodes, strict=True))
         ]
         members = [
@@ -107,7 +97,6 @@ BACKENDS = {
     "tcp": make_on_nodes("abc"),
     "tcp in Python": make_on_nodes("abc", receive_in_python),
     "shm and tcp": make_on_nodes("aab"),
-    "nixl": make_on_nodes("aab", agents=agent),
 }
 
 

@@ -15,7 +15,7 @@ from data_plane.kv.frame_pool import FramePool
 from data_plane.kv.page_ring import PageRing, PageRingWriter
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import ExchangeTimeout, PeerLost
-from data_plane.transport.nixl.pages import pages as nixl
+from data_plane.transport.nixl import pages as nixl
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
 from data_plane.transport.tcp.server import TcpSegmentServer
@@ -81,6 +81,9 @@ def test_a_receiver_that_dies_is_noticed_by_a_writer_in_time(cluster_id):
     unlink_cluster(cluster_id)
 
 
+LOST = ("nixlRemoteDisconnectError", "nixlBackendError", "nixlNotFoundError")
+
+
 class StuckAgent:
     """NIXL's, whose transfers go on for ever, or end in another state."""
 
@@ -107,8 +110,7 @@ class StuckAgent:
 def test_a_write_that_fails_has_the_number_of_the_peer(state, is_alive, kind):
     agent, segment = object.__new__(nixl.NixlAgent), object.__new__(nixl.NixlSegment)
     agent._agent = StuckAgent(state)
-    names = "nixlRemoteDisconnectError", "nixlBackendError", "nixlNotFoundError"
-    agent._bindings = SimpleNamespace(**dict.fromkeys(names, OSError))
+    agent._bindings = SimpleNamespace(**dict.fromkeys(LOST, OSError))
     place = nixl.Place(0, 100, device=0, is_gpu=False)
     segment._agent, segment._local, segment._remote, segment._peer = agent, place, place, "a peer"
     segment._instance, segment._limits = 5, SimpleNamespace(exchange_timeout_ms=50)
@@ -117,6 +119,20 @@ def test_a_write_that_fails_has_the_number_of_the_peer(state, is_alive, kind):
     segment.announce = lambda: None
     with pytest.raises(kind, match="10 bytes for a peer by NIXL") as raised:
         segment.publish(None, 1, bulk=(0, 10))
+    assert raised.value.peer == 5
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_peer_that_nixl_lost_or_has_forgotten_is_a_lost_peer(lost):
+    agent = object.__new__(nixl.NixlAgent)
+    errors = {name: type(name, (Exception,), {}) for name in LOST}
+    agent._bindings = SimpleNamespace(**errors)
+
+    def write():
+        raise errors[lost]("gone")
+
+    with pytest.raises(PeerLost, match="a write: gone") as raised:
+        agent._call(write, "a write", 5)
     assert raised.value.peer == 5
 
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import torch
 
-from data_plane.kernels import fused_roles as roles
 from data_plane.moe.fused.kernel import fused_kernel
 from data_plane.moe.fused.mixture import FusedMoe, tiles_for
 from data_plane.moe.fused.state import (
@@ -28,6 +27,7 @@ from data_plane.moe.fused.state import (
 from data_plane.transport.gpu.cuda_ipc import GpuExchange
 from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import mixture_layout
+from harness.kernels import fused_roles as roles
 from harness.kernels.compiled_kernel import compile_kernel
 
 META = torch.device("meta")

@@ -18,7 +18,6 @@ import numpy as np
 
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel
-from data_plane.transport.nixl.pages import NixlAgent
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp.server import TcpSegmentServer
@@ -53,8 +52,6 @@ class Protocol:
     """Where each instance listens."""
     namespaces: tuple[str, ...] = ()
     """Names of network namespaces, which `ip netns` made, one for each instance; needs root."""
-    by_nixl: bool = False
-    """Instances put by NIXL."""
 
 
 class ProtocolMember:
@@ -217,8 +214,7 @@ def run_protocol(
     if protocol.namespaces:
         join_namespace(protocol.namespaces[instance])
     server = TcpSegmentServer(protocol.addresses[instance], receive_puts)
-    agent = NixlAgent(f"{cluster_id} {instance}") if protocol.by_nixl else None
-    segments = Segments(cluster_id, server, node=node, puts=agent)
+    segments = Segments(cluster_id, server, node=node)
     exchange = ShmExchange.create(segments, instance, protocol.num_instances, LAYOUT, LIMITS)
     try:
         pipe.send(Peer(node, segments.address))

@@ -16,7 +16,6 @@ from multiprocessing.connection import Client, Connection, Listener
 from data_plane.kv.page_ring import PageRing
 from data_plane.native.receiver import receive_puts
 from data_plane.transport.exchange import Channel, Field
-from data_plane.transport.nixl.pages import NixlAgent
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
 from data_plane.transport.tcp.server import TcpSegmentServer
@@ -84,25 +83,6 @@ def receive(pipe: Connection, timeout_s: float = 60):
     """The next message of a process; fails if none comes."""
     assert pipe.poll(timeout_s), "the process sent nothing"
     return pipe.recv()
-
-
-def hold_instance_by_nixl(cluster_id: str, address: str, pipe: Connection) -> None:
-    """Make and connect instance 1 of two, which put by NIXL, then wait to be killed.
-
-    address: of instance 0. The process sends its own address, and then its epochs 0 to 3 of Q.
-    """
-    agent = NixlAgent(f"{cluster_id} 1 {os.getpid()}")
-    segments = Segments(cluster_id, TcpSegmentServer("127.0.0.1", receive_puts), puts=agent)
-    exchange = ShmExchange.create(segments, 1, 2, LAYOUT, LIMITS)
-    segments.meet([Peer("a", address), Peer("b", segments.address)])
-    pipe.send(segments.address)
-    exchange.connect(START_MS)
-    for epoch in range(4):
-        exchange.outgoing(Channel.Q, 0, epoch)["q"][:] = epoch
-        exchange.put(Channel.Q, 0, epoch)
-        exchange.wait(Channel.RES, 0, epoch)
-    pipe.send("ok")
-    time.sleep(600)
 
 
 def hold_instance(

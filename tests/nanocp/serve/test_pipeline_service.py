@@ -204,7 +204,7 @@ def test_what_breaks_in_the_middle_of_a_copy_of_kv_costs_no_token(
         data_plane=DataPlaneConfig(exchange_backend="tcp"),
         pipeline=replace(CONFIG.pipeline, copy_ahead=copy_ahead),
     )
-    factory = f"tests.nanocp.serve.cut_stages:{breaks}"
+    factory = f"harness.members.cut_stages:{breaks}"
     with (
         pipeline_service(tiny_checkpoint, config, instance_factory=factory) as service,
         ThreadPoolExecutor(4) as pool,

@@ -1,6 +1,6 @@
 """A stand-in for what vLLM's tests of tool parsers import, over this project's parsers.
 
-Enters: `-p tests.system.vllm_tool_parsers` on the command line of a pytest that runs vLLM's files.
+Enters: `-p harness.vllm.vllm_tool_parsers` on the command line of a pytest that runs vLLM's files.
 Leaves: modules named vllm.* in sys.modules. Does not know: what the tests expect.
 
 Tokenizers are not fetched: one stands for all, with markers and words as its tokens.

@@ -1,6 +1,6 @@
 """Compiles every kernel for sm_90 without a GPU, at DeepSeek-V3's widths.
 
-`python tests/data_plane/kernels/kernel_compilation.py [NAME...]` prints one JSON object: kernel ->
+`python tests/harness/kernels/kernel_compilation.py [NAME...]` prints one JSON object: kernel ->
 resources, of all kernels if none is named. It is a process of its own because the interpreter
 (TRITON_INTERPRET) is chosen when a kernel is decorated.
 
