@@ -62,7 +62,7 @@ ENDS = {file.split("/", depth)[-1] for file in FILES for depth in range(file.cou
 
 @cache
 def exists(name):
-    """Whole, or by its last parts (step/cpu.py), or by its first (docs/decisions/0018)."""
+    """Whole, or by its last parts (step/cpu.py), or by its first (docs/decisions/0064)."""
     name = re.sub(r"^(\.\./)+", "", name).rstrip("/")
     if name in ENDS:
         return True
@@ -102,7 +102,7 @@ def test_a_path_that_does_not_exist_would_be_seen():
     ]
     assert not exists("runner.py") and not exists("data_plane/gone/")
     assert (
-        exists("step/cpu.py") and exists("nanocp/values/plan.py") and exists("docs/decisions/0018")
+        exists("step/cpu.py") and exists("nanocp/values/plan.py") and exists("docs/decisions/0064")
     )
 
 
