@@ -4,10 +4,11 @@ A number here goes down with the change that makes it possible. Only a decision 
 """
 
 import ast
+import re
+from functools import cache
 
-import pytest
 import typer
-from test_house import ROOMS, SOURCES, tree_of
+from test_house import ROOMS, SOURCES, docstrings, tree_of
 
 from harness.paths import ROOT
 from nanocp.cli.main import app
@@ -20,6 +21,7 @@ MAX_OPTIONS = 288
 MAX_SETTINGS = 95
 """Keys that a configuration file may have."""
 MAX_ROOMS = 16
+FREE_RELATIVE = re.compile(r"(What|How|Which|Whether|Who|Where|Why|Whoever)\b")
 MANY_ARROWS = 20
 """Imports between the rooms of a folder, unless the folder is named here."""
 MAX_ARROWS = {
@@ -57,6 +59,16 @@ MODULES = {
     if "wire/v1" not in path.as_posix()
 }
 MAX_METHODS = 25
+MAX_METHODS_WITH_BASES = 48
+MAX_ATTRIBUTES = 43
+"""Attributes that a class and its bases set of themselves."""
+MAX_WHOLE_CONFIGS = 46
+"""Files that have a function which takes the whole Config instead of its sections."""
+MAX_DOCSTRING_WORDS = 130_500
+MAX_FREE_RELATIVES = 930
+"""Docstrings that begin with what, how, who or their like: they hide their subject."""
+MAX_DOC_WORDS = {"docs": 83_000, "docs/decisions": 17_600}
+MAX_TEST_LINES = 81_000
 MAX_PARAMETERS = 8
 """Without kernels, and commands, whose parameters are their options."""
 
@@ -82,8 +94,13 @@ def test_what_says_that_it_is_generated_is():
     assert generated == ["sync_client.py"]
 
 
+@cache
 def imported(path):
     """Modules of this repository that a file imports, those for types too."""
+    return [*_imported(path)]
+
+
+def _imported(path):
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -131,24 +148,35 @@ FOLDERS = sorted(
 )
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=str)
-def test_a_folder_has_few_rooms_and_arrows_and_no_circle(folder):
-    rooms, arrows = rooms_and_arrows(ROOT / folder)
-    assert len(rooms) <= MAX_ROOMS
-    most = MAX_ARROWS.get(folder.as_posix(), MANY_ARROWS)
-    assert len(arrows) <= most, sorted(arrows)
-    assert not in_circles(rooms, arrows)
+def test_folders_have_few_rooms_and_arrows_and_no_circle():
+    wrong = []
+    for folder in FOLDERS:
+        rooms, arrows = rooms_and_arrows(ROOT / folder)
+        most = MAX_ARROWS.get(folder.as_posix(), MANY_ARROWS)
+        if len(rooms) > MAX_ROOMS or len(arrows) > most:
+            wrong.append(
+                f"{folder} has {len(rooms)} rooms and {len(arrows)} arrows, at most {most}"
+            )
+        wrong += [f"{folder}/{room} is in a circle" for room in in_circles(rooms, arrows)]
+    assert not wrong
 
 
 def test_a_circle_would_be_seen():
     assert in_circles({"a", "b", "c"}, {("a", "b"), ("b", "a"), ("b", "c")}) == {"a", "b"}
 
 
+@cache
 def classes_and_functions():
-    for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield path, node
+    return [
+        (path, node)
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def is_class(node):
+    return isinstance(node, ast.ClassDef)
 
 
 def test_a_class_has_few_methods():
@@ -160,6 +188,82 @@ def test_a_class_has_few_methods():
             if num > MAX_METHODS:
                 found[node.name] = num
     assert not found
+
+
+def own_parts(node):
+    """Names of a class's methods, and of what its methods set of `self`."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    methods = {each.name for each in node.body if isinstance(each, functions)}
+    attributes = {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and getattr(each.value, "id", "") == "self"
+    }
+    return methods, attributes
+
+
+def with_bases(name, classes, seen=()):
+    """The same of a class and its bases that are no protocols."""
+    methods, attributes = own_parts(classes[name])
+    for base in map(ast.unparse, classes[name].bases):
+        base = base.partition("[")[0].rpartition(".")[2]
+        if (
+            base in classes
+            and base not in seen
+            and "Protocol" not in map(ast.unparse, classes[base].bases)
+        ):
+            more = with_bases(base, classes, (*seen, name))
+            methods, attributes = methods | more[0], attributes | more[1]
+    return methods, attributes
+
+
+def test_a_class_with_its_bases_has_few_methods_and_attributes():
+    classes = {node.name: node for _, node in classes_and_functions() if is_class(node)}
+    sizes = {name: tuple(map(len, with_bases(name, classes))) for name in classes}
+    large = {
+        name: size
+        for name, size in sizes.items()
+        if size[0] > MAX_METHODS_WITH_BASES or size[1] > MAX_ATTRIBUTES
+    }
+    assert not large
+
+
+def test_few_files_take_the_whole_configuration():
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path, node in classes_and_functions()
+        if not is_class(node)
+        for argument in (*node.args.args, *node.args.kwonlyargs)
+        if argument.annotation
+        and ast.unparse(argument.annotation).partition("|")[0].strip() == "Config"
+    }
+    assert len(found) <= MAX_WHOLE_CONFIGS, sorted(found)
+
+
+def test_docstrings_are_few_words_and_name_their_subject():
+    texts = [text for path in SOURCES for _, text, _ in docstrings(tree_of(path))]
+    words = sum(len(text.split()) for text in texts)
+    assert words <= MAX_DOCSTRING_WORDS
+    hiding = [text for text in texts if FREE_RELATIVE.match(text)]
+    assert len(hiding) <= MAX_FREE_RELATIVES
+
+
+def test_documents_are_few_words():
+    for folder, most in MAX_DOC_WORDS.items():
+        words = sum(len(path.read_text().split()) for path in (ROOT / folder).rglob("*.md"))
+        assert words <= most, f"{folder} has {words} words, at most {most}"
+
+
+def test_tests_are_few_lines():
+    texts = [
+        path.read_text()
+        for path in (ROOT / "tests").rglob("*")
+        if path.suffix in (".py", ".cpp") and "__pycache__" not in path.as_posix()
+    ]
+    lines = sum(len(text.splitlines()) for text in texts)
+    assert lines <= MAX_TEST_LINES, f"tests have {lines} lines, at most {MAX_TEST_LINES}"
 
 
 def test_a_function_has_few_parameters():
