@@ -154,7 +154,7 @@ def test_folders_have_few_rooms_and_arrows_and_no_circle():
         rooms, arrows = rooms_and_arrows(ROOT / folder)
         most = MAX_ARROWS.get(folder.as_posix(), MANY_ARROWS)
         if len(rooms) > MAX_ROOMS or len(arrows) > most:
-            wrong.append(
+            wrong.append(f"{folder}: {len(rooms)} rooms, {len(arrows)} arrows of {most}")
                 f"{folder} has {len(rooms)} rooms and {len(arrows)} arrows, at most {most}"
             )
         wrong += [f"{folder}/{room} is in a circle" for room in in_circles(rooms, arrows)]
