@@ -42,7 +42,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """Which requests are sent; `nanocp bench serve` has an option for each field."""
+    """Which requests are sent; `nanocp bench serve` has an option or a setting for each field."""
 
     name: str = "random"
     """Where requests come from."""
@@ -53,16 +53,20 @@ class DatasetOptions:
     """Requests; a trace may have fewer."""
     seed: int = 0
     """Seed of prompts and arrivals."""
-    input_len: int = 1024
+    random_input_len: int = 1024
     """random: tokens of a prompt."""
+    random_output_len: int = 128
+    """random: tokens of an output."""
+    input_len: int | None = None
+    """random: the same as random_input_len."""
     output_len: int | None = None
-    """Tokens to generate. None: 128 for random prompts, 256 for custom, else as the dataset
-    says."""
-    range_ratio: float = 0.0
+    """Tokens to generate, of any dataset; by default 256 for custom, 128 for other prompts that are
+    made, else as the dataset says."""
+    random_range_ratio: float = 0.0
     """random: lengths vary by this share, 0 to below 1."""
-    prefix_len: int = 0
+    random_prefix_len: int = 0
     """random: tokens that all prompts begin with, beyond the input length."""
-    vocab_size: int = 256
+    random_vocab_size: int = 256
     """Prompts without a tokenizer are ids below this."""
     prefix_repetition_prefix_len: int = 256
     """prefix_repetition: tokens of a prefix that prompts share."""
@@ -86,16 +90,16 @@ class DatasetOptions:
                 f"--dataset-name {self.name} makes its prompts; "
                 f"--dataset-path {self.path} has no meaning"
             )
-        if not 0 <= self.range_ratio < 1:
+        if not 0 <= self.random_range_ratio < 1:
             raise ValueError(
-                f"--random-range-ratio is {self.range_ratio}; it must be from 0 to below 1"
+                f"--random-range-ratio is {self.random_range_ratio}; it must be from 0 to below 1"
             )
         for flag, value, low in (
             ("--num-prompts", self.num_prompts, 1),
-            ("--random-input-len", self.input_len, 1),
-            ("--random-output-len", self.output_len or 1, 1),
-            ("--random-prefix-len", self.prefix_len, 0),
-            ("--random-vocab-size", self.vocab_size, 4),
+            ("--random-input-len", self.input_len or self.random_input_len, 1),
+            ("--random-output-len", self.output_len or self.random_output_len, 1),
+            ("--random-prefix-len", self.random_prefix_len, 0),
+            ("--random-vocab-size", self.random_vocab_size, 4),
             ("--prefix-repetition-prefix-len", self.prefix_repetition_prefix_len, 1),
             ("--prefix-repetition-suffix-len", self.prefix_repetition_suffix_len, 1),
             ("--prefix-repetition-num-prefixes", self.prefix_repetition_num_prefixes, 1),
@@ -130,15 +134,20 @@ def sample_requests(
 
 
 def _random(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[SampleRequest]:
-    prefix = _ids(options.prefix_len, random, options, tokenizer)
+    prefix = _ids(options.random_prefix_len, random, options, tokenizer)
 
     def length(of: int) -> int:
-        least, most = int(of * (1 - options.range_ratio)), int(of * (1 + options.range_ratio))
+        least, most = (
+            int(of * (1 - options.random_range_ratio)),
+            int(of * (1 + options.random_range_ratio)),
+        )
         return max(1, random.randint(least, most))
 
     for _ in range(options.num_prompts):
-        ids = (*prefix, *_ids(length(options.input_len), random, options, tokenizer))
-        yield SampleRequest(ids, len(ids), length(options.output_len or 128))
+        num_tokens = length(options.input_len or options.random_input_len)
+        ids = (*prefix, *_ids(num_tokens, random, options, tokenizer))
+        output_len = length(options.output_len or options.random_output_len)
+        yield SampleRequest(ids, len(ids), output_len)
 
 
 def _repeated_prefixes(
@@ -237,7 +246,7 @@ def _trace(options: DatasetOptions, random: Random, tokenizer: Any) -> Iterator[
 def _ids(count: int, random: Random, options: DatasetOptions, tokenizer: Any) -> tuple[int, ...]:
     """`count` drawn ids. With a tokenizer their text is read back as `count` ids, or nearly so."""
     # The first ids of a vocabulary are its special tokens, the last ones often have no text.
-    high = options.vocab_size if tokenizer is None else int(tokenizer.get_vocab_size() * 0.9)
+    high = options.random_vocab_size if tokenizer is None else int(tokenizer.get_vocab_size() * 0.9)
     ids = random.choices(range(min(3, high - 1), high), k=count)
     for _ in range(0 if tokenizer is None else _ROUND_TRIPS):
         ids = tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False).ids

@@ -23,6 +23,7 @@ from nanocp.cli.operate.seats import abort, drain, layout, scale, upgrade
 from nanocp.cli.operate.top import status, top
 from nanocp.cli.operate.why import why
 from nanocp.cli.options.extras import Commands
+from nanocp.cli.options.help import Command
 from nanocp.cli.options.typed import with_options
 from nanocp.cli.options.vllm_flags import VllmCommand
 from nanocp.cli.overlap.app import app as overlap
@@ -37,6 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -80,7 +82,7 @@ for command in (
     upgrade,
     layout,
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
 app.add_typer(overlap, name="overlap")

@@ -86,8 +86,8 @@ def test_ctrl_c_ends_a_benchmark_and_keeps_what_was_measured(backend, tmp_path):
             "30",
             "--random-output-len",
             "20",
-            "--random-vocab-size",
-            "90",
+            "--set",
+            "random_vocab_size=90",
         ]
         options += ["--max-concurrency", "4", "--save-result", "--result-filename", str(path)]
         with Terminal(*NANOCP, "bench", "serve", *options) as terminal:

@@ -10,24 +10,20 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from typing import Annotated, Any
 
 import typer
 
 from nanocp.bench.names import BACKENDS, GO_ON
-from nanocp.cli.ask import sampling_options
-from nanocp.cli.bench import dataset as datasets
-from nanocp.cli.bench.dataset import Lengths, is_trace
+from nanocp.cli.bench.dataset import Dataset
 from nanocp.cli.bench.load import Load
 from nanocp.cli.bench.report import Report
 from nanocp.cli.bench.target import Body, Target, pairs
+from nanocp.cli.options.help import Group
 from nanocp.cli.options.typed import with_options
 from nanocp.cli.options.vllm_flags import VllmCommand
 from nanocp.config.choices import check_one_of
 
-app = typer.Typer(
-    help="Load on a running service, measured as `vllm bench` does.", no_args_is_help=True
-)
+app = typer.Typer(cls=Group, no_args_is_help=True)
 
 
 @app.callback()
@@ -40,11 +36,9 @@ def bench() -> None:
 def serve(
     context: typer.Context,
     target: Target,
-    dataset: Annotated[dict[str, Any], datasets.OPTIONS],
-    lengths: Lengths,
+    dataset: Dataset,
     load: Load,
     body: Body,
-    sampling: Annotated[dict[str, Any], sampling_options.CONTROLS_ONLY],
     report: Report,
 ) -> None:
     """Send requests to a running service and report throughput and latencies.
@@ -56,7 +50,7 @@ def serve(
         check_one_of(BACKENDS, **{"--backend": target.backend})
         for sentence in context.obj.said:
             print(f"nanocp bench serve: {sentence}", file=sys.stderr)
-        status = _serve(target, dataset, lengths, load, body, sampling, report)
+        status = _serve(target, dataset, load, body, report)
     except ValueError as error:
         print(f"nanocp bench serve: {error}", file=sys.stderr)
         status = 2
@@ -66,27 +60,17 @@ def serve(
     raise typer.Exit(status)
 
 
-def _serve(
-    target: Target,
-    dataset: dict[str, Any],
-    lengths: Lengths,
-    load: Load,
-    body: Body,
-    sampling: dict[str, Any],
-    report: Report,
-) -> int:
+def _serve(target: Target, dataset: Dataset, load: Load, body: Body, report: Report) -> int:
     """Returns the exit status.
 
     Raises ValueError for options without a meaning, and if the service does not answer.
     """
     report.check()
-    asked = lengths.dataset(dataset)
-    load.check(asked.name, is_trace(asked))
-    requests = lengths.requests(asked, target.backend)
-    goes_on = asked.name in GO_ON or is_trace(asked)
-    fields = body.fields(sampling, goes_on, target.backend)
+    load.check(dataset.name, dataset.is_trace)
+    requests = dataset.requests(target.backend)
+    fields = body.fields(dataset.name in GO_ON or dataset.is_trace, target.backend)
     sent = asyncio.run(
-        load.send(lambda: target.connect(fields), requests, asked.seed, is_trace(asked))
+        load.send(lambda: target.connect(fields), requests, dataset.seed, dataset.is_trace)
     )
     values = report.result(sent.outputs, sent.duration_s, load.request_rate, load.max_concurrency)
     about = {
@@ -94,7 +78,7 @@ def _serve(
         "backend": target.backend,
         "label": report.label,
         "model_id": target.model or sent.model or "unknown",
-        "tokenizer_id": None if lengths.tokenizer is None else str(lengths.tokenizer),
+        "tokenizer_id": None if dataset.tokenizer is None else str(dataset.tokenizer),
         "num_prompts": len(requests),
         **pairs("--metadata", report.metadata),
         "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,

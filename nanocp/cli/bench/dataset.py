@@ -13,59 +13,41 @@ import typer
 
 from nanocp.bench.dataset import DatasetOptions
 from nanocp.bench.names import DATASETS, TRACES
-from nanocp.cli.options.typed import FieldOptions, field_option
+from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
     from nanocp.bench.dataset import SampleRequest
 
-_RANDOM_ONLY = ("range_ratio", "prefix_len", "vocab_size")
-OPTIONS = FieldOptions(
-    [
-        field_option(DatasetOptions, "name", name="dataset_name", choices=DATASETS),
-        field_option(DatasetOptions, "path", name="dataset_path"),
-        *(
-            field_option(DatasetOptions, name)
-            for name in (
-                "num_prompts",
-                "seed",
-                "length_scale",
-                "time_scale",
-                "prefix_repetition_prefix_len",
-                "prefix_repetition_suffix_len",
-                "prefix_repetition_num_prefixes",
-            )
-        ),
-        *(field_option(DatasetOptions, name, name=f"random_{name}") for name in _RANDOM_ONLY),
-    ]
-)
-"""Options that are DatasetOptions' fields."""
-
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Options of prompt and output lengths, as vLLM has them, and the tokenizer that counts."""
+class Dataset(DatasetOptions):
+    """Options of the prompts and their lengths, and the tokenizer that counts."""
 
-    input_len: Annotated[int | None, typer.Option(help="The same as --random-input-len.")] = None
-    output_len: Annotated[int | None, typer.Option(help="Output tokens, of any dataset.")] = None
+    name: Annotated[
+        str, typer.Option("--dataset-name", help=f"{one_of(DATASETS)}: where requests come from.")
+    ] = "random"
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            "--dataset-path",
+            help="A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt "
+            "without it: random prompts of its lengths.",
+        ),
+    ] = None
+    num_prompts: Annotated[int, typer.Option(help="Requests; a trace may have fewer.")] = 1000
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0
     random_input_len: Annotated[int, typer.Option(help="random: tokens of a prompt.")] = 1024
     random_output_len: Annotated[int, typer.Option(help="random: tokens of an output.")] = 128
     tokenizer: Annotated[
         Path | None, typer.Option(help="A folder with tokenizer.json; without it, token ids.")
     ] = None
 
-    def dataset(self, given: dict[str, Any]) -> DatasetOptions:
-        """The dataset; `given` has fields of DatasetOptions.
+    @property
+    def is_trace(self) -> bool:
+        """Whether the requests have times of their own."""
+        return self.name in TRACES
 
-        Raises ValueError, naming the option, for a dataset that cannot be.
-        """
-        is_random = given.get("name", "random") == "random"
-        return DatasetOptions(
-            **given,
-            input_len=self.input_len or self.random_input_len,
-            output_len=self.output_len or (self.random_output_len if is_random else None),
-        )
-
-    def requests(self, dataset: DatasetOptions, backend: str) -> list[SampleRequest]:
+    def requests(self, backend: str) -> list[SampleRequest]:
         """The dataset's requests as the backend takes them.
 
         Raises ValueError for an unusable file, and without the tokenizer that they need.
@@ -73,7 +55,7 @@ class Lengths:
         from nanocp.bench.dataset import sample_requests
 
         tokenizer = self._read_tokenizer()
-        requests = sample_requests(dataset, tokenizer)
+        requests = sample_requests(self, tokenizer)
         if backend != "openai-chat" or all(isinstance(one.prompt, str) for one in requests):
             return requests
         if tokenizer is None:
@@ -95,8 +77,3 @@ class Lengths:
             raise ValueError(
                 f"--tokenizer {folder} has no tokenizer that can be read: {error}"
             ) from error
-
-
-def is_trace(dataset: DatasetOptions) -> bool:
-    """Whether the requests have times of their own."""
-    return dataset.name in TRACES

@@ -34,27 +34,22 @@ class Sent(NamedTuple):
 class Load:
     """Options of the load."""
 
-    self_timed: Annotated[
-        bool | None,
-        typer.Option(
-            "--self-timed/--no-self-timed", help="Send when the trace says; default for traces."
-        ),
-    ] = None
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = (
         math.inf
     )
-    burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma gaps: 1 is Poisson, less is burstier.")
-    ] = 1.0
     max_concurrency: Annotated[int | None, typer.Option(help="Most requests at a time.")] = None
-    num_warmups: Annotated[int, typer.Option(help="Requests sent before, and not counted.")] = 0
-    ready_check_timeout_sec: Annotated[
-        float, typer.Option(help="Wait this long for the service; 0: not at all.")
-    ] = 0
-    request_id_prefix: Annotated[str, typer.Option(help="Prefix of each request's id.")] = (
-        f"bench-{uuid.uuid4().hex[:8]}-"
-    )
-    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="No progress bar.")] = False
+    self_timed: bool | None = None
+    """Send when the trace says; default for traces."""
+    burstiness: float = 1.0
+    """Shape of the gamma gaps: 1 is Poisson, less is burstier."""
+    num_warmups: int = 0
+    """Requests sent before, and not counted."""
+    ready_check_timeout_sec: float = 0
+    """Wait this long for the service; 0: not at all."""
+    request_id_prefix: str = f"bench-{uuid.uuid4().hex[:8]}-"
+    """Prefix of each request's id."""
+    disable_tqdm: bool = False
+    """No progress bar."""
 
     def check(self, dataset_name: str, is_trace: bool) -> None:
         """Raises ValueError, naming the option, for a load that has no meaning."""
@@ -70,7 +65,7 @@ class Load:
             raise ValueError(f"--max-concurrency is {self.max_concurrency}; it must be at least 1")
         if self._is_self_timed(is_trace) and not math.isinf(self.request_rate):
             raise ValueError(
-                "a trace says when: give --request-rate with --no-self-timed, or --time-scale"
+                "a trace says when: give --request-rate with --set self_timed=off, or time_scale"
             )
 
     async def send(

@@ -29,34 +29,25 @@ if TYPE_CHECKING:
 class Report:
     """Options of the report."""
 
-    goodput: Annotated[
-        list[str],
-        typer.Option(
-            help="KEY:VALUE, most milliseconds of a good request; KEY is "
-            f"{one_of(GOODPUT_METRICS)}."
-        ),
-    ] = field(default_factory=list)
-    percentile_metrics: Annotated[
-        str, typer.Option(help=f"Separated by commas: {', '.join(METRICS)}.")
-    ] = "ttft,tpot,itl"
-    metric_percentiles: Annotated[
-        str, typer.Option(help="Percentiles of these metrics, separated by commas.")
-    ] = "99"
     save_result: Annotated[bool, typer.Option("--save-result", help="Write a JSON file.")] = False
-    save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="With every request in it.")
-    ] = False
-    append_result: Annotated[
-        bool, typer.Option("--append-result", help="Add a line to the file instead.")
-    ] = False
-    metadata: Annotated[list[str], typer.Option(help="KEY=VALUE for the JSON file.")] = field(
-        default_factory=list
-    )
-    label: Annotated[
-        str | None, typer.Option(help="The result's name; by default the backend.")
-    ] = None
     result_dir: Annotated[Path | None, typer.Option(help="Folder of the file.")] = None
-    result_filename: Annotated[str | None, typer.Option(help="The file's name.")] = None
+    goodput: list[str] = field(default_factory=list)
+    """KEY:VALUE, most milliseconds of a good request; KEY is ttft, tpot or e2el."""
+    percentile_metrics: str = "ttft,tpot,itl"
+    """Metrics, separated by commas, of ttft, tpot, itl, e2el, client_queue_time and
+    e2el_including_client_queue."""
+    metric_percentiles: str = "99"
+    """Percentiles of these metrics, separated by commas."""
+    save_detailed: bool = False
+    """The file has every request."""
+    append_result: bool = False
+    """Add a line to the file instead."""
+    metadata: list[str] = field(default_factory=list)
+    """KEY=VALUE for the JSON file."""
+    label: str | None = None
+    """The result's name; by default the backend."""
+    result_filename: str | None = None
+    """The file's name."""
 
     def check(self) -> None:
         """Raises ValueError, naming the option, for what cannot be reported."""

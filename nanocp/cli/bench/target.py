@@ -5,7 +5,6 @@ Enters: options. Leaves: a connection. Does not know: prompts, rates, reports.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import typer
 
 from nanocp.bench.names import BACKENDS
 from nanocp.cli.ask.batch import tls_context
+from nanocp.cli.options.typed import json_object
 from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
@@ -35,25 +35,22 @@ class Target:
     base_url: Annotated[
         str | None, typer.Option(help="http://... of the server, instead of host and port.")
     ] = None
-    host: Annotated[str, typer.Option(help="The server's host.")] = "127.0.0.1"
-    port: Annotated[
-        int | None, typer.Option(help="The server's port; 8000, or 50051 for grpc.")
-    ] = None
     endpoint: Annotated[
         str | None, typer.Option(help="Path of the HTTP endpoint; by default the backend's.")
-    ] = None
-    header: Annotated[
-        list[str], typer.Option(help="KEY=VALUE, sent with each HTTP request; repeatable.")
-    ] = field(default_factory=list)
-    ca: Annotated[
-        Path | None, typer.Option(help="Certificates by which the service's is judged.")
     ] = None
     model: Annotated[
         str | None, typer.Option(help="The model's name; by default the first that is listed.")
     ] = None
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The name that requests use, if another.")
+    host: Annotated[str, typer.Option(help="The server's host.")] = "127.0.0.1"
+    port: Annotated[
+        int | None, typer.Option(help="The server's port; 8000, or 50051 for grpc.")
     ] = None
+    served_model_name: str | None = None
+    """The name that requests use, if another."""
+    header: list[str] = field(default_factory=list)
+    """KEY=VALUE, sent with each HTTP request."""
+    ca: Path | None = None
+    """Certificates by which the service's is judged."""
 
     def connect(self, body: dict[str, Any]) -> Backend:
         """A connection whose requests all carry `body`; call it in the event loop that uses it."""
@@ -87,25 +84,19 @@ class Body:
             help="Go on after the model's end of sequence; always so for random and traces."
         ),
     ] = False
-    logprobs: Annotated[
-        int | None, typer.Option(help="Ask for this many most likely tokens beside each.")
-    ] = None
-    extra_body: Annotated[str | None, typer.Option(help="JSON, added to each request's body.")] = (
-        None
-    )
+    extra_body: Annotated[
+        list[str],
+        typer.Option(help="JSON, added to each request's body: its sampling parameters, say."),
+    ] = field(default_factory=list)
+    logprobs: int | None = None
+    """Ask for this many most likely tokens beside each."""
 
-    def fields(self, sampling: dict[str, Any], goes_on: bool, backend: str) -> dict[str, Any]:
+    def fields(self, goes_on: bool, backend: str) -> dict[str, Any]:
         """The body's fields. goes_on: the dataset says how long outputs are.
 
-        Raises ValueError unless --extra-body is a JSON object.
+        Raises ValueError unless each --extra-body is a JSON object.
         """
-        try:
-            extra = json.loads(self.extra_body or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--extra-body is no JSON: {error}") from None
-        if not isinstance(extra, dict):
-            raise ValueError(f"--extra-body is {self.extra_body!r}; it must be a JSON object")
-        fields = sampling | ({"ignore_eos": True} if self.ignore_eos or goes_on else {})
+        fields: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos or goes_on else {}
         if self.logprobs is not None:
             is_chat = backend == "openai-chat"
             fields |= (
@@ -113,7 +104,9 @@ class Body:
                 if is_chat
                 else {"logprobs": self.logprobs}
             )
-        return fields | extra
+        for text in self.extra_body:
+            fields |= json_object("--extra-body", text)
+        return fields
 
 
 def pairs(option: str, items: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+
+from nanocp.cli.options.help import Group
 
 EXTRAS = {
     "batch": "bench",
@@ -29,7 +30,7 @@ EXTRAS = {
 _OWN = ("nanocp", "control_plane", "data_plane")
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """The commands of `nanocp`."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -7,6 +7,7 @@ Does not know: any command.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
@@ -14,9 +15,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import typer
-from rich.markup import escape
+from typer.models import ArgumentInfo, OptionInfo
 
-from nanocp.config.choices import one_of
+from nanocp.config.choices import none_of, one_of
 from nanocp.config.field_docs import field_docs
 from nanocp.config.whole import Config
 
@@ -44,47 +45,151 @@ class FieldOptions(tuple[FieldOption, ...]):
     """
 
 
+class WrongOptionError(ValueError):
+    """Options or settings that have no meaning; the message says which."""
+
+
+class Setting(NamedTuple):
+    """A value that is given by --set NAME=VALUE: a plain field of a dataclass of options."""
+
+    name: str
+    hint: Any
+    """The field's type, with the Bounds of a number."""
+    shown: str
+    """The field's docstring, and its default."""
+
+    def read(self, text: str) -> Any:
+        """The value that is written so. Raises ValueError."""
+        kind = _option_type(self.hint)
+        kind = get_args(kind)[0] if get_origin(kind) is list else kind
+        try:
+            value = _SWITCH[text.lower()] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            right = _KINDS.get(kind, "something else")
+            raise ValueError(f"{self.name} is {text!r}; it must be {right}") from None
+        for bounds in getattr(self.hint, "__metadata__", ()):
+            bounds.check(self.name, value)
+        return value
+
+
+_SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+_KINDS = {bool: "on or off", int: "a whole number", float: "a number"}
+SET = "set_"
+"""The parameter of a command that has settings: NAME=VALUE of each that was given."""
+
+
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with each parameter that stands for several options replaced by these.
 
     A parameter stands for the fields of its dataclass, or for its FieldOptions. A field of the
-    dataclass is annotated as a parameter of a Typer command is. Raises ValueError if two options
-    have one name.
+    dataclass is an option if it is annotated as a parameter of a Typer command is, else a setting:
+    one option, --set, gives all of them. Raises ValueError if two options have one name.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
     groups: dict[str, Any] = {}
+    settings: dict[str, Setting] = {}
     for parameter in signature(command).parameters.values():
         hint = hints[parameter.name]
         if is_dataclass(hint) or _field_options(hint):
             groups[parameter.name] = hint
             parameters += _parameters(hint)
+            settings |= {} if _field_options(hint) else _settings(hint)
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hint))
+    if settings:
+        parameters.append(_parameter(SET, [], _SetOption))
 
     def flat(**values: Any) -> None:
-        for name, hint in groups.items():
-            values[name] = _collected(hint, values)
+        try:
+            values |= _given(settings, values.pop(SET, []))
+            for name, hint in groups.items():
+                values[name] = _collected(hint, values)
+        except ValueError as error:
+            raise WrongOptionError(str(error)) from None
         command(**values)
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     flat.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    flat.settings = settings  # type: ignore[attr-defined]
     return flat
 
 
+_SetOption = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="One of the settings below. May be given again."
+    ),
+]
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option's value is. Raises ValueError, naming the option."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{option} is {text!r}; it must be a JSON object")
+    return values
+
+
+def set_names(given: Sequence[str]) -> set[str]:
+    """Names of the settings in what was given to --set."""
+    return {item.partition("=")[0] for item in given}
+
+
+def _given(settings: Mapping[str, Setting], items: Sequence[str]) -> dict[str, Any]:
+    """Values by name. Raises ValueError for an unknown setting and a value that cannot be."""
+    values: dict[str, Any] = {}
+    for item in items:
+        name, sign, text = item.partition("=")
+        if name not in settings:
+            raise ValueError(f"--set has {name!r}; {none_of(name, tuple(settings))}")
+        if not sign:
+            raise ValueError(f"--set is {item!r}; it must be NAME=VALUE, as {name}=...")
+        value = settings[name].read(text)
+        is_list = get_origin(_option_type(settings[name].hint)) is list
+        values[name] = [*values.get(name, []), value] if is_list else value
+    return values
+
+
+def _is_option(hint: Any) -> bool:
+    return any(isinstance(one, OptionInfo | ArgumentInfo) for one in _metadata(hint))
+
+
+def _metadata(hint: Any) -> tuple[Any, ...]:
+    return getattr(hint, "__metadata__", ())
+
+
+def _settings(kind: Any) -> dict[str, Setting]:
+    hints, docs = get_type_hints(kind, include_extras=True), field_docs(kind)
+    return {
+        field.name: Setting(field.name, hints[field.name], _with_default(docs, field))
+        for field in fields(kind)
+        if not _is_option(hints[field.name])
+    }
+
+
+def _with_default(docs: Mapping[str, str], field: Field[Any]) -> str:
+    default = _shown(_default(field))
+    return docs[field.name] + (f"  [default: {default}]" if default else "")
+
+
 def _field_options(hint: Any) -> FieldOptions:
-    for metadata in getattr(hint, "__metadata__", ()):
-        if isinstance(metadata, FieldOptions):
-            return metadata
-    return FieldOptions()
+    return next((one for one in _metadata(hint) if isinstance(one, FieldOptions)), FieldOptions())
 
 
 def _parameters(hint: Any) -> list[Parameter]:
     if options := _field_options(hint):
         return [_parameter(option.name, None, option.annotation) for option in options]
     hints = get_type_hints(hint, include_extras=True)
-    return [_parameter(field.name, _default(field), hints[field.name]) for field in fields(hint)]
+    return [
+        _parameter(field.name, _default(field), hints[field.name])
+        for field in fields(hint)
+        if _is_option(hints[field.name])
+    ]
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> Parameter:
@@ -102,7 +207,9 @@ def _collected(hint: Any, values: dict[str, Any]) -> Any:
     if options := _field_options(hint):
         given = {option.key: values.pop(option.name) for option in options}
         return {key: value for key, value in given.items() if value not in (None, [])}
-    return hint(**{field.name: values.pop(field.name) for field in fields(hint)})
+    return hint(
+        **{each.name: values.pop(each.name) for each in fields(hint) if each.name in values}
+    )
 
 
 def field_option(
@@ -129,7 +236,7 @@ def field_option(
         f"({key})" if key else "",
     ]
     option = typer.Option(
-        help=escape(" ".join(filter(None, sentences))),
+        help=" ".join(filter(None, sentences)),
         metavar=metavar,
         show_default=shows_default and _shown(_default(field)),
     )
@@ -150,13 +257,15 @@ def _shown(default: Any) -> str | bool:
     """How a default is shown; False: not at all."""
     if isinstance(default, bool):
         return "on" if default else "off"
-    if default is None or default in ("", (), {}):
+    if default is None or default in ("", (), {}, []):
         return False
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _option_type(hint: Any) -> Any:
     """The type that Typer parses for a field's type."""
+    if get_origin(hint) is Annotated:
+        return _option_type(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
         return _option_type(next(kind for kind in get_args(hint) if kind is not NoneType))
     origin = get_origin(hint)

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand
 
+from nanocp.cli.options.help import Command, name_of
+from nanocp.cli.options.removed import refusal
 from nanocp.config.choices import one_of
 
 _FLAG = re.compile(r"--?[A-Za-z]")
@@ -41,6 +42,7 @@ class FlagAnswer(NamedTuple):
     number: bool = False
     switch: bool = False
     takes: bool = False
+    many: bool = False
     harmless: tuple[str, ...] = ()
 
 
@@ -51,12 +53,16 @@ def _read() -> dict[str, Any]:
 @cache
 def answers(command: str) -> dict[str, FlagAnswer]:
     """The answers of a command, serve or bench, by vLLM's flags."""
-    return {
-        flag: FlagAnswer(row["flags"][0], kind, **{k: v for k, v in row.items() if k != "flags"})
-        for kind, rows in _read()[command].items()
-        for row in rows
-        for flag in row["flags"]
-    }
+    found = {}
+    for kind, rows in _read()[command].items():
+        for row in rows:
+            for flag in row["flags"]:
+                key = row.get("key", "").replace("NAME", flag[2:].replace("-", "_"))
+                others = {
+                    name: value for name, value in row.items() if name not in ("flags", "key")
+                }
+                found[flag] = FlagAnswer(row["flags"][0], kind, key=key, **others)
+    return found
 
 
 def said_of_environment(environment: Mapping[str, str]) -> Iterator[str]:
@@ -78,7 +84,7 @@ class Translated:
     refused: list[str] = field(default_factory=list)
 
 
-class VllmCommand(TyperCommand):
+class VllmCommand(Command):
     """A command that has an answer to every flag of vLLM's command of its name.
 
     What it accepted is in `context.obj`, a Translated.
@@ -89,7 +95,8 @@ class VllmCommand(TyperCommand):
 
         Raises typer.Exit with status 2 if a flag is refused.
         """
-        name = "bench" if ctx.parent and ctx.parent.info_name == "bench" else "serve"
+        command = name_of(ctx)
+        name = "bench" if command.startswith("bench") else "serve"
         options = {
             flag: param
             for param in self.get_params(ctx)
@@ -97,10 +104,9 @@ class VllmCommand(TyperCommand):
             for flag in (*param.opts, *param.secondary_opts)
         }
         num_arguments = sum(param.param_type_name == "argument" for param in self.params)
-        translated = Reader(options, answers(name), num_arguments).read(args)
+        translated = Reader(options, answers(name), num_arguments, command).read(args)
         for sentence in translated.refused:
-            command = "nanocp bench serve" if name == "bench" else "nanocp serve"
-            print(f"{command}: {sentence}", file=sys.stderr)
+            print(f"nanocp {command}: {sentence}", file=sys.stderr)
         if translated.refused:
             raise typer.Exit(2)
         ctx.obj = translated
@@ -110,13 +116,19 @@ class VllmCommand(TyperCommand):
 class Reader:
     """Reads a command line as vLLM does: --a_b, --a=b, --a.b c, --no-a, -O3, and unique prefixes.
 
-    options: ours, by flag. num_arguments: words that belong to no option.
+    options: ours, by flag. num_arguments: words that belong to no option. command: what is behind
+    `nanocp`.
     """
 
     def __init__(
-        self, options: Mapping[str, Any], table: Mapping[str, FlagAnswer], num_arguments: int
+        self,
+        options: Mapping[str, Any],
+        table: Mapping[str, FlagAnswer],
+        num_arguments: int,
+        command: str = "",
     ) -> None:
         self._options, self._table, self._num_arguments = options, table, num_arguments
+        self._command = command
         self._out = Translated()
         self._objects: dict[str, dict[str, Any]] = {}
         self._left: deque[str] = deque()
@@ -182,7 +194,8 @@ class Reader:
             right = f"did you mean {near[0]}?" if near else "see --help"
             if keys := _keys_named(flag.removeprefix("--").replace("-", "_")):
                 right = f"set {' or '.join(keys)} in a file (--config)"
-            self._out.refused.append(f"{flag} is no option here: {right}")
+            gone = refusal(self._command, flag)
+            self._out.refused.append(gone or f"{flag} is no option here: {right}")
             return
         self._out.words.append(flag if value is None else f"{flag}={value}")
         if param.is_flag:
@@ -205,10 +218,14 @@ class Reader:
 
     def _answer(self, answer: FlagAnswer, given: str, value: str | None, is_off: bool) -> None:
         match answer.kind:
+            case "same" | "sets" if answer.switch and value is not None:
+                self._out.refused.append(f"{given} has a value: give it alone, or its opposite")
+            case "same" if answer.switch:
+                self._same(answer, given, "off" if is_off else "on")
             case "same":
                 self._same(answer, given, self._value(given, value))
-            case "sets" if answer.switch and value is not None:
-                self._out.refused.append(f"{given} has a value: give it alone, or its opposite")
+                while answer.many and self._left and not _FLAG.match(self._left[0]):
+                    self._same(answer, given, self._left.popleft())
             case "sets":
                 word = None if answer.switch else self._value(given, value)
                 self._set(answer, given, word, is_off)
@@ -234,8 +251,11 @@ class Reader:
             ours = _number(ours)
         if not answer.option:
             self._argument(ours)
+        elif answer.key and answer.option != "--set":
+            self._object(answer.option, answer.key, ours)
         elif ours:
-            self._out.words.append(f"{answer.option}={ours}")
+            setting = f"{answer.key}=" if answer.key else ""
+            self._out.words.append(f"{answer.option}={setting}{ours}")
 
     def _set(self, answer: FlagAnswer, given: str, value: str | None, is_off: bool) -> None:
         if value is None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import typer
 
+from nanocp.cli.options.help import Command, Group
 from nanocp.cli.overlap.model import model
 from nanocp.cli.overlap.search import search
 from nanocp.cli.overlap.show import show
 
 app = typer.Typer(
+    cls=Group,
     help="What overlapping compute, memory and network inside a GPU is worth (NanoFlow).",
     no_args_is_help=True,
 )
-app.command()(model)
-app.command()(search)
-app.command()(show)
+app.command(cls=Command)(model)
+app.command(cls=Command)(search)
+app.command(cls=Command)(show)

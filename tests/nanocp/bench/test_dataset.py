@@ -16,7 +16,12 @@ TRACES = ROOT / "benchmarks" / "traces"
 
 def test_random_lengths_are_in_their_range_and_repeat_with_the_seed():
     options = DatasetOptions(
-        num_prompts=200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3
+        num_prompts=200,
+        input_len=100,
+        output_len=20,
+        random_range_ratio=0.5,
+        random_prefix_len=7,
+        seed=3,
     )
     requests = sample_requests(options, None)
     assert (

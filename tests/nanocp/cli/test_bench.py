@@ -138,8 +138,8 @@ def test_the_grpc_api_gets_what_was_asked(tmp_path, monkeypatch):
                 8,
             ),
             *(
-                "--random-vocab-size",
-                97,
+                "--set",
+                "random_vocab_size=97",
                 "--num-warmups",
                 1,
                 "--ready-check-timeout-sec",

@@ -262,7 +262,10 @@ HERE = {"always": "changes nothing", "give": "refused", "never": "not supported"
 def row(flag, command):
     if (answer := answers(command).get(flag)) is None:
         return f"| `{flag}` | the same | |"
-    here = HERE.get(answer.kind) or f"`{answer.option or answer.key or 'CHECKPOINT'}`"
+    key = f"{answer.key}=" if answer.option == "--set" else answer.key
+    here = (
+        HERE.get(answer.kind) or f"`{' '.join(filter(None, (answer.option, key))) or 'CHECKPOINT'}`"
+    )
     but = ", ".join(f"`{value}`" for value in answer.harmless)
     why = answer.why[0].upper() + answer.why[1:].rstrip(".")
     return f"| `{flag}` | {here}{f', unless {but}' if but else ''} | {why}. |"

@@ -1,0 +1,115 @@
+"""Commands whose help fits 80 columns with every name whole, and that know what options are gone.
+
+Enters: a command line. Leaves: help on standard output; exit status 2 and a sentence for an option
+that was removed or has no meaning. Does not know: what a command does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from nanocp.cli.options.removed import refusal
+from nanocp.cli.options.typed import WrongOptionError
+
+_Click: Any = TyperCommand.__base__
+_WIDTH, _COLUMN = 78, 26
+
+
+class _Plain(_Click):  # type: ignore[misc]
+    """What commands and groups of commands share."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line; raises typer.Exit with status 2 for an option that is gone."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[no-any-return]
+        except Exception as error:
+            sentence = refusal(name_of(ctx), getattr(error, "option_name", ""))
+            if not sentence:
+                raise
+            _refuse(ctx, sentence)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; raises typer.Exit with status 2 for values without a meaning."""
+        try:
+            return super().invoke(ctx)
+        except WrongOptionError as error:
+            _refuse(ctx, str(error))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Without Rich, whose tables cut names."""
+        _Click.format_help(self, ctx, formatter)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """The command's docstring."""
+        for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
+            formatter.write(f"\n{_wrapped(paragraph, 2)}\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, options, settings and commands, each with its help."""
+        records: dict[str, list[Any]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):
+            records[param.param_type_name].append(param.get_help_record(ctx))
+        settings = getattr(self.callback, "settings", {}).values()
+        commands = getattr(self, "commands", {}).items()
+        for title, rows in (
+            ("Arguments", records["argument"]),
+            ("Options", records["option"]),
+            ("Settings, for --set", [(one.name, one.shown) for one in settings]),
+            ("Commands", [(name, each.get_short_help_str(200)) for name, each in commands]),
+        ):
+            _write_rows(formatter, title, rows)
+
+
+class Command(_Plain, TyperCommand):
+    """A command."""
+
+
+class Group(_Plain, TyperGroup):
+    """Commands below a name."""
+
+
+def name_of(ctx: Any) -> str:
+    """The words of a command behind `nanocp`."""
+    words = []
+    while ctx.parent is not None:
+        words.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    return " ".join(words)
+
+
+def _refuse(ctx: Any, sentence: str) -> Any:
+    print(f"nanocp {name_of(ctx)}: {sentence}", file=sys.stderr)
+    raise typer.Exit(2) from None
+
+
+def _write_rows(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Names and, from a column on, their help; a long name has a line of its own."""
+    if rows:
+        formatter.write(f"\n{title}:\n")
+    for name, text in rows:
+        shown = f"  {name}"
+        if len(shown) > _WIDTH:
+            shown = _wrapped(name.replace("|", " | "), 2, 6)
+        text = _wrapped(text or "", _COLUMN)
+        is_short = len(shown) < _COLUMN - 1
+        both = (shown + text[len(shown) :]) if is_short else f"{shown}\n{text}"
+        formatter.write(f"{both.rstrip()}\n")
+
+
+def _wrapped(text: str, indent: int, later: int | None = None) -> str:
+    """Lines of the text; no word is broken, at a hyphen neither."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        _WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent if later is None else later),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
