@@ -3,8 +3,8 @@
 Enters: nothing. Leaves: what a client may ask, as typed values with defaults, and the bounds that
 every endpoint checks. Does not know: prompts, tokens' text, the sampler's arithmetic.
 
-Flags of the command line, the endpoints' reading, validation and the messages between members come
-from here. tests/nanocp/values/test_sampling_fields.py names what must spell a new parameter by
+`nanocp generate --sampling`, the endpoints' reading, validation and the messages between members
+come from here. tests/nanocp/values/test_sampling_fields.py names what must spell a new parameter by
 itself: the protos, the HTTP body, the client's TypedDict and docs/use/api.md.
 """
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.cli.ask import sampling_options
+from nanocp.cli.ask.sampling import NAMES, read_sampling
 from nanocp.cli.options.typed import ApiKey, with_options
 
 if TYPE_CHECKING:
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 MAX_TIMEOUT_S = 1e6
 """Eleven days. gRPC takes a deadline beyond the range of its clock for one that has passed."""
+
+_SAMPLING_HELP = (
+    'Sampling parameters as the API has them: {"top_k": 20, "stop": ["end"]}. They are '
+    f"{', '.join(NAMES)}."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,33 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """How tokens are chosen."""
+
+    sampling: Annotated[
+        str,
+        typer.Option(metavar="JSON", help=_SAMPLING_HELP, show_default=False),
+    ] = "{}"
+    temperature: Annotated[
+        float | None, typer.Option(help="Divides the logits; 0 is greedy, the default.")
+    ] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate.", show_default="16")
+    ] = None
+
+    def read(self) -> dict[str, Any]:
+        """The parameters that are given. Raises ValueError."""
+        read = read_sampling(self.sampling)
+        for name in ("temperature", "max_tokens"):
+            if (value := getattr(self, name)) is not None:
+                if name in read:
+                    option = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{name} is in --sampling and in {option}; give one")
+                read[name] = value
+        return read
+
+
+@dataclass(frozen=True, slots=True)
 class Scheduling:
     """What a request asks of the queue."""
 
@@ -114,7 +146,7 @@ class Scheduling:
 def generate(
     service: ServiceAccess,
     prompt: Prompt,
-    sampling: Annotated[dict[str, Any], sampling_options.ALL],
+    sampling: Asked,
     scheduling: Scheduling,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end instead.")
@@ -122,18 +154,19 @@ def generate(
 ) -> None:
     """Decode one prompt on a running service.
 
-    Several choices (--n) are printed when all have ended.
+    Several choices (n) are printed when all have ended.
     """
     # grpc costs a fifth of a second to import: `nanocp --help` does not need it.
     from nanocp.client import Client
 
-    is_many = sampling.get("n", 1) > 1
     chunks: list[Chunk] = []
     with _failures_are_sentences(chunks):
         scheduling.check()
+        options = sampling.read()
+        is_many = options.get("n", 1) > 1
         if not as_json:
-            _check_shown(sampling)
-        asked, options = prompt.read(), sampling_options.read_sampling(sampling)
+            _check_shown(options)
+        asked = prompt.read()
         targets = [target.strip() for target in service.target.split(",")]
         with Client(targets, service.api_key, tls=service.tls, ca=service.ca) as client:
             for chunk in client.generate(asked, **asdict(scheduling), **options):
@@ -210,11 +243,10 @@ def _read_ids(path: Path) -> list[int]:
 
 
 def _check_shown(sampling: dict[str, Any]) -> None:
-    """Raises ValueError for an option whose answer only --json shows."""
+    """Raises ValueError for a parameter whose answer only --json shows."""
     for name in ("logprobs", "prompt_logprobs"):
         if name in sampling:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} is shown with --json only; give both")
+            raise ValueError(f"{name} is shown with --json only; give both")
 
 
 def _printable(text: str) -> str:

@@ -7,6 +7,7 @@ that was removed or has no meaning. Does not know: what a command does.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -97,7 +98,7 @@ def _write_rows(formatter: Any, title: str, rows: Sequence[tuple[str, str]]) -> 
         shown = f"  {name}"
         if len(shown) > _WIDTH:
             shown = _wrapped(name.replace("|", " | "), 2, 6)
-        text = _wrapped(text or "", _COLUMN)
+        text = _wrapped(re.sub(r"\[default: \((.*?)\)", r"[default: \1", text or ""), _COLUMN)
         is_short = len(shown) < _COLUMN - 1
         both = (shown + text[len(shown) :]) if is_short else f"{shown}\n{text}"
         formatter.write(f"{both.rstrip()}\n")

@@ -34,6 +34,10 @@ def server() -> Iterator[ScriptedService]:
     service.server.stop(0).wait()
 
 
+def ask(server: ScriptedService, sampling: str, *others: str) -> tuple[int, str, str]:
+    return run("--target", server.target, "--prompt", "x", "--sampling", sampling, *others)
+
+
 def test_every_control_reaches_the_service(server: ScriptedService) -> None:
     penalties = {
         "min_p": 0.5,
@@ -48,38 +52,72 @@ def test_every_control_reaches_the_service(server: ScriptedService) -> None:
         stop=["end", "\n\n"],
         include_stop_str_in_output=True,
     )
-    options = [
-        word
-        for name, value in penalties.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    biases = ("--logit-bias", "3:-1.5", "--logit-bias", "8:2")
-    texts = ("--bad-word", "no", "--stop", "end", "--stop", "\n\n", "--include-stop-str-in-output")
-    code, _, err = run("--target", server.target, "--prompt", "x", *options, *biases, *texts)
+    given = penalties | {
+        "logit_bias": {"3": -1.5, "8": 2},
+        "bad_words": "no",
+        "stop": ["end", "\n\n"],
+        "include_stop_str_in_output": True,
+        "seed": None,
+    }
+    code, _, err = ask(server, json.dumps(given))
     assert (code, server.script.last.sampling) == (0, asked), err
-    for wrong in ("3", "3:", "x:1", "3=1"):
-        code, _, err = run("--target", server.target, "--prompt", "x", "--logit-bias", wrong)
-        assert (code, err) == (
-            2,
-            f"nanocp generate: --logit-bias is '{wrong}'; it must be ID:BIAS, as in 42:-1.5\n",
-        )
+    code, _, err = ask(server, '{"json_schema": {"type": "null"}, "temperature": 1}')
+    assert (code, server.script.last.sampling) == (
+        0,
+        pb.SamplingParameters(json_schema='{"type": "null"}', temperature=1),
+    ), err
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sentence"),
+    [
+        ("{", "--sampling is no JSON: "),
+        ("[1]", "--sampling is '[1]'; it must be a JSON object"),
+        ('{"topk": 3}', "--sampling has 'topk'; it must be one of temperature, top_k, "),
+        ('{"topk": 3}', " (nearest: top_k)"),
+        ('{"top_k": 2.5}', "top_k is 2.5; it must be a whole number"),
+        ('{"top_k": true}', "top_k is true; it must be a whole number"),
+        ('{"temperature": "hot"}', 'temperature is "hot"; it must be a number'),
+        ('{"temperature": -1}', "temperature is -1; it must be a finite number, 0 (greedy) or"),
+        ('{"stop": [1]}', "stop is 1; it must be a text"),
+        ('{"stop_token_ids": ["4"]}', 'stop_token_ids is "4"; it must be a whole number'),
+        ('{"ignore_eos": 1}', "ignore_eos is 1; it must be true or false"),
+        ('{"regex": ["a"]}', 'regex is ["a"]; it must be a text'),
+        ('{"logit_bias": {"x": 1}}', 'logit_bias is {"x": 1}; it must be token ids and numbers'),
+        ('{"logit_bias": [3]}', "logit_bias is [3]; it must be token ids and numbers"),
+    ],
+)
+def test_a_wrong_parameter_is_named_with_what_would_be_right(sampling: str, sentence: str) -> None:
+    code, out, err = run("--prompt", "x", "--sampling", sampling)
+    assert (code, out) == (2, "") and sentence in err and err.startswith("nanocp generate: ")
+
+
+def test_what_is_typed_every_day_has_an_option(server: ScriptedService) -> None:
+    code, _, err = ask(server, '{"top_k": 3}', "--temperature", "0.5", "--max-tokens", "9")
+    asked = pb.SamplingParameters(top_k=3, temperature=0.5, max_tokens=9)
+    assert (code, server.script.last.sampling) == (0, asked), err
+    code, _, err = ask(server, '{"max_tokens": 3}', "--max-tokens", "9")
+    assert (code, err) == (
+        2,
+        "nanocp generate: max_tokens is in --sampling and in --max-tokens; give one\n",
+    )
 
 
 def test_logprobs_are_shown_as_json_only(server: ScriptedService) -> None:
-    code, out, _ = run("--target", server.target, "--prompt", "x", "--logprobs", "0", "--json")
+    code, out, _ = ask(server, '{"logprobs": 0}', "--json")
     assert (code, server.script.last.sampling.logprobs) == (0, 0)
     assert json.loads(out)["logprobs"] == [{"logprob": -0.5, "top": [[7, -0.5], [3, -1.5]]}]
-    code, _, err = run("--target", server.target, "--prompt", "x", "--logprobs", "2")
-    assert (code, err) == (2, "nanocp generate: --logprobs is shown with --json only; give both\n")
+    code, _, err = ask(server, '{"logprobs": 2}')
+    assert (code, err) == (2, "nanocp generate: logprobs is shown with --json only; give both\n")
 
 
 def test_several_choices_are_shown_by_index(server: ScriptedService) -> None:
-    asked = ("--target", server.target, "--prompt", "x", "--temperature", "1", "--n", "2")
-    code, out, err = run(*asked)
+    code, out, err = ask(server, '{"temperature": 1, "n": 2}')
     assert (code, out) == (0, "[0] text 0\n[1] text 1\n") and err.count(
         "1 generated tokens, stop"
     ) == 2
-    code, out, _ = run(*asked, "--json", "--prompt-logprobs", "0")
+    asked = '{"temperature": 1, "n": 2, "prompt_logprobs": 0}'
+    code, out, _ = ask(server, asked, "--json")
     summary = json.loads(out)
     assert [
         (choice["text"], choice["token_ids"], choice["stop_reason"])
@@ -89,10 +127,10 @@ def test_several_choices_are_shown_by_index(server: ScriptedService) -> None:
         2,
         [{"logprob": -2.5, "top": []}],
     )
-    code, _, err = run(*asked, "--prompt-logprobs", "0")
+    code, _, err = ask(server, asked)
     assert (code, err) == (
         2,
-        "nanocp generate: --prompt-logprobs is shown with --json only; give both\n",
+        "nanocp generate: prompt_logprobs is shown with --json only; give both\n",
     )
 
 
@@ -113,13 +151,15 @@ def test_priority_and_queue_timeout_reach_the_service(server: ScriptedService) -
 
 def test_generate_streams_text_and_sums_up_on_standard_error(server: ScriptedService) -> None:
     code, out, err = run(
-        "--target", server.target, "--prompt", "hello", "--max-tokens", "3", "--stop-token-id", "4"
+        *("--target", server.target, "--prompt", "hello", "--max-tokens", "3"),
+        *("--sampling", '{"stop_token_ids": [4]}', "--user", "me"),
     )
     assert (code, out) == (0, "\x1b[2Jhi!\n")
     assert "2 prompt and 3 generated tokens, length; CP degree 2, MoE binding 1" in err
     assert "4 on instance 0, 5 on instance 1" in err
     assert (server.script.last.text, server.script.last.sampling.max_tokens) == ("hello", 3)
     assert list(server.script.last.sampling.stop_token_ids) == [4]
+    assert server.script.last.user == "me"
     assert not server.script.last.sampling.HasField("temperature")
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
-import typer
 
 from control_plane.frontend.access.api_keys import ApiKeys
 from control_plane.frontend.client_request import NOWHERE, ClientRequest
@@ -20,7 +19,8 @@ from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.http.tools.chat_template import ChatTemplate
 from control_plane.frontend.validation import ModelLimits, validated
 from harness.paths import ROOT
-from nanocp.cli.main import app
+from nanocp.cli.ask.sampling import read_sampling
+from nanocp.cli.options.vllm_flags import answers
 from nanocp.client.messages import Sampling, request_message
 from nanocp.values.sampling import RowInput, SamplingParams
 from nanocp.values.sampling_fields import (
@@ -45,8 +45,6 @@ OTHER = {
     "grammar": 'start: "a"', "json_object": True, "structural_tag": '{"structures": []}',
 }  # fmt: skip
 """A value of each parameter that is not its default."""
-SPELLED_ONCE = {"stop_token_ids": "stop_token_id", "bad_words": "bad_word"}
-"""Options that are given again for each entry are in the singular."""
 MESSAGE = inference_pb2.SamplingParameters.DESCRIPTOR.fields_by_name
 PROTO = (ROOT / "proto/nanocp/wire/v1/inference.proto").read_text()
 
@@ -179,27 +177,19 @@ def test_the_python_client_sends_it(name):
     assert message.sampling == inference_pb2.SamplingParameters(**{name: OTHER[name]})
 
 
-def options_of(*path):
-    command = typer.main.get_command(app)
-    for word in path:
-        command = command.commands[word]
-    return {option: parameter for parameter in command.params for option in parameter.opts}
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_generate_has_an_option_with_help(name):
-    option = options_of("generate")[f"--{SPELLED_ONCE.get(name, name).replace('_', '-')}"]
-    assert option.help and option.default is None
-    default = DEFAULTS[name]
-    shown = f"{default:g}" if isinstance(default, int | float) else False
-    if default is False:
-        shown = "off"
-    assert option.show_default == shown
+def test_generate_takes_it_in_its_json(name):
+    value = OTHER[name]
+    asked = read_sampling(json.dumps({name: value}))
+    assert asked == {name: value}
+    with pytest.raises(ValueError, match=f"^{name} is .*; it must be "):
+        read_sampling(json.dumps({name: [[]]}))
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_bench_has_an_option_for_what_shapes_the_distribution(name):
-    assert options_of("bench", "serve")[f"--{name.replace('_', '-')}"].help
+def test_bench_has_vllms_flag_for_what_shapes_the_distribution(name):
+    answer = answers("bench")[f"--{name.replace('_', '-')}"]
+    assert (answer.option, answer.key) == ("--extra-body", name)
 
 
 # --- on the way to the sampler
