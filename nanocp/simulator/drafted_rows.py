@@ -36,7 +36,7 @@ class Speculation(NamedTuple):
             how not in ([], ["always"])
         ):
             raise ValueError(
-                f"--speculate is {text!r}; it must be the number of drafts and the share of them "
+                f"speculate is {text!r}; it must be the number of drafts and the share of them "
                 "that is right, by offset (the last share is of all that follow), as 1:.85 or "
                 "3:.85,.75,.65, and :always behind it for so many in every window"
             )

@@ -39,8 +39,8 @@ def cluster(tmp_path_factory):
 def by_command(line, cluster):
     """What a command line of `nanocp` answers about the small cluster."""
     words = shlex.split(line, comments=True)[1:]
-    question = f"""--cluster {cluster} --workload {WORKLOAD} --wire-form {FORM} --seed {SEED}
-        --constants {paper_figures.CONSTANTS} --seeds 1 --warm-up {WARM_UP_S}
+    question = f"""--cluster {cluster} --workload {WORKLOAD} --set wire_form={FORM} --seed {SEED}
+        --set constants={paper_figures.CONSTANTS} --seeds 1 --warm-up {WARM_UP_S}
         --seconds {MEASURED_S} --first-rate 12 --json"""
     result = CliRunner().invoke(app, [*words, *question.split()])
     assert result.exit_code == 0, result.output

@@ -50,17 +50,6 @@ class Measurement:
     out: Annotated[Path, typer.Option(help="Folder for the files; made if absent.")] = Path(
         "profile"
     )
-    max_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Longest request of the sweep, tokens; by default the checkpoint's. It may be "
-            "longer."
-        ),
-    ] = None
-    degree: Annotated[
-        list[int],
-        typer.Option(help="A CP degree of the sweep. May be given again. By default 1, 2, 4, ..."),
-    ] = field(default_factory=list)
     overlap: Annotated[
         bool,
         typer.Option(help="Measure two lanes too; serve.yaml runs them where they pay."),
@@ -68,6 +57,10 @@ class Measurement:
     quick: Annotated[
         bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
     ] = False
+    max_len: int | None = None
+    """Longest request of the sweep, tokens; by default the checkpoint's. It may be longer."""
+    degree: list[int] = field(default_factory=list)
+    """A CP degree of the sweep; may be given again. By default 1, 2, 4, ..."""
 
     def longest(self, model_max_len: int) -> int:
         """Tokens of the longest request. Raises ValueError if they are too few."""
@@ -187,7 +180,7 @@ def _run_pipeline(
     from nanocp.simulator.pipeline.fit import fit_costs
 
     if measurement.max_len or measurement.degree or measurement.overlap:
-        raise ValueError("--max-len, --degree and --overlap have no meaning with layout pipeline")
+        raise ValueError("max_len, degree and --overlap have no meaning with layout pipeline")
     model = ModelConfig.from_folder(checkpoint)
     PipelineConfig.of(config, model.num_layers)
     measurement.make_folder()
@@ -364,7 +357,7 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
     if needed > free:
         raise ValueError(
             f"max_len is {max_len}: the KV of all instances takes {needed / 2**30:.1f} GiB, and "
-            f"this machine has {free / 2**30:.1f} GiB free; choose a smaller --max-len"
+            f"this machine has {free / 2**30:.1f} GiB free; choose a smaller max_len"
         )
 
 

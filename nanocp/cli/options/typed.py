@@ -65,7 +65,7 @@ class Setting(NamedTuple):
         try:
             value = _SWITCH[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError):
-            right = _KINDS.get(kind, "something else")
+            right = _KINDS.get(kind) or one_of([one.value for one in kind])
             raise ValueError(f"{self.name} is {text!r}; it must be {right}") from None
         for bounds in getattr(self.hint, "__metadata__", ()):
             bounds.check(self.name, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from nanocp.cli.options.help import Command, Group
+from nanocp.cli.options.typed import with_options
 from nanocp.cli.overlap.model import model
 from nanocp.cli.overlap.search import search
 from nanocp.cli.overlap.show import show
@@ -17,6 +18,6 @@ app = typer.Typer(
     help="What overlapping compute, memory and network inside a GPU is worth (NanoFlow).",
     no_args_is_help=True,
 )
-app.command(cls=Command)(model)
-app.command(cls=Command)(search)
+app.command(cls=Command)(with_options(model))
+app.command(cls=Command)(with_options(search))
 app.command(cls=Command)(show)

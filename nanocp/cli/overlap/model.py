@@ -7,9 +7,12 @@ how a number is computed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from nanocp.values.sampling_fields import Bounds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,16 +21,27 @@ if TYPE_CHECKING:
     from nanocp.overlap.roofline import DenseModel, Machine, Requests
 
 
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What GPUs compute at a time."""
+
+    gpus: Annotated[int, Bounds("at least 1", 1)] = 8
+    """How many GPUs, with tensor parallelism."""
+    prompt: Annotated[int, Bounds("at least 1", 1)] = 512
+    """Mean prompt, in tokens."""
+    output: Annotated[int, Bounds("at least 1", 1)] = 1024
+    """Mean output, in tokens."""
+    batch: Annotated[int, Bounds("at least 1", 1)] = 2048
+    """Tokens of an iteration."""
+
+
 def model(
+    iteration: Iteration,
     paper: Annotated[
         bool, typer.Option("--paper", help="The paper's case, beside what the paper prints.")
     ] = False,
     gpu: Annotated[str, typer.Option(help="A GPU of the paper's Table 1.")] = "A100-80",
-    gpus: Annotated[int, typer.Option(min=1, help="How many, with tensor parallelism.")] = 8,
     name: Annotated[str, typer.Option("--model", help="A dense model.")] = "LLaMA-2 70B",
-    prompt: Annotated[int, typer.Option(min=1, help="Mean prompt, in tokens.")] = 512,
-    output: Annotated[int, typer.Option(min=1, help="Mean output, in tokens.")] = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="Tokens of an iteration.")] = 2048,
 ) -> None:
     """Print which resource bounds an iteration, and the best throughput that is possible."""
     from nanocp.cli.options.console import output as standard_output
@@ -46,9 +60,10 @@ def model(
         judged = sum(each.holds is not None for each in compared)
         console.print(f"All {judged} numbers that are judged are the paper's")
         return
+    gpus, batch = iteration.gpus, iteration.batch
     machine, dense = machine_of(gpu, gpus), model_of(name)
-    console.print(_demands(machine, dense, Requests(prompt, output), batch))
-    requests = Requests(prompt, output)
+    requests = Requests(iteration.prompt, iteration.output)
+    console.print(_demands(machine, dense, requests, batch))
     total_ms = machine.total_ms(demands(dense, requests, batch, gpus))
     slowest = max(total_ms)
     console.print(
@@ -61,7 +76,7 @@ def model(
     if needed > room:
         console.print(
             f"Does not fit: KV of {needed:,.0f} GB, where the weights leave {max(room, 0):,.0f} GB "
-            f"of {gpus} {gpu}. Give more --gpus, or a smaller --batch."
+            f"of {gpus} {gpu}. Give more gpus, or a smaller batch."
         )
         raise typer.Exit(1)
 

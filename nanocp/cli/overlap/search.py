@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanocp.cli.overlap.model import Iteration
+from nanocp.values.sampling_fields import Bounds
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -39,7 +42,19 @@ class _Case:
     write: Callable[[Path, Schedule], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What an instance of a cluster computes."""
+
+    constants: str = ""
+    """With --cluster: a set of its file. Default: operators, or fitted."""
+    rows: Annotated[int, Bounds("at least 1", 1)] = 64
+    """With --cluster: rows of each instance."""
+
+
 def search(
+    iteration: Iteration,
+    layer: Layer,
     paper: Annotated[
         bool, typer.Option("--paper", help="LLaMA-2 70B on 8 A100 by the paper's measured times.")
     ] = False,
@@ -47,18 +62,12 @@ def search(
         str, typer.Option(help="A dense model, by the data sheet of --gpu; see overlap model.")
     ] = "",
     gpu: Annotated[str, typer.Option(help="With --model.")] = "H200",
-    gpus: Annotated[int, typer.Option(min=1, help="With --model: tensor parallelism.")] = 8,
-    prompt: Annotated[int, typer.Option(min=1, help="With --model: mean prompt.")] = 512,
-    output: Annotated[int, typer.Option(min=1, help="With --model: mean output.")] = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="With --model: tokens of an iteration.")] = 2048,
     cluster: Annotated[
         str,
-        typer.Option(help="An MoE layer of a simulated cluster, for nanocp simulate --schedule."),
+        typer.Option(
+            help="An MoE layer of a simulated cluster, for nanocp simulate --set schedule=FILE."
+        ),
     ] = "",
-    constants: Annotated[
-        str, typer.Option(help="With --cluster: a set of its file. Default: operators, or fitted.")
-    ] = "",
-    rows: Annotated[int, typer.Option(min=1, help="With --cluster: of each instance.")] = 64,
     seconds: Annotated[float, typer.Option(min=1, help="Search for about as long.")] = 60.0,
     out: Annotated[
         Path | None,
@@ -74,9 +83,9 @@ def search(
         raise typer.BadParameter("give one of --paper, --model and --cluster")
     try:
         if cluster:
-            case = _of_cluster(cluster, constants, rows)
+            case = _of_cluster(cluster, layer.constants, layer.rows)
         else:
-            case = _of_paper() if paper else _of_model(model, gpu, gpus, prompt, output, batch)
+            case = _of_paper() if paper else _of_model(model, gpu, iteration)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = standard_output()
@@ -111,14 +120,15 @@ def _of_paper() -> _Case:
     )
 
 
-def _of_model(model: str, gpu: str, gpus: int, prompt: int, output: int, batch: int) -> _Case:
+def _of_model(model: str, gpu: str, iteration: Iteration) -> _Case:
     from nanocp.cli.overlap.model import machine_of, model_of
     from nanocp.overlap import paper, schedule
     from nanocp.overlap.layers import roofline_layer
     from nanocp.overlap.roofline import Requests
 
-    dense = model_of(model)
-    operations = roofline_layer(machine_of(gpu, gpus), dense, Requests(prompt, output), batch)
+    dense, gpus, batch = model_of(model), iteration.gpus, iteration.batch
+    requests = Requests(iteration.prompt, iteration.output)
+    operations = roofline_layer(machine_of(gpu, gpus), dense, requests, batch)
     return _Case(
         f"A layer of {model}, {batch:,} tokens, {gpus} {gpu}, by the data sheet",
         operations,

@@ -59,16 +59,12 @@ class LogOptions:
     rate: Annotated[float | None, typer.Option(help="Requests a second. Default: the log's.")] = (
         None
     )
-    length_scale: Annotated[float, typer.Option(help="Factor on prompt lengths.")] = 1.0
     slo_tpot_ms: Annotated[
         float, typer.Option(help="Most milliseconds for a token after the first (TPOT).")
     ] = 50.0
     slo_ttft_ms: Annotated[
         float, typer.Option(help="Most milliseconds from arrival to the first token (TTFT).")
     ] = 500.0
-    constants: Annotated[
-        str, typer.Option(help="Set of cost constants. Default: operators, or fitted.")
-    ] = ""
     quick: Annotated[
         bool,
         typer.Option(
@@ -80,6 +76,11 @@ class LogOptions:
         Path | None,
         typer.Option(metavar="FILE", help="Write the page with pictures there.", dir_okay=False),
     ] = None
+
+    length_scale: float = 1.0
+    """Factor on prompt lengths."""
+    constants: str = ""
+    """Set of cost constants. Default: operators, or fitted."""
 
     def trial(self, log: RequestLog, cluster: str, instances: int | None) -> Trial:
         """The log's load on a cluster, at the log's rate or that of --rate.
@@ -155,8 +156,8 @@ def _check_no_log(load: LogOptions, as_json: bool) -> None:
     plain = replace(LogOptions(), gauges=load.gauges)
     if load != plain or as_json:
         raise ValueError(
-            "--log is missing; --fields, --time-unit, --rate, --length-scale, --slo-tpot-ms, "
-            "--slo-ttft-ms, --constants, --quick, --html and --json say how a log is looked at"
+            "--log is missing; --fields, --time-unit, --rate, --slo-tpot-ms, --slo-ttft-ms, "
+            "--quick, --html, --json, length_scale and constants say how a log is looked at"
         )
 
 

@@ -71,19 +71,17 @@ class Hardware:
     memory_gb: Annotated[
         float | None, typer.Option(help="GB of an instance's memory, in place of the device's.")
     ] = None
-    dtype: Annotated[
-        ModelDtype | None, typer.Option(help="By default bfloat16 on a GPU and float32 on a CPU.")
-    ] = None
-    kv_dtype: Annotated[str, typer.Option(help="auto: as dtype; fp8: latent KV on a GPU.")] = "auto"
     layout: Annotated[
         str, typer.Option(help="instances; or pipeline, whose stages have some layers each.")
     ] = "instances"
-    lanes: Annotated[
-        bool, typer.Option("--lanes", help="Windows may run in two lanes, each with its regions.")
-    ] = False
-    drafts: Annotated[
-        bool, typer.Option("--drafts", help="The model's MTP layer drafts (scheduler.num_drafts).")
-    ] = False
+    dtype: ModelDtype | None = None
+    """bfloat16 or float32; by default bfloat16 on a GPU and float32 on a CPU."""
+    kv_dtype: str = "auto"
+    """auto: as dtype; fp8: latent KV on a GPU."""
+    lanes: bool = False
+    """Windows may run in two lanes, each with its regions."""
+    drafts: bool = False
+    """The model's MTP layer drafts (scheduler.num_drafts)."""
 
     def config(self) -> Config:
         """The configuration of a service on it."""
@@ -307,7 +305,7 @@ def _advice(
     halved = replace(config, data_plane=replace(config.data_plane, dtype="bfloat16"))
     smaller = memory_need(model, halved, stores_bf16)
     if config.data_plane.dtype == "float32" and smaller.fixed + smaller.page <= usable - reserve:
-        ways.append("--dtype bfloat16")
+        ways.append("--set dtype=bfloat16")
     if not ways:
         return "Every instance holds all weights but its experts: a larger device is needed."
     return f"What would make it fit: {', or '.join(ways)}."

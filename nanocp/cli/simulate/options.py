@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.config.scheduler import SchedulerConfig
+from nanocp.values.sampling_fields import Bounds
 
 if TYPE_CHECKING:
     from nanocp.simulator.costs.cluster_file import ClusterFile
@@ -32,23 +33,6 @@ class Scenario:
     cluster: Annotated[str, typer.Option(help="A cluster that ships, or a .yaml file.")] = (
         "h200x32-deepseek-v3"
     )
-    constants: Annotated[
-        str,
-        typer.Option(
-            help="Set of cost constants in the cluster file: operators, peak, fitted. Default: the "
-            "first of operators and fitted that it has."
-        ),
-    ] = ""
-    instances: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of instances. Default: the cluster file's."),
-    ] = None
-    wire_form: Annotated[
-        str,
-        typer.Option(
-            help="What travels between instances: latent or absorbed. Default: the cheaper one."
-        ),
-    ] = ""
     workload: Annotated[
         str,
         typer.Option(
@@ -69,73 +53,47 @@ class Scenario:
     ] = None
     warm_up: Annotated[float, typer.Option(help="Simulated seconds before them.")] = 40.0
     seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0
-    length_scale: Annotated[float, typer.Option(help="Factor on prompt lengths.")] = 1.0
     slo_tpot_ms: Annotated[
         float, typer.Option(help="Most milliseconds for a token after the first (TPOT).")
     ] = 50.0
     slo_ttft_ms: Annotated[
         float, typer.Option(help="Most milliseconds from arrival to the first token (TTFT).")
     ] = 500.0
-    ingest_tail_share: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of a prompt's KV still to come when a request arrives. Default: the "
-            "cluster file's, 1."
-        ),
-    ] = None
-    ttft_target_ms: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="KV of a prompt should be there within this time: policy cost_aware spreads "
-            "prompts that would be late. Default: the cluster file's, none.",
-        ),
-    ] = None
-    tpot_target_ms: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="While tokens take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: "
-            "none. Default: the cluster file's, none.",
-        ),
-    ] = None
-    begin_empty: Annotated[
-        bool,
-        typer.Option(
-            "--begin-empty",
-            help="Begin with an empty cluster, not with the requests that would be running.",
-        ),
-    ] = False
-    steps_per_window: Annotated[int, typer.Option(help="Steps that one plan covers.")] = 1
-    speculate: Annotated[
-        str,
-        typer.Option(
-            metavar="D:SHARE",
-            help="Rows have up to D drafts, of which this share is right: 1:.85, or by offset "
-            "3:.85,.75,.65. With :always behind it in every window, else where they pay. Not for "
-            "fluid, nor with --lanes or --schedule.",
-        ),
-    ] = ""
-    lanes: Annotated[
-        bool,
-        typer.Option(
-            "--lanes",
-            help="Run windows in two lanes where the cost model says that they pay. Not for fluid.",
-        ),
-    ] = False
-    schedule: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Run layers in the order of this schedule (nanocp overlap search --cluster) where "
-            "that is shorter. Not for fluid, nor with --lanes.",
-            dir_okay=False,
-        ),
-    ] = None
+    instances: Annotated[int | None, Bounds("at least 1", 1)] = None
+    """Number of instances. Default: the cluster file's."""
+    constants: str = ""
+    """Set of cost constants in the cluster file: operators, peak, fitted. Default: the first of
+    operators and fitted that it has."""
+    wire_form: str = ""
+    """What travels between instances: latent or absorbed. Default: the cheaper one."""
+    length_scale: float = 1.0
+    """Factor on prompt lengths."""
+    ingest_tail_share: float | None = None
+    """Share of a prompt's KV still to come when a request arrives. Default: the cluster file's,
+    1."""
+    ttft_target_ms: Annotated[int | None, Bounds("at least 1", 1)] = None
+    """KV of a prompt should be there within this time: policy cost_aware spreads prompts that would
+    be late. Default: the cluster file's, none."""
+    tpot_target_ms: Annotated[int | None, Bounds("at least 0", 0)] = None
+    """While tokens take longer, a few long prompts wait (scheduler.tpot_target_ms); 0: none.
+    Default: the cluster file's, none."""
+    begin_empty: bool = False
+    """Begin with an empty cluster, not with the requests that would be running."""
+    steps_per_window: int = 1
+    """Steps that one plan covers."""
+    speculate: str = ""
+    """D:SHARE. Rows have up to D drafts, of which this share is right: 1:.85, or by offset
+    3:.85,.75,.65. With :always behind it in every window, else where they pay. Not for fluid, nor
+    with lanes or schedule."""
+    lanes: bool = False
+    """Run windows in two lanes where the cost model says that they pay. Not for fluid."""
+    schedule: Path | None = None
+    """Run layers in the order of the schedule in this file (nanocp overlap search --cluster) where
+    that is shorter. Not for fluid, nor with lanes."""
 
     @property
     def set_of_constants(self) -> str:
-        """The name of --constants, or of the cluster file's default."""
+        """The name of the constants, or of the cluster file's default."""
         from nanocp.simulator.costs.cluster_file import load_cluster_file
 
         return self.constants or load_cluster_file(self.cluster).default_constants
@@ -163,17 +121,17 @@ class Scenario:
         if self.ttft_target_ms is not None:
             if "cost_aware" not in self.policy:
                 raise ValueError(
-                    f"--ttft-target-ms is for policy cost_aware; given are {', '.join(self.policy)}"
+                    f"ttft_target_ms is for policy cost_aware; given are {', '.join(self.policy)}"
                 )
             file = replace(file, ttft_targets=((0, self.ttft_target_ms),))
         if self.tpot_target_ms is not None:
             file = replace(file, tpot_target_ms=self.tpot_target_ms)
         schedule = None
         if self.speculate and (self.lanes or self.schedule is not None):
-            raise ValueError("--speculate is timed without --lanes and --schedule; give one")
+            raise ValueError("speculate is timed without lanes and schedule; give one")
         if self.schedule is not None:
             if self.lanes:
-                raise ValueError("--schedule and --lanes are two orders of a layer; give one")
+                raise ValueError("schedule and lanes are two orders of a layer; give one")
             from nanocp.simulator.costs.cost import CostModel
             from nanocp.simulator.costs.nano_batches import read
 

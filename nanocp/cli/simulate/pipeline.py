@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.cli.options.typed import SET, set_names
 from nanocp.cli.simulate.numbers import all_judged, cell_of
 from nanocp.cli.simulate.options import Scenario
 
@@ -65,19 +66,10 @@ class PipelineOptions:
             "spread_sampling (also :passes, :vocabulary) and fluid, the bound."
         ),
     ] = "instances"
-    passes: Annotated[
-        str,
-        typer.Option(
-            help="How passes of a pipeline are formed: ours, vllm, gllm, sarathi or no_mixing."
-        ),
-    ] = "ours"
-    slow_stage: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STAGE:TIMES",
-            help="A stage of a pipeline that takes so many times as long; may be repeated.",
-        ),
-    ] = None
+    passes: str = "ours"
+    """How passes of a pipeline are formed: ours, vllm, gllm, sarathi or no_mixing."""
+    slow_stage: list[str] = field(default_factory=list)
+    """STAGE:TIMES, a stage of a pipeline that takes so many times as long."""
 
 
 def run_pipeline(
@@ -90,7 +82,10 @@ def run_pipeline(
     """Run each layer policy at one rate. Raises ValueError for options without a meaning."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    if alien := sorted(given - _HAVE_MEANING):
+    settings = set_names(context.params[SET])
+    if alien := sorted(settings - _HAVE_MEANING):
+        raise ValueError(f"{alien[0]} has no meaning with --layout pipeline")
+    if alien := sorted(given - _HAVE_MEANING - {SET}):
         raise ValueError(f"--{alien[0].replace('_', '-')} has no meaning with --layout pipeline")
     own = {"cluster": _CLUSTER, "workload": _WORKLOAD, "policy": _POLICIES, "warm_up": _WARM_UP}
     unset: dict[str, Any] = {name: value for name, value in own.items() if name not in given}
@@ -130,7 +125,7 @@ def _play(
         policy,
         constants=scenario.constants or "fitted",
         passes=options.passes,
-        slow_stages=tuple(map(_slow_stage, options.slow_stage or ())),
+        slow_stages=tuple(map(_slow_stage, options.slow_stage)),
         warm_up_us=round(1e6 * scenario.warm_up),
         slo=Slo(round(1e3 * scenario.slo_tpot_ms), round(1e3 * scenario.slo_ttft_ms)),
     )
@@ -142,7 +137,7 @@ def _slow_stage(given: str) -> tuple[int, float]:
     try:
         return int(stage), float(times)
     except ValueError:
-        raise ValueError(f"--slow-stage is {given!r}; it must be STAGE:TIMES, as 2:1.5") from None
+        raise ValueError(f"slow_stage is {given!r}; it must be STAGE:TIMES, as 2:1.5") from None
 
 
 def _show(

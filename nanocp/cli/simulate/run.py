@@ -27,6 +27,7 @@ from nanocp.cli.simulate.numbers import all_judged, numbers_of, table_of
 from nanocp.cli.simulate.options import AsJson, Reports, Scenario
 from nanocp.cli.simulate.pipeline import LAYOUTS, PipelineOptions, run_pipeline
 from nanocp.config.choices import check_one_of
+from nanocp.values.sampling_fields import Bounds
 
 if TYPE_CHECKING:
     from control_plane.scheduler.explanation import Explainer
@@ -48,33 +49,29 @@ class _Played:
     notes: dict[str, Explainer] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run has and a sweep has not."""
+
+    prefix_sharing: bool = True
+    """Whether requests share pages of prompts that begin alike."""
+    host_pages: Annotated[int, Bounds("at least 0", 0)] = 0
+    """Pages of prompts that each instance keeps in memory outside its frames, and finds there
+    again. Not for fluid."""
+    groups: Annotated[int, Bounds("at least 1", 1)] = 1
+    """Clusters of this kind side by side, behind a router that sees their loads every 5 s; the rate
+    is that of all. Not for fluid, explanations and reports."""
+
+
 def run(
     context: typer.Context,
     scenario: Scenario,
     reports: Reports,
     pipeline: PipelineOptions,
+    options: RunOptions,
     rate: Annotated[
         float, typer.Option(help="Requests a second; a trace's times are stretched to it.")
     ] = 30.0,
-    prefix_sharing: Annotated[
-        bool, typer.Option(help="Whether requests share pages of prompts that begin alike.")
-    ] = True,
-    host_pages: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Pages of prompts that each instance keeps in memory outside its frames, and "
-            "finds there again. Not for fluid.",
-        ),
-    ] = 0,
-    groups: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Clusters of this kind side by side, behind a router that sees their loads every "
-            "5 s; the rate is that of all. Not for fluid, explanations and reports.",
-        ),
-    ] = 1,
     explain: Explain = [],  # noqa: B006 (typer copies it)
     as_json: AsJson = False,
 ) -> None:
@@ -88,15 +85,15 @@ def run(
         if pipeline.layout == "pipeline":
             run_pipeline(context, scenario, pipeline, rate, as_json)
             return
-        if host_pages and not prefix_sharing:
-            raise ValueError("--host-pages finds pages by the hashes of --prefix-sharing")
-        pages = {"prefix_sharing": prefix_sharing, "host_pages": host_pages}
-        if groups == 1:
+        if options.host_pages and not options.prefix_sharing:
+            raise ValueError("host_pages finds pages by the hashes of prefix_sharing")
+        pages = {"prefix_sharing": options.prefix_sharing, "host_pages": options.host_pages}
+        if options.groups == 1:
             played = _run(scenario, reports, rate, pages, explain)
         elif explain or reports != Reports() or "fluid" in scenario.policy:
-            raise ValueError("--groups is not for policy fluid, --explain and reports")
+            raise ValueError("groups is not for policy fluid, --explain and reports")
         else:
-            played = _run_groups(scenario, rate, pages, groups)
+            played = _run_groups(scenario, rate, pages, options.groups)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -159,7 +156,7 @@ def _run(
 
 def _check_hashes(pages: dict[str, Any], first: Trial, scenario: Scenario) -> None:
     if pages["host_pages"] and not any(each.hash_ids for each in islice(first.requests(), 1000)):
-        raise ValueError(f"--host-pages finds pages by hashes, and {scenario.workload} has none")
+        raise ValueError(f"host_pages finds pages by hashes, and {scenario.workload} has none")
 
 
 def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_groups: int) -> _Played:
@@ -171,7 +168,7 @@ def _run_groups(scenario: Scenario, rate: float, pages: dict[str, Any], num_grou
     trials = scenario.trials(rate)
     first = next(iter(trials.values()))
     if first.workload.name in STATIC:
-        raise ValueError(f"--groups share arrivals, and {first.workload.name} has none")
+        raise ValueError(f"groups share arrivals, and {first.workload.name} has none")
     _check_hashes(pages, first, scenario)
     played = _Played(first.file, first.run.measure_us / 1e6)
     with progress() as bars:

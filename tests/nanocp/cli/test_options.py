@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from data_plane.model.presets import PRESETS
+from harness.paths import ROOT
 from nanocp.cli.checkpoint.make_checkpoint import Preset
 from nanocp.cli.main import app
 from nanocp.cli.options.typed import FieldOptions, field_option, with_options
@@ -126,14 +127,47 @@ def commands_of(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tup
         yield from commands_of(each, (*words, name))
 
 
-def test_help_is_printed_whole():
-    """Rich would take what is in brackets, such as the name of an extra, for markup."""
-    for words, each in commands_of(typer.main.get_command(app)):
-        shown = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*words, "--help"]).output
-        text = " ".join(re.sub("[│╭╰─╮╯]", " ", shown).split())
-        for option in each.params:
-            said = " ".join((getattr(option, "help", "") or "").replace("\\[", "[").split())
-            assert said in text, (words, option.name)
+ALL = dict(commands_of(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_help_is_readable_in_80_columns(words):
+    """No name is cut or broken, and all that is said of each is there."""
+    shown = CliRunner(env={"COLUMNS": "80", "TERM": "xterm"}).invoke(app, [*words, "--help"]).output
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown and "..." not in shown[60:]
+    named, text = set(re.findall(r"[^\s,|<>{}]+", shown)), " ".join(shown.split())
+    for param in ALL[words].params:
+        assert set(param.opts + param.secondary_opts) <= named, param.name
+        assert set(getattr(param.type, "choices", ())) <= named, param.name
+        assert " ".join((getattr(param, "help", "") or "").split()) in text, param.name
+    for name, setting in getattr(ALL[words].callback, "settings", {}).items():
+        assert re.search(rf"^  {name}\b", shown, re.M) and " ".join(setting.shown.split()) in text
+    for name, command in getattr(ALL[words], "commands", {}).items():
+        assert re.search(rf"^  {name}\b", shown, re.M)
+        assert " ".join(command.help.partition("\n\n")[0].split()).partition(". ")[0] in text
+
+
+PAGES = [
+    path
+    for folder, ends in (("tests", ("*.py",)), ("docs", ("*.md",)), ("deploy", ("*",)))
+    for end in ends
+    for path in (ROOT / folder).rglob(end)
+    if path.is_file() and path.suffix != ".json"
+]
+
+
+def test_every_option_is_named_somewhere():
+    """In a test, a page of the documents or a deployment file; the table of vLLM's names is none."""
+    pages = [path.read_text(errors="replace") for path in PAGES if path.name != "vllm.md"]
+    pages += [(ROOT / name).read_text() for name in ("README.md", "Makefile", "CONTRIBUTING.md")]
+    named = {word for page in pages for word in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", page)}
+    nameless = [
+        (*words, param.name)
+        for words, each in ALL.items()
+        for param in each.params
+        if param.param_type_name == "option" and not named & {*param.opts, *param.secondary_opts}
+    ]
+    assert not nameless
 
 
 def test_every_preset_can_be_made_from_the_command_line():

@@ -27,16 +27,16 @@ def test_the_papers_numbers_are_printed_beside_ours_and_hold():
 
 
 def test_another_machine_is_said_to_be_bound_by_something():
-    alone = ("model", "--gpu", "H200", "--model", "LLaMA-3 8B", "--gpus")
-    result = nanocp(*alone, "1", "--batch", "512")
+    alone = ("model", "--gpu", "H200", "--model", "LLaMA-3 8B", "--set")
+    result = nanocp(*alone, "gpus=1", "--set", "batch=512")
     assert result.exit_code == 0 and "memory-bound" in result.output, result.output
-    result = nanocp(*alone, "2", "--prompt", "2048", "--output", "64")
+    result = nanocp(*alone, "gpus=2", "--set", "prompt=2048", "--set", "output=64")
     assert result.exit_code == 0 and "compute-bound" in result.output, result.output
 
 
 def test_a_case_whose_kv_does_not_fit_is_refused_with_both_sizes():
     """The larger column decides: memory needs 43.2 ms, compute 29.8."""
-    result = nanocp("model", "--gpu", "H200", "--model", "LLaMA-3 8B", "--gpus", "1")
+    result = nanocp("model", "--gpu", "H200", "--model", "LLaMA-3 8B", "--set", "gpus=1")
     assert result.exit_code == 1, result.output
     said = " ".join(result.output.split())
     assert "memory-bound" in said and "compute-bound" not in said
@@ -61,7 +61,7 @@ def test_a_search_prints_its_bound_and_writes_its_schedule(tmp_path):
 
 
 def test_a_dense_model_is_searched_by_its_data_sheet():
-    result = nanocp("search", "--model", "LLaMA-3 8B", "--gpus", "2", "--seconds", "1")
+    result = nanocp("search", "--model", "LLaMA-3 8B", "--set", "gpus=2", "--seconds", "1")
     assert result.exit_code == 0 and "LLaMA-3 8B, 2,048 tokens, 2 H200" in result.output
 
 
@@ -70,11 +70,11 @@ def test_a_clusters_schedule_is_simulated(tmp_path):
     result = nanocp("search", "--cluster", cluster, "--seconds", "1", "--out", str(path))
     assert result.exit_code == 0 and "paper measured on an A100" in result.output, result.output
     words = ["--workload", "fixed:1000:4", "--seconds", "0.5", "--warm-up", "0", "--json"]
-    words += ["--schedule"]
-    result = CliRunner().invoke(app, ["simulate", *words, str(path)])
+    words += ["--set"]
+    result = CliRunner().invoke(app, ["simulate", *words, f"schedule={path}"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["cost_aware"]["scheduled_share"] >= 0
-    result = CliRunner().invoke(app, ["simulate", *words, str(path), "--lanes"])
+    result = CliRunner().invoke(app, ["simulate", *words, f"schedule={path}", "--set", "lanes=on"])
     assert result.exit_code != 0 and "two orders of a layer" in result.output
 
 

@@ -63,7 +63,7 @@ def test_a_model_that_fits_says_how_many_tokens_do(published):
 def test_two_lanes_need_twice_the_regions_and_leave_less_for_pages(published, device):
     words = (published("qwen3-235b-a22b"), "--instances", 8, "--device", device)
     words += ("--memory-gb", 141)
-    one, two = plan(*words), plan(*words, "--lanes")
+    one, two = plan(*words), plan(*words, "--set", "lanes=on")
     assert (one.exit_code, two.exit_code) == (0, 0), two.output
 
     def number(result, pattern):
@@ -73,7 +73,7 @@ def test_two_lanes_need_twice_the_regions_and_leave_less_for_pages(published, de
     assert number(two, regions) == pytest.approx(2 * number(one, regions), abs=0.02)
     assert number(two, r"KV: (\S+) tokens") < number(one, r"KV: (\S+) tokens")
     assert "7 peers, of two lanes" in two.output and "two lanes" not in one.output
-    refused = plan(words[0], "--lanes", "--layout", "pipeline")
+    refused = plan(words[0], "--set", "lanes=on", "--layout", "pipeline")
     assert refused.exit_code == 2 and "lanes" in refused.output
 
 
@@ -103,7 +103,7 @@ def test_what_is_stored_in_bf16_stays_so_on_a_cpu(published, field):
     (folder / "config.json").write_text(json.dumps(fields | {field: "float32"}))
     widened = plan(folder, "--instances", 2, "--memory-gb", 30)
     assert widened.exit_code == 1 and "float32; each instance" in widened.output
-    assert "would make it fit: --dtype bfloat16." in widened.output
+    assert "would make it fit: --set dtype=bfloat16." in widened.output
 
 
 def test_experts_need_not_divide_and_redundant_slots_are_counted(published):
@@ -112,7 +112,7 @@ def test_experts_need_not_divide_and_redundant_slots_are_counted(published):
 
 
 def test_mistakes_are_sentences(published, tmp_path):
-    fp8 = plan(published("qwen3-8b"), "--device", "h200", "--kv-dtype", "fp8")
+    fp8 = plan(published("qwen3-8b"), "--device", "h200", "--set", "kv_dtype=fp8")
     assert fp8.exit_code == 2 and "kv_dtype is fp8, but the model has K/V heads" in fp8.stderr
     nothing = plan(tmp_path / "nothing")
     assert nothing.exit_code == 2 and "config.json is missing" in nothing.stderr
@@ -175,9 +175,9 @@ def test_drafts_need_one_layer_more_of_weights_and_pages(published):
     assert 4 * need.page == 5 * memory_need(plain, config, stores_bf16=False).page
     StageWeights(TALE, drafts, torch.float32, PlainPacking(), range(5), True, True, say).close()
     assert prefill_bytes(drafts, drafting) == 4 * elements[-1], "without experts of that layer"
-    said = plan(TALE, "--drafts", "--instances", 2, "--memory-gb", 2).output
+    said = plan(TALE, "--set", "drafts=on", "--instances", 2, "--memory-gb", 2).output
     assert "4 layers and an MTP layer, " in said and f"of {need.page / 1e6:.2f} MB" in said
-    refused = plan(published("kimi-k2"), "--drafts")
+    refused = plan(published("kimi-k2"), "--set", "drafts=on")
     assert refused.exit_code == 2 and "num_nextn_predict_layers is 0" in refused.stderr
 
 

@@ -199,8 +199,8 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
         "profile",
         tiny_checkpoint,
         "--quick",
-        "--max-len",
-        1024,
+        "--set",
+        "max_len=1024",
         "--config",
         given_file,
         "--out",
@@ -239,12 +239,12 @@ def test_a_profile_of_this_machine_is_served_and_simulated_from(tiny_checkpoint,
         (["--instances", "0"], "num_instances is 0; it must be at least 1"),
         (["--instances", "1"], "instances is 1; it must be at least 2"),
         (
-            ["--instances", "2", "--degree", "4"],
+            ["--instances", "2", "--set", "degree=4"],
             "degree is 4; it must be from 1 to the number of instances (2)",
         ),
-        (["--degree", "0"], "degree is 0; it must be"),
-        (["--max-len", "0"], "max_len is 0; it must be at least 512"),
-        (["--max-len", "1000000000"], "choose a smaller --max-len"),
+        (["--set", "degree=0"], "degree is 0; it must be"),
+        (["--set", "max_len=0"], "max_len is 0; it must be at least 512"),
+        (["--set", "max_len=1000000000"], "choose a smaller max_len"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml does not exist"),
         (["--out", "/proc/version"], "/proc/version cannot be a folder"),
     ],
@@ -290,7 +290,7 @@ def test_a_pipeline_is_profiled_and_serve_reads_what_it_costs(tiny_checkpoint, t
     config = load_config(tmp_path / "serve.yaml", {})
     assert config.cluster.layout == "pipeline" and config.pipeline.costs.num_experts == 16
     assert config.pipeline.costs != Config().pipeline.costs
-    wrong = CliRunner().invoke(app, [*arguments, "--degree", "2", "--out", str(tmp_path)])
+    wrong = CliRunner().invoke(app, [*arguments, "--set", "degree=2", "--out", str(tmp_path)])
     assert wrong.exit_code == 2
 
 
@@ -299,7 +299,7 @@ def test_two_lanes_are_profiled_and_shown(tiny_checkpoint, tmp_path):
     given_file, served = tmp_path / "given.yaml", tmp_path / "serve.yaml"
     bounds = "bounds: {max_rows: 8, max_attention_rows: 16}"
     given_file.write_text(f"cluster: {{num_instances: 2, {bounds}}}\n")
-    arguments = ("--quick", "--overlap", "--max-len", 1024, "--config", given_file)
+    arguments = ("--quick", "--overlap", "--set", "max_len=1024", "--config", given_file)
     result = nanocp("profile", tiny_checkpoint, *arguments, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     config = load_config(served, {}, {})

@@ -106,7 +106,7 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
         (["--policy", "dual_balance"], "nearest: dual_balanced"),
         (["--workload", "issue-2"], "nearest: issue-"),
         (["--cluster", "h100x32"], "must be one of"),
-        (["--constants", "peek"], "nearest: peak"),
+        (["--set", "constants=peek"], "nearest: peak"),
         (["--rate", "-3"], "rate_per_s is -3"),
         (["--seconds", "0"], "must be positive"),
         (["--workload", "azure:/nowhere.csv"], "cannot be read"),
@@ -117,16 +117,19 @@ def test_the_table_of_a_sweep_has_the_rates_of_its_json(small, tmp_path):
         (["--warm-up", "nan"], "--warm-up is nan"),
         (["--slo-tpot-ms", "inf"], "--slo-tpot-ms is inf"),
         (["--slo-ttft-ms", "0"], "both must be positive"),
-        (["--length-scale", "0"], "length_scale is 0"),
-        (["--steps-per-window", "0"], "steps_per_window is 0"),
-        (["--instances", "264"], "there may be as many instances, and not 264"),
-        (["--wire-form", "fp8"], "wire form is 'fp8'; it must be one of latent, absorbed"),
+        (["--set", "length_scale=0"], "length_scale is 0"),
+        (["--set", "steps_per_window=0"], "steps_per_window is 0"),
+        (["--set", "instances=264"], "there may be as many instances, and not 264"),
+        (["--set", "wire_form=fp8"], "wire form is 'fp8'; it must be one of latent, absorbed"),
         (
-            ["--policy", "fluid", "--ttft-target-ms", "100"],
-            "--ttft-target-ms is for policy cost_aware",
+            ["--policy", "fluid", "--set", "ttft_target_ms=100"],
+            "ttft_target_ms is for policy cost_aware",
         ),
-        (["--host-pages", "8", "--no-prefix-sharing"], "--host-pages finds pages by the hashes"),
-        (["--host-pages", "8"], "--host-pages finds pages by hashes, and issue-1 has none"),
+        (
+            ["--set", "host_pages=8", "--set", "prefix_sharing=off"],
+            "host_pages finds pages by the hashes",
+        ),
+        (["--set", "host_pages=8"], "host_pages finds pages by hashes, and issue-1 has none"),
         (["sweep", "--workload", "static-1"], "static-1 has no rate"),
         (["sweep", "--first-rate", "-1"], "rate_per_s is -1"),
         (["--event-log", "/proc/log"], "the event log /proc/log cannot be written"),
@@ -164,7 +167,7 @@ def test_a_run_that_judges_nothing_is_no_success(small, tmp_path, layout):
     trace = tmp_path / "one_time.jsonl"
     entry = json.dumps({"timestamp": 7, "input_length": 100, "output_length": 3})
     trace.write_text(f"{entry}\n" * 20)
-    cluster = () if layout == "pipeline" else ("--cluster", small, "--begin-empty")
+    cluster = () if layout == "pipeline" else ("--cluster", small, "--set", "begin_empty=on")
     words = ("--layout", layout, *cluster, "--workload", f"mooncake:{trace}", "--warm-up", "2")
     words += ("--policy", "even" if layout == "pipeline" else "dual_balanced", "--seconds", "1")
     result = nanocp(*words, "--rate", "5")
@@ -275,7 +278,7 @@ def test_a_sweep_in_a_narrow_terminal_has_a_row_for_each_number(monkeypatch, cap
 
 
 def test_what_was_not_judged_is_no_number(small):
-    words = ("--cluster", small, "--seconds", "0.01", "--warm-up", "0", "--begin-empty")
+    words = ("--cluster", small, "--seconds", "0.01", "--warm-up", "0", "--set", "begin_empty=on")
     result = nanocp(*words, "--workload", "fixed:1000:500", "--rate", "20")
     assert result.exit_code == 1 and "0.00%" not in result.stdout.split("frames")[0]
     (line,) = (line for line in result.stdout.splitlines() if "within the SLO" in line)

@@ -33,8 +33,9 @@ def test_the_table_shows_bubbles_by_cause_and_what_moved():
 
 def test_options_without_a_meaning_are_named():
     for words, message in (
-        (("--instances", "4"), "--instances has no meaning with --layout pipeline"),
-        (("--passes", "orca"), "passes is 'orca'"),
+        (("--set", "instances=4"), "instances has no meaning with --layout pipeline"),
+        (("--html", "x.html"), "--html has no meaning with --layout pipeline"),
+        (("--set", "passes=orca"), "passes is 'orca'"),
         (("--policy", "static:1,2"), "static needs 4 numbers"),
         (("--workload", "fixed:0:1"), "workload is 'fixed:0:1'"),
     ):

@@ -19,7 +19,7 @@ SMALL = replace(
 
 
 def run(text="", num_requests=60, over_run=0):
-    """A simulation of requests that arrive every 20 ms, and its outcome; text: --speculate."""
+    """A simulation of requests that arrive every 20 ms, and its outcome; text: the drafts."""
     speculation = Speculation.read(text) if text else None
     simulation = make_simulation(
         SMALL, "fitted", "cost_aware", Run(0, 10**12), Mechanisms(speculation=speculation)
@@ -92,6 +92,6 @@ def test_what_a_row_gets_is_drawn_alike_in_every_run():
 
 @pytest.mark.parametrize("text", ["", "1", "0:.5", "1:1.5", "1:.5,.4", "x:.5", "1:.5:never"])
 def test_what_is_no_speculation_is_refused(text):
-    with pytest.raises(ValueError, match=r"--speculate is .*; it must be the number of drafts"):
+    with pytest.raises(ValueError, match=r"speculate is .*; it must be the number of drafts"):
         Speculation.read(text)
     assert Speculation.read("3:.9,.5").shares == (0.9, 0.5, 0.5)
