@@ -16,7 +16,7 @@ from nanocp.config.file import known_keys
 
 MAX_LINES = {"nanocp": 26_470, "control_plane": 25_930, "data_plane": 33_430}
 """Lines of Python, C++ and CUDA, without generated code, which says so in its first line."""
-MAX_OPTIONS = 288
+MAX_OPTIONS = 191
 """Options of all commands together."""
 MAX_SETTINGS = 95
 """Keys that a configuration file may have."""

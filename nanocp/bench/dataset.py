@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import nextafter
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from nanocp.bench.names import DATASETS, GO_ON, OTHER_DATASETS, TRACES
 from nanocp.config.choices import check_one_of
 from nanocp.simulator.loads.request_logs import read_trace
 from nanocp.simulator.loads.workload import SHORT_LENGTHS, draw_len, draw_output_len
+from nanocp.values.sampling_fields import Bounds
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 # The text of drawn ids is read back as other ids; each round makes their number more nearly right.
 _ROUND_TRIPS = 10
+_POSITIVE, _FACTOR = Bounds("at least 1", 1), Bounds("above 0", 0, excludes_low=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +52,34 @@ class DatasetOptions:
     path: Path | None = None
     """A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt without it:
     random prompts of its lengths."""
-    num_prompts: int = 1000
+    num_prompts: Annotated[int, _POSITIVE] = 1000
     """Requests; a trace may have fewer."""
     seed: int = 0
     """Seed of prompts and arrivals."""
-    random_input_len: int = 1024
+    random_input_len: Annotated[int, _POSITIVE] = 1024
     """random: tokens of a prompt."""
-    random_output_len: int = 128
+    random_output_len: Annotated[int, _POSITIVE] = 128
     """random: tokens of an output."""
-    input_len: int | None = None
+    input_len: Annotated[int | None, _POSITIVE] = None
     """random: the same as random_input_len."""
-    output_len: int | None = None
+    output_len: Annotated[int | None, _POSITIVE] = None
     """Tokens to generate, of any dataset; by default 256 for custom, 128 for other prompts that are
     made, else as the dataset says."""
-    random_range_ratio: float = 0.0
+    random_range_ratio: Annotated[float, Bounds("from 0 to below 1", 0, nextafter(1, 0))] = 0.0
     """random: lengths vary by this share, 0 to below 1."""
-    random_prefix_len: int = 0
+    random_prefix_len: Annotated[int, Bounds("at least 0", 0)] = 0
     """random: tokens that all prompts begin with, beyond the input length."""
-    random_vocab_size: int = 256
+    random_vocab_size: Annotated[int, Bounds("at least 4", 4)] = 256
     """Prompts without a tokenizer are ids below this."""
-    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_prefix_len: Annotated[int, _POSITIVE] = 256
     """prefix_repetition: tokens of a prefix that prompts share."""
-    prefix_repetition_suffix_len: int = 256
+    prefix_repetition_suffix_len: Annotated[int, _POSITIVE] = 256
     """prefix_repetition: tokens of a prompt's own, after the prefix."""
-    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_num_prefixes: Annotated[int, _POSITIVE] = 10
     """prefix_repetition: prefixes, over which the prompts are spread evenly."""
-    length_scale: float = 1.0
+    length_scale: Annotated[float, _FACTOR] = 1.0
     """Factor on the prompt lengths of traces and of sharegpt without a file."""
-    time_scale: float = 1.0
+    time_scale: Annotated[float, _FACTOR] = 1.0
     """Factor on a trace's gaps: 0.5 is twice as fast."""
 
     def __post_init__(self) -> None:
@@ -90,28 +93,10 @@ class DatasetOptions:
                 f"--dataset-name {self.name} makes its prompts; "
                 f"--dataset-path {self.path} has no meaning"
             )
-        if not 0 <= self.random_range_ratio < 1:
-            raise ValueError(
-                f"--random-range-ratio is {self.random_range_ratio}; it must be from 0 to below 1"
-            )
-        for flag, value, low in (
-            ("--num-prompts", self.num_prompts, 1),
-            ("--random-input-len", self.input_len or self.random_input_len, 1),
-            ("--random-output-len", self.output_len or self.random_output_len, 1),
-            ("--random-prefix-len", self.random_prefix_len, 0),
-            ("--random-vocab-size", self.random_vocab_size, 4),
-            ("--prefix-repetition-prefix-len", self.prefix_repetition_prefix_len, 1),
-            ("--prefix-repetition-suffix-len", self.prefix_repetition_suffix_len, 1),
-            ("--prefix-repetition-num-prefixes", self.prefix_repetition_num_prefixes, 1),
-        ):
-            if value < low:
-                raise ValueError(f"{flag} is {value}; it must be at least {low}")
-        for flag, factor in (
-            ("--length-scale", self.length_scale),
-            ("--time-scale", self.time_scale),
-        ):
-            if not factor > 0:
-                raise ValueError(f"{flag} is {factor}; it must be above 0")
+        for name, hint in get_type_hints(DatasetOptions, include_extras=True).items():
+            for bounds in getattr(hint, "__metadata__", ()):
+                if (value := getattr(self, name)) is not None:
+                    bounds.check(f"--{name.replace('_', '-')}", value)
 
 
 def sample_requests(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.cli.ask.sampling import NAMES, read_sampling
-from nanocp.cli.options.typed import ApiKey, with_options
+from nanocp.cli.options.typed import ApiKey, Option, with_options
 
 if TYPE_CHECKING:
     from nanocp.client import Chunk, Finish
@@ -36,30 +36,26 @@ _SAMPLING_HELP = (
 class ServiceAccess:
     """The service that a command asks: its address and key."""
 
-    target: Annotated[
-        str,
-        typer.Option(
-            help="HOST:PORT of the service. Several front ends with commas between them: an answer "
-            "goes on at another one if its own is lost."
-        ),
-    ] = "127.0.0.1:50051"
+    target: Option[str] = "127.0.0.1:50051"
+    """HOST:PORT of the service. Several front ends with commas between them: an answer goes on at
+    another one if its own is lost."""
     api_key: ApiKey = ""
-    tls: Annotated[bool, typer.Option("--tls", help="Encrypt the connection.")] = False
-    ca: Annotated[
-        Path | None,
-        typer.Option(help="Certificates by which the service's is judged; it means --tls."),
-    ] = None
+    tls: Annotated[bool, typer.Option("--tls")] = False
+    """Encrypt the connection."""
+    ca: Option[Path | None] = None
+    """Certificates by which the service's is judged; it means --tls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The one prompt that is given."""
 
-    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None
-    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None
-    prompt_ids: Annotated[
-        Path | None, typer.Option(help="A file with a JSON array of the prompt's token ids.")
-    ] = None
+    prompt: Option[str | None] = None
+    """The prompt."""
+    prompt_file: Option[Path | None] = None
+    """A UTF-8 file with the prompt."""
+    prompt_ids: Option[Path | None] = None
+    """A file with a JSON array of the prompt's token ids."""
 
     def read(self) -> str | Sequence[int]:
         """The prompt's text or token ids.
@@ -89,12 +85,10 @@ class Asked:
         str,
         typer.Option(metavar="JSON", help=_SAMPLING_HELP, show_default=False),
     ] = "{}"
-    temperature: Annotated[
-        float | None, typer.Option(help="Divides the logits; 0 is greedy, the default.")
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate.", show_default="16")
-    ] = None
+    temperature: Option[float | None] = None
+    """Divides the logits; 0 is greedy, the default."""
+    max_tokens: Annotated[int | None, typer.Option(show_default="16")] = None
+    """Most tokens to generate."""
 
     def read(self) -> dict[str, Any]:
         """The parameters that are given. Raises ValueError."""
@@ -112,23 +106,15 @@ class Asked:
 class Scheduling:
     """What a request asks of the queue."""
 
-    priority: Annotated[
-        int,
-        typer.Option(
-            help="Requests of a lower number are placed first and preempted last, -100 to 100."
-        ),
-    ] = 0
-    queue_timeout_s: Annotated[
-        float | None,
-        typer.Option(help="Fail if the request is not scheduled within this many seconds."),
-    ] = None
-    timeout_s: Annotated[
-        float | None, typer.Option(help="Abort the request after this many seconds.")
-    ] = None
+    priority: Option[int] = 0
+    """Requests of a lower number are placed first and preempted last, -100 to 100."""
+    queue_timeout_s: Option[float | None] = None
+    """Fail if the request is not scheduled within this many seconds."""
+    timeout_s: Option[float | None] = None
+    """Abort the request after this many seconds."""
 
-    user: Annotated[
-        str, typer.Option(help="Whose request it is, in a service without API keys.")
-    ] = ""
+    user: Option[str] = ""
+    """Whose request it is, in a service without API keys."""
 
     def check(self) -> None:
         """Raises ValueError for a time limit that the client cannot keep."""

@@ -13,6 +13,7 @@ import typer
 
 from nanocp.bench.dataset import DatasetOptions
 from nanocp.bench.names import DATASETS, TRACES
+from nanocp.cli.options.typed import Option
 from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
@@ -26,21 +27,19 @@ class Dataset(DatasetOptions):
     name: Annotated[
         str, typer.Option("--dataset-name", help=f"{one_of(DATASETS)}: where requests come from.")
     ] = "random"
-    path: Annotated[
-        Path | None,
-        typer.Option(
-            "--dataset-path",
-            help="A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt "
-            "without it: random prompts of its lengths.",
-        ),
-    ] = None
-    num_prompts: Annotated[int, typer.Option(help="Requests; a trace may have fewer.")] = 1000
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0
-    random_input_len: Annotated[int, typer.Option(help="random: tokens of a prompt.")] = 1024
-    random_output_len: Annotated[int, typer.Option(help="random: tokens of an output.")] = 128
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A folder with tokenizer.json; without it, token ids.")
-    ] = None
+    path: Annotated[Path | None, typer.Option("--dataset-path")] = None
+    """A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt without it:
+    random prompts of its lengths."""
+    num_prompts: Option[int] = 1000
+    """Requests; a trace may have fewer."""
+    seed: Option[int] = 0
+    """Seed of prompts and arrivals."""
+    random_input_len: Option[int] = 1024
+    """random: tokens of a prompt."""
+    random_output_len: Option[int] = 128
+    """random: tokens of an output."""
+    tokenizer: Option[Path | None] = None
+    """A folder with tokenizer.json; without it, token ids."""
 
     @property
     def is_trace(self) -> bool:

@@ -12,9 +12,9 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
+from nanocp.cli.options.typed import Option
 
 if TYPE_CHECKING:
     from nanocp.bench.backends import Backend, RequestOutput
@@ -34,10 +34,10 @@ class Sent(NamedTuple):
 class Load:
     """Options of the load."""
 
-    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = (
-        math.inf
-    )
-    max_concurrency: Annotated[int | None, typer.Option(help="Most requests at a time.")] = None
+    request_rate: Option[float] = math.inf
+    """Requests a second; inf: all at once."""
+    max_concurrency: Option[int | None] = None
+    """Most requests at a time."""
     self_timed: bool | None = None
     """Send when the trace says; default for traces."""
     burstiness: float = 1.0

@@ -19,6 +19,7 @@ import typer
 
 from nanocp.bench.names import GOODPUT_METRICS, METRICS
 from nanocp.cli.bench.target import pairs
+from nanocp.cli.options.typed import Option
 from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 class Report:
     """Options of the report."""
 
-    save_result: Annotated[bool, typer.Option("--save-result", help="Write a JSON file.")] = False
-    result_dir: Annotated[Path | None, typer.Option(help="Folder of the file.")] = None
+    save_result: Annotated[bool, typer.Option("--save-result")] = False
+    """Write a JSON file."""
+    result_dir: Option[Path | None] = None
+    """Folder of the file."""
     goodput: list[str] = field(default_factory=list)
     """KEY:VALUE, most milliseconds of a good request; KEY is ttft, tpot or e2el."""
     percentile_metrics: str = "ttft,tpot,itl"

@@ -15,7 +15,7 @@ import typer
 
 from nanocp.bench.names import BACKENDS
 from nanocp.cli.ask.batch import tls_context
-from nanocp.cli.options.typed import json_object
+from nanocp.cli.options.typed import Option, json_object
 from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
@@ -32,19 +32,16 @@ class Target:
             help=f"{one_of(BACKENDS)}. openai and vllm: completions; openai-chat: chat completions."
         ),
     ] = "openai"
-    base_url: Annotated[
-        str | None, typer.Option(help="http://... of the server, instead of host and port.")
-    ] = None
-    endpoint: Annotated[
-        str | None, typer.Option(help="Path of the HTTP endpoint; by default the backend's.")
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(help="The model's name; by default the first that is listed.")
-    ] = None
-    host: Annotated[str, typer.Option(help="The server's host.")] = "127.0.0.1"
-    port: Annotated[
-        int | None, typer.Option(help="The server's port; 8000, or 50051 for grpc.")
-    ] = None
+    base_url: Option[str | None] = None
+    """http://... of the server, instead of host and port."""
+    endpoint: Option[str | None] = None
+    """Path of the HTTP endpoint; by default the backend's."""
+    model: Option[str | None] = None
+    """The model's name; by default the first that is listed."""
+    host: Option[str] = "127.0.0.1"
+    """The server's host."""
+    port: Option[int | None] = None
+    """The server's port; 8000, or 50051 for grpc."""
     served_model_name: str | None = None
     """The name that requests use, if another."""
     header: list[str] = field(default_factory=list)
@@ -78,16 +75,10 @@ class Target:
 class Body:
     """What every request carries beside its prompt and length."""
 
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            help="Go on after the model's end of sequence; always so for random and traces."
-        ),
-    ] = False
-    extra_body: Annotated[
-        list[str],
-        typer.Option(help="JSON, added to each request's body: its sampling parameters, say."),
-    ] = field(default_factory=list)
+    ignore_eos: Option[bool] = False
+    """Go on after the model's end of sequence; always so for random and traces."""
+    extra_body: Option[list[str]] = field(default_factory=list)
+    """JSON, added to each request's body: its sampling parameters, say."""
     logprobs: int | None = None
     """Ask for this many most likely tokens beside each."""
 

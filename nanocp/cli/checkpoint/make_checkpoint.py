@@ -13,33 +13,14 @@ from typing import Annotated, NoReturn
 
 import typer
 
-
-class Preset(StrEnum):
-    """Shapes to choose from."""
-
-    tiny = "tiny"
-    tiny_v2 = "tiny-v2"
-    small = "small"
-    tiny_qwen3_moe = "tiny-qwen3-moe"
-    tiny_llama = "tiny-llama"
-    tiny_qwen2 = "tiny-qwen2"
-    tiny_qwen3 = "tiny-qwen3"
-    tiny_glm4_moe = "tiny-glm4-moe"
-    tiny_mixtral = "tiny-mixtral"
-    tiny_qwen3_next = "tiny-qwen3-next"
-    tiny_qwen3_5 = "tiny-qwen3.5"
-    tiny_kimi_linear = "tiny-kimi-linear"
-    tiny_ling = "tiny-ling"
-    small_qwen3_moe = "small-qwen3-moe"
-    small_llama = "small-llama"
-
-
-class Dtype(StrEnum):
-    """Types of the weights in the file."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float8_e4m3fn = "float8_e4m3fn"
+_PRESETS = (
+    *("tiny", "tiny-v2", "small", "tiny-qwen3-moe", "tiny-llama", "tiny-qwen2", "tiny-qwen3"),
+    *("tiny-glm4-moe", "tiny-mixtral", "tiny-qwen3-next", "tiny-qwen3.5", "tiny-kimi-linear"),
+    *("tiny-ling", "small-qwen3-moe", "small-llama"),
+)
+Preset = StrEnum("Preset", [(name, name) for name in _PRESETS])  # type: ignore[misc]
+Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+_TINY, _FLOAT32 = Preset("tiny"), Dtype("float32")
 
 
 def make_checkpoint(
@@ -51,14 +32,14 @@ def make_checkpoint(
             "small*: about 150 million, for benchmarks; tiny-qwen3-next, -qwen3.5, -kimi-linear, "
             "-ling: with linear attention layers; the others: K/V heads in small."
         ),
-    ] = Preset.tiny,
+    ] = _TINY,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0)] = 0,
     dtype: Annotated[
         Dtype,
         typer.Option(
             help="Type of the weights; float8_e4m3fn has a scale per block, like DeepSeek-V3."
         ),
-    ] = Dtype.float32,
+    ] = _FLOAT32,
 ) -> None:
     """Write a seeded checkpoint with random weights and a byte-level tokenizer."""
     if (path / "config.json").exists():

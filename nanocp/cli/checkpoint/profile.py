@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanocp.cli.options.typed import FieldOptions, config_option, with_options
+from nanocp.cli.options.typed import FieldOptions, Option, config_option, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,13 +47,10 @@ CONFIG_OPTIONS = FieldOptions(
 class Measurement:
     """What is measured, and where the files go."""
 
-    out: Annotated[Path, typer.Option(help="Folder for the files; made if absent.")] = Path(
-        "profile"
-    )
-    overlap: Annotated[
-        bool,
-        typer.Option(help="Measure two lanes too; serve.yaml runs them where they pay."),
-    ] = False
+    out: Option[Path] = Path("profile")
+    """Folder for the files; made if absent."""
+    overlap: Option[bool] = False
+    """Measure two lanes too; serve.yaml runs them where they pay."""
     quick: Annotated[
         bool, typer.Option(help=f"One round, no request above {_QUICK_MAX_LEN} tokens.")
     ] = False

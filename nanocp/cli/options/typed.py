@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
-from typer.models import ArgumentInfo, OptionInfo
+from typer.models import OptionInfo
 
 from nanocp.config.choices import none_of, one_of
 from nanocp.config.field_docs import field_docs
@@ -25,6 +35,10 @@ ApiKey = Annotated[
     str,
     typer.Option(help="For a service that asks for one.", envvar="OPENAI_API_KEY", metavar="KEY"),
 ]
+
+T = TypeVar("T")
+Option = Annotated[T, typer.Option()]
+"""A field that is an option; its docstring is the help."""
 
 
 class FieldOption(NamedTuple):
@@ -81,9 +95,9 @@ SET = "set_"
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with each parameter that stands for several options replaced by these.
 
-    A parameter stands for the fields of its dataclass, or for its FieldOptions. A field of the
-    dataclass is an option if it is annotated as a parameter of a Typer command is, else a setting:
-    one option, --set, gives all of them. Raises ValueError if two options have one name.
+    A parameter stands for its FieldOptions, or for the fields of its dataclass: options, whose
+    docstring is the help, or settings, which one option, --set, gives. Raises ValueError if two
+    options have one name.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -156,7 +170,7 @@ def _given(settings: Mapping[str, Setting], items: Sequence[str]) -> dict[str, A
 
 
 def _is_option(hint: Any) -> bool:
-    return any(isinstance(one, OptionInfo | ArgumentInfo) for one in _metadata(hint))
+    return any(isinstance(one, OptionInfo) for one in _metadata(hint))
 
 
 def _metadata(hint: Any) -> tuple[Any, ...]:
@@ -184,12 +198,22 @@ def _field_options(hint: Any) -> FieldOptions:
 def _parameters(hint: Any) -> list[Parameter]:
     if options := _field_options(hint):
         return [_parameter(option.name, None, option.annotation) for option in options]
-    hints = get_type_hints(hint, include_extras=True)
+    hints, docs = get_type_hints(hint, include_extras=True), field_docs(hint)
     return [
-        _parameter(field.name, _default(field), hints[field.name])
+        _parameter(
+            field.name, _default(field), _helped(hints[field.name], docs.get(field.name, ""))
+        )
         for field in fields(hint)
         if _is_option(hints[field.name])
     ]
+
+
+def _helped(hint: Any, doc: str) -> Any:
+    """The annotation of an option, whose help is its field's docstring unless it has one."""
+    kind, *_ = get_args(hint)
+    (info,) = (copy(one) for one in _metadata(hint) if isinstance(one, OptionInfo))
+    info.help = info.help or doc
+    return Annotated[kind, info]
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> Parameter:
@@ -218,19 +242,16 @@ def field_option(
     *,
     key: str = "",
     name: str = "",
-    choices: Sequence[str] = (),
     metavar: str | None = None,
-    shows_default: bool = True,
 ) -> FieldOption:
     """The option of a dataclass's field; `key` and `name` are the field's own unless given.
 
-    The help is the field's docstring, after the choices. A field that holds several values becomes
-    an option that may be given again.
+    The help is the field's docstring. A field that holds several values becomes an option that may
+    be given again.
     """
     field = next(field for field in fields(kind) if field.name == field_name)
     option_type = _option_type(get_type_hints(kind)[field_name])
     sentences = [
-        f"{one_of(choices)}." if choices else "",
         field_docs(kind).get(field_name, ""),
         "May be given again." if get_origin(option_type) is list else "",
         f"({key})" if key else "",
@@ -238,7 +259,7 @@ def field_option(
     option = typer.Option(
         help=" ".join(filter(None, sentences)),
         metavar=metavar,
-        show_default=shows_default and _shown(_default(field)),
+        show_default=_shown(_default(field)),
     )
     name = name or field_name
     return FieldOption(key or field_name, name, Annotated[option_type | None, option])

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanocp.cli.options.typed import Option
 from nanocp.cli.plan.memory import Hardware, report_folder
-from nanocp.cli.simulate.options import AsJson
+from nanocp.cli.simulate.options import AsJson, Judged
 
 _LONGEST = 1e9
 
@@ -27,60 +28,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LogOptions:
+class LogOptions(Judged):
     """What a service is asked today."""
 
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Requests: a log of vLLM's benchmark, guidellm, AIPerf, Dynamo, NanoCP, Mooncake, "
-            "Azure, or other JSON lines or CSV; /dev/stdin too. The page says what per-request CP "
-            "would give them.",
-            dir_okay=False,
-        ),
-    ] = None
-    fields: Annotated[
-        str, typer.Option(help="How the log calls them: arrival=T,prompt=P,output=O.")
-    ] = ""
-    time_unit: Annotated[
-        str,
-        typer.Option(help="Unit of the log's times: s, ms, us or ns. Default: what they show."),
-    ] = ""
-    gauges: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="What the ranks' /metrics answered, once or often, or a range query of "
-            "Prometheus: how uneven they are.",
-            dir_okay=False,
-        ),
-    ] = None
-    rate: Annotated[float | None, typer.Option(help="Requests a second. Default: the log's.")] = (
-        None
-    )
-    slo_tpot_ms: Annotated[
-        float, typer.Option(help="Most milliseconds for a token after the first (TPOT).")
-    ] = 50.0
-    slo_ttft_ms: Annotated[
-        float, typer.Option(help="Most milliseconds from arrival to the first token (TTFT).")
-    ] = 500.0
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="Rates to 5%, in a minute; no numbers of GPUs.",
-        ),
-    ] = False
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the page with pictures there.", dir_okay=False),
-    ] = None
-
-    length_scale: float = 1.0
-    """Factor on prompt lengths."""
-    constants: str = ""
-    """Set of cost constants. Default: operators, or fitted."""
+    log: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
+    """Requests: a log of vLLM's benchmark, guidellm, AIPerf, Dynamo, NanoCP, Mooncake, Azure, or
+    other JSON lines or CSV; /dev/stdin too. The page says what per-request CP would give them."""
+    fields: Option[str] = ""
+    """How the log calls them: arrival=T,prompt=P,output=O."""
+    time_unit: Option[str] = ""
+    """Unit of the log's times: s, ms, us or ns. Default: what they show."""
+    gauges: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
+    """What the ranks' /metrics answered, once or often, or a range query of Prometheus: how uneven
+    they are."""
+    rate: Option[float | None] = None
+    """Requests a second. Default: the log's."""
+    quick: Annotated[bool, typer.Option("--quick")] = False
+    """Rates to 5%, in a minute; no numbers of GPUs."""
+    html: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
+    """Write the page with pictures there."""
 
     def trial(self, log: RequestLog, cluster: str, instances: int | None) -> Trial:
         """The log's load on a cluster, at the log's rate or that of --rate.
@@ -89,7 +55,6 @@ class LogOptions:
         """
         from nanocp.simulator.costs.cluster_file import load_cluster_file
         from nanocp.simulator.loads.workload import Workload
-        from nanocp.simulator.outcome import Slo
         from nanocp.simulator.sweep import MAX_RATE, MIN_RATE
         from nanocp.simulator.trial import Trial
 
@@ -117,7 +82,7 @@ class LogOptions:
             "cost_aware",
             workload,
             constants=self.constants or file.default_constants,
-            slo=Slo(round(1e3 * self.slo_tpot_ms), round(1e3 * self.slo_ttft_ms)),
+            slo=self.slo,
         )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanocp.cli.options.typed import Option
 from nanocp.values.plan import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -47,33 +48,21 @@ DeviceName = StrEnum("DeviceName", list(DEVICES))  # type: ignore[misc]
 _CPU = DeviceName("cpu")
 
 
-class ModelDtype(StrEnum):
-    """Types of weights, activations and KV."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
+ModelDtype = StrEnum("ModelDtype", ["bfloat16", "float32"])
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What a checkpoint is to run on."""
 
-    instances: Annotated[
-        int | None,
-        typer.Option(
-            help="Instances. Default: 4 for a folder without --log, else the cluster's own number.",
-            min=1,
-        ),
-    ] = None
-    device: Annotated[
-        DeviceName, typer.Option(help="What an instance runs on; cpu: a share of this machine.")
-    ] = _CPU
-    memory_gb: Annotated[
-        float | None, typer.Option(help="GB of an instance's memory, in place of the device's.")
-    ] = None
-    layout: Annotated[
-        str, typer.Option(help="instances; or pipeline, whose stages have some layers each.")
-    ] = "instances"
+    instances: Annotated[int | None, typer.Option(min=1)] = None
+    """Instances. Default: 4 for a folder without --log, else the cluster's own number."""
+    device: Option[DeviceName] = _CPU
+    """What an instance runs on; cpu: a share of this machine."""
+    memory_gb: Option[float | None] = None
+    """GB of an instance's memory, in place of the device's."""
+    layout: Option[str] = "instances"
+    """instances; or pipeline, whose stages have some layers each."""
     dtype: ModelDtype | None = None
     """bfloat16 or float32; by default bfloat16 on a GPU and float32 on a CPU."""
     kv_dtype: str = "auto"

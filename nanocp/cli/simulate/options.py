@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanocp.cli.options.typed import Option
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.sampling_fields import Bounds
 
 if TYPE_CHECKING:
     from nanocp.simulator.costs.cluster_file import ClusterFile
     from nanocp.simulator.costs.cost import CostModel
+    from nanocp.simulator.outcome import Slo
     from nanocp.simulator.reports.timeline import TimelineRecorder
     from nanocp.simulator.trial import Trial
 
@@ -27,47 +29,58 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """What is simulated, at a rate that is not part of it."""
+class Judged:
+    """What a load must meet, and by which costs it is judged."""
 
-    cluster: Annotated[str, typer.Option(help="A cluster that ships, or a .yaml file.")] = (
-        "h200x32-deepseek-v3"
-    )
-    workload: Annotated[
-        str,
-        typer.Option(
-            help="issue-0, -1, -5, -100 (percent of long requests); static-1, -3, -5, -7 (long "
-            "requests per node, all present from the start, no rate); mooncake:FILE or azure:FILE "
-            "(traces)."
-        ),
-    ] = "issue-1"
-    policy: Annotated[
-        list[str], typer.Option(help="A policy, or fluid, the bound. May be given again.")
-    ] = field(default_factory=lambda: [SchedulerConfig().policy])
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="Simulated seconds that are measured. Default: as long as 2,200 requests take to "
-            "arrive, at least 60."
-        ),
-    ] = None
-    warm_up: Annotated[float, typer.Option(help="Simulated seconds before them.")] = 40.0
-    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0
-    slo_tpot_ms: Annotated[
-        float, typer.Option(help="Most milliseconds for a token after the first (TPOT).")
-    ] = 50.0
-    slo_ttft_ms: Annotated[
-        float, typer.Option(help="Most milliseconds from arrival to the first token (TTFT).")
-    ] = 500.0
-    instances: Annotated[int | None, Bounds("at least 1", 1)] = None
-    """Number of instances. Default: the cluster file's."""
+    slo_tpot_ms: Option[float] = 50.0
+    """Most milliseconds for a token after the first (TPOT)."""
+    slo_ttft_ms: Option[float] = 500.0
+    """Most milliseconds from arrival to the first token (TTFT)."""
+    length_scale: float = 1.0
+    """Factor on prompt lengths."""
     constants: str = ""
     """Set of cost constants in the cluster file: operators, peak, fitted. Default: the first of
     operators and fitted that it has."""
+
+    @property
+    def slo(self) -> Slo:
+        """Raises ValueError, naming the option, for a time that cannot be."""
+        self.check_times("slo_tpot_ms", "slo_ttft_ms")
+        from nanocp.simulator.outcome import Slo
+
+        return Slo(round(1e3 * self.slo_tpot_ms), round(1e3 * self.slo_ttft_ms))
+
+    def check_times(self, *names: str) -> None:
+        """Raises ValueError, naming the option, for a time that cannot be."""
+        for name in names:
+            value: float | None = getattr(self, name)
+            if value is not None and not 0 <= value <= _LONGEST:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario(Judged):
+    """What is simulated, at a rate that is not part of it."""
+
+    cluster: Option[str] = "h200x32-deepseek-v3"
+    """A cluster that ships, or a .yaml file."""
+    workload: Option[str] = "issue-1"
+    """issue-0, -1, -5, -100 (percent of long requests); static-1, -3, -5, -7 (long requests per
+    node, all present from the start, no rate); mooncake:FILE or azure:FILE (traces)."""
+    policy: Option[list[str]] = field(default_factory=lambda: [SchedulerConfig().policy])
+    """A policy, or fluid, the bound. May be given again."""
+    seconds: Option[float | None] = None
+    """Simulated seconds that are measured. Default: as long as 2,200 requests take to arrive, at
+    least 60."""
+    warm_up: Option[float] = 40.0
+    """Simulated seconds before them."""
+    seed: Option[int] = 0
+    """Seed of arrivals and lengths."""
+    instances: Annotated[int | None, Bounds("at least 1", 1)] = None
+    """Number of instances. Default: the cluster file's."""
     wire_form: str = ""
     """What travels between instances: latent or absorbed. Default: the cheaper one."""
-    length_scale: float = 1.0
-    """Factor on prompt lengths."""
     ingest_tail_share: float | None = None
     """Share of a prompt's KV still to come when a request arrives. Default: the cluster file's,
     1."""
@@ -106,14 +119,9 @@ class Scenario:
         from nanocp.simulator.costs.cluster_file import load_cluster_file
         from nanocp.simulator.drafted_rows import Speculation
         from nanocp.simulator.loads.workload import Workload
-        from nanocp.simulator.outcome import Slo
         from nanocp.simulator.trial import Trial
 
-        for name in ("seconds", "warm_up", "slo_tpot_ms", "slo_ttft_ms"):
-            value: float | None = getattr(self, name)
-            if value is not None and not 0 <= value <= _LONGEST:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} is {value:g}; it must be from 0 to {_LONGEST:g}")
+        self.check_times("seconds", "warm_up")
         file = load_cluster_file(self.cluster, self.instances)
         constants = self.constants or file.default_constants
         if self.ingest_tail_share is not None:
@@ -151,7 +159,7 @@ class Scenario:
                 policy,
                 workload,
                 constants=constants,
-                slo=Slo(round(self.slo_tpot_ms * 1e3), round(self.slo_ttft_ms * 1e3)),
+                slo=self.slo,
                 warm_up_us=round(self.warm_up * 1e6),
                 measure_us=None if self.seconds is None else round(self.seconds * 1e6),
                 steps_per_window=self.steps_per_window,
@@ -169,36 +177,14 @@ class Scenario:
 class Reports:
     """Files that a run leaves."""
 
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write pictures there: latency, balance, queue, layers, scheduler, CP.",
-            file_okay=False,
-        ),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a trace there, for ui.perfetto.dev or chrome://tracing.",
-            dir_okay=False,
-        ),
-    ] = None
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write numbers and pictures there, one file that needs nothing else.",
-            dir_okay=False,
-        ),
-    ] = None
-    event_log: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write every call of the scheduler to this file, for `replay`."
-        ),
-    ] = None
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False)] = None
+    """Write pictures there: latency, balance, queue, layers, scheduler, CP."""
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
+    """Write a trace there, for ui.perfetto.dev or chrome://tracing."""
+    html: Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False)] = None
+    """Write numbers and pictures there, one file that needs nothing else."""
+    event_log: Annotated[Path | None, typer.Option(metavar="FILE")] = None
+    """Write every call of the scheduler to this file, for `replay`."""
 
     @property
     def need_timeline(self) -> bool:

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanocp.cli.options.typed import SET, set_names
+from nanocp.cli.options.typed import SET, Option, set_names
 from nanocp.cli.simulate.numbers import all_judged, cell_of
 from nanocp.cli.simulate.options import Scenario
 
@@ -58,14 +58,10 @@ _ROWS = (
 class PipelineOptions:
     """What a pipeline has and a cluster of instances has not."""
 
-    layout: Annotated[
-        str,
-        typer.Option(
-            help="instances; or pipeline, where each stage has some layers "
-            "(docs/develop/pipeline.md). Its policies are even, static:13,13,13,9, delta, level, "
-            "spread_sampling (also :passes, :vocabulary) and fluid, the bound."
-        ),
-    ] = "instances"
+    layout: Option[str] = "instances"
+    """instances; or pipeline, where each stage has some layers (docs/develop/pipeline.md). Its
+    policies are even, static:13,13,13,9, delta, level, spread_sampling (also :passes, :vocabulary)
+    and fluid, the bound."""
     passes: str = "ours"
     """How passes of a pipeline are formed: ours, vllm, gllm, sarathi or no_mixing."""
     slow_stage: list[str] = field(default_factory=list)
@@ -110,7 +106,6 @@ def _play(
     scenario: Scenario, options: PipelineOptions, policy: str, rate: float
 ) -> PipelineOutcome:
     from nanocp.simulator.loads.workload import Workload
-    from nanocp.simulator.outcome import Slo
     from nanocp.simulator.pipeline.pipeline_file import load_pipeline_file
     from nanocp.simulator.pipeline.simulation import PipelineTrial
 
@@ -127,7 +122,7 @@ def _play(
         passes=options.passes,
         slow_stages=tuple(map(_slow_stage, options.slow_stage)),
         warm_up_us=round(1e6 * scenario.warm_up),
-        slo=Slo(round(1e3 * scenario.slo_tpot_ms), round(1e3 * scenario.slo_ttft_ms)),
+        slo=scenario.slo,
     )
     return trial.play(requests)
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import pytest
@@ -13,8 +14,15 @@ from data_plane.model.presets import PRESETS
 from harness.paths import ROOT
 from nanocp.cli.checkpoint.make_checkpoint import Preset
 from nanocp.cli.main import app
-from nanocp.cli.options.typed import FieldOptions, field_option, with_options
+from nanocp.cli.options.typed import (
+    FieldOptions,
+    Option,
+    WrongOptionError,
+    field_option,
+    with_options,
+)
 from nanocp.config.field_docs import field_docs
+from nanocp.values.sampling_fields import Bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +50,18 @@ class Derived(Declared):
 @dataclass(frozen=True, slots=True)
 class Group:
     needed: Annotated[int, typer.Option(help="A number.")]
-    words: Annotated[list[str], typer.Option()] = field(default_factory=list)
+    words: Option[list[str]] = field(default_factory=list)
+    """Some
+    words."""
+    share: Annotated[float, Bounds("at least 0", 0)] = 0.5
+    """A share."""
+    parts: list[int] = field(default_factory=list)
+    """Some parts."""
 
 
 OPTIONS = FieldOptions(
     [
-        field_option(Derived, "host", key="service.host", choices=("here", "there")),
+        field_option(Derived, "host", key="service.host"),
         field_option(Derived, "ports", name="port"),
         *(field_option(Derived, name) for name in ("rate", "weights", "names", "is_open", "count")),
     ]
@@ -86,6 +100,14 @@ def test_a_dataclass_comes_back_as_a_value():
     assert run("there", "--needed", "3")[1] == Group(3, [])
 
 
+def test_a_plain_field_is_a_setting():
+    words = [word for item in ("share=2", "parts=3", "parts=4") for word in ("--set", item)]
+    assert run("there", "--needed", "3", *words)[1] == Group(3, [], 2.0, [3, 4])
+    for wrong in ("share=-1", "shore=1", "share", "parts=x"):
+        result = CliRunner().invoke(APP, ["there", "--needed", "3", "--set", wrong])
+        assert isinstance(result.exception, WrongOptionError), wrong
+
+
 def test_what_is_not_given_is_absent():
     assert run("x", "--needed", "3", "--no-is-open")[2] == {"is_open": False}
     given = run("x", "--needed", "3", "--host", "h", "--port", "1", "--port", "2", "--count", "0")
@@ -101,9 +123,11 @@ def test_a_missing_option_and_a_wrong_type_are_refused():
 
 def test_help_is_the_fields_own():
     options = {parameter.name: parameter for parameter in typer.main.get_command(APP).params}
-    assert options["host"].help == "here or there. Where it listens. (service.host)"
+    assert options["host"].help == "Where it listens. (service.host)"
     assert options["port"].help == "Ports to use. May be given again."
     assert (options["host"].show_default, options["count"].show_default) == ("here", "7")
+    assert options["words"].help == "Some words." and options["needed"].help == "A number."
+    assert command.settings["share"].shown == "A share.  [default: 0.5]"
     assert options["is_open"].help == "Whether it is open." and not options["port"].show_default
     assert field_docs(Derived) == {
         "host": "Where it listens.",
@@ -127,6 +151,7 @@ def commands_of(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tup
         yield from commands_of(each, (*words, name))
 
 
+WORD = r"[^\s,|<>{}\[\]]+"
 ALL = dict(commands_of(typer.main.get_command(app)))
 
 
@@ -134,11 +159,12 @@ ALL = dict(commands_of(typer.main.get_command(app)))
 def test_help_is_readable_in_80_columns(words):
     """No name is cut or broken, and all that is said of each is there."""
     shown = CliRunner(env={"COLUMNS": "80", "TERM": "xterm"}).invoke(app, [*words, "--help"]).output
-    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown and "..." not in shown[60:]
-    named, text = set(re.findall(r"[^\s,|<>{}]+", shown)), " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
+    named, text = set(re.findall(WORD, shown)), " ".join(shown.split())
+    context = ALL[words].make_context("nanocp", [], resilient_parsing=True)
     for param in ALL[words].params:
         assert set(param.opts + param.secondary_opts) <= named, param.name
-        assert set(getattr(param.type, "choices", ())) <= named, param.name
+        assert set(re.findall(WORD, param.get_help_record(context)[0])) <= named, param.name
         assert " ".join((getattr(param, "help", "") or "").split()) in text, param.name
     for name, setting in getattr(ALL[words].callback, "settings", {}).items():
         assert re.search(rf"^  {name}\b", shown, re.M) and " ".join(setting.shown.split()) in text
@@ -156,8 +182,12 @@ PAGES = [
 ]
 
 
+def test_the_version_is_said():
+    assert CliRunner().invoke(app, ["--version"]).output == f"nanocp {version('nanocp')}\n"
+
+
 def test_every_option_is_named_somewhere():
-    """In a test, a page of the documents or a deployment file; the table of vLLM's names is none."""
+    """In a test, a page of the documents or a deployment file."""
     pages = [path.read_text(errors="replace") for path in PAGES if path.name != "vllm.md"]
     pages += [(ROOT / name).read_text() for name in ("README.md", "Makefile", "CONTRIBUTING.md")]
     named = {word for page in pages for word in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", page)}
@@ -165,7 +195,8 @@ def test_every_option_is_named_somewhere():
         (*words, param.name)
         for words, each in ALL.items()
         for param in each.params
-        if param.param_type_name == "option" and not named & {*param.opts, *param.secondary_opts}
+        if words != ("serve",) and param.param_type_name == "option"
+        if not named & {*param.opts, *param.secondary_opts}
     ]
     assert not nameless
 
