@@ -60,21 +60,17 @@ def batch(
     from nanocp.cli.ask.batch_files import BatchOutput, read_requests
     from nanocp.cli.ask.batch_sender import BatchSender
 
-    try:
-        num_requests = sum(1 for _ in read_requests(input_file))
-        sender = BatchSender(
-            base_url.rstrip("/").removesuffix("/v1"),
-            {"Authorization": f"Bearer {api_key}"} if api_key else {},
-            max_concurrency,
-            retry_s,
-            tls_context(ca),
-        )
-        asyncio.run(sender.check())
-        errors = error_file or output_file.with_suffix(f".errors{output_file.suffix}")
-        output = BatchOutput(output_file, errors, resume)
-    except ValueError as error:
-        print(f"nanocp batch: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    num_requests = sum(1 for _ in read_requests(input_file))
+    sender = BatchSender(
+        base_url.rstrip("/").removesuffix("/v1"),
+        {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        max_concurrency,
+        retry_s,
+        tls_context(ca),
+    )
+    asyncio.run(sender.check())
+    errors = error_file or output_file.with_suffix(f".errors{output_file.suffix}")
+    output = BatchOutput(output_file, errors, resume)
     left = (each for each in read_requests(input_file) if each.custom_id not in output.done)
     raise typer.Exit(_run(sender, left, output, num_requests, errors))
 

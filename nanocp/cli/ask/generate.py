@@ -173,8 +173,6 @@ def _failures_are_sentences(chunks: Sequence[Chunk]) -> Iterator[None]:
         _fail(f"{error} (--api-key, or OPENAI_API_KEY)", 2)
     except ServiceError as error:
         _fail(error, 2 if isinstance(error, InvalidArgument | Unavailable) and not chunks else 1)
-    except ValueError as error:
-        _fail(error, 2)
     except BrokenPipeError:
         raise  # The reader has stopped reading, as `| head` does: Typer exits without a message.
     except OSError as error:

@@ -51,9 +51,6 @@ def serve(
         for sentence in context.obj.said:
             print(f"nanocp bench serve: {sentence}", file=sys.stderr)
         status = _serve(target, dataset, load, body, report)
-    except ValueError as error:
-        print(f"nanocp bench serve: {error}", file=sys.stderr)
-        status = 2
     except KeyboardInterrupt:
         print("nanocp bench serve: stopped", file=sys.stderr)
         status = 130

@@ -6,10 +6,9 @@ if it cannot be written. Does not know: how it is made.
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -43,11 +42,11 @@ def make_checkpoint(
 ) -> None:
     """Write a seeded checkpoint with random weights and a byte-level tokenizer."""
     if (path / "config.json").exists():
-        _fail(f"{path} already holds a checkpoint; remove it or choose another folder")
+        raise ValueError(f"{path} already holds a checkpoint; remove it or choose another folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _fail(f"{path} cannot be a folder: {error.strerror}")
+        raise ValueError(f"{path} cannot be a folder: {error.strerror}") from None
     import torch
     from rich.console import Console
 
@@ -57,12 +56,7 @@ def make_checkpoint(
         with Console(stderr=True).status(f"making {preset.value} in {path}"):
             num_parameters = write(path, preset.value, seed, getattr(torch, dtype.value))
     except OSError as error:
-        _fail(f"{path} cannot be written: {error.strerror}")
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     typer.echo(
         f"{path}: preset {preset.value}, seed {seed}, {num_parameters / 1e6:.1f} million parameters"
     )
-
-
-def _fail(sentence: str) -> NoReturn:
-    print(f"nanocp make-checkpoint: {sentence}", file=sys.stderr)
-    raise typer.Exit(2)

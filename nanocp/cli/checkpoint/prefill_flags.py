@@ -6,7 +6,6 @@ exit status 2 if the checkpoint cannot be served. Does not know: vLLM, which it 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -33,15 +32,11 @@ def prefill_flags(
     from data_plane.model.config import ModelConfig
     from nanocp.config.file import load_config
 
-    try:
-        loaded = load_config(config, {})
-        delta = ModelConfig.from_folder(checkpoint).delta
-        if delta is not None and delta.has_channel_decay:
-            reason = "states of Kimi Delta Attention do not come from vLLM"
-            raise ValueError(f"{reason}; let NanoCP's own prefill compute prompts of {checkpoint}")
-    except (ValueError, OSError) as error:
-        print(f"nanocp prefill-flags: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    loaded = load_config(config, {})
+    delta = ModelConfig.from_folder(checkpoint).delta
+    if delta is not None and delta.has_channel_decay:
+        reason = "states of Kimi Delta Attention do not come from vLLM"
+        raise ValueError(f"{reason}; let NanoCP's own prefill compute prompts of {checkpoint}")
     flags = [
         f"--dtype {loaded.data_plane.dtype}",
         f"{_TRANSFER}.kv_connector NanocpConnector",

@@ -37,7 +37,7 @@ def config(
 
     if not target:
         if log_level:
-            raise typer.BadParameter("--log-level changes a service: name it with --target")
+            raise ValueError("--log-level changes a service: name it with --target")
         print(config_yaml(Config()), end="")
         return
     body = json.dumps({"log_level": log_level}).encode() if log_level else None

@@ -75,9 +75,6 @@ def top(
             console.print(picture(snapshot, console.width, len(snapshot["requests"])))
         else:
             _live(target, operator_key, snapshot)
-    except ValueError as error:
-        print(f"nanocp top: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

@@ -8,7 +8,6 @@ Does not know: the scheduler's insides.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -48,15 +47,11 @@ def why(
 
     A running service knows the latest 4,096 requests; an event log knows all.
     """
-    try:
-        if event_log is None:
-            path = f"/cluster/requests.json?name={quote(request, safe='')}"
-            found: list[dict[str, Any]] = fetch_json(target, path, operator_key)
-        else:
-            found = _replayed(event_log, request)
-    except ValueError as error:
-        print(f"nanocp why: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    if event_log is None:
+        path = f"/cluster/requests.json?name={quote(request, safe='')}"
+        found: list[dict[str, Any]] = fetch_json(target, path, operator_key)
+    else:
+        found = _replayed(event_log, request)
     if as_json:
         print(json.dumps(found))
         return

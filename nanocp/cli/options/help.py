@@ -1,7 +1,7 @@
 """Commands whose help fits 80 columns with every name whole, and that know what options are gone.
 
 Enters: a command line. Leaves: help on standard output; exit status 2 and a sentence for an option
-that was removed or has no meaning. Does not know: what a command does.
+that was removed, and for what a command finds wrong. Does not know: what a command does.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from nanocp.cli.options.removed import refusal
-from nanocp.cli.options.typed import WrongOptionError
 
 _Click: Any = TyperCommand.__base__
 _WIDTH, _COLUMN = 78, 26
@@ -37,10 +36,12 @@ class _Plain(_Click):  # type: ignore[misc]
             _refuse(ctx, sentence)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raises typer.Exit with status 2 for values without a meaning."""
+        """Run the command; raises typer.Exit with status 2 for what cannot be, by its sentence."""
         try:
             return super().invoke(ctx)
-        except WrongOptionError as error:
+        except BrokenPipeError:
+            raise  # The reader has stopped reading, as `| head` does: Typer says nothing.
+        except (ValueError, OSError) as error:
             _refuse(ctx, str(error))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -78,14 +79,14 @@ class Group(_Plain, TyperGroup):
 
 def name_of(ctx: Any) -> str:
     """The words of a command behind `nanocp`."""
-    words = []
+    words: list[str] = []
     while ctx.parent is not None:
         words.insert(0, ctx.info_name)
         ctx = ctx.parent
     return " ".join(words)
 
 
-def _refuse(ctx: Any, sentence: str) -> Any:
+def _refuse(ctx: Any, sentence: str) -> NoReturn:
     print(f"nanocp {name_of(ctx)}: {sentence}", file=sys.stderr)
     raise typer.Exit(2) from None
 

@@ -59,10 +59,6 @@ class FieldOptions(tuple[FieldOption, ...]):
     """
 
 
-class WrongOptionError(ValueError):
-    """Options or settings that have no meaning; the message says which."""
-
-
 class Setting(NamedTuple):
     """A value that is given by --set NAME=VALUE: a plain field of a dataclass of options."""
 
@@ -115,12 +111,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         parameters.append(_parameter(SET, [], _SetOption))
 
     def flat(**values: Any) -> None:
-        try:
-            values |= _given(settings, values.pop(SET, []))
-            for name, hint in groups.items():
-                values[name] = _collected(hint, values)
-        except ValueError as error:
-            raise WrongOptionError(str(error)) from None
+        values |= _given(settings, values.pop(SET, []))
+        for name, hint in groups.items():
+            values[name] = _collected(hint, values)
         command(**values)
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__

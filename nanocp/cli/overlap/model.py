@@ -82,7 +82,7 @@ def model(
 
 
 def machine_of(gpu: str, num_gpus: int) -> Machine:
-    """GPUs by the name of one in the paper's Table 1. Raises typer.BadParameter."""
+    """GPUs by the name of one in the paper's Table 1. Raises ValueError."""
     from nanocp.overlap.paper import TABLE_1
     from nanocp.overlap.roofline import Machine
 
@@ -90,7 +90,7 @@ def machine_of(gpu: str, num_gpus: int) -> Machine:
 
 
 def model_of(name: str) -> DenseModel:
-    """The dense model of that name. Raises typer.BadParameter."""
+    """The dense model of that name. Raises ValueError."""
     from nanocp.overlap.roofline import MODELS
 
     dense: DenseModel = _named({each.name: each for each in MODELS}, name)
@@ -99,7 +99,7 @@ def model_of(name: str) -> DenseModel:
 
 def _named(known: dict[str, Any], name: str) -> Any:
     if name not in known:
-        raise typer.BadParameter(f"{name!r} is not known; it must be one of {', '.join(known)}")
+        raise ValueError(f"{name!r} is not known; it must be one of {', '.join(known)}")
     return known[name]
 
 

@@ -80,14 +80,11 @@ def search(
     from nanocp.overlap.search import search as find
 
     if paper + bool(model) + bool(cluster) != 1:
-        raise typer.BadParameter("give one of --paper, --model and --cluster")
-    try:
-        if cluster:
-            case = _of_cluster(cluster, layer.constants, layer.rows)
-        else:
-            case = _of_paper() if paper else _of_model(model, gpu, iteration)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise ValueError("give one of --paper, --model and --cluster")
+    if cluster:
+        case = _of_cluster(cluster, layer.constants, layer.rows)
+    else:
+        case = _of_paper() if paper else _of_model(model, gpu, iteration)
     console = standard_output()
     with progress() as bar:
         task = bar.add_task("searching", total=None)

@@ -6,7 +6,6 @@ Does not know: how lanes are measured.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,11 +27,7 @@ def show(
     from nanocp.cli.options.console import output
     from nanocp.config.file import load_config
 
-    try:
-        scheduler = load_config(config, {}).scheduler
-    except ValueError as error:
-        print(f"nanocp overlap show: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    scheduler = load_config(config, {}).scheduler
     console = output()
     if scheduler.lanes != "measured":
         console.print(f"scheduler.lanes is {scheduler.lanes}: {_UNMEASURED[scheduler.lanes]}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,21 +98,17 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model fits, and with --log what per-request CP would give your requests."""
-    try:
-        fits = True
-        if load.log is not None:
-            _analyse(model, hardware, load, as_json)
-        else:
-            _check_no_log(load, as_json)
-            fits = _report(model, hardware)
-            if load.gauges is not None:
-                from nanocp.cli.plan.page import gauges_sentence
-                from nanocp.simulator.analyser.rank_gauges import read_gauges
+    fits = True
+    if load.log is not None:
+        _analyse(model, hardware, load, as_json)
+    else:
+        _check_no_log(load, as_json)
+        fits = _report(model, hardware)
+        if load.gauges is not None:
+            from nanocp.cli.plan.page import gauges_sentence
+            from nanocp.simulator.analyser.rank_gauges import read_gauges
 
-                typer.echo(gauges_sentence(read_gauges(load.gauges)))
-    except (ValueError, OSError) as error:
-        print(f"nanocp plan: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+            typer.echo(gauges_sentence(read_gauges(load.gauges)))
     raise typer.Exit(0 if fits else 1)
 
 

@@ -56,16 +56,16 @@ def show_stories(
 
 
 def check_explained(explain: list[str], explainer: Explainer) -> None:
-    """Raises BadParameter for a request that was asked for and did not arrive. Call it last."""
+    """Raises ValueError for a request that was asked for and did not arrive. Call it last."""
     for word in explain:
         if word == "long" and explainer.first_long_from_us is not None:
-            raise typer.BadParameter(
+            raise ValueError(
                 "--explain long: no request with a CP degree above 1 arrived after the warm-up"
             )
         if word != "long" and not any(
             word in story.arrival.names for story in explainer.stories.values()
         ):
             last = explainer.last_request_id
-            raise typer.BadParameter(
+            raise ValueError(
                 f"--explain {word}: no such request arrived; the last to arrive was number {last}"
             )

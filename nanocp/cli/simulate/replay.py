@@ -57,9 +57,7 @@ def replay(
         reader = LogReader(lines, str(log))
         played = replay_log(reader, notes if explain else None)
     except OSError as error:
-        raise typer.BadParameter(f"the event log {log} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise ValueError(f"the event log {log} cannot be read: {error.strerror}") from error
     if as_json:
         print(json.dumps(asdict(played) | ({"explained": explained(notes)} if explain else {})))
     else:

@@ -80,22 +80,19 @@ def run(
         return
     from nanocp.simulator.loads.workload import STATIC
 
-    try:
-        check_one_of(LAYOUTS, layout=pipeline.layout)
-        if pipeline.layout == "pipeline":
-            run_pipeline(context, scenario, pipeline, rate, as_json)
-            return
-        if options.host_pages and not options.prefix_sharing:
-            raise ValueError("host_pages finds pages by the hashes of prefix_sharing")
-        pages = {"prefix_sharing": options.prefix_sharing, "host_pages": options.host_pages}
-        if options.groups == 1:
-            played = _run(scenario, reports, rate, pages, explain)
-        elif explain or reports != Reports() or "fluid" in scenario.policy:
-            raise ValueError("groups is not for policy fluid, --explain and reports")
-        else:
-            played = _run_groups(scenario, rate, pages, options.groups)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+    check_one_of(LAYOUTS, layout=pipeline.layout)
+    if pipeline.layout == "pipeline":
+        run_pipeline(context, scenario, pipeline, rate, as_json)
+        return
+    if options.host_pages and not options.prefix_sharing:
+        raise ValueError("host_pages finds pages by the hashes of prefix_sharing")
+    pages = {"prefix_sharing": options.prefix_sharing, "host_pages": options.host_pages}
+    if options.groups == 1:
+        played = _run(scenario, reports, rate, pages, explain)
+    elif explain or reports != Reports() or "fluid" in scenario.policy:
+        raise ValueError("groups is not for policy fluid, --explain and reports")
+    else:
+        played = _run_groups(scenario, rate, pages, options.groups)
     if as_json:
         for policy, notes in played.notes.items() if explain else ():
             played.numbers[policy]["explained"] = explained(notes)

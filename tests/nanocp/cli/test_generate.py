@@ -9,20 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from harness.services.scripted_service import ScriptedService
-from nanocp.cli.ask.generate import generate
+from nanocp.cli.main import app
 from nanocp.client import Client
 from nanocp.wire.v1 import inference_pb2 as pb
 
-APP = typer.Typer()
-APP.command()(generate)
-
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(APP, list(arguments))
+    result = CliRunner().invoke(app, ["generate", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
 
