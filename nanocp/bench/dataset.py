@@ -48,7 +48,7 @@ class DatasetOptions:
     """Which requests are sent; `nanocp bench serve` has an option or a setting for each field."""
 
     name: str = "random"
-    """Where requests come from."""
+    """random, sharegpt, custom, prefix_repetition, mooncake or azure: where requests come from."""
     path: Path | None = None
     """A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt without it:
     random prompts of its lengths."""

@@ -17,7 +17,7 @@ from nanocp.bench.names import BACKENDS, GO_ON
 from nanocp.cli.bench.dataset import Dataset
 from nanocp.cli.bench.load import Load
 from nanocp.cli.bench.report import Report
-from nanocp.cli.bench.target import Body, Target, pairs
+from nanocp.cli.bench.target import Target, pairs
 from nanocp.cli.options.help import Group
 from nanocp.cli.options.typed import with_options
 from nanocp.cli.options.vllm_flags import VllmCommand
@@ -38,7 +38,6 @@ def serve(
     target: Target,
     dataset: Dataset,
     load: Load,
-    body: Body,
     report: Report,
 ) -> None:
     """Send requests to a running service and report throughput and latencies.
@@ -50,14 +49,14 @@ def serve(
         check_one_of(BACKENDS, **{"--backend": target.backend})
         for sentence in context.obj.said:
             print(f"nanocp bench serve: {sentence}", file=sys.stderr)
-        status = _serve(target, dataset, load, body, report)
+        status = _serve(target, dataset, load, report)
     except KeyboardInterrupt:
         print("nanocp bench serve: stopped", file=sys.stderr)
         status = 130
     raise typer.Exit(status)
 
 
-def _serve(target: Target, dataset: Dataset, load: Load, body: Body, report: Report) -> int:
+def _serve(target: Target, dataset: Dataset, load: Load, report: Report) -> int:
     """Returns the exit status.
 
     Raises ValueError for options without a meaning, and if the service does not answer.
@@ -65,7 +64,7 @@ def _serve(target: Target, dataset: Dataset, load: Load, body: Body, report: Rep
     report.check()
     load.check(dataset.name, dataset.is_trace)
     requests = dataset.requests(target.backend)
-    fields = body.fields(dataset.name in GO_ON or dataset.is_trace, target.backend)
+    fields = target.body(dataset.name in GO_ON or dataset.is_trace)
     sent = asyncio.run(
         load.send(lambda: target.connect(fields), requests, dataset.seed, dataset.is_trace)
     )

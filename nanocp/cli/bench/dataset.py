@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanocp.bench.dataset import DatasetOptions
-from nanocp.bench.names import DATASETS, TRACES
+from nanocp.bench.names import TRACES
 from nanocp.cli.options.typed import Option
-from nanocp.config.choices import one_of
 
 if TYPE_CHECKING:
     from nanocp.bench.dataset import SampleRequest
@@ -24,20 +23,12 @@ if TYPE_CHECKING:
 class Dataset(DatasetOptions):
     """Options of the prompts and their lengths, and the tokenizer that counts."""
 
-    name: Annotated[
-        str, typer.Option("--dataset-name", help=f"{one_of(DATASETS)}: where requests come from.")
-    ] = "random"
+    name: Annotated[str, typer.Option("--dataset-name")] = "random"
     path: Annotated[Path | None, typer.Option("--dataset-path")] = None
-    """A trace, ShareGPT's JSON, or custom's lines of JSON with a prompt each; sharegpt without it:
-    random prompts of its lengths."""
     num_prompts: Option[int] = 1000
-    """Requests; a trace may have fewer."""
     seed: Option[int] = 0
-    """Seed of prompts and arrivals."""
     random_input_len: Option[int] = 1024
-    """random: tokens of a prompt."""
     random_output_len: Option[int] = 128
-    """random: tokens of an output."""
     tokenizer: Option[Path | None] = None
     """A folder with tokenizer.json; without it, token ids."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The service, and how it is reached."""
+    """The service, how it is reached, and what every request carries."""
 
     backend: Annotated[
         str,
@@ -42,12 +42,18 @@ class Target:
     """The server's host."""
     port: Option[int | None] = None
     """The server's port; 8000, or 50051 for grpc."""
+    ignore_eos: Option[bool] = False
+    """Go on after the model's end of sequence; always so for random and traces."""
+    extra_body: Option[list[str]] = field(default_factory=list)
+    """JSON, added to each request's body: its sampling parameters, say."""
     served_model_name: str | None = None
     """The name that requests use, if another."""
     header: list[str] = field(default_factory=list)
     """KEY=VALUE, sent with each HTTP request."""
     ca: Path | None = None
     """Certificates by which the service's is judged."""
+    logprobs: int | None = None
+    """Ask for this many most likely tokens beside each."""
 
     def connect(self, body: dict[str, Any]) -> Backend:
         """A connection whose requests all carry `body`; call it in the event loop that uses it."""
@@ -70,29 +76,16 @@ class Target:
             ssl=tls_context(self.ca),
         )
 
+    def body(self, goes_on: bool) -> dict[str, Any]:
+        """What every request carries beside its prompt and length.
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """What every request carries beside its prompt and length."""
-
-    ignore_eos: Option[bool] = False
-    """Go on after the model's end of sequence; always so for random and traces."""
-    extra_body: Option[list[str]] = field(default_factory=list)
-    """JSON, added to each request's body: its sampling parameters, say."""
-    logprobs: int | None = None
-    """Ask for this many most likely tokens beside each."""
-
-    def fields(self, goes_on: bool, backend: str) -> dict[str, Any]:
-        """The body's fields. goes_on: the dataset says how long outputs are.
-
-        Raises ValueError unless each --extra-body is a JSON object.
+        goes_on: the dataset says how long outputs are. Raises ValueError unless each --extra-body is a JSON object.
         """
         fields: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos or goes_on else {}
         if self.logprobs is not None:
-            is_chat = backend == "openai-chat"
             fields |= (
                 {"logprobs": True, "top_logprobs": self.logprobs}
-                if is_chat
+                if self.backend == "openai-chat"
                 else {"logprobs": self.logprobs}
             )
         for text in self.extra_body:
