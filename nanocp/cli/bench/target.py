@@ -79,7 +79,8 @@ class Target:
     def body(self, goes_on: bool) -> dict[str, Any]:
         """What every request carries beside its prompt and length.
 
-        goes_on: the dataset says how long outputs are. Raises ValueError unless each --extra-body is a JSON object.
+        goes_on: the dataset says how long outputs are. Raises ValueError unless each --extra-body
+        is a JSON object.
         """
         fields: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos or goes_on else {}
         if self.logprobs is not None:

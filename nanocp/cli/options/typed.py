@@ -12,17 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    NamedTuple,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -108,7 +99,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hint))
     if settings:
-        parameters.append(_parameter(SET, [], _SetOption))
+        about = "One of the settings below. May be given again."
+        option = typer.Option("--set", metavar="NAME=VALUE", help=about)
+        parameters.append(_parameter(SET, [], Annotated[list[str], option]))
 
     def flat(**values: Any) -> None:
         values |= _given(settings, values.pop(SET, []))
@@ -123,14 +116,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-_SetOption = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="One of the settings below. May be given again."
-    ),
-]
-
-
 def json_object(option: str, text: str) -> dict[str, Any]:
     """The JSON object that an option's value is. Raises ValueError, naming the option."""
     try:
@@ -140,11 +125,6 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{option} is {text!r}; it must be a JSON object")
     return values
-
-
-def set_names(given: Sequence[str]) -> set[str]:
-    """Names of the settings in what was given to --set."""
-    return {item.partition("=")[0] for item in given}
 
 
 def _given(settings: Mapping[str, Setting], items: Sequence[str]) -> dict[str, Any]:
@@ -173,15 +153,15 @@ def _metadata(hint: Any) -> tuple[Any, ...]:
 def _settings(kind: Any) -> dict[str, Setting]:
     hints, docs = get_type_hints(kind, include_extras=True), field_docs(kind)
     return {
-        field.name: Setting(field.name, hints[field.name], _with_default(docs, field))
+        field.name: Setting(
+            field.name,
+            hints[field.name],
+            docs[field.name]
+            + (f"  [default: {shown}]" if (shown := _shown(_default(field))) else ""),
+        )
         for field in fields(kind)
         if not _is_option(hints[field.name])
     }
-
-
-def _with_default(docs: Mapping[str, str], field: Field[Any]) -> str:
-    default = _shown(_default(field))
-    return docs[field.name] + (f"  [default: {default}]" if default else "")
 
 
 def _field_options(hint: Any) -> FieldOptions:
@@ -280,7 +260,7 @@ def _option_type(hint: Any) -> Any:
     """The type that Typer parses for a field's type."""
     if get_origin(hint) is Annotated:
         return _option_type(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
+    if NoneType in get_args(hint):
         return _option_type(next(kind for kind in get_args(hint) if kind is not NoneType))
     origin = get_origin(hint)
     if origin is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanocp.cli.options.typed import SET, Option, set_names
+from nanocp.cli.options.typed import SET, Option
 from nanocp.cli.simulate.numbers import all_judged, cell_of
 from nanocp.cli.simulate.options import Scenario
 
@@ -78,7 +78,7 @@ def run_pipeline(
     """Run each layer policy at one rate. Raises ValueError for options without a meaning."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    settings = set_names(context.params[SET])
+    settings = {item.partition("=")[0] for item in context.params[SET]}
     if alien := sorted(settings - _HAVE_MEANING):
         raise ValueError(f"{alien[0]} has no meaning with --layout pipeline")
     if alien := sorted(given - _HAVE_MEANING - {SET}):

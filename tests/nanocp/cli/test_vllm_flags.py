@@ -89,6 +89,34 @@ def test_a_plain_flag_is_accepted(words, expected):
     assert (made.refused, made.words) == ([], ["folder", *expected])
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--burstiness", "0.5"], ["--set=burstiness=0.5"]),
+        (["--num_warmups=3"], ["--set=num_warmups=3"]),
+        (["--disable-tqdm"], ["--set=disable_tqdm=on"]),
+        (["--no-self-timed"], ["--set=self_timed=off"]),
+        (["--sharegpt-output-len", "7"], ["--set=output_len=7"]),
+        (["--output-len", "7", "--hf-output-len=-1"], ["--set=output_len=7"]),
+        (["--header", "a=1", "b=2"], ["--set=header=a=1", "--set=header=b=2"]),
+        (
+            ["--goodput", "ttft:500", "tpot:50", "--seed", "1"],
+            ["--set=goodput=ttft:500", "--set=goodput=tpot:50", "--seed", "1"],
+        ),
+        (
+            ["--temperature", "0.5", "--extra-body", '{"user": "me"}', "--top_k=3"],
+            [
+                *("--extra-body", '{"user": "me"}'),
+                *("--extra-body", '{"temperature": 0.5, "top_k": 3}'),
+            ],
+        ),
+    ],
+)
+def test_a_flag_of_vllms_benchmark_is_a_setting_or_a_field(words, expected):
+    made = read(*words, command="bench")
+    assert (made.refused, made.words) == ([], expected)
+
+
 def test_the_folder_may_come_last_or_by_a_flag():
     assert read("--api-key", "a", "folder").words == ["--api-key", "a", "folder"]
     assert read("--model", "folder", "--api-key", "a", "b").words[0] == "folder"
