@@ -133,5 +133,5 @@ def _refuse_too_large(config: Config, model: ModelConfig) -> None:
         raise ValueError(
             "the prefill holds the whole model on one machine: "
             f"{needed / 2**30:.1f} GiB in {config.data_plane.dtype}, but {available / 2**30:.1f} "
-            "GiB of memory are free; use --synthetic-kv, or a machine with more memory"
+            "GiB of memory are free; set prefill.synthetic_kv, or a machine with more memory"
         )

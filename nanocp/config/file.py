@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -107,6 +107,22 @@ def doubts_in(profile: str) -> list[str]:
     return [each.removeprefix("# ") for each in lines if each.startswith(f"# {UNRELIABLE}")]
 
 
+def settings(given: Sequence[str]) -> dict[str, Any]:
+    """The keys that SECTION.KEY=VALUE set, for `load_config`. Values are JSON, or else text.
+
+    Raises ValueError for what has no such form.
+    """
+    found = {}
+    for each in given:
+        key, sign, text = each.partition("=")
+        if not sign or "." not in key:
+            raise ValueError(
+                f"--set is {each!r}; it must be SECTION.KEY=VALUE, as in cluster.num_frames=512"
+            )
+        found[key] = _value(key, text)
+    return found
+
+
 # --- Sources
 
 
@@ -139,13 +155,16 @@ def _from_environment(environment: Mapping[str, str]) -> _Source:
         if not variable.startswith(ENVIRONMENT_PREFIX) or len(keys) < 2:
             continue
         key_of[keys] = variable
-        try:
-            # A key of digits only is no number.
-            value = text if keys[-1] == "api_key" else json.loads(text)
-        except json.JSONDecodeError:
-            value = text
-        tree = _merge(tree, _nested(keys, value))
+        tree = _merge(tree, _nested(keys, _value(keys[-1], text)))
     return _Source("the environment", tree, key_of)
+
+
+def _value(key: str, text: str) -> Any:
+    try:
+        # A key of digits only is no number.
+        return text if key.endswith("api_key") else json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _from_flags(overrides: Mapping[str, Any]) -> _Source:

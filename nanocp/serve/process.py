@@ -150,7 +150,7 @@ def serving(
     port, metrics_port = free_ports(num_front_ends), free_port()
     http_port = free_ports(num_front_ends) if http else 0
     command = [*program, "serve", str(checkpoint), *flags]
-    command += ["--synthetic-kv"] if synthetic_kv else []
+    command += ["--set", "prefill.synthetic_kv=true"] if synthetic_kv else []
     command += ["--instances", str(instances), "--grpc-port", str(port)]
     command += ["--metrics-port", str(metrics_port), "--http-port", str(http_port)]
     command += [] if ray else ["--no-ray"]

@@ -138,12 +138,12 @@ def serving(checkpoint: Path, progress: Progress) -> Iterator[Sequence[str]]:
 
     task = progress.add_task(f"starting {NUM_INSTANCES} instances", total=None)
     port = free_ports(NUM_FRONT_ENDS)
-    command = [*PROGRAM, "serve", str(checkpoint), "--check-invariants"]
+    command = [*PROGRAM, "serve", str(checkpoint), "--set", "service.check_invariants=true"]
     num_stages = NUM_STAGES
     with contextlib.suppress(ValueError):  # the service says what is wrong with a checkpoint
         if carry_bytes(ModelConfig.from_folder(checkpoint), 4):
             num_stages = 1  # states of linear attention layers come from one stage
-    command += ["--instances", str(NUM_INSTANCES), "--prefill-stages", str(num_stages)]
+    command += ["--instances", str(NUM_INSTANCES), "--set", f"prefill.stages={num_stages}"]
     # So few that a long prompt needs several instances, whatever that costs here.
     command += ["--num-frames", str(NUM_FRAMES)]
     command += ["--front-ends", str(NUM_FRONT_ENDS), "--controller-process"]

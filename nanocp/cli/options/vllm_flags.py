@@ -193,7 +193,7 @@ class Reader:
             near = get_close_matches(flag, [*self._options, *self._table], n=1)
             right = f"did you mean {near[0]}?" if near else "see --help"
             if keys := _keys_named(flag.removeprefix("--").replace("-", "_")):
-                right = f"set {' or '.join(keys)} in a file (--config)"
+                right = f"write --set {' or '.join(keys)}=VALUE"
             gone = refusal(self._command, flag)
             self._out.refused.append(gone or f"{flag} is no option here: {right}")
             return

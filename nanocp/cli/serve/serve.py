@@ -40,11 +40,8 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("cluster.max_model_len"),
         config_option("cluster.bounds.max_rows"),
         config_option("scheduler.policy"),
-        config_option("scheduler.steps_per_window"),
-        config_option("scheduler.max_queued_requests"),
         config_option("data_plane.device"),
         config_option("data_plane.dtype"),
-        config_option("data_plane.threads_per_instance"),
         config_option("service.host"),
         config_option("service.grpc_port"),
         config_option("service.http_port"),
@@ -55,22 +52,12 @@ CONFIG_OPTIONS = FieldOptions(
         config_option("service.api_keys", name="api_key", metavar="KEY"),
         config_option("service.api_keys_file", metavar="FILE"),
         config_option("service.operator_keys_file", metavar="FILE"),
-        *(
-            config_option(f"service.{name}")
-            for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
-        ),
         config_option("service.tool_call_parser"),
         config_option("service.reasoning_parser"),
-        config_option("service.public_status"),
-        config_option("service.cors_origins", name="cors_origin", metavar="ORIGIN"),
         config_option("prefill.engines", name="prefill", metavar="URL"),
-        config_option("prefill.stages", name="prefill_stages"),
-        config_option("prefill.synthetic_kv"),
         config_option("service.event_log", metavar="FILE"),
         config_option("service.log_format"),
         config_option("service.log_level"),
-        config_option("service.otlp_traces_endpoint", metavar="URL"),
-        config_option("service.check_invariants"),
     ]
 )
 
@@ -94,6 +81,14 @@ def serve(
     ray: Annotated[
         bool, typer.Option(help="Start instances as Ray actors, or as plain subprocesses.")
     ] = True,
+    set_: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="Any key that `nanocp config` prints. May be given again.",
+        ),
+    ] = [],  # noqa: B006 (Typer reads it)
     print_config: Annotated[
         bool,
         typer.Option(
@@ -128,7 +123,7 @@ def serve(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from nanocp.cli.serve.vllm_sizes import with_sizes
-    from nanocp.config.file import doubts_in, origins
+    from nanocp.config.file import doubts_in, origins, settings
     from nanocp.config.speculative import num_drafts_of
     from nanocp.config.yaml import config_yaml
     from nanocp.serve.served import with_model_len
@@ -140,6 +135,7 @@ def serve(
             flags["limits.drain_timeout_ms"] = round(drain_timeout_s * 1000)
         if speculative_config is not None:
             flags["scheduler.num_drafts"] = num_drafts_of(speculative_config)
+        flags |= settings(set_)
         loaded, flags = with_sizes(config, flags | context.obj.sets, checkpoint)
         if print_config:
             print(config_yaml(loaded, origins(config, flags)), end="")

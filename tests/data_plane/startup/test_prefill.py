@@ -29,7 +29,7 @@ def test_model_larger_than_the_free_memory_is_refused_by_numbers(tiny_checkpoint
     )
     with pytest.raises(
         ValueError,
-        match=r"0\.0 GiB in float32, but 0\.0 GiB of memory are free; use --synthetic-kv",
+        match=r"0\.0 GiB in float32, but 0\.0 GiB of memory are free; set prefill.synthetic_kv",
     ):
         prefill.build_prefill_stage(Config(), 0, Segments("unused"), tiny_checkpoint)
 

@@ -32,7 +32,7 @@ SMALL = [
     "0",
     "--http-port",
     "0",
-    "--check-invariants",
+    *("--set", "service.check_invariants=true"),
 ]
 EXIT_S = 25.0
 """Time in which a service that lost an instance exits: less than any timeout."""

@@ -143,7 +143,7 @@ def test_the_folder_may_come_last_or_by_a_flag():
         (["--swap-space", "--enable-chunked-prefill"], "--swap-space has no value: give one"),
         (["--speculative-config.method"], "method has no value: give one"),
         (["--enable-prefix-caching=False"], "give it alone, or its opposite"),
-        (["--wire-form", "x"], "set data_plane.wire_form in a file (--config)"),
+        (["--wire-form", "x"], "write --set data_plane.wire_form=VALUE"),
         (["--zzz"], "--zzz is no option here: see --help"),
     ],
 )

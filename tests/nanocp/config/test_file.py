@@ -8,7 +8,7 @@ import pytest
 
 from nanocp.config.choices import PROFILED, marks_of
 from nanocp.config.cost import CPU_COSTS, CostConfig
-from nanocp.config.file import REMOVED, known_keys, load_config
+from nanocp.config.file import REMOVED, known_keys, load_config, settings
 from nanocp.config.whole import Config
 
 DEFAULT = replace(Config(), scheduler=replace(Config().scheduler, costs=CPU_COSTS))
@@ -288,3 +288,20 @@ def test_what_is_measured_is_in_the_profile_only(tmp_path: Path) -> None:
         load_config(None, given, {})
     with pytest.raises(ValueError, match=r"the profile .*absent\.yaml does not exist"):
         load_config(None, {"scheduler.profile": str(tmp_path / "absent.yaml")}, {})
+
+
+def test_settings_of_the_command_line_are_json_or_text() -> None:
+    given = ["cluster.num_frames=512", "service.host=::1", 'service.cors_origins=["*"]']
+    assert settings([*given, "scheduler.policy=a=b"]) == {
+        "cluster.num_frames": 512,
+        "service.host": "::1",
+        "service.cors_origins": ["*"],
+        "scheduler.policy": "a=b",
+    }
+    assert settings(["prefill.api_key=12345"]) == {"prefill.api_key": "12345"}
+    assert load_config(None, settings(given), {}).service.cors_origins == ("*",)
+    for wrong in ("num_frames=3", "cluster.num_frames", ""):
+        with pytest.raises(ValueError, match=r"it must be SECTION\.KEY=VALUE, as in cluster"):
+            settings([wrong])
+    with pytest.raises(ValueError, match="the command line: unknown key 'num_framez'"):
+        load_config(None, settings(["cluster.num_framez=3"]), {})

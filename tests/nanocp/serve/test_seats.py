@@ -31,7 +31,12 @@ def test_instances_leave_and_come_back_while_a_stream_goes_on(options, tmp_path,
     """At the word of an operator, whom the log names."""
     (tmp_path / "operators").write_text("alice her-key\n")
     monkeypatch.setenv("NANOCP_OPERATOR_KEY", "her-key")
-    keys = ["--operator-keys-file", str(tmp_path / "operators"), "--public-status"]
+    keys = [
+        "--operator-keys-file",
+        str(tmp_path / "operators"),
+        "--set",
+        "service.public_status=true",
+    ]
     with Serve(*options, *keys, factory="build_slow", environment=REDUNDANT) as serve:
         stream = Stream(serve.address, max_tokens=800)
         target = status_of(serve)
