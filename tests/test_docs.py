@@ -12,6 +12,7 @@ from control_plane.scheduler.policies.registry import POLICY_NAMES
 from harness.paths import ROOT
 from harness.programs.texts import DOCUMENTS, PACKAGES
 from nanocp.cli.main import app
+from nanocp.cli.options.vllm_flags import answers
 
 MAX_COLUMNS = 100
 MAX_CELL_WORDS = 30
@@ -173,6 +174,8 @@ def test_commands_and_their_flags_exist(document):
                     for parameter in command.params
                     for flag in (*parameter.opts, *parameter.secondary_opts)
                 }
+                if path[1:] == ["bench", "serve"]:  # vLLM's, too
+                    flags |= {flag for flag, one in answers("bench").items() if one.kind == "same"}
                 assert word in flags, f"{' '.join(path)} has no {word}"
         assert len(path) > 1 or words == ["--help"], words
 
