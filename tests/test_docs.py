@@ -16,6 +16,8 @@ from nanocp.cli.options.vllm_flags import answers
 
 MAX_COLUMNS = 100
 MAX_CELL_WORDS = 30
+HISTORY = {"log.md", "CHANGELOG.md"}
+"""Documents whose names are those of their day."""
 
 
 def named(path):
@@ -73,6 +75,40 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(linked), f"{target}: there is no such heading"
 
 
+def undefined_symbols(text):
+    """(file, symbol) of every `file` (Symbol) whose file is not there or does not define it.
+
+    The parentheses hold one name or several, plain or as Class.method.
+    """
+    pairs = re.findall(
+        r"`([\w./-]+\.(?:py|cpp|h|proto))`\s+\((`?[A-Za-z_][\w.]*`?(?:,\s+`?[A-Za-z_][\w.]*`?)*)\)",
+        text,
+    )
+    for path, names in pairs:
+        code = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+        for name in re.findall(r"\w+", names):
+            defines = (
+                rf"^\s*(?:class|def|async def) {name}\b|^\s*{name}\b[^(\n]*="
+                if path.endswith(".py")
+                else rf"\b{name}\b"
+            )
+            if not re.search(defines, code, re.M):
+                yield path, name
+
+
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path.name not in HISTORY], ids=named
+)
+def test_a_symbol_in_parentheses_is_in_the_file_before_it(document):
+    assert not list(undefined_symbols(document.read_text()))
+
+
+def test_a_symbol_that_is_not_there_would_be_seen():
+    file, gone = "nanocp/values/plan.py", "nanocp/values/gone.py"
+    text = f"`{file}` (Arrival, Gone), `{file}`\n(`Placement.cp_degree`) (x) and `{gone}` (Plan)"
+    assert list(undefined_symbols(text)) == [(file, "Gone"), (gone, "Plan")]
+
+
 DECISIONS = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
 
 
@@ -117,10 +153,8 @@ def test_every_yes_of_the_comparison_names_a_test_that_exists():
             assert bool(star) == bool(is_system), f"{function}: * is for make test-system"
 
 
-def test_the_architecture_has_every_room():
-    (tree,) = re.findall(
-        r"```\n(nanocp/.*?)```", (ROOT / "docs/develop/architecture.md").read_text(), re.S
-    )
+def test_the_map_has_every_room():
+    (tree,) = re.findall(r"```\n(nanocp/.*?)```", (ROOT / "docs/develop/map.md").read_text(), re.S)
     listed = re.findall(r"^(\S+) ", tree, re.M)
     rooms = [
         f"{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}"

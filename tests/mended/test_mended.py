@@ -23,8 +23,8 @@ SAID = {
     ],
     "a-closed-ssh": [("docs/use/deploy.md", r"ray exec --tmux .*without it, that is a SIGHUP")],
     "a-contributors-metric": [
-        ("CONTRIBUTING.md", r"## Add a metric.*metric_families\.py"),
-        ("CONTRIBUTING.md", r"It may read what `ClusterState` and `Request`"),
+        ("docs/develop/map.md", r"### A metric .*metrics/families\.py"),
+        ("docs/develop/map.md", r"It may read what `ClusterState` and `Request`"),
     ],
     "flags-in-readme": [("README.md", r"`nanocp --help` lists the commands")],
     "output-of-the-quick-start": [
