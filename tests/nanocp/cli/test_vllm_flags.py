@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import textwrap
 from dataclasses import fields
 
 import pytest
@@ -284,33 +285,69 @@ def test_flags_and_keys_that_sentences_name_exist(command):
 
 # --- the document
 
-HERE = {"always": "changes nothing", "give": "refused", "never": "not supported"}
+KINDS = {
+    "same": "The same here.",
+    "here": "Another name or setting here.",
+    "always": "Accepted, and changes nothing.",
+    "give": "Refused, with what to give instead.",
+    "never": "Not supported.",
+}
 
 
-def row(flag, command):
+def names(flags):
+    return ", ".join(f"`{flag}`" for flag in sorted(flags, key=lambda f: f.lstrip("-")))
+
+
+def kind_and_answer(flag, command):
+    """The kind of a flag's answer, and what is said of it before and behind its name."""
     if (answer := answers(command).get(flag)) is None:
-        return f"| `{flag}` | the same | |"
-    key = f"{answer.key}=" if answer.option == "--set" else answer.key
-    here = (
-        HERE.get(answer.kind) or f"`{' '.join(filter(None, (answer.option, key))) or 'CHECKPOINT'}`"
-    )
-    but = ", ".join(f"`{value}`" for value in answer.harmless)
+        return "same", ("", "")
     why = answer.why[0].upper() + answer.why[1:].rstrip(".")
-    return f"| `{flag}` | {here}{f', unless {but}' if but else ''} | {why}. |"
+    but = f" Accepted with {names(answer.harmless)}." if answer.harmless else ""
+    if answer.kind in ("always", "give", "never"):
+        return answer.kind, (f"{why}:", but)
+    here = answer.option or answer.key or "CHECKPOINT"
+    return "here", (f"`{here}`:", f" {why}.{but}")
+
+
+def of_one_answer(flags, command):
+    """Each kind of answer once, and below it each answer with all its flags."""
+    made = {}
+    for flag in flags:
+        kind, answer = kind_and_answer(flag, command)
+        made.setdefault(kind, {}).setdefault(answer, []).append(flag)
+    for kind, title in KINDS.items():
+        yield f"\n**{title}**\n"
+        for (before, behind), group in sorted(made.get(kind, {}).items()):
+            text = f"{before} {names(group)}.{behind}".strip()
+            begin = "- " if before else ""
+            yield textwrap.fill(
+                begin + text, 100, subsequent_indent=" " * len(begin), break_on_hyphens=False
+            )
 
 
 def tables():
     for command, title in (("serve", "vllm serve"), ("bench", "vllm bench serve")):
         own = {name for name in NAMES[command] if name in options_of(command)} - {"-h", "--no-ray"}
-        yield f"## Flags of {title}\n\n| vLLM | here | |\n|---|---|---|"
-        flags = own | answers(command).keys()
-        yield "\n".join(row(flag, command) for flag in sorted(flags, key=lambda f: f.lstrip("-")))
+        yield f"## Flags of {title}"
+        yield from of_one_answer(own | answers(command).keys(), command)
         yield ""
     yield "## Variables\n\n| vLLM | here |\n|---|---|"
+    made = {}
     for sentence in said_of_environment(dict.fromkeys(NAMES["environment"], "1")):
         name, _, why = sentence.partition(" is vLLM's: ")
         if "nothing here reads it" not in why:
-            yield f"| `{name}` | {why[0].upper() + why[1:]}. |"
+            made.setdefault(why, []).append(name)
+    for why, variables in made.items():
+        yield f"| {names(variables)} | {why[0].upper() + why[1:]}. |"
+
+
+def test_each_flag_stands_once_under_its_answer():
+    for command in ("serve", "bench"):
+        text = " ".join("\n".join(of_one_answer(answers(command), command)).split())
+        for flag, answer in answers(command).items():
+            (item,) = re.findall(rf"(?:^|- )((?:(?!- ).)*`{flag}`[,.](?:(?!- ).)*)", text)
+            assert answer.why[1:].rstrip(".") in item, flag
 
 
 def test_the_document_has_the_table():
