@@ -236,7 +236,7 @@ def _own_start_s(checkpoint: Path) -> float:
 
 def _experts_load_s(checkpoint: Path) -> float:
     """Seconds in which one instance's experts are loaded into weights that are here."""
-    weights, dtype = load_shared_weights(WITH_SPARE, checkpoint), torch_dtype(WITH_SPARE)
+    weights, dtype = load_shared_weights(WITH_SPARE, checkpoint), torch_dtype(WITH_SPARE.data_plane)
     model = ModelConfig.from_folder(checkpoint)
     held = dict(enumerate(expert_range(model, 0, NUM_INSTANCES)))
     began_s = time.monotonic()

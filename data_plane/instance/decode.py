@@ -94,7 +94,8 @@ class DecodeInstance(WindowEdge):
         self.selected = startup.selected
         """What was selected at start-up and why, one sentence each."""
         self._frames = frames = startup.frames
-        if (slots := Slots.of(config, frames.page_bytes)) is not None:
+        slots = Slots.of(config.scheduler, config.kv_offload.file_dir, frames.page_bytes)
+        if slots is not None:
             self.copier = PageCopier(self._instance, slots, self._page_view, self._write_page)
             self.copier.start()
         self._startup, self._carry = startup, frames.carry

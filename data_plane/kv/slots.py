@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 
 from data_plane.kv.huge_pages import huge_pages
-from nanocp.config.whole import Config
+from nanocp.config.scheduler import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,12 @@ class Slots:
                 ) from error
 
     @classmethod
-    def of(cls, config: Config, page_bytes: int) -> Slots | None:
+    def of(cls, scheduler: SchedulerConfig, file_dir: str, page_bytes: int) -> Slots | None:
         """Make an instance's slots; None without kv_offload. Raises what the constructor raises."""
-        scheduler = config.scheduler
         num_host, num_file = scheduler.offload_host_pages, scheduler.offload_file_pages
         if not num_host:
             return None
-        return cls(num_host, num_file, page_bytes, config.kv_offload.file_dir)
+        return cls(num_host, num_file, page_bytes, file_dir)
 
     def write(self, slot: int, payload: np.ndarray) -> bool:
         """Put a page into a slot. False if the file cannot take it, such as on a full disk.

@@ -1,6 +1,6 @@
 """Sizes of stored tensors and of KV, from config.json alone: no torch is needed to know them.
 
-Enters: a ModelConfig, what is configured. Leaves: names and shapes, bytes. Does not know: files,
+Enters: a ModelConfig, dtypes as configured. Leaves: names and shapes, bytes. Does not know: files,
 frames.
 """
 
@@ -14,7 +14,7 @@ from data_plane.model.attention_kinds.delta import DeltaConfig
 from data_plane.model.attention_kinds.kind import AttentionKind
 from data_plane.model.config import ModelConfig
 from data_plane.model.families import PLAIN_NAMES, TensorNames
-from nanocp.config.whole import Config
+from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.values.plan import PAGE_SIZE
 
 NUM_SCALES = 4
@@ -31,18 +31,18 @@ def token_bytes(rank: int, rope_dim: int) -> int:
     return rank + 4 * NUM_SCALES + 2 * rope_dim
 
 
-def item_bytes(config: Config) -> int:
+def item_bytes(data_plane: DataPlaneConfig) -> int:
     """Bytes of a number of the configured dtype."""
-    return 2 if config.data_plane.dtype == "bfloat16" else 4
+    return 2 if data_plane.dtype == "bfloat16" else 4
 
 
-def page_bytes(model: ModelConfig, config: Config) -> int:
+def page_bytes(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
     """Compute the bytes of a page of all layers. Raises ValueError if KV cannot be kept in FP8."""
     kind, num_tokens = model.attention, PAGE_SIZE * model.num_kept_layers
-    if config.data_plane.kv_dtype == "fp8":
+    if data_plane.kv_dtype == "fp8":
         rank = kind.fp8_rank()
         return num_tokens * token_bytes(rank, kind.kv_width - rank)
-    return num_tokens * kind.kv_width * item_bytes(config)
+    return num_tokens * kind.kv_width * item_bytes(data_plane)
 
 
 class CarryField(NamedTuple):
@@ -86,9 +86,9 @@ def carry_bytes(model: ModelConfig, item_bytes: int, depth: int = CARRY_DEPTH) -
     return carry_layout(model.delta, item_bytes, depth)[1] * len(model.linear_layers)
 
 
-def carry_pages(model: ModelConfig, config: Config) -> int:
+def carry_pages(model: ModelConfig, data_plane: DataPlaneConfig) -> int:
     """Pages that a row's state takes; 0: the model has no linear attention layers."""
-    return -(-carry_bytes(model, item_bytes(config)) // page_bytes(model, config))
+    return -(-carry_bytes(model, item_bytes(data_plane)) // page_bytes(model, data_plane))
 
 
 def mlp_names(prefix: str, names: TensorNames = PLAIN_NAMES) -> tuple[str, str, str]:

@@ -78,7 +78,7 @@ def build_prefill_stage(
     built = build_stage(own, stage, segments, checkpoint, progress, max_in_flight, 1, has_mtp)
     fp8_rank = model.attention.fp8_rank() if config.data_plane.kv_dtype == "fp8" else None
     num_before, _ = model.places_before(layers_of(split, stage).start)
-    layer_bytes = page_bytes(model, config) // model.num_kept_layers
+    layer_bytes = page_bytes(model, config.data_plane) // model.num_kept_layers
     return PrefillStage(built, fp8_rank, num_before * layer_bytes)
 
 
@@ -89,7 +89,7 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     their KV. Raises ValueError naming what is wrong with the checkpoint.
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
-    model, dtype = model_of(config, checkpoint), torch_dtype(config)
+    model, dtype = model_of(config, checkpoint), torch_dtype(config.data_plane)
     kind, delta = model.attention, model.delta
     if delta is not None and (delta.has_channel_decay or 0 not in model.linear_layers):
         raise ValueError(
@@ -99,7 +99,7 @@ def build_probe(config: Config, checkpoint: Path, progress: Progress = say_nothi
     num_layers = min(model.num_layers, model.num_dense_layers + 1, _PROBED_LAYERS)
     first = replace(model, num_layers=num_layers, num_mtp_layers=0)
     weights = load_weights(checkpoint, first, dtype, range(0), progress)
-    token_ids, size = probe_token_ids(model.vocab_size), page_bytes(model, config)
+    token_ids, size = probe_token_ids(model.vocab_size), page_bytes(model, config.data_plane)
     states, expected = None, torch.empty(0, len(token_ids), kind.kv_width, dtype=dtype)
     if delta is None:
         expected = kv_before_experts(weights, first, token_ids)

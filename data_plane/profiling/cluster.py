@@ -197,8 +197,8 @@ class _Instance:
         torch.manual_seed(instance)
         cluster, bounds = config.cluster, config.cluster.bounds
         model = model_of(config, checkpoint)
-        dtype = torch_dtype(config)
-        kernels, attention, _ = cpu_parts(config, model, checkpoint)
+        dtype = torch_dtype(config.data_plane)
+        kernels, attention, _ = cpu_parts(config.data_plane, model, checkpoint)
         experts = expert_range(model, instance, cluster.num_instances)
         moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
         weights = load_weights(checkpoint, model, dtype, experts, packing=kernels)

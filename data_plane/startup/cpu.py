@@ -45,8 +45,8 @@ from nanocp.config.whole import Config
 
 def load_shared_weights(config: Config, checkpoint: Path) -> ModelWeights:
     """Load all weights but experts: the same on every instance."""
-    dtype, model = torch_dtype(config), model_of(config, checkpoint)
-    kernels, _ = kernels_for(config, model, checkpoint)
+    dtype, model = torch_dtype(config.data_plane), model_of(config, checkpoint)
+    kernels, _ = kernels_for(config.data_plane, model, checkpoint)
     return load_weights(checkpoint, model, dtype, range(0), packing=kernels)
 
 
@@ -63,11 +63,11 @@ def build_cpu_instance(
     shared: weights to which only the instance's experts are added. Raises ValueError also for a
     backend of the configuration that cannot run here.
     """
-    dtype = torch_dtype(config)
+    dtype = torch_dtype(config.data_plane)
     cluster = config.cluster
     model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
-    kernels, attention, sentences = cpu_parts(config, model, checkpoint)
+    kernels, attention, sentences = cpu_parts(config.data_plane, model, checkpoint)
     check_memory(model, config, kernels.keeps_bf16)
     moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"

@@ -1,7 +1,7 @@
 """What computes on a CPU, for an instance, a stage and a profile alike.
 
-Enters: Config, the model, its folder. Leaves: kernels and attention, and a sentence for each
-choice. Does not know: frames, what they compute for.
+Enters: a DataPlaneConfig, the model, its folder. Leaves: kernels and attention, and a sentence for
+each choice. Does not know: frames, what they compute for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.model.weights import stores_bf16
 from data_plane.startup.shared_parts import torch_dtype
 from data_plane.step.cpu_kernels import Kernels, cpu_kernels
-from nanocp.config.whole import Config
+from nanocp.config.data_plane import DataPlaneConfig
 
 
 class CpuParts(NamedTuple):
@@ -29,10 +29,10 @@ class CpuParts(NamedTuple):
     """For an operator: each choice with its reason."""
 
 
-def cpu_parts(config: Config, model: ModelConfig, checkpoint: Path) -> CpuParts:
+def cpu_parts(data_plane: DataPlaneConfig, model: ModelConfig, checkpoint: Path) -> CpuParts:
     """Choose them. Raises ValueError naming what is configured and cannot run here."""
-    data_plane, dtype = config.data_plane, torch_dtype(config)
-    kernels, kernels_choice = kernels_for(config, model, checkpoint)
+    dtype = torch_dtype(data_plane)
+    kernels, kernels_choice = kernels_for(data_plane, model, checkpoint)
     site = AttentionSite.of(model, torch.device("cpu"), dtype, kv_dtype=dtype)
     own = kernels.own_attention(model)
     attention, choice = attention_backend(data_plane.attention_backend, site, own)
@@ -42,8 +42,10 @@ def cpu_parts(config: Config, model: ModelConfig, checkpoint: Path) -> CpuParts:
     return CpuParts(kernels, attention, sentences)
 
 
-def kernels_for(config: Config, model: ModelConfig, checkpoint: Path) -> tuple[Kernels, str]:
+def kernels_for(
+    data_plane: DataPlaneConfig, model: ModelConfig, checkpoint: Path
+) -> tuple[Kernels, str]:
     """Choose the kernels for a checkpoint's weights; see step.cpu_kernels.cpu_kernels."""
-    data_plane, dtype = config.data_plane, torch_dtype(config)
+    dtype = torch_dtype(data_plane)
     keeps_bf16 = dtype == torch.float32 and stores_bf16(checkpoint, model)
     return cpu_kernels(data_plane.cpu_kernels, dtype, data_plane.threads_per_instance, keeps_bf16)

@@ -69,7 +69,7 @@ def build_gpu_instance(
 
     Raises ValueError also for a backend of the configuration that cannot run here.
     """
-    cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config)
+    cluster, data_plane, dtype = config.cluster, config.data_plane, torch_dtype(config.data_plane)
     _set_queues(cluster, os.environ)
     obstacle = cuda_ipc_obstacle(torch.device("cuda"))
     if obstacle:
@@ -207,7 +207,7 @@ def _fused_obstacle(config: Config, device: torch.device) -> str:
         return _NOT_TIMED
     return fused_obstacle(
         torch.cuda.get_device_properties(device),
-        torch_dtype(config),
+        torch_dtype(config.data_plane),
         config.data_plane.expert_backend,
         num_nodes=config.cluster.num_nodes,
     )

@@ -68,7 +68,7 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     """
     num_instances, data_plane = config.cluster.num_instances, config.data_plane
     redundant = config.cluster.redundant_experts
-    each = item_bytes(config)
+    each = item_bytes(config.data_plane)
     matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
     experts = range(model.num_experts and num_slots(model.num_experts, num_instances, redundant))
     others = stored_shapes(model, range(0))
@@ -77,7 +77,7 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
         other += model.vocab_size * model.hidden_size * matrix_bytes
-    state = carry_pages(model, config) * page_bytes(model, config)
+    state = carry_pages(model, config.data_plane) * page_bytes(model, config.data_plane)
     keeps_fp8 = model.fp8_block is not None and data_plane.device == "cuda"
     if keeps_fp8 and data_plane.expert_backend == "deep_gemm":
         dense = {name: shape for name, shape in others.items() if stays_fp8(model, name, shape)}
@@ -96,7 +96,7 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
         experts=of_experts // matrix_bytes if keeps_fp8 else of_experts,
         other_weights=other,
         exchange=regions * (1 + config.scheduler.has_lanes),
-        page=page_bytes(model, config),
+        page=page_bytes(model, config.data_plane),
         state=state,
         # One more may be leaving, and the scratch frame has one.
         states=state * (config.cluster.bounds.max_rows + 2),
@@ -109,7 +109,7 @@ def prefill_bytes(model: ModelConfig, config: Config) -> int:
     Of an MTP layer it has no experts. What it computes with comes on top: some hundred MB after
     long prompts.
     """
-    each = item_bytes(config)
+    each = item_bytes(config.data_plane)
     shapes = stored_shapes(replace(model, num_mtp_layers=0), range(model.num_experts))
     states = (1 + config.of_prefill_stages.cluster.bounds.max_rows) * carry_bytes(model, each)
     return _bytes(shapes | stored_shapes(model, range(0)), each, each) + states
@@ -152,10 +152,10 @@ def stage_needs(model: ModelConfig, config: Config, stores_bf16: bool) -> list[S
     stores_bf16: see memory_need. Raises ValueError if stages and layers do not fit.
     """
     pipeline = PipelineConfig.of(config, model.num_layers)
-    each = item_bytes(config)
+    each = item_bytes(config.data_plane)
     matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
     pass_bytes = pipeline.max_pass_tokens * model.hidden_size * each
-    frame_bytes = page_bytes(model, config) // model.num_kept_layers
+    frame_bytes = page_bytes(model, config.data_plane) // model.num_kept_layers
     needs, last = [], pipeline.num_stages - 1
     for stage, count in enumerate(pipeline.first_split):
         shapes = embedding_shapes(model) if stage == 0 else {}

@@ -27,6 +27,7 @@ from data_plane.transport.exchange import RegionLayout
 from data_plane.transport.nixl.pages import nixl_package
 from data_plane.transport.segments import Segments
 from data_plane.transport.shm import ShmExchange
+from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.whole import Config
 
 
@@ -102,7 +103,7 @@ def moe_backends(
     fused_obstacle: why a mixture cannot be one call here; empty if it can.
     Raises ValueError naming what the configuration asks for and this device cannot do.
     """
-    data_plane, dtype = config.data_plane, torch_dtype(config)
+    data_plane, dtype = config.data_plane, torch_dtype(config.data_plane)
     if device.type == "cuda":
         model.check_no_limits()
     if not model.num_experts:
@@ -157,7 +158,7 @@ def model_of(config: Config, checkpoint: Path) -> ModelConfig:
 
 def with_carry(config: Config, checkpoint: Path) -> Config:
     """The configuration, with the pages that a row's state takes of the model it is for."""
-    return config.with_carry(carry_pages(model_of(config, checkpoint), config))
+    return config.with_carry(carry_pages(model_of(config, checkpoint), config.data_plane))
 
 
 def new_carry(
@@ -168,15 +169,15 @@ def new_carry(
     Raises ValueError if the configuration is not for this model, or the device has too little
     memory.
     """
-    if (num_pages := carry_pages(model, config)) != config.cluster.carry_pages:
+    if (num_pages := carry_pages(model, config.data_plane)) != config.cluster.carry_pages:
         raise ValueError(
             f"cluster.carry_pages is {config.cluster.carry_pages}; a row of this model has a state "
             f"of {num_pages} pages"
         )
     if model.delta is None:
         return None
-    size, num_layers = page_bytes(model, config), len(model.linear_layers)
-    dtype = torch_dtype(config)
+    size, num_layers = page_bytes(model, config.data_plane), len(model.linear_layers)
+    dtype = torch_dtype(config.data_plane)
     return CarryPool(model.delta, num_layers, num_frames, dtype, size, device=device)
 
 
@@ -190,9 +191,9 @@ def carry_choice(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     ]
 
 
-def torch_dtype(config: Config) -> torch.dtype:
+def torch_dtype(data_plane: DataPlaneConfig) -> torch.dtype:
     """Return the dtype of weights, activations and, unless it is FP8, KV."""
-    return torch.bfloat16 if config.data_plane.dtype == "bfloat16" else torch.float32
+    return torch.bfloat16 if data_plane.dtype == "bfloat16" else torch.float32
 
 
 def grammar_masks(config: Config, checkpoint: Path) -> GrammarMasks | None:

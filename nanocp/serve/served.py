@@ -71,7 +71,7 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
             f"the model has {model.num_experts} experts; there may be as many instances, and not "
             f"{num_instances}"
         )
-    config.with_carry(carry_pages(model, config))
+    config.with_carry(carry_pages(model, config.data_plane))
     if config.data_plane.device == "cuda":
         model.check_no_limits()
     if has_fp8(checkpoint) is not None:
@@ -132,8 +132,8 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         STAGE_FACTORY if config.cluster.layout == "pipeline" else INSTANCE_FACTORY,
         num_experts=model.num_experts,
         num_layers=model.num_layers,
-        page_bytes=page_bytes(model, config),
-        carry_pages=carry_pages(model, config),
+        page_bytes=page_bytes(model, config.data_plane),
+        carry_pages=carry_pages(model, config.data_plane),
     )
 
 

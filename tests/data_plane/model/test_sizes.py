@@ -98,7 +98,7 @@ def test_an_instance_that_needs_more_than_the_machine_has_says_what_for(
     monkeypatch.setattr(memory_need.psutil, "virtual_memory", lambda: memory)
     config = Config(cluster=ClusterConfig(num_instances=8, instances_per_node=2))
     check_memory(model, config, stores_bf16=False)
-    num_frames = 6 * 10**9 // page_bytes(model, config)
+    num_frames = 6 * 10**9 // page_bytes(model, config.data_plane)
     too_large = replace(config, cluster=replace(config.cluster, num_frames=num_frames))
     sentence = (
         rf"each of 2 instances needs 0\.\d GB for weights and exchange, and 6\.0 GB for frames "

@@ -121,7 +121,7 @@ def test_mixtures(tiny_checkpoint, instructions):
 def keeps(folder, dtype="float32", kernels="auto"):
     """Whether an instance on this checkpoint keeps weights in bf16, and says so."""
     config = Config(data_plane=DataPlaneConfig(dtype=dtype, cpu_kernels=kernels))
-    parts = cpu_parts(config, ModelConfig.from_folder(folder), folder)
+    parts = cpu_parts(config.data_plane, ModelConfig.from_folder(folder), folder)
     assert parts.kernels.keeps_bf16 == any("weights: bf16" in each for each in parts.sentences)
     return parts.kernels.keeps_bf16
 

@@ -146,9 +146,9 @@ def state_pages(probe, config, folder, change=lambda fields: None, num_tokens=NU
     """Pages of an engine: KV that nobody knows, and a state in which all layers have the tokens."""
     model = model_of(config, folder)
     first = replace(model, num_layers=1)
-    weights = load_weights(folder, first, torch_dtype(config), range(0))
+    weights = load_weights(folder, first, torch_dtype(config.data_plane), range(0))
     pool = CarryPool(
-        model.delta, len(model.linear_layers), 1, torch_dtype(config), probe.page_bytes
+        model.delta, len(model.linear_layers), 1, torch_dtype(config.data_plane), probe.page_bytes
     )
     begin_state(pool, weights, model, probe.token_ids[:num_tokens])
     for fields in pool.layers:

@@ -126,7 +126,7 @@ class DecodeCluster:
         self._checkpoint = checkpoint
         self._model = model_of(config, checkpoint)
         self._prefill_of = known_prefill(
-            checkpoint, self._model, torch_dtype(config), config.prefill.chunk_tokens
+            checkpoint, self._model, torch_dtype(config.data_plane), config.prefill.chunk_tokens
         )
         num = config.cluster.num_instances
         self._lost_share, self._random = lost_share, Random(0)

@@ -108,7 +108,8 @@ class HashInstance(WindowEdge):
         self._num_attentions, self._num_mixtures = [0, 0], [0, 0]
         """By lane, in this term: epochs of the exchange."""
         page_bytes = 8 * PAGE_SIZE * num_layers
-        if (slots := Slots.of(config, page_bytes)) is not None:
+        slots = Slots.of(config.scheduler, config.kv_offload.file_dir, page_bytes)
+        if slots is not None:
             self.copier = PageCopier(self._instance, slots, self._read_page, self._write_page)
         self._scratch = config.cluster.num_frames
         self._kv = np.zeros((num_layers, config.cluster.num_frames + 1, PAGE_SIZE), np.uint64)

@@ -22,6 +22,7 @@ from data_plane.startup.shared_parts import model_of
 from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 
@@ -202,7 +203,7 @@ def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):
     elements, experts = [], range(model.num_experts)
     load_weights(tmp_path, model, torch.float32, experts, lambda _, total: elements.append(total))
     assert sum(need.weights for need in needs) == 4 * elements[-1]
-    assert sum(need.page for need in needs) == page_bytes(model, Config())
+    assert sum(need.page for need in needs) == page_bytes(model, DataPlaneConfig())
     tight = plan(tmp_path, "--layout", "pipeline", "--instances", 2, "--memory-gb", 0.5)
     assert tight.exit_code == 1 and "has no room for a page" in tight.output
     absent = plan(tmp_path, "--layout", "pipeline", "--instances", 2, "--device", "h200")
