@@ -195,14 +195,14 @@ def _submissions(point: SizedCluster, max_model_len: int) -> Iterator[tuple[floa
 def measure(point: SizedCluster, node_streams: bool) -> dict[str, Any]:
     """Start a controller and its instances, fill them, and watch it for some windows."""
     config, secrets, front_end = _config(point), MemberSecrets(), _NoClients()
-    metrics = Metrics(config)
+    metrics = Metrics(config.cluster, config.scheduler)
     controller = Controller(
         config,
         _NoProcesses(),
         secrets,
         front_end,
         metrics,
-        ClusterView(config, lambda: (0, 0.0)),
+        ClusterView(config.cluster, config.scheduler.policy, lambda: (0, 0.0)),
         lambda members: DecodeFlights(config, members, metrics),
     )
     stamps = _watch(controller)

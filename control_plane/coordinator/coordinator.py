@@ -16,7 +16,7 @@ from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import MembersEvent, PrefillArrived, PrefillLost
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.ports.controller_interface import ControllerEvents, Submission
-from nanocp.config.whole import Config
+from nanocp.config.limits import LimitsConfig
 from nanocp.values.members import EnginesNow, Member, Report, TokensLost
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import (
@@ -35,26 +35,24 @@ class Coordinator:
 
     def __init__(
         self,
-        config: Config,
+        limits: LimitsConfig,
         front_end: ControllerEvents,
         metrics: Metrics,
+        make_members: Callable[[Coordinator], Members],
         make_flights: Callable[[Members], Flights],
-        num_experts: int | None = None,
         obstacle_to_more: Callable[[int], str] = lambda num_instances: "",
     ) -> None:
         """make_flights: makes the scheduler, and what sends its plans to these members.
 
-        num_experts: see members.seats. obstacle_to_more: see output.Facts. Raises ValueError for an
-        unknown policy.
+        obstacle_to_more: see output.Facts. Raises ValueError for an unknown policy.
         """
-        limits = config.limits
         self._window_ms = limits.plan_timeout_ms + limits.exchange_timeout_ms
         """Longest time that the oldest window may take."""
         self._front_end = front_end
         self._metrics = metrics
         self.obstacle_to_more = obstacle_to_more
         """Why there is no room for so many more instances, for an operator; empty if there is."""
-        self.members = Members(config, self, metrics.recovery, num_experts)
+        self.members = make_members(self)
         self.flights = make_flights(self.members)
         self.scheduler = self.flights.scheduler
         self.transfers = self.flights.transfers if isinstance(self.flights, DecodeFlights) else None

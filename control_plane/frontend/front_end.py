@@ -285,7 +285,8 @@ class FrontEnd:
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceServicer(self._open_requests, self._keys), server
         )
-        self._control = ControlServicer(self._config, self._open_requests, self._streams)
+        dtype, policy = self._config.data_plane.dtype, self._config.scheduler.policy
+        self._control = ControlServicer(cluster, dtype, policy, self._open_requests, self._streams)
         inference_pb2_grpc.add_ControlServicer_to_server(self._control, server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -371,8 +372,9 @@ def _max_request_bytes(max_model_len: int) -> int:
 
 
 def _server_options(max_model_len: int, config: Config) -> tuple[tuple[str, int], ...]:
+    most = max_connections(config.service, config.cluster.num_instances)
     return (
-        ("grpc.max_allowed_incoming_connections", max_connections(config)),
+        ("grpc.max_allowed_incoming_connections", most),
         # Until then a client that says nothing holds one of these.
         ("grpc.server_handshake_timeout_ms", config.limits.http_request_timeout_ms),
         ("grpc.max_receive_message_length", _max_request_bytes(max_model_len)),

@@ -26,7 +26,7 @@ from control_plane.observe.observed import ObservedScheduler
 from control_plane.observe.request_values import request_values
 from control_plane.observe.timelines import NOTHING_NOTED, Timeline, Timelines, sentences
 from control_plane.scheduler.state.request import TRANSFERRING, Request, num_pages
-from nanocp.config.whole import Config
+from nanocp.config.cluster import ClusterConfig
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import PAGE_SIZE, Finished, InstanceLoad, Plan, WindowDone
 
@@ -112,7 +112,8 @@ class ClusterView:
 
     def __init__(
         self,
-        config: Config,
+        cluster: ClusterConfig,
+        policy: str,
         inter_token_sums: Callable[[], tuple[int, float]],
         engines: Callable[[], list[dict[str, Any]]] = list,
         recovery: Callable[[], dict[str, Any]] = dict,
@@ -124,12 +125,12 @@ class ClusterView:
         """
         self._engines = engines
         self._recovery = recovery
-        self._config = config
+        self._cluster, self._policy = cluster, policy
         self._inter_token_sums = inter_token_sums
-        self._timelines = Timelines(config.cluster.num_frames)
+        self._timelines = Timelines(cluster.num_frames)
         self.timeline_of = self._timelines.of
         """The timeline of a request by its number; from any thread."""
-        self._reports: list[WindowDone | None] = [None] * config.cluster.num_instances
+        self._reports: list[WindowDone | None] = [None] * cluster.num_instances
         self._num_tokens = 0
         self._curves: deque[tuple[float | None, float]] = deque(maxlen=_NUM_POINTS)
         self._changed = threading.Condition()
@@ -276,9 +277,9 @@ class ClusterView:
         )
 
     def _as_dict(self, now: _Snapshot) -> dict[str, Any]:
-        cluster = self._config.cluster
+        cluster = self._cluster
         return {
-            "policy": self._config.scheduler.policy,
+            "policy": self._policy,
             "page_size": PAGE_SIZE,
             "num_frames": cluster.num_frames,
             "max_rows": cluster.bounds.max_rows,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 
 from control_plane.ports.members_port import MemberSecrets, bind, caller
-from nanocp.config.whole import Config
+from nanocp.config.service import ServiceConfig
 from nanocp.values.members import PREFILL, Envelope, Failure, Hello, Loading, Member, Said
 from nanocp.wire.member_metadata import NAME, SECRET
 from nanocp.wire.members import (
@@ -118,17 +118,18 @@ class MemberListener(Protocol):
 
 async def serve_members(
     listener: MemberListener,
-    config: Config,
+    service: ServiceConfig,
+    silent_s: float,
     member_secrets: MemberSecrets,
     node_lost: Callable[[Member], None],
 ) -> tuple[grpc.aio.Server, str]:
     """Open the controller's port for members: the server, and the host:port to dial.
 
-    node_lost: called with a node whose stream has ended; it may block, and is called in a thread.
+    silent_s: see MemberServicer. node_lost: called with a node whose stream has ended; it may
+    block, and is called in a thread.
     Raises OSError, naming the port, if the port cannot be opened.
     """
-    server, address = bind(config.service, member_secrets, 0)
-    silent_s = config.limits.suspect_ms / 1000
+    server, address = bind(service, member_secrets, 0)
     servicer = MemberServicer(listener, member_secrets, node_lost, silent_s)
     server.add_generic_rpc_handlers((servicer.methods(),))
     await server.start()

@@ -16,14 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from control_plane.coordinator.coordinator import Coordinator
 from control_plane.coordinator.flights.flights import Flights
 from control_plane.coordinator.flights.pipeline import PipelineFlights
 from control_plane.coordinator.members.members import Members
+from control_plane.coordinator.members.output import Facts
 from control_plane.coordinator.members.seats import SeatsNow
 from control_plane.observe.cluster_view import ClusterView
+from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.ports.controller_interface import (
     ControllerEvents,
@@ -50,6 +53,14 @@ _THREAD_TIMEOUT_S = 10.0
 """Longest wait for the controller's thread to end."""
 
 
+def members_of(
+    config: Config, metrics: RecoveryMetrics, num_experts: int | None, facts: Facts
+) -> Members:
+    """The members of a cluster that is configured so; num_experts: see members.seats."""
+    known = config.has_prefill_member, config.recovers, config.leave_timeout_ms
+    return Members(config.cluster, config.limits, facts, metrics, num_experts, *known)
+
+
 class Controller(ControllerInterface):
     """The loop around one scheduler, in a thread of its own.
 
@@ -70,16 +81,18 @@ class Controller(ControllerInterface):
         """Make a controller; no port is open and no thread runs yet.
 
         processes: replaces members that are lost. member_secrets: what each member shows when it
-        attaches. make_flights, num_experts: see Coordinator. Raises ValueError (policy) or OSError
-        (event log).
+        attaches. make_flights: see Coordinator. num_experts: see members.seats. Raises ValueError
+        (policy) or OSError (event log).
         """
         self._config = config
         self._processes = processes
         self._member_secrets = member_secrets
         self._metrics = metrics
         self._view = view
+        limits = config.limits
+        make_members = partial(members_of, config, metrics.recovery, num_experts)
         self._coordinator = coordinator = Coordinator(
-            config, front_end, metrics, make_flights, num_experts, processes.obstacle_to_more
+            limits, front_end, metrics, make_members, make_flights, processes.obstacle_to_more
         )
         self.members = coordinator.members
         self._shell = MembersShell(
@@ -94,7 +107,9 @@ class Controller(ControllerInterface):
         self._stages = self._flights if isinstance(self._flights, PipelineFlights) else None
         wall_us = time.time_ns() // 1000 - _now_us()
         pipeline = None if self._stages is None else self._stages.pipeline
-        self._event_log = open_event_log(config, wall_us, pipeline)
+        self._event_log = open_event_log(
+            config.service, config.cluster, config.scheduler, wall_us, pipeline
+        )
         if event_log := self._event_log:
             metrics.recovery.log_with(lambda: event_log.num_missing)
         self._num_queued = 0
@@ -212,9 +227,10 @@ class Controller(ControllerInterface):
         self._due = asyncio.Event()
         self._coordinator.wake = self._due.set
         self._left = asyncio.Event()
+        service, silent_s = self._config.service, self._config.limits.suspect_ms / 1000
         try:
             server, address = await serve_members(
-                self._shell, self._config, self._member_secrets, self._processes.kill
+                self._shell, service, silent_s, self._member_secrets, self._processes.kill
             )
         except OSError as error:
             self._bound.set_exception(error)

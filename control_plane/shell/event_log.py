@@ -34,7 +34,7 @@ from pydantic_core import to_json
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
+from nanocp.config.service import ServiceConfig
 from nanocp.values.passes import ServiceEvent
 from nanocp.values.plan import InstanceLost, Plan
 
@@ -350,18 +350,21 @@ def log_lines(
 
 
 def open_event_log(
-    config: Config, wall_us: int, pipeline: PipelineConfig | None = None
+    service: ServiceConfig,
+    cluster: ClusterConfig,
+    scheduler: SchedulerConfig,
+    wall_us: int,
+    pipeline: PipelineConfig | None = None,
 ) -> LogThread | None:
     """The log that the configuration asks for, which a thread writes; None without one.
 
     wall_us, pipeline: see Header. Raises OSError if it cannot be written.
     """
-    service = config.service
     if not service.event_log:
         return None
     max_bytes = service.event_log_part_mb * 10**6
     path = Path(service.event_log)
-    log = EventLog(path, config.cluster, config.scheduler, wall_us, max_bytes, pipeline)
+    log = EventLog(path, cluster, scheduler, wall_us, max_bytes, pipeline)
     return LogThread(log)
 
 

@@ -69,7 +69,7 @@ def build_prefill_stage(
     """
     model, own = model_of(config, checkpoint), config.of_prefill_stages
     if stage == 0:
-        _refuse_too_large(config, model)
+        _refuse_too_large(own, model)
     split = even_split(model.num_stored_layers, config.prefill.stages)
     own = replace(own, pipeline=replace(own.pipeline, max_layers=split[0]))
     max_in_flight = prompt_passes(config.prefill.stages)
@@ -127,7 +127,7 @@ def _refuse_too_large(config: Config, model: ModelConfig) -> None:
     It is compared with the memory that is free now. Instances share the rest: each loads its own
     experts, and all of attention.
     """
-    needed = prefill_bytes(model, config)
+    needed = prefill_bytes(model, config.data_plane, config.cluster.bounds.max_rows)
     available = psutil.virtual_memory().available
     if needed > available:
         raise ValueError(

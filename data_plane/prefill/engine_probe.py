@@ -22,7 +22,9 @@ from data_plane.prefill.completions import EngineAnswer, EngineCompletion, Engin
 from data_plane.prefill.connector.ticket import EngineTicket
 from data_plane.prefill.probe import Probe
 from data_plane.transport.segments import Segments
-from nanocp.config.whole import Config
+from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.values.members import Peer
 from nanocp.values.plan import CARRY_PAGE, PAGE_SIZE
 
@@ -32,21 +34,27 @@ _RING_PAGES = 2
 class EngineProbe:
     """Probes engines, each in a thread of the caller, at most one probe of an engine at a time."""
 
-    def __init__(self, config: Config, probe: Probe, segments: Segments) -> None:
+    def __init__(
+        self,
+        own: int,
+        prefill: PrefillConfig,
+        data_plane: DataPlaneConfig,
+        limits: LimitsConfig,
+        probe: Probe,
+        segments: Segments,
+    ) -> None:
         """Make a ring for each engine. Raises what PageRing.create raises.
 
-        segments: the member's own, of a term that does not change.
+        own: the member's number among the instances, for engines: behind the last.
+        segments: its own, of a term that does not change.
         """
-        self._config = config
+        self._prefill, self._data_plane, self._limits = prefill, data_plane, limits
         self._probe = probe
         self._segments = segments
-        self._own = config.cluster.num_instances
-        """The member's number among the instances, for engines."""
+        self._own = own
         self._rings = [
-            PageRing.create(
-                segments, self._own, _RING_PAGES, probe.page_bytes, prefill_ring(writer)
-            )
-            for writer in range(config.prefill.num_writers)
+            PageRing.create(segments, own, _RING_PAGES, probe.page_bytes, prefill_ring(writer))
+            for writer in range(prefill.num_writers)
         ]
         self._numbers = itertools.count(1)
         self._term = 0
@@ -69,7 +77,7 @@ class EngineProbe:
         writer: the engine's number. process: the process that passed its latest probe; empty: this
         is a probe.
         """
-        segments, data_plane = self._segments, self._config.data_plane
+        segments, data_plane = self._segments, self._data_plane
         backend = data_plane.page_backend
         if backend == "auto" and data_plane.exchange_backend == "tcp":
             backend = "tcp"
@@ -83,7 +91,7 @@ class EngineProbe:
             targets=targets,
             peers=places,
             writer=writer,
-            timeout_ms=self._config.limits.exchange_timeout_ms,
+            timeout_ms=self._limits.exchange_timeout_ms,
             page_backend=backend,
             kv_dtype=data_plane.kv_dtype,
             num_layers=self._probe.num_layers,
@@ -105,7 +113,7 @@ class EngineProbe:
         for _ in ring.arrived():
             pass  # Pages of an earlier probe.
         ticket = self.ticket(writer, "", number, len(token_ids), tuple(runs))
-        api_key = self._config.prefill.api_key
+        api_key = self._prefill.api_key
         completion = EngineCompletion(url, token_ids, ticket, api_key=api_key)
         overdue = threading.Timer(limit_ms / 1000, completion.cancel)
         overdue.daemon = True
@@ -115,10 +123,10 @@ class EngineProbe:
         if answer.outcome is not EngineOutcome.SENT:
             return answer
         pages: dict[int, Any] = {}
-        limit_ms = self._config.limits.exchange_timeout_ms
+        limit_ms = self._limits.exchange_timeout_ms
         deadline = time.monotonic() + limit_ms / 1000
         while len(pages) < num_pages:
-            ring.wait(self._config.limits.tick_ms)
+            ring.wait(self._limits.tick_ms)
             pages |= {
                 page.page: np.array(page.payload)
                 for page in ring.arrived()

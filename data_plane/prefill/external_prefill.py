@@ -36,7 +36,8 @@ from data_plane.prefill.completions import EngineAnswer, EngineCompletion, Engin
 from data_plane.prefill.engine_probe import EngineProbe
 from data_plane.prefill.engines import Engine, EnginePool, EngineState
 from data_plane.transport.exchange import Term
-from nanocp.config.whole import Config
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.prefill import PrefillConfig
 from nanocp.values.commands import CancelPrefill, Join, PagesArrived, PrefillRequest, Shutdown
 from nanocp.values.members import Beat, EngineNow, EnginesNow, Ready
 from nanocp.values.plan import Transfer, TransferFailed
@@ -99,9 +100,10 @@ def run_external_prefill(spec: MemberSpec) -> None:
         held.callback(Heartbeat(lambda: link.send(Beat()), config.limits).close)
         segments = segments_of(spec, Term(spec.term))
         held.callback(segments.close)
-        prober = EngineProbe(config, probe, segments)
+        own, limits = config.cluster.num_instances, config.limits
+        prober = EngineProbe(own, config.prefill, config.data_plane, limits, probe, segments)
         held.callback(prober.close)
-        loop = ExternalLoop(config, link, prober)
+        loop = ExternalLoop(config.prefill, limits, link, prober)
         held.callback(loop.close)
         run_under_controllers(spec, link, loop)
 
@@ -111,20 +113,20 @@ class ExternalLoop:
 
     def __init__(
         self,
-        config: Config,
+        prefill: PrefillConfig,
+        limits: LimitsConfig,
         link: ControllerLink,
         prober: EngineProbe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._prefill = config.prefill
+        self._prefill, self._limits = prefill, limits
         self._link = link
         self._prober = prober
         self._clock = clock
-        limit_s = config.limits.start_timeout_ms / 1000
+        limit_s = limits.start_timeout_ms / 1000
         self._start_deadline = clock() + _START_SHARE * limit_s
         self._say_at = clock() + _SAY_S
-        self._pool = EnginePool(config.prefill.engines, config.prefill.max_tokens_in_flight)
+        self._pool = EnginePool(prefill.engines, prefill.max_tokens_in_flight)
         self._waiting: deque[_Prompt] = deque()
         self._answers: SimpleQueue[_Answered | _Probed] = SimpleQueue()
         """What engines answered. It outlives the inbox, which is that of one controller."""
@@ -281,7 +283,7 @@ class ExternalLoop:
             return  # It was cancelled, or another attempt is under way.
         if answer.outcome is EngineOutcome.SENT:
             attempt.answered_at = now
-            attempt.deadline = now + self._config.limits.exchange_timeout_ms / 1000
+            attempt.deadline = now + self._limits.exchange_timeout_ms / 1000
         elif answer.outcome is EngineOutcome.BUSY:
             self._pool.busy(self._end(attempt), now)
             self._waiting.appendleft(attempt.prompt)

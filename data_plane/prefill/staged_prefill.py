@@ -68,12 +68,13 @@ class PassScheduler(Protocol):
 def run_staged_prefill(spec: MemberSpec) -> None:
     """Run the prefill and its stages until the controller asks for a shutdown.
 
-    `spec.planner` names a callable(config) that makes a PassScheduler, and `spec.factory` what
-    makes a prefill_stage.PagesOfStage. Raises FailureReported or ControllerLost if the prefill, or
-    one of its stages, failed.
+    `spec.planner` names a callable(cluster, scheduler, passes) that makes a PassScheduler of
+    Config.of_prefill_stages, and `spec.factory` what makes a prefill_stage.PagesOfStage. Raises
+    FailureReported or ControllerLost if the prefill, or one of its stages, failed.
     """
     with running(spec) as (link, held):
-        scheduler: PassScheduler = spec.make_planner(spec.config)
+        own = spec.config.of_prefill_stages
+        scheduler: PassScheduler = spec.make_planner(own.cluster, own.scheduler, own.pipeline)
         prefill = spec.config.prefill
         limit_ms = prefill.limit_ms(prefill.chunk_tokens)
 

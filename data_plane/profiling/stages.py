@@ -15,16 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from data_plane.instance.stage_edge import Waits
-from data_plane.startup.stage import build_stage
 from data_plane.step.stage import ModelStage
 from data_plane.transport.segments import Segments
 from data_plane.transport.shared_memory import unlink_cluster
-from nanocp.config.whole import Config
 from nanocp.values.passes import LayerMoves, LayersMoved, PassDone, PassPlan, Span, StageWorked
 
 _IDLE_S = 0.001
@@ -76,18 +73,19 @@ class TimedStages:
     """The stages of one pipeline. Close them at the end."""
 
     def __init__(
-        self, config: Config, checkpoint: Path, slowness: Sequence[float] | None = None
+        self,
+        build: Callable[[int, Segments], ModelStage],
+        num_stages: int,
+        slowness: Sequence[float] | None = None,
     ) -> None:
-        """Load all stages. Raises what build_stage does.
+        """Load all stages. Raises what `build` does.
 
-        slowness: for each stage, what its processor's time counts: 2 is a host of half the speed.
+        build: loads the stage of a number; see startup.stage.build_stage. slowness: for each stage,
+        what its processor's time counts: 2 is a host of half the speed.
         """
         self._cluster_id = f"profile-{secrets.token_hex(4)}"
         segments = Segments(self._cluster_id)
-        num_stages = config.cluster.num_instances
-        self._timed = [
-            _Timed(build_stage(config, stage, segments, checkpoint)) for stage in range(num_stages)
-        ]
+        self._timed = [_Timed(build(stage, segments)) for stage in range(num_stages)]
         self._slowness = slowness or [1.0] * num_stages
         self._worked: list[StageWorked] = []
         self.num_layers = sum(len(each.stage._layers) for each in self._timed)

@@ -24,7 +24,7 @@ from data_plane.model.weights import (
     load_weights,
 )
 from data_plane.startup.cpu_parts import cpu_parts, kernels_for
-from data_plane.startup.memory_need import check_memory
+from data_plane.startup.memory_need import check_memory, memory_need
 from data_plane.startup.shared_parts import (
     bucket_table,
     carry_choice,
@@ -68,7 +68,9 @@ def build_cpu_instance(
     model = model_of(config, checkpoint)
     experts = expert_range(model, instance, cluster.num_instances)
     kernels, attention, sentences = cpu_parts(config.data_plane, model, checkpoint)
-    check_memory(model, config, kernels.keeps_bf16)
+    has_lanes = config.scheduler.has_lanes
+    need = memory_need(model, cluster, config.data_plane, has_lanes, kernels.keeps_bf16)
+    check_memory(cluster, need)
     moe = moe_backends(config, model, experts, torch.device("cpu"), fused_obstacle(kernels))
     assert moe.gemm is None, "the CPU's step runs the loop"
     if shared is None:
@@ -79,7 +81,7 @@ def build_cpu_instance(
     frames = FramePool(model.num_kept_layers, cluster.num_frames, model.attention.kv_width, dtype)
     frames.carry = new_carry(config, model, cluster.bounds.max_rows + 1)
     layout = region_layout(cluster, config.data_plane, model)
-    if config.scheduler.has_lanes:
+    if has_lanes:
         layout = in_two_lanes(layout)
     new_ends = partial(term_ends, config, instance, segments, layout, frames)
     ends = new_ends()
@@ -105,12 +107,12 @@ def build_cpu_instance(
     if model.fp8_block is not None:
         selected.append(_fp8_choice(model.fp8_block, config.data_plane.dtype))
     selected += carry_choice(model, dtype)
-    if config.scheduler.has_lanes:
+    if has_lanes:
         selected.append(f"lanes: up to two ({config.scheduler.lanes})")
     return DecodeInstance(
         config,
         Startup(
-            lanes=[new_lane(number) for number in range(1 + config.scheduler.has_lanes)],
+            lanes=[new_lane(number) for number in range(1 + has_lanes)],
             frames=frames,
             ends=ends,
             selected=selected,

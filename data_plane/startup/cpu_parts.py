@@ -1,7 +1,7 @@
 """What computes on a CPU, for an instance, a stage and a profile alike.
 
-Enters: a DataPlaneConfig, the model, its folder. Leaves: kernels and attention, and a sentence for
-each choice. Does not know: frames, what they compute for.
+Enters: settings, the model, its folder. Leaves: kernels and attention, and a sentence for each
+choice. Does not know: frames, what they compute for.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ def cpu_parts(data_plane: DataPlaneConfig, model: ModelConfig, checkpoint: Path)
     return CpuParts(kernels, attention, sentences)
 
 
-def kernels_for(
-    data_plane: DataPlaneConfig, model: ModelConfig, checkpoint: Path
-) -> tuple[Kernels, str]:
+def kernels_for(own: DataPlaneConfig, model: ModelConfig, checkpoint: Path) -> tuple[Kernels, str]:
     """Choose the kernels for a checkpoint's weights; see step.cpu_kernels.cpu_kernels."""
-    dtype = torch_dtype(data_plane)
+    dtype = torch_dtype(own)
     keeps_bf16 = dtype == torch.float32 and stores_bf16(checkpoint, model)
-    return cpu_kernels(data_plane.cpu_kernels, dtype, data_plane.threads_per_instance, keeps_bf16)
+    return cpu_kernels(own.cpu_kernels, dtype, own.threads_per_instance, keeps_bf16)

@@ -30,8 +30,9 @@ from data_plane.model.sizes import (
 from data_plane.transport.gpu.peer_memory import RegionPlaces
 from data_plane.transport.regions import step_layout
 from nanocp.config.choices import require
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.pipeline import PipelineConfig
-from nanocp.config.whole import Config
 from nanocp.values.experts import num_slots
 from nanocp.values.passes import layers_of
 
@@ -59,17 +60,22 @@ class MemoryNeed:
         return self.experts + self.other_weights + self.exchange + self.states
 
 
-def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> MemoryNeed:
-    """Compute what each instance of the cluster that `config` describes needs.
+def memory_need(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    data_plane: DataPlaneConfig,
+    has_lanes: bool,
+    stores_bf16: bool,
+) -> MemoryNeed:
+    """Compute what each instance of the cluster needs.
 
     Experts that a checkpoint has in FP8 stay so on a GPU, and with deep_gemm dense layers too.
     stores_bf16: whether the checkpoint has its matrices in bf16, where native kernels keep them.
     Raises ValueError if the model's KV cannot be kept in FP8.
     """
-    num_instances, data_plane = config.cluster.num_instances, config.data_plane
-    redundant = config.cluster.redundant_experts
-    each = item_bytes(config.data_plane)
-    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
+    num_instances, redundant = cluster.num_instances, cluster.redundant_experts
+    each = item_bytes(data_plane)
+    matrix_bytes = 2 if keeps_bf16(data_plane, stores_bf16) else each
     experts = range(model.num_experts and num_slots(model.num_experts, num_instances, redundant))
     others = stored_shapes(model, range(0))
     other = _bytes(others, each, matrix_bytes)
@@ -77,12 +83,13 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     if model.tied_embeddings:
         # The head is laid out for its GEMM, apart from the embedding.
         other += model.vocab_size * model.hidden_size * matrix_bytes
-    state = carry_pages(model, config.data_plane) * page_bytes(model, config.data_plane)
+    page = page_bytes(model, data_plane)
+    state = carry_pages(model, data_plane) * page
     keeps_fp8 = model.fp8_block is not None and data_plane.device == "cuda"
     if keeps_fp8 and data_plane.expert_backend == "deep_gemm":
         dense = {name: shape for name, shape in others.items() if stays_fp8(model, name, shape)}
         other -= _bytes(dense, each, matrix_bytes - 1)
-    layout = step_layout(config.cluster.bounds, data_plane, model)
+    layout = step_layout(cluster.bounds, data_plane, model)
     region = sum(
         math.prod(field.shape) * np.dtype(field.dtype).itemsize
         for fields in layout.values()
@@ -95,33 +102,31 @@ def memory_need(model: ModelConfig, config: Config, stores_bf16: bool) -> Memory
     return MemoryNeed(
         experts=of_experts // matrix_bytes if keeps_fp8 else of_experts,
         other_weights=other,
-        exchange=regions * (1 + config.scheduler.has_lanes),
-        page=page_bytes(model, config.data_plane),
+        exchange=regions * (1 + has_lanes),
+        page=page,
         state=state,
         # One more may be leaving, and the scratch frame has one.
-        states=state * (config.cluster.bounds.max_rows + 2),
+        states=state * (cluster.bounds.max_rows + 2),
     )
 
 
-def prefill_bytes(model: ModelConfig, config: Config) -> int:
+def prefill_bytes(model: ModelConfig, data_plane: DataPlaneConfig, max_rows: int) -> int:
     """Bytes of the weights and states of an embedded prefill: one process with the whole model.
 
-    Of an MTP layer it has no experts. What it computes with comes on top: some hundred MB after
-    long prompts.
+    max_rows: of a stage. Of an MTP layer it has no experts. What it computes with comes on top:
+    some hundred MB after long prompts.
     """
-    each = item_bytes(config.data_plane)
+    each = item_bytes(data_plane)
     shapes = stored_shapes(replace(model, num_mtp_layers=0), range(model.num_experts))
-    states = (1 + config.of_prefill_stages.cluster.bounds.max_rows) * carry_bytes(model, each)
+    states = (1 + max_rows) * carry_bytes(model, each)
     return _bytes(shapes | stored_shapes(model, range(0)), each, each) + states
 
 
-def check_memory(model: ModelConfig, config: Config, stores_bf16: bool) -> None:
+def check_memory(cluster: ClusterConfig, need: MemoryNeed) -> None:
     """Check what the instances of this machine need, before anything is allocated.
 
-    stores_bf16: see memory_need. Raises ValueError, naming the field and the sizes, if it is more
-    than the machine has.
+    Raises ValueError, naming the field and the sizes, if it is more than the machine has.
     """
-    cluster, need = config.cluster, memory_need(model, config, stores_bf16)
     num_instances = min(cluster.num_instances, cluster.instances_per_node)
     frames, gb = cluster.num_frames * need.page, 1e9
     total = psutil.virtual_memory().total
@@ -146,16 +151,14 @@ class StageNeed:
     """One frame: a page of its layers."""
 
 
-def stage_needs(model: ModelConfig, config: Config, stores_bf16: bool) -> list[StageNeed]:
-    """Compute what each stage of the pipeline that `config` describes needs.
-
-    stores_bf16: see memory_need. Raises ValueError if stages and layers do not fit.
-    """
-    pipeline = PipelineConfig.of(config, model.num_layers)
-    each = item_bytes(config.data_plane)
-    matrix_bytes = 2 if keeps_bf16(config, stores_bf16) else each
+def stage_needs(
+    model: ModelConfig, pipeline: PipelineConfig, data_plane: DataPlaneConfig, stores_bf16: bool
+) -> list[StageNeed]:
+    """Compute what each stage of the pipeline needs. stores_bf16: see memory_need."""
+    each = item_bytes(data_plane)
+    matrix_bytes = 2 if keeps_bf16(data_plane, stores_bf16) else each
     pass_bytes = pipeline.max_pass_tokens * model.hidden_size * each
-    frame_bytes = page_bytes(model, config.data_plane) // model.num_kept_layers
+    frame_bytes = page_bytes(model, data_plane) // model.num_kept_layers
     needs, last = [], pipeline.num_stages - 1
     for stage, count in enumerate(pipeline.first_split):
         shapes = embedding_shapes(model) if stage == 0 else {}
@@ -171,27 +174,30 @@ def stage_needs(model: ModelConfig, config: Config, stores_bf16: bool) -> list[S
     return needs
 
 
-def keeps_bf16(config: Config, stores_bf16: bool) -> bool:
+def keeps_bf16(data_plane: DataPlaneConfig, stores_bf16: bool) -> bool:
     """Whether instances keep a checkpoint's bf16 matrices, though they compute in fp32."""
-    data_plane = config.data_plane
     is_native = data_plane.device == "cpu" and data_plane.cpu_kernels != "torch"
     return stores_bf16 and is_native and data_plane.dtype == "float32"
 
 
 def smallest_cluster(
-    model: ModelConfig, config: Config, stores_bf16: bool, usable: float, reserve: float
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    data_plane: DataPlaneConfig,
+    has_lanes: bool,
+    stores_bf16: bool,
+    room: float,
 ) -> int | None:
-    """Find the fewest instances, from those of `config` on, that leave room for some frames.
+    """Find the fewest instances, from those of `cluster` on, that leave room for some frames.
 
-    stores_bf16: see memory_need. usable, reserve: bytes of an instance's memory, and of what frames
-    and weights may not take. Returns None if more instances do not help.
+    stores_bf16: see memory_need. room: bytes for an instance's weights and frames. Returns None if
+    more instances do not help.
     """
-    most = max(model.num_experts, config.cluster.num_instances)
-    for number in range(config.cluster.num_instances, most + 1):
-        cluster = replace(config.cluster, num_instances=number, instances_per_node=number)
-        sized = replace(config, cluster=cluster)
-        need = memory_need(model, sized, stores_bf16)
-        if need.fixed + need.page <= usable - reserve:
+    fewest = cluster.num_instances
+    for number in range(fewest, max(model.num_experts, fewest) + 1):
+        cluster = replace(cluster, num_instances=number, instances_per_node=number)
+        need = memory_need(model, cluster, data_plane, has_lanes, stores_bf16)
+        if need.fixed + need.page <= room:
             return number
     return None
 

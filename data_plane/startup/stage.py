@@ -48,7 +48,8 @@ def build_stage(
     """
     torch.set_num_threads(config.data_plane.threads_per_instance)
     dtype, model = torch_dtype(config.data_plane), ModelConfig.from_folder(checkpoint, has_mtp)
-    pipeline = PipelineConfig.of(config, model.num_stored_layers)
+    num_stages, num_layers = config.cluster.num_instances, model.num_stored_layers
+    pipeline = PipelineConfig.of(config.pipeline, num_stages, num_layers)
     kernels, attention, sentences = cpu_parts(config.data_plane, model, checkpoint)
     is_last, layers = stage == pipeline.num_stages - 1, layers_of(pipeline.first_split, stage)
     weights = StageWeights(checkpoint, model, dtype, kernels, layers, stage == 0, is_last, progress)
@@ -59,7 +60,7 @@ def build_stage(
         max_rows, num_linear = config.cluster.bounds.max_rows, len(model.linear_layers)
         size = page_bytes(model, config.data_plane)
         frames.carry = CarryPool(model.delta, num_linear, max_rows, dtype, size, held=linear)
-    row, num_stages = torch.zeros(model.hidden_size, dtype=dtype), pipeline.num_stages
+    row = torch.zeros(model.hidden_size, dtype=dtype)
     max_tokens, layer_bytes = pipeline.max_pass_tokens, PAGE_SIZE * width * dtype.itemsize
 
     def ends() -> tuple[RingStageLinks, PeerRings]:

@@ -1,7 +1,7 @@
 """The whole configuration of a pipeline, once the model's layers are known.
 
-Enters: the configuration and the number of layers. Leaves: a PipelineConfig, whose first layout is
-checked. Does not know: passes, requests, weights.
+Enters: settings of passes, how many stages and layers. Leaves: a PipelineConfig, whose
+first layout is checked. Does not know: passes, requests, weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 
 from nanocp.config.choices import Positive, require
 from nanocp.config.passes import PassesConfig
-from nanocp.config.whole import Config
 from nanocp.values.passes import even_split
 
 
@@ -43,13 +42,13 @@ class PipelineConfig(PassesConfig):
         )
 
     @classmethod
-    def of(cls, config: Config, num_layers: int) -> PipelineConfig:
+    def of(cls, passes: PassesConfig, num_stages: int, num_layers: int) -> PipelineConfig:
         """The pipeline of a service whose model has so many layers.
 
         Raises ValueError if the two do not fit.
         """
-        passes = {each.name: getattr(config.pipeline, each.name) for each in fields(PassesConfig)}
-        return cls(num_stages=config.cluster.num_instances, num_layers=num_layers, **passes)
+        values = {each.name: getattr(passes, each.name) for each in fields(PassesConfig)}
+        return cls(num_stages=num_stages, num_layers=num_layers, **values)
 
     @property
     def num_places(self) -> int:

@@ -38,6 +38,21 @@ def config_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str
     return "\n".join(_section(config, (), origins)).strip() + "\n"
 
 
+def changed(value: Any, default: Any) -> dict[str, Any]:
+    """The tree of keys that users may set and that are not the default"""
+    tree: dict[str, Any] = {}
+    for item in fields(value):
+        if is_hidden(marks_of(type(value))[item.name]):
+            continue
+        ours, theirs = getattr(value, item.name), getattr(default, item.name)
+        if is_dataclass(ours):
+            ours = changed(ours, theirs)
+            theirs = {}
+        if ours != theirs:
+            tree[item.name] = ours
+    return tree
+
+
 def unit_of(key: str) -> str:
     """The unit that the key's name ends with; empty if it has none."""
     return _UNITS.get(key.rpartition("_")[2], "")

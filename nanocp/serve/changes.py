@@ -10,14 +10,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from control_plane.coordinator.members.seats import SeatsNow
 from nanocp.config.choices import check_one_of
 from nanocp.config.service import LOG_LEVELS
-from nanocp.config.whole import Config
-from nanocp.config.yaml import config_yaml
 from nanocp.logs import get_level, set_level
 
 logger = logging.getLogger("nanocp.changes")
@@ -82,15 +80,17 @@ def answer_abort(end: Callable[[str], list[int]], body: bytes | None, who: str) 
     return json.dumps({"ended": numbers}).encode()
 
 
-def answer_config(config: Config, body: bytes | None, who: str) -> bytes:
-    """Answer for /cluster/config. The body names the level of this process' log from now on."""
+def answer_config(as_yaml: Callable[[str], str], body: bytes | None, who: str) -> bytes:
+    """Answer for /cluster/config. The body names the level of this process' log from now on.
+
+    as_yaml: writes the configuration, with this level of the log.
+    """
     if body is not None:
         level = str(_read(body, _LEVEL).get("log_level", ""))
         check_one_of(LOG_LEVELS, log_level=level)
         with _logged(who, f"the log's level is to be {level}"):
             set_level(level)
-    now = replace(config, service=replace(config.service, log_level=get_level()))
-    return json.dumps({"yaml": config_yaml(now, {})}).encode()
+    return json.dumps({"yaml": as_yaml(get_level())}).encode()
 
 
 def _read(body: bytes, example: str) -> dict[str, Any]:

@@ -63,7 +63,9 @@ def run_front_end(spec: FrontEndSpec) -> int:
         service.reasoning_parser,
     )
     http = HttpServer(
-        spec.config,
+        service,
+        spec.config.limits,
+        spec.config.cluster.num_instances,
         model,
         partial(controller.page, "metrics"),
         partial(controller.page, "snapshot"),

@@ -64,7 +64,8 @@ class FrontEndProcesses:
         self._served = served
         self._failed = failed
         self._port = FrontEndPort(
-            config,
+            config.service,
+            config.scheduler.held_timeout_us,
             member_secrets,
             observer,
             pages,

@@ -1,6 +1,6 @@
 """What plans the passes of the prefill's stages: the scheduler of pipelines, over prompts alone.
 
-Enters: a Config. Leaves: a PipelineScheduler. Does not know: stages, pages.
+Enters: sections of the configuration. Leaves: a PipelineScheduler. Does not know: stages, pages.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from dataclasses import replace
 
 from control_plane.scheduler.pipeline.pass_rows import PromptRows
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineScheduler
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.passes import PassesConfig
 from nanocp.config.pipeline import PipelineConfig
-from nanocp.config.whole import Config
+from nanocp.config.scheduler import SchedulerConfig
 
 
-def make_prefill_scheduler(config: Config) -> PipelineScheduler:
-    """Make the scheduler of `prefill.stages`; a MemberSpec names this factory."""
-    own = config.of_prefill_stages
+def make_prefill_scheduler(
+    cluster: ClusterConfig, scheduler: SchedulerConfig, passes: PassesConfig
+) -> PipelineScheduler:
+    """Make the scheduler of `prefill.stages`; a MemberSpec names this factory.
+
+    The sections are those of Config.of_prefill_stages.
+    """
+    num_stages = cluster.num_instances
     # It plans no layers: what their number is does not matter.
-    pipeline = PipelineConfig.of(own, num_layers=config.prefill.stages)
-    cluster = replace(own.cluster, num_instances=1)
-    rows = PromptRows(pipeline.num_stages, pipeline.max_pass_tokens)
-    return PipelineScheduler(cluster, own.scheduler, pipeline, rows)
+    pipeline = PipelineConfig.of(passes, num_stages, num_layers=num_stages)
+    rows = PromptRows(num_stages, pipeline.max_pass_tokens)
+    return PipelineScheduler(replace(cluster, num_instances=1), scheduler, pipeline, rows)

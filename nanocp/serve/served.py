@@ -65,7 +65,7 @@ def check_model(config: Config, model: ModelConfig, checkpoint: Path) -> None:
     is_pipeline = config.cluster.layout == "pipeline"
     make_policy(config.scheduler)
     if is_pipeline:
-        make_layer_policy(PipelineConfig.of(config, model.num_layers))
+        make_layer_policy(PipelineConfig.of(config.pipeline, num_instances, model.num_layers))
     elif 0 < model.num_experts < num_instances:
         raise ValueError(
             f"the model has {model.num_experts} experts; there may be as many instances, and not "
@@ -135,6 +135,22 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Served:
         page_bytes=page_bytes(model, config.data_plane),
         carry_pages=carry_pages(model, config.data_plane),
     )
+
+
+def settled(config: Config, served: Served, controller_number: int) -> Config:
+    """The configuration for what is served, and for this controller of the service."""
+    prefill, scheduler = config.prefill, config.scheduler
+    if prefill.engines and not scheduler.max_unfilled_tokens:
+        # What engines may have in flight bounds empty frames.
+        bound = len(prefill.engines) * prefill.max_tokens_in_flight
+        config = replace(config, scheduler=replace(scheduler, max_unfilled_tokens=bound))
+    config = config.with_carry(served.carry_pages)
+    if served.page_bytes:
+        config = config.with_slots(served.page_bytes)
+    if controller_number > 1 and config.service.event_log:
+        log = f"{config.service.event_log}.{controller_number}"
+        config = replace(config, service=replace(config.service, event_log=log))
+    return config
 
 
 def policy_in_words(config: Config) -> str:

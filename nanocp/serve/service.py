@@ -44,6 +44,7 @@ from control_plane.shell.controller import Controller
 from data_plane.member.lifetime import MemberSpec, SpareSpec
 from data_plane.transport.shared_memory import sweep_stale, unlink_cluster
 from nanocp.config.whole import Config
+from nanocp.config.yaml import config_yaml
 from nanocp.serve.changes import answer_abort, answer_config, answer_layout, answer_seats
 from nanocp.serve.front_end_process import FRONT_END_COMMAND
 from nanocp.serve.front_end_processes import FrontEndProcesses
@@ -51,7 +52,7 @@ from nanocp.serve.garbage import freeze_long_lived
 from nanocp.serve.launcher_pipe import PipedLauncher, living_of
 from nanocp.serve.member_processes import MemberProcesses
 from nanocp.serve.node_processes import NodeProcesses, carrier_address, nodes_of, remove_sockets
-from nanocp.serve.served import PREFILL_PLANNER
+from nanocp.serve.served import PREFILL_PLANNER, settled
 from nanocp.serve.served import Served as Served
 from nanocp.serve.served import open_checkpoint as open_checkpoint
 from nanocp.serve.spares import Spares
@@ -87,26 +88,6 @@ def member_environment(config: Config) -> dict[str, str]:
     return environment
 
 
-def _settled(config: Config, served: Served, controller_number: int) -> Config:
-    """The configuration for what is served, and for this controller of the service."""
-    config = _with_unfilled_bound(config).with_carry(served.carry_pages)
-    if served.page_bytes:
-        config = config.with_slots(served.page_bytes)
-    if controller_number > 1 and config.service.event_log:
-        log = f"{config.service.event_log}.{controller_number}"
-        config = replace(config, service=replace(config.service, event_log=log))
-    return config
-
-
-def _with_unfilled_bound(config: Config) -> Config:
-    """The configuration, with what engines may have in flight as the bound of empty frames."""
-    prefill, scheduler = config.prefill, config.scheduler
-    if not prefill.engines or scheduler.max_unfilled_tokens:
-        return config
-    bound = len(prefill.engines) * prefill.max_tokens_in_flight
-    return replace(config, scheduler=replace(scheduler, max_unfilled_tokens=bound))
-
-
 class Service:
     """A service: start, address, drain, stop.
 
@@ -129,10 +110,10 @@ class Service:
         ValueError for an unknown policy, for files of the checkpoint that cannot be read, and for
         traces without their packages.
         """
-        config = _settled(config, served, controller_number)
+        config = settled(config, served, controller_number)
         check_tls(config.service)
         self.cluster_id = cluster_id or secrets.token_hex(4)
-        self.metrics = Metrics(config)
+        self.metrics = Metrics(config.cluster, config.scheduler, config.prefill.engines)
         self.launcher = launcher
         self._config = config
         self._served = served
@@ -142,7 +123,8 @@ class Service:
         self._living: Mapping[Member, MemberSpec] = living_of(launcher)
         """Members that have lost their controller, and will dial this one."""
         view = ClusterView(
-            config,
+            config.cluster,
+            config.scheduler.policy,
             self.metrics.requests.inter_token_sums,
             self.metrics.engines.rows,
             self.metrics.recovery.row,
@@ -366,12 +348,19 @@ class Service:
                 self._front_end_launcher,
                 self._controller_number,
             )
-        http = HttpServer(config, model, metrics, view.snapshot_json, observer.http_responded)
+        num, snapshot = config.cluster.num_instances, view.snapshot_json
+        http = HttpServer(
+            service, config.limits, num, model, metrics, snapshot, observer.http_responded
+        )
         return FrontEnd(
             config, served.tokenizer, served.limits, self._member_secrets, observer, http
         )
 
     def _make_status(self, view: ClusterView) -> StatusServer:
+        def as_yaml(log_level: str) -> str:
+            service = replace(self._config.service, log_level=log_level)
+            return config_yaml(replace(self._config, service=service), {})
+
         return StatusServer(
             self.metrics.registry,
             view.snapshot_json,
@@ -389,7 +378,7 @@ class Service:
                 ABORT_PATH: partial(
                     answer_abort, lambda name: self._controller.end_requests(name).result(_ANSWER_S)
                 ),
-                CONFIG_PATH: partial(answer_config, self._config),
+                CONFIG_PATH: partial(answer_config, as_yaml),
             },
         )
 

@@ -14,10 +14,9 @@ from control_plane.observe.metrics.registry import Metrics
 from control_plane.scheduler.pages.offload import OffloadReading
 from harness.paths import ROOT
 from harness.programs.dashboards import ALERTS, GRAFANA, dashboard_expressions, filled
-from nanocp.config.prefill import PrefillConfig
-from nanocp.config.whole import Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 
-CONFIG = Config(prefill=PrefillConfig(engines=("http://engine:8000",)))
 OPERATE = (ROOT / "docs/use/operate.md").read_text()
 
 EXPRESSIONS = [
@@ -39,7 +38,7 @@ def selectors(node):
 
 def registry_of_a_service():
     """The metrics of a service with engines and with pages outside the frames."""
-    metrics = Metrics(CONFIG)
+    metrics = Metrics(ClusterConfig(), SchedulerConfig(), ("http://engine:8000",))
     metrics.offload.planned(OffloadReading((0, 0), (0, 0), (0, 0), 0))
     return metrics.registry
 

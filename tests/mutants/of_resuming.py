@@ -44,7 +44,7 @@ OF_RESUMING = [
         name="unattended-for-ever",
         why="requests of a lost front end are never ended",
         path="control_plane/frontend/remote/port.py",
-        text="self._loop.call_later(attended_s, self._release, requests)",
+        text="self._loop.call_later(self._attended_s, self._release, requests)",
         fault="pass",
         tests=(*REMOTE, "-k", "run_on_for_a_while"),
     ),

@@ -17,7 +17,6 @@ from harness.paths import ROOT
 from harness.programs.dashboards import ALERTS
 from harness.services.drained_seat import BEFORE, CLUSTER, drained_scheduler
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
 
 pytestmark = pytest.mark.system
 
@@ -70,7 +69,7 @@ def firing(tmp_path, metrics):
 
 
 def metrics_of(scheduler, *states):
-    metrics = Metrics(Config(cluster=CLUSTER, scheduler=SchedulerConfig()))
+    metrics = Metrics(CLUSTER, SchedulerConfig())
     metrics.recovery.seats(states)
     for done in BEFORE[: states.count("serving")]:
         metrics.instances.stepped(done, is_complete=done is BEFORE[states.count("serving") - 1])

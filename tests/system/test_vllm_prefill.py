@@ -387,7 +387,14 @@ def test_the_connector_makes_fp8_pages_of_bf16(bf16_engine, bf16_checkpoint):
         prefill=PrefillConfig(engines=(bf16_engine.url,), api_key=API_KEY),
     )
     segments = Segments(f"test-{uuid.uuid4().hex}", term=Term(1))
-    prober = EngineProbe(config, build_probe(config, bf16_checkpoint), segments)
+    prober = EngineProbe(
+        config.cluster.num_instances,
+        config.prefill,
+        config.data_plane,
+        config.limits,
+        build_probe(config, bf16_checkpoint),
+        segments,
+    )
     try:
         answer = prober.run(0, bf16_engine.url, 120_000)
         assert answer.outcome is EngineOutcome.SENT, answer.message

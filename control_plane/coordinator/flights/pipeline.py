@@ -33,7 +33,8 @@ class PipelineFlights(Flights):
         self, config: Config, members: Members, num_layers: int, metrics: StageMetrics
     ) -> None:
         """Raises ValueError if the configuration and the model do not fit."""
-        self.pipeline = PipelineConfig.of(config, num_layers)
+        num_stages = config.cluster.num_instances
+        self.pipeline = PipelineConfig.of(config.pipeline, num_stages, num_layers)
         self._last = self.pipeline.num_stages - 1
         self._planner = PassPlanner(config.cluster, config.scheduler, self.pipeline)
         self.scheduler = self._planner.scheduler

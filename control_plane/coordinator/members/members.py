@@ -33,7 +33,8 @@ from control_plane.coordinator.members.start import Start
 from control_plane.coordinator.members.suspicion import Suspicion
 from control_plane.coordinator.members.terms import Standing, Terms, TermSteps
 from control_plane.observe.metrics.recovery import RecoveryMetrics
-from nanocp.config.whole import Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.limits import LimitsConfig
 from nanocp.values import members as values
 from nanocp.values.commands import Join, Leave, ToMember
 from nanocp.values.members import PREFILL, Hello, Member, Peer, Said
@@ -52,25 +53,27 @@ class Members(TermSteps):
 
     def __init__(
         self,
-        config: Config,
+        cluster: ClusterConfig,
+        limits: LimitsConfig,
         facts: Facts,
         metrics: RecoveryMetrics,
-        num_experts: int | None = None,
+        num_experts: int | None,
+        has_prefill: bool,
+        recovers: bool,
+        leave_ms: int,
     ) -> None:
-        """num_experts: see Seats."""
-        limits = config.limits
+        """num_experts: see Seats. has_prefill, recovers, leave_ms: Config knows them."""
         self._metrics = metrics
         self._limits = limits
         self._facts = facts
         self.output = MembersOutput()
         """What is to be done, until it is taken."""
         self._instances = tuple(
-            Member("instance", instance) for instance in range(config.cluster.num_instances)
+            Member("instance", instance) for instance in range(cluster.num_instances)
         )
-        has_prefill = config.has_prefill_member
         self.expected = (*self._instances, PREFILL) if has_prefill else self._instances
         """Every member that must be ready; with synthetic KV or as a pipeline, no prefill."""
-        self.recovers, self._leave_ms = config.recovers, config.leave_timeout_ms
+        self.recovers, self._leave_ms = recovers, leave_ms
         self.attached = Attached(self.output)
         self.start = Start(self.expected, limits.start_timeout_ms)
         self.takes_over = False
@@ -94,7 +97,7 @@ class Members(TermSteps):
         self._kept_pages = KeptPages()
         self._join = Join()
         """What members of the present term were asked to join."""
-        self._seats = Seats(config.cluster, num_experts if self.recovers else None)
+        self._seats = Seats(cluster, num_experts if recovers else None)
         timeout_ms = limits.recovery_timeout_ms
         self.end = End(self.start, self._seats, self.deadlines, self.output, timeout_ms)
         self.changes = SeatChanges(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanocp.config.choices import require
-from nanocp.config.whole import Config
+from nanocp.config.service import ServiceConfig
 
 _WANTED = 65_536
 """Descriptors that are asked of the system."""
@@ -33,15 +33,14 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def max_connections(config: Config) -> int:
+def max_connections(service: ServiceConfig, num_instances: int) -> int:
     """Most connections at each API of one front end, by the limit of open files.
 
     Raises ValueError if the limit of open files leaves none.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    service = config.service
     num_kinds = 3 if service.ssl_certfile else 2  # HTTP, gRPC, and those in a TLS handshake
-    reserved = _reserved(config)
+    reserved = _reserved(num_instances)
     require(
         limit >= reserved + num_kinds,
         f"{limit} files may be open (ulimit -n); the service needs {reserved + num_kinds}",
@@ -49,8 +48,8 @@ def max_connections(config: Config) -> int:
     return (limit - reserved) // num_kinds
 
 
-def _reserved(config: Config) -> int:
-    return _RESERVED + _OF_MEMBER * config.cluster.num_instances
+def _reserved(num_instances: int) -> int:
+    return _RESERVED + _OF_MEMBER * num_instances
 
 
 class Listener(socket.socket):
@@ -65,11 +64,11 @@ class Listener(socket.socket):
     _most_waiting = 0
     _said_s = float("-inf")
 
-    def keep_for(self, config: Config) -> None:
+    def keep_for(self, service: ServiceConfig, num_instances: int) -> None:
         """Keep half of what is reserved, and a share of the rest for those that have not begun."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most = limit - _reserved(config) // 2
-        self._most_waiting = max_connections(config)
+        self.most = limit - _reserved(num_instances) // 2
+        self._most_waiting = max_connections(service, num_instances)
         self._waiting: dict[int, socket.socket] = {}
 
     def began(self, descriptor: int) -> None:

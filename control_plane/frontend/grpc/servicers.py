@@ -37,7 +37,6 @@ from control_plane.frontend.streams import ClientStreams
 from control_plane.frontend.validation import check_request_id
 from control_plane.ports.members_port import caller
 from nanocp.config.cluster import ClusterConfig
-from nanocp.config.whole import Config
 from nanocp.values.members import PREFILL, Member
 from nanocp.values.plan import PAGE_SIZE, ClusterLoad, FinishReason
 from nanocp.values.sampling import TokenBatch, TokenLogprobs
@@ -219,8 +218,15 @@ def _logprobs(logprobs: TokenLogprobs) -> pb.Logprobs:
 class ControlServicer(inference_pb2_grpc.ControlServicer):
     """Aborts by the clients' request ids, and facts about the service."""
 
-    def __init__(self, config: Config, open_requests: OpenRequests, streams: ClientStreams) -> None:
-        self._config = config
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        dtype: str,
+        policy: str,
+        open_requests: OpenRequests,
+        streams: ClientStreams,
+    ) -> None:
+        self._cluster, self._dtype, self._policy = cluster, dtype, policy
         self._open_requests = open_requests
         self._streams = streams
         self._load: Callable[[], ClusterLoad] | None = None
@@ -249,7 +255,7 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        limits, cluster = self._open_requests.limits, self._config.cluster
+        limits, cluster = self._open_requests.limits, self._cluster
         return pb.GetServerInfoResponse(
             version=importlib.metadata.version("nanocp"),
             model=limits.model,
@@ -261,8 +267,8 @@ class ControlServicer(inference_pb2_grpc.ControlServicer):
             num_instances=cluster.num_instances,
             num_frames=cluster.num_frames,
             page_size=PAGE_SIZE,
-            dtype=self._config.data_plane.dtype,
-            policy=self._config.scheduler.policy,
+            dtype=self._dtype,
+            policy=self._policy,
             front_ends=self._front_ends,
             uptime_s=time.monotonic() - self._began_s,
             closed_because=self._open_requests.closed_because,

@@ -24,7 +24,8 @@ from control_plane.frontend.http.middleware import OnResponse
 from control_plane.frontend.http.served_model import ServedModel
 from control_plane.frontend.open_requests import OpenRequests
 from control_plane.observe.status_server import SnapshotJson
-from nanocp.config.whole import Config
+from nanocp.config.limits import LimitsConfig
+from nanocp.config.service import ServiceConfig
 
 _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2
 _KEEPALIVE_IDLE_S = UNREAD_TIMEOUT_S - _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
@@ -46,13 +47,15 @@ class HttpServer:
 
     def __init__(
         self,
-        config: Config,
+        service: ServiceConfig,
+        limits: LimitsConfig,
+        num_instances: int,
         model: ServedModel,
         metrics: Callable[[], bytes],
         snapshot_json: SnapshotJson,
         on_response: OnResponse = lambda endpoint, method, status: None,
     ) -> None:
-        self._config = config
+        self._service, self._limits, self._num_instances = service, limits, num_instances
         self._model = model
         self._metrics = metrics
         self._snapshot_json = snapshot_json
@@ -65,10 +68,10 @@ class HttpServer:
 
         Raises OSError naming the port.
         """
-        host, port = self._config.service.host, self._config.service.http_port
+        host, port = self._service.host, self._service.http_port
         port += index if port else 0
         self._socket = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket.keep_for(self._config)
+        self._socket.keep_for(self._service, self._num_instances)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # What is accepted inherits all these.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -92,8 +95,8 @@ class HttpServer:
 
     async def start(self, open_requests: OpenRequests, max_body_bytes: int, keys: ApiKeys) -> None:
         """Answer requests. Those for tokens get 503 until the cluster has opened."""
-        limits = self._config.limits
-        most = min(limits.max_http_connections, max_connections(self._config))
+        limits = self._limits
+        most = min(limits.max_http_connections, max_connections(self._service, self._num_instances))
         parts = ApiParts(
             open_requests,
             self._model,
@@ -101,7 +104,7 @@ class HttpServer:
             self._snapshot_json,
             lambda: self._has_served,
             self._on_response,
-            OperatorKeys(self._config.service),
+            OperatorKeys(self._service),
         )
         protocol: Any = partial(
             BoundedProtocol,
@@ -109,7 +112,7 @@ class HttpServer:
             crowd=Crowd(most, self._socket.began),
         )
         config = uvicorn.Config(
-            build_app(parts, max_body_bytes, keys, self._config.service.cors_origins),
+            build_app(parts, max_body_bytes, keys, self._service.cors_origins),
             http=protocol,
             ws="none",
             lifespan="off",
@@ -119,13 +122,13 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            **uvicorn_options(self._config.service),
+            **uvicorn_options(self._service),
             timeout_graceful_shutdown=_STOP_GRACE_S,
         )
         self._server = uvicorn.Server(config)
         config.load()
         if config.ssl is not None:
-            renewing = renew_for_ever(self._config.service, config.ssl)
+            renewing = renew_for_ever(self._service, config.ssl)
             self._renewing = asyncio.create_task(renewing)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 

@@ -49,7 +49,7 @@ from control_plane.ports.controller_interface import (
     Submission,
 )
 from control_plane.ports.members_port import MemberSecrets, bind, caller
-from nanocp.config.whole import Config
+from nanocp.config.service import ServiceConfig
 from nanocp.values.plan import AbortRequested, ClusterLoad, Ended, Placement, Preempted
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,8 @@ class FrontEndPort(ControllerEvents):
 
     def __init__(
         self,
-        config: Config,
+        service: ServiceConfig,
+        held_timeout_us: int,
         member_secrets: MemberSecrets,
         observer: Observer,
         pages: Mapping[str, MakePage],
@@ -119,18 +120,18 @@ class FrontEndPort(ControllerEvents):
     ) -> None:
         """lost: called with a front end and its pid when its stream has ended. It may block.
 
-        controller_number: see Attendance.
+        controller_number: see Attendance. held_timeout_us: see SchedulerConfig.
         """
         self.secrets = MemberSecrets()
         """One for each front end's process."""
-        self._config = config
+        self._service, self._attended_s = service, held_timeout_us / 1e6
         self._member_secrets = member_secrets
         self._observer = observer
         self._pages = pages
         self._lost = lost
         self._controller: ControllerInterface | None = None
         self._load: Callable[[], ClusterLoad] = ClusterLoad
-        num = config.service.front_ends
+        num = service.front_ends
         self._attendance = Attendance(num, controller_number)
         self._attached: dict[int, _Attached] = {}
         self.hellos: list[Future[FrontEndHello]] = [Future() for _ in range(num)]
@@ -188,7 +189,7 @@ class FrontEndPort(ControllerEvents):
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        service = self._config.service
+        service = self._service
         try:
             server, address = bind(service, self.secrets, 1 + service.front_ends)
         except OSError as error:
@@ -327,15 +328,14 @@ class FrontEndPort(ControllerEvents):
             return
         for _ in range(num_owed):
             self._controller.resubmitted()
-        attended_s = self._config.scheduler.held_timeout_us / 1e6
         if requests:
             logger.warning(
                 "%s is lost; its %d requests run on for %.0f s; any front end resumes them",
                 name_of(front_end.index),
                 len(requests),
-                attended_s,
+                self._attended_s,
             )
-            self._loop.call_later(attended_s, self._release, requests)
+            self._loop.call_later(self._attended_s, self._release, requests)
 
     def _release(self, requests: Mapping[int, str]) -> None:
         """End those of a lost front end's requests that nobody has resumed."""

@@ -15,25 +15,27 @@ from control_plane.observe.metrics.recovery import RecoveryMetrics
 from control_plane.observe.metrics.requests import RequestMetrics
 from control_plane.observe.metrics.scheduling import SchedulingMetrics
 from control_plane.observe.metrics.stages import StageMetrics
-from nanocp.config.whole import Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 
 
 class Metrics:
     """What the service measures."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, scheduler: SchedulerConfig, engine_urls: tuple[str, ...] = ()
+    ) -> None:
         # A _created series beside each counter and histogram would double them; nothing reads it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        cluster = config.cluster
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.scheduling = SchedulingMetrics(
-            self.registry, cluster, config.scheduler.costs.dispatch_tokens_per_row
+            self.registry, cluster, scheduler.costs.dispatch_tokens_per_row
         )
         self.offload = OffloadMetrics(self.registry)
-        self.instances = InstanceMetrics(self.registry, cluster.num_instances, config.scheduler)
+        self.instances = InstanceMetrics(self.registry, cluster.num_instances, scheduler)
         num_stages = cluster.num_instances if cluster.layout == "pipeline" else 0
         self.stages = StageMetrics(self.registry, num_stages)
-        self.engines = EngineMetrics(self.registry, config.prefill.engines)
+        self.engines = EngineMetrics(self.registry, engine_urls)
         self.recovery = RecoveryMetrics(self.registry)
         self.requests = RequestMetrics(self.registry, cluster.max_model_len)

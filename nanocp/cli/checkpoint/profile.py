@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from data_plane.model.config import ModelConfig
     from data_plane.profiling.batch import Batch
+    from nanocp.config.scheduler import SchedulerConfig
     from nanocp.config.whole import Config
     from nanocp.simulator.fit.fit import Fitted, Point, Sweep
     from nanocp.simulator.fit.lanes import LaneTable
@@ -151,12 +152,14 @@ def run(config: Config, checkpoint: Path, measurement: Measurement, console: Con
         config, model, checkpoint, max_len, degrees, measurement.quick, console
     )
     if measurement.overlap:
-        config = with_lane_table(config, _measure_lanes(config, checkpoint))
+        table = _measure_lanes(config, checkpoint)
+        config = replace(config, scheduler=with_lane_table(config.scheduler, table))
     if config.scheduler.num_drafts:
-        config = _measure_drafts(config, checkpoint)
-    fitted = fit_cluster(config, model, degrees, points, ingest_gb_per_s)
+        config = replace(config, scheduler=_measure_drafts(config, checkpoint))
+    fitted = fit_cluster(config.cluster, config.data_plane, model, degrees, points, ingest_gb_per_s)
     about, out = [*_about(config, checkpoint), *doubts(fitted)], measurement.out
-    _write(as_measured(config, fitted, sweep), out, about)
+    scheduler = as_measured(config.scheduler, fitted, sweep)
+    _write(replace(config, scheduler=scheduler), out, about)
     (out / "cluster.yaml").write_text(cluster_yaml(fitted, about))
     _show(sweep, fitted, console)
     for doubt in doubts(fitted):
@@ -179,7 +182,7 @@ def _run_pipeline(
     if measurement.max_len or measurement.degree or measurement.overlap:
         raise ValueError("max_len, degree and --overlap have no meaning with layout pipeline")
     model = ModelConfig.from_folder(checkpoint)
-    PipelineConfig.of(config, model.num_layers)
+    PipelineConfig.of(config.pipeline, config.cluster.num_instances, model.num_layers)
     measurement.make_folder()
     layers = model.num_experts, model.num_experts_per_token, num_first_dense(model)
     kinds = ("greedy", "mixed") if measurement.quick else tuple(KINDS)
@@ -207,11 +210,15 @@ def _run_pipeline(
 
 def _write(config: Config, out: Path, about: Sequence[str]) -> Path:
     """Write the profile, and the file for `nanocp serve --config`; returns the latter's path."""
+    from nanocp.config.whole import Config
+    from nanocp.config.yaml import changed
     from nanocp.simulator.fit.fit import profile_yaml, serve_yaml
 
+    section = config.pipeline if config.cluster.layout == "pipeline" else config.scheduler
     profile, path = out / "profile.yaml", out / "serve.yaml"
-    profile.write_text(profile_yaml(config, about))
-    path.write_text(serve_yaml(config, profile, about))
+    profile.write_text(profile_yaml(section, about))
+    num_instances = config.cluster.num_instances
+    path.write_text(serve_yaml(changed(config, Config()), num_instances, profile, about))
     return path
 
 
@@ -310,11 +317,11 @@ def _measure_lanes(config: Config, checkpoint: Path) -> LaneTable:
     two_lanes = replace(config, scheduler=replace(config.scheduler, lanes="always"))
     with measuring(two_lanes, checkpoint, member_environment(config)) as measured:
         return measure_lane_table(
-            config, lambda batch: measured.measure_lanes(batch, _NUM_LANE_STEPS)
+            config.cluster, lambda batch: measured.measure_lanes(batch, _NUM_LANE_STEPS)
         )
 
 
-def _measure_drafts(config: Config, checkpoint: Path) -> Config:
+def _measure_drafts(config: Config, checkpoint: Path) -> SchedulerConfig:
     from data_plane.profiling.cluster import measuring
     from nanocp.serve.service import member_environment
     from nanocp.simulator.fit.drafts import with_draft_table
@@ -322,7 +329,8 @@ def _measure_drafts(config: Config, checkpoint: Path) -> Config:
     one_lane = replace(config, scheduler=replace(config.scheduler, lanes="off"))
     with measuring(one_lane, checkpoint, member_environment(config)) as measured:
         return with_draft_table(
-            config,
+            config.scheduler,
+            config.cluster,
             lambda batch, drafts: measured.measure_drafts(batch, drafts, _NUM_LANE_STEPS),
         )
 
@@ -348,7 +356,7 @@ def _check_memory(config: Config, model: ModelConfig, max_len: int, num_frames: 
     from nanocp.values.plan import PAGE_SIZE
 
     needed, free = (
-        num_frames * PAGE_SIZE * kv_bytes(config, model),
+        num_frames * PAGE_SIZE * kv_bytes(config.data_plane, model),
         psutil.virtual_memory().available,
     )
     if needed > free:

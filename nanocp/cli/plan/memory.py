@@ -20,6 +20,9 @@ from nanocp.values.plan import PAGE_SIZE
 
 if TYPE_CHECKING:
     from data_plane.model.config import ModelConfig
+    from nanocp.config.cluster import ClusterConfig
+    from nanocp.config.data_plane import DataPlaneConfig
+    from nanocp.config.scheduler import SchedulerConfig
     from nanocp.config.whole import Config
 
 _GB = 1e9
@@ -112,10 +115,10 @@ def report_folder(folder: Path, hardware: Hardware) -> bool:
 
     model = ModelConfig.from_folder(folder, hardware.drafts)
     tokenizer = load_tokenizer(folder)
-    config, device = hardware.config(), hardware.device
+    config = hardware.config()
     check_model(config, model, folder)
     report = _report_stages if hardware.layout == "pipeline" else _report
-    fits = report(folder, model, config, device, hardware.memory_gb)
+    fits = report(folder, model, hardware)
     if config.data_plane.has_nvshmem:
         typer.echo(
             f"More than {_GPUS_OF_A_NODE} GPUs are on several nodes, which exchange by "
@@ -127,7 +130,13 @@ def report_folder(folder: Path, hardware: Hardware) -> bool:
     return fits
 
 
-def frames_that_fit(folder: Path, config: Config, memory: float) -> int:
+def frames_that_fit(
+    folder: Path,
+    cluster: ClusterConfig,
+    data_plane: DataPlaneConfig,
+    scheduler: SchedulerConfig,
+    memory: float,
+) -> int:
     """How many frames an instance on a GPU has room for in so many bytes, beside all else.
 
     Raises ValueError if that is none.
@@ -135,8 +144,9 @@ def frames_that_fit(folder: Path, config: Config, memory: float) -> int:
     from data_plane.model.config import ModelConfig
     from data_plane.startup.memory_need import memory_need
 
-    model = ModelConfig.from_folder(folder, config.scheduler.num_drafts > 0)
-    need = memory_need(model, config, _stores_bf16(folder, model))
+    model = ModelConfig.from_folder(folder, scheduler.num_drafts > 0)
+    stores_bf16 = _stores_bf16(folder, model)
+    need = memory_need(model, cluster, data_plane, scheduler.has_lanes, stores_bf16)
     left = memory - _GB * DEVICES["h200"].reserve_gb - need.fixed
     if left < need.page:
         raise ValueError(
@@ -146,19 +156,18 @@ def frames_that_fit(folder: Path, config: Config, memory: float) -> int:
     return int(left // need.page)
 
 
-def _report(
-    folder: Path, model: ModelConfig, config: Config, name: str, memory_gb: float | None
-) -> bool:
+def _report(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
     """Print the table; return whether the model fits."""
     from data_plane.startup.memory_need import keeps_bf16, memory_need, prefill_bytes
     from nanocp.values.experts import num_slots
 
     whole, stores_bf16 = model, _stores_bf16(folder, model)
     model = _as_stored(folder, model)
-    device, num_instances = DEVICES[name], config.cluster.num_instances
-    memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_instances))
+    config, name, device = hardware.config(), hardware.device, DEVICES[hardware.device]
+    cluster, num_instances = config.cluster, config.cluster.num_instances
+    memory = _GB * (hardware.memory_gb or device.memory_gb or _share_of_this_machine(num_instances))
     need, usable, reserve = (
-        memory_need(model, config, stores_bf16),
+        memory_need(model, cluster, config.data_plane, hardware.lanes, stores_bf16),
         device.usable_share * memory,
         _GB * device.reserve_gb,
     )
@@ -167,24 +176,23 @@ def _report(
     typer.echo(
         f"on {num_instances} x {name} of {memory / _GB:.1f} GB, {usable / _GB:.1f} of them usable; "
         f"{config.data_plane.dtype}"
-        f"{', matrices bfloat16 as stored' if keeps_bf16(config, stores_bf16) else ''}; "
+        f"{', matrices bfloat16 as stored' if keeps_bf16(config.data_plane, stores_bf16) else ''}; "
         "each instance:"
     )
     rows = [("other weights", need.other_weights, "the same on every instance")]
     if model.num_experts:
-        share = num_slots(model.num_experts, num_instances, config.cluster.redundant_experts)
+        share = num_slots(model.num_experts, num_instances, cluster.redundant_experts)
         rows.insert(0, ("experts", need.experts, f"{share} of {model.num_experts} in each layer"))
     rows += [
         ("graphs", int(reserve), "captured steps and libraries"),
         (
             "exchange",
             need.exchange,
-            f"regions for {num_instances - 1} peers"
-            f"{', of two lanes' if config.scheduler.has_lanes else ''}",
+            f"regions for {num_instances - 1} peers{', of two lanes' if hardware.lanes else ''}",
         ),
     ]
     if need.states:
-        about = f"{config.cluster.bounds.max_rows} rows of {need.state / 1e6:.2f} MB and two more"
+        about = f"{cluster.bounds.max_rows} rows of {need.state / 1e6:.2f} MB and two more"
         rows.append(("states", need.states, about))
     num_frames = int(left // need.page) if left > 0 else 0
     tokens = num_frames * PAGE_SIZE
@@ -195,7 +203,7 @@ def _report(
         typer.echo(f"  {what:<14}{num_bytes / _GB:8.2f} GB   {about}")
     if num_frames < 1:
         typer.echo(f"It does not fit: {(need.page - left) / _GB:.1f} GB too many on each instance.")
-        typer.echo(_advice(model, config, stores_bf16, usable, reserve, memory_gb is None))
+        typer.echo(_advice(model, hardware, stores_bf16, usable - reserve))
         return False
     num_needed = -(-model.longest // max(tokens, 1))
     typer.echo(
@@ -213,25 +221,25 @@ def _report(
             f"{int(need.state // need.page * PAGE_SIZE):,} tokens more on an instance."
         )
     if name == _CPU:
-        prefill = prefill_bytes(model, config) / _GB
+        max_rows = config.of_prefill_stages.cluster.bounds.max_rows
+        prefill = prefill_bytes(model, config.data_plane, max_rows) / _GB
         typer.echo(f"Beside them the prefill has the whole model: {prefill:.2f} GB and more.")
     typer.echo(_weights(folder, whole))
     return True
 
 
-def _report_stages(
-    folder: Path, model: ModelConfig, config: Config, name: str, memory_gb: float | None
-) -> bool:
+def _report_stages(folder: Path, model: ModelConfig, hardware: Hardware) -> bool:
     """Print what each stage of a pipeline needs; return whether the model fits."""
     from data_plane.startup.memory_need import stage_needs
     from nanocp.config.pipeline import PipelineConfig
     from nanocp.values.passes import layers_of
 
-    device, num_stages = DEVICES[name], config.cluster.num_instances
-    memory = _GB * (memory_gb or device.memory_gb or _share_of_this_machine(num_stages))
+    config, device = hardware.config(), DEVICES[hardware.device]
+    num_stages = config.cluster.num_instances
+    memory = _GB * (hardware.memory_gb or device.memory_gb or _share_of_this_machine(num_stages))
     usable, reserve = device.usable_share * memory, _GB * device.reserve_gb
-    split = PipelineConfig.of(config, model.num_layers).first_split
-    needs = stage_needs(model, config, _stores_bf16(folder, model))
+    pipeline = PipelineConfig.of(config.pipeline, num_stages, model.num_layers)
+    needs = stage_needs(model, pipeline, config.data_plane, _stores_bf16(folder, model))
     typer.echo(f"{folder}: {_describe(model)}")
     typer.echo(
         f"on {num_stages} stages of {memory / _GB:.1f} GB, {usable / _GB:.1f} of them usable; "
@@ -239,7 +247,7 @@ def _report_stages(
     )
     num_frames = []
     for stage, need in enumerate(needs):
-        layers = layers_of(split, stage)
+        layers = layers_of(pipeline.first_split, stage)
         left = usable - reserve - need.weights - need.rings
         num_frames.append(int(left // need.page))
         typer.echo(
@@ -271,29 +279,22 @@ def _describe(model: ModelConfig) -> str:
     )
 
 
-def _advice(
-    model: ModelConfig,
-    config: Config,
-    stores_bf16: bool,
-    usable: float,
-    reserve: float,
-    has_device: bool,
-) -> str:
+def _advice(model: ModelConfig, hardware: Hardware, stores_bf16: bool, room: float) -> str:
     from data_plane.startup.memory_need import memory_need, smallest_cluster
 
-    ways = []
-    fewest = smallest_cluster(model, config, stores_bf16, usable, reserve)
-    is_gpu = config.data_plane.device == "cuda"
+    config, ways = hardware.config(), []
+    cluster, own, lanes = config.cluster, config.data_plane, hardware.lanes
+    fewest = smallest_cluster(model, cluster, own, lanes, stores_bf16, room)
     if fewest is not None:
         ways.append(f"{fewest} instances of this device")
-    need = memory_need(model, config, stores_bf16)
+    need = memory_need(model, cluster, own, lanes, stores_bf16)
     for name, device in DEVICES.items():
-        room = _GB * (device.usable_share * device.memory_gb - device.reserve_gb)
-        if has_device and is_gpu and room >= need.fixed + need.page:
-            ways.append(f"{config.cluster.num_instances} x {name}")
-    halved = replace(config, data_plane=replace(config.data_plane, dtype="bfloat16"))
-    smaller = memory_need(model, halved, stores_bf16)
-    if config.data_plane.dtype == "float32" and smaller.fixed + smaller.page <= usable - reserve:
+        larger = _GB * (device.usable_share * device.memory_gb - device.reserve_gb)
+        if hardware.memory_gb is None and own.device == "cuda" and larger >= need.fixed + need.page:
+            ways.append(f"{cluster.num_instances} x {name}")
+    halved = replace(own, dtype="bfloat16")
+    smaller = memory_need(model, cluster, halved, lanes, stores_bf16)
+    if own.dtype == "float32" and smaller.fixed + smaller.page <= room:
         ways.append("--set dtype=bfloat16")
     if not ways:
         return "Every instance holds all weights but its experts: a larger device is needed."

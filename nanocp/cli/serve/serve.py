@@ -176,7 +176,8 @@ def run(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     output = Output(config.service, console)
     raise_limit()
-    if (most := max_connections(config)) < config.limits.max_http_connections:
+    most = max_connections(config.service, config.cluster.num_instances)
+    if most < config.limits.max_http_connections:
         output.say(f"at most {most} connections at each API of a front end, by ulimit -n")
     for sentence in said:
         output.say(sentence)

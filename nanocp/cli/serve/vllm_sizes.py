@@ -17,6 +17,8 @@ from nanocp.config.file import load_config
 from nanocp.config.whole import Config
 from nanocp.values.plan import PAGE_SIZE
 
+_SHARE = "--gpu-memory-utilization"
+
 
 def with_sizes(
     path: Path | None, flags: Mapping[str, Any], checkpoint: Path
@@ -25,7 +27,8 @@ def with_sizes(
 
     flags: keys that nanocp.config.file takes. A max_model_len of -1 is as many tokens as the model
     allows and the cluster's frames hold; gpu_memory_utilization is no key of the configuration,
-    and chooses frames. Returns the flags with numbers too. Raises ValueError as load_config does.
+    and chooses frames of GPUs. Returns the flags with numbers too. Raises ValueError as load_config
+    does, for a share that is none, for one that leaves no room for frames, and without a GPU.
     """
     share, longest = flags.get("gpu_memory_utilization"), flags.get("cluster.max_model_len") == -1
     left = {key: value for key, value in flags.items() if key != "gpu_memory_utilization"}
@@ -33,7 +36,12 @@ def with_sizes(
         del left["cluster.max_model_len"]
     config = load_config(path, left)
     if share is not None:
-        num_frames = _frames(config, checkpoint, share)
+        valid = isinstance(share, float | int) and 0 < share <= 1
+        require(valid, f"{_SHARE} is {share}; it must be above 0 and at most 1")
+        cluster, own, num_frames = config.cluster, config.data_plane, config.cluster.num_frames
+        if own.device == "cuda":
+            memory = float(share) * _smallest_gpu()
+            num_frames = frames_that_fit(checkpoint, cluster, own, config.scheduler, memory)
         left = {"cluster.num_frames": num_frames} | left
         config = load_config(path, left)
     if longest:
@@ -44,24 +52,14 @@ def with_sizes(
     return config, left
 
 
-def _frames(config: Config, checkpoint: Path, share: object) -> int:
-    """Frames of an instance that may take this share of its GPU's memory.
-
-    On CPUs as many as the configuration says. Raises ValueError for a share that is none, for one
-    that leaves no room for frames, and without a GPU.
-    """
-    option = "--gpu-memory-utilization"
-    valid = isinstance(share, float | int) and 0 < share <= 1
-    require(valid, f"{option} is {share}; it must be above 0 and at most 1")
-    if config.data_plane.device != "cuda":
-        return config.cluster.num_frames
+def _smallest_gpu() -> int:
+    """Bytes of the smallest GPU here. Raises ValueError without one."""
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-        smallest = min(int(line) for line in said.split("\n") if line.strip()) * (1 << 20)
+        return min(int(line) for line in said.split("\n") if line.strip()) * (1 << 20)
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
         raise ValueError(
-            f"{option} needs the GPU's memory, and nvidia-smi did not say it ({error}): give "
+            f"{_SHARE} needs the GPU's memory, and nvidia-smi did not say it ({error}): give "
             "--num-frames"
         ) from error
-    return frames_that_fit(checkpoint, config, float(share) * smallest)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """What a step with drafts takes of the time of one without: `scheduler.draft_table`.
 
-Enters: a configuration, what measures a batch. Leaves: the configuration with the table. Does not
-know: how a batch is measured, files.
+Enters: sections of the configuration, what measures a batch. Leaves: the scheduler's, with the
+table. Does not know: how a batch is measured, files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from data_plane.profiling.batch import Batch, local_batches
-from nanocp.config.whole import Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE
 
 _LENGTH = 1024
@@ -20,20 +21,21 @@ Measure = Callable[[Batch, int], tuple[float, float]]
 """Microseconds of a step without drafts and with so many."""
 
 
-def with_draft_table(config: Config, measure: Measure) -> Config:
-    """The configuration that has drafts where the measured table says that they pay.
+def with_draft_table(
+    scheduler: SchedulerConfig, cluster: ClusterConfig, measure: Measure
+) -> SchedulerConfig:
+    """The scheduler's configuration that has drafts where the measured table says that they pay.
 
     Sizes go as far as bounds have room for the step rows.
     """
-    num_instances, bounds = config.cluster.num_instances, config.cluster.bounds
+    num_instances, bounds = cluster.num_instances, cluster.bounds
     table = []
-    for drafts in range(1, config.scheduler.num_drafts + 1):
+    for drafts in range(1, scheduler.num_drafts + 1):
         max_rows = min(bounds.max_rows, bounds.max_attention_rows) // (1 + drafts)
-        frames = config.cluster.num_frames // (1 + drafts)
+        frames = cluster.num_frames // (1 + drafts)
         most = min(frames * PAGE_SIZE, max_rows * _LENGTH)
         for batch in local_batches(num_instances, max_rows, most):
             rows, without_with = len(batch) // num_instances, measure(batch, drafts)
             percent = max(1, round(100 * without_with[1] / without_with[0]))
             table.append((rows, rows * batch[0].length, drafts, percent))
-    scheduler = replace(config.scheduler, drafting="measured", draft_table=tuple(sorted(table)))
-    return replace(config, scheduler=scheduler)
+    return replace(scheduler, drafting="measured", draft_table=tuple(sorted(table)))

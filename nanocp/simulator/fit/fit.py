@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,12 +18,16 @@ import yaml
 
 from data_plane.graph.buckets import BucketTable, powers_of_two
 from data_plane.model.config import ModelConfig
+from data_plane.model.sizes import item_bytes
 from data_plane.profiling.batch import Batch
 from data_plane.profiling.phase_clock import PhaseTimes
-from nanocp.config.choices import PROFILED, is_hidden, marks_of
+from nanocp.config.choices import PROFILED, marks_of
+from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
+from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.file import UNRELIABLE
-from nanocp.config.whole import Config
+from nanocp.config.passes import PassesConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.simulator.costs.cluster_file import ClusterFile, Costs, ModelShape, WireForm
 from nanocp.simulator.costs.cost import CostModel, Loads
 
@@ -125,7 +129,8 @@ class Fitted:
 
 
 def fit_cluster(
-    config: Config,
+    cluster: ClusterConfig,
+    data_plane: DataPlaneConfig,
     model: ModelConfig,
     degrees: Sequence[int],
     points: Sequence[Point],
@@ -135,7 +140,7 @@ def fit_cluster(
 
     Every point loads all instances equally. Some points have links, some have none.
     """
-    bounds, num_instances = config.cluster.bounds, config.cluster.num_instances
+    bounds, num_instances = cluster.bounds, cluster.num_instances
     linked = [point for point in points if loads_of(point.batch, num_instances).links[0]]
 
     def fit_phase(phase: str, chosen: Sequence[Point], *names: str) -> Fit:
@@ -150,20 +155,18 @@ def fit_cluster(
         "other": fit_phase("other_us", points, "rows"),
         "once a step": fit_phase("step_us", points),
     }
-    shape = _shape(config, model)
+    shape = _shape(data_plane, model)
     if shape.num_moe_layers:
         fits["dispatch + combine"] = fit_phase("dispatch_combine_us", points, "rows")
         fits["experts"] = fit_phase("expert_us", points, "rows")
     file = ClusterFile(
-        cluster=replace(
-            config.cluster, max_model_len=min(config.cluster.max_model_len, model.max_len)
-        ),
+        cluster=replace(cluster, max_model_len=min(cluster.max_model_len, model.max_len)),
         model=shape,
         costs={CONSTANTS: _costs(fits, num_instances, shape)},
         ingest_gb_per_s=rounded(ingest_gb_per_s),
         cp_degrees=tuple(sorted(degrees)),
         row_buckets=BucketTable(
-            bounds.max_rows, bounds.max_attention_rows, config.data_plane.row_buckets
+            bounds.max_rows, bounds.max_attention_rows, data_plane.row_buckets
         ).rows[1:],
         attention_row_buckets=powers_of_two(bounds.max_attention_rows),
     )
@@ -208,18 +211,18 @@ def _costs(fits: Mapping[str, Fit], num_instances: int, shape: ModelShape) -> Co
     )
 
 
-def _shape(config: Config, model: ModelConfig) -> ModelShape:
+def _shape(data_plane: DataPlaneConfig, model: ModelConfig) -> ModelShape:
     weights = 3 * model.hidden_size * model.expert_size
     return ModelShape(
         num_layers=model.num_layers,
         num_moe_layers=model.num_layers - model.num_dense_layers,
-        kv_bytes_per_token=kv_bytes(config, model),
+        kv_bytes_per_token=kv_bytes(data_plane, model),
         num_experts=model.num_experts,
         experts_per_token=model.num_experts_per_token,
-        expert_mb=weights * _item_bytes(config) / 1e6,
+        expert_mb=weights * item_bytes(data_plane) / 1e6,
         expert_mflop=2 * weights / 1e6,
         # What a holder projects is in the measured time of a link.
-        wire_forms={config.data_plane.wire_form: WireForm(_link_bytes(config, model))},
+        wire_forms={data_plane.wire_form: WireForm(_link_bytes(data_plane, model))},
     )
 
 
@@ -246,20 +249,16 @@ def loads_of(batch: Batch, num_instances: int) -> Loads:
     return loads
 
 
-def _item_bytes(config: Config) -> int:
-    return 2 if config.data_plane.dtype == "bfloat16" else 4
-
-
-def kv_bytes(config: Config, model: ModelConfig) -> int:
+def kv_bytes(data_plane: DataPlaneConfig, model: ModelConfig) -> int:
     """Bytes of a token's KV, all layers together."""
-    return model.num_layers * model.attention.kv_width * _item_bytes(config)
+    return model.num_layers * model.attention.kv_width * item_bytes(data_plane)
 
 
-def _link_bytes(config: Config, model: ModelConfig) -> int:
+def _link_bytes(data_plane: DataPlaneConfig, model: ModelConfig) -> int:
     """Bytes of a link: the query there, the partial output and its LSE back."""
     num_heads = model.attention.num_heads
-    q_width, res_width = model.attention.wire_widths(config.data_plane.wire_form)
-    return (q_width + num_heads * res_width) * _item_bytes(config) + num_heads * 4
+    q_width, res_width = model.attention.wire_widths(data_plane.wire_form)
+    return (q_width + num_heads * res_width) * item_bytes(data_plane) + num_heads * 4
 
 
 def rounded(value: float) -> float:
@@ -281,8 +280,8 @@ def doubts(fitted: Fitted) -> list[str]:
     ]
 
 
-def as_measured(config: Config, fitted: Fitted, sweep: Sweep) -> Config:
-    """The configuration with this machine's CP degrees, and costs of links and rows."""
+def as_measured(scheduler: SchedulerConfig, fitted: Fitted, sweep: Sweep) -> SchedulerConfig:
+    """The scheduler's configuration with this machine's CP degrees, and costs of links and rows."""
     costs, estimates = CostModel(fitted.file, CONSTANTS).in_tokens(), CostConfig()
     # One machine has no other node. As cheap as near ones, far links would be taken for any prompt.
     costs = replace(
@@ -291,17 +290,12 @@ def as_measured(config: Config, fitted: Fitted, sweep: Sweep) -> Config:
         link_tokens_between_nodes=max(costs.link_tokens, estimates.link_tokens_between_nodes),
     )
     buckets, degree_max = degree_table(sweep)
-    scheduler = replace(
-        config.scheduler, cp_degree_buckets=buckets, cp_degree_max=degree_max, costs=costs
-    )
-    return replace(config, scheduler=scheduler)
+    return replace(scheduler, cp_degree_buckets=buckets, cp_degree_max=degree_max, costs=costs)
 
 
-def profile_yaml(config: Config, about: Sequence[str]) -> str:
-    """The profile: every measured key of the configuration."""
-    is_pipeline = config.cluster.layout == "pipeline"
-    name = "pipeline" if is_pipeline else "scheduler"
-    section: Any = getattr(config, name)
+def profile_yaml(section: SchedulerConfig | PassesConfig, about: Sequence[str]) -> str:
+    """The profile: every measured key of the section."""
+    name = "pipeline" if isinstance(section, PassesConfig) else "scheduler"
     measured = {
         key: getattr(section, key)
         for key, marks in marks_of(type(section)).items()
@@ -311,10 +305,14 @@ def profile_yaml(config: Config, about: Sequence[str]) -> str:
     return _document(tree, about)
 
 
-def serve_yaml(config: Config, profile: Path, about: Sequence[str]) -> str:
-    """The file for `nanocp serve --config`: the profile, and keys that are not the default."""
-    tree = _changed(config, Config())
-    tree.setdefault("cluster", {})["num_instances"] = config.cluster.num_instances
+def serve_yaml(
+    tree: dict[str, Any], num_instances: int, profile: Path, about: Sequence[str]
+) -> str:
+    """The file for `nanocp serve --config`: the profile, and keys that are not the default.
+
+    tree: these keys, which is changed; see nanocp.config.yaml.changed.
+    """
+    tree.setdefault("cluster", {})["num_instances"] = num_instances
     tree.setdefault("scheduler", {})["profile"] = str(profile.resolve())
     return _document(tree, about)
 
@@ -322,21 +320,6 @@ def serve_yaml(config: Config, profile: Path, about: Sequence[str]) -> str:
 def cluster_yaml(fitted: Fitted, about: Sequence[str]) -> str:
     """The file for `nanocp simulate --cluster`."""
     return _document(asdict(fitted.file), about)
-
-
-def _changed(value: Any, default: Any) -> dict[str, Any]:
-    """The tree of keys that users may set and that are not the default."""
-    tree: dict[str, Any] = {}
-    for item in fields(value):
-        if is_hidden(marks_of(type(value))[item.name]):
-            continue
-        ours, theirs = getattr(value, item.name), getattr(default, item.name)
-        if is_dataclass(ours):
-            ours = _changed(ours, theirs)
-            theirs = {}
-        if ours != theirs:
-            tree[item.name] = ours
-    return tree
 
 
 def _document(tree: Mapping[str, Any], about: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """What two lanes take of the time of one, by the size of a batch: `scheduler.lane_table`.
 
-Enters: a configuration, what measures a batch. Leaves: the table. Does not know: how a batch is
+Enters: a cluster, what measures a batch. Leaves: the table. Does not know: how a batch is
 measured, files.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from data_plane.profiling.batch import Batch, linked_batches, local_batches
-from nanocp.config.whole import Config
+from nanocp.config.cluster import ClusterConfig
+from nanocp.config.scheduler import SchedulerConfig
 from nanocp.values.plan import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -21,10 +22,10 @@ LaneTable = tuple[tuple[int, int, int], ...]
 _LENGTH = 256
 
 
-def lane_batches(config: Config) -> Iterator[tuple[int, int, Batch]]:
+def lane_batches(cluster: ClusterConfig) -> Iterator[tuple[int, int, Batch]]:
     """(rows, links, batch): sizes of an instance, without links and with a link for each row."""
-    num_instances, bounds = config.cluster.num_instances, config.cluster.bounds
-    tokens = min(config.cluster.num_frames * PAGE_SIZE, bounds.max_rows * _LENGTH)
+    num_instances, bounds = cluster.num_instances, cluster.bounds
+    tokens = min(cluster.num_frames * PAGE_SIZE, bounds.max_rows * _LENGTH)
     batches = (
         *local_batches(num_instances, bounds.max_rows, tokens),
         *linked_batches(num_instances, bounds, tokens),
@@ -38,21 +39,21 @@ def lane_batches(config: Config) -> Iterator[tuple[int, int, Batch]]:
             yield *size, batch
 
 
-def measure_lane_table(config: Config, measure: Callable[[Batch], LaneTimes]) -> LaneTable:
+def measure_lane_table(cluster: ClusterConfig, measure: Callable[[Batch], LaneTimes]) -> LaneTable:
     """Measure every size once."""
     points = []
-    for rows, links, batch in lane_batches(config):
+    for rows, links, batch in lane_batches(cluster):
         times = measure(batch)
         points.append((rows, links, max(1, round(100 * times.two_us / times.one_us))))
     return tuple(sorted(points))
 
 
-def with_lane_table(config: Config, table: LaneTable) -> Config:
-    """The configuration that runs two lanes where the table says so.
+def with_lane_table(scheduler: SchedulerConfig, table: LaneTable) -> SchedulerConfig:
+    """The scheduler's configuration that runs two lanes where the table says so.
 
     If they pay nowhere it has one lane, whose instances need no regions for a second one.
     """
-    scheduler = replace(config.scheduler, lanes="measured", lane_table=table)
+    scheduler = replace(scheduler, lanes="measured", lane_table=table)
     if not any(scheduler.lanes_pay(rows, links) for rows, links, _ in table):
-        scheduler = replace(scheduler, lanes="off")
-    return replace(config, scheduler=scheduler)
+        return replace(scheduler, lanes="off")
+    return scheduler

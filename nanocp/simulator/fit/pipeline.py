@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from control_plane.scheduler.pipeline.pipeline_scheduler import PipelineEvent, PipelineScheduler
 from data_plane.model.config import ModelConfig
 from data_plane.profiling.stages import MoveTime, PassTime, TimedStages
+from data_plane.startup.stage import build_stage
 from nanocp.config.cluster import BoundsConfig, ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.config.passes import PassesConfig
@@ -134,9 +136,10 @@ class PipelinePlay:
         self._scheduler = PipelineScheduler(
             replace(cluster, num_instances=1),
             config.scheduler,
-            PipelineConfig.of(config, model.num_layers),
+            PipelineConfig.of(pipeline, num_stages, model.num_layers),
         )
-        self._stages = TimedStages(config, checkpoint, slowness)
+        build = partial(build_stage, config, checkpoint=checkpoint)
+        self._stages = TimedStages(build, num_stages, slowness)
         self._prompts: dict[int, Sequence[int]] = {}
         self._works: dict[int, int] = {}
         self._events: list[PipelineEvent] = []

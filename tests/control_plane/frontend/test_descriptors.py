@@ -21,7 +21,8 @@ from harness.services.openai_service import MODEL
 from nanocp.config.service import ServiceConfig
 
 CONFIG = make_config()
-NEEDED = 128 + 8 * CONFIG.cluster.num_instances
+NUM_INSTANCES = CONFIG.cluster.num_instances
+NEEDED = 128 + 8 * NUM_INSTANCES
 
 
 def is_closed(client: socket.socket) -> bool:
@@ -78,7 +79,7 @@ def test_a_connection_that_would_take_the_last_descriptors_is_closed_and_said_on
             assert is_closed(refused)
         (said,) = caplog.records
         assert said.levelno == logging.WARNING and "raise ulimit -n" in said.getMessage()
-        listener.keep_for(CONFIG)
+        listener.keep_for(CONFIG.service, NUM_INSTANCES)
         client()
         listener.accept()[0].close()
 
@@ -95,9 +96,8 @@ def test_a_connection_that_would_take_the_last_descriptors_is_closed_and_said_on
 def test_the_apis_share_what_the_limit_leaves(
     limit: int, service: dict, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(CONFIG, service=replace(CONFIG.service, **service))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert max_connections(config) == expected
+    assert max_connections(replace(CONFIG.service, **service), NUM_INSTANCES) == expected
 
 
 def test_a_limit_that_leaves_nothing_is_refused_with_what_is_needed(
@@ -107,7 +107,7 @@ def test_a_limit_that_leaves_nothing_is_refused_with_what_is_needed(
     with pytest.raises(
         ValueError, match=rf"100 files .* \(ulimit -n\); the service needs {NEEDED + 2}"
     ):
-        max_connections(CONFIG)
+        max_connections(CONFIG.service, NUM_INSTANCES)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_process_takes_what_the_system_allows(
 
 
 def test_grpc_has_its_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.frontend.front_end.max_connections", lambda config: 3)
+    monkeypatch.setattr("control_plane.frontend.front_end.max_connections", lambda *of: 3)
     with running(CONFIG, model=MODEL) as service, ExitStack() as stack:
         host, port = service.front_end.address.split(":")
         held = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(8)]

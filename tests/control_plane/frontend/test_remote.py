@@ -53,7 +53,8 @@ class Remote:
         )
         self.observer, self.lost = Recorder(), []
         self.port = FrontEndPort(
-            self.config,
+            self.config.service,
+            self.config.scheduler.held_timeout_us,
             MEMBER_SECRETS,
             self.observer,
             {"metrics": lambda: b"a page"},
@@ -181,8 +182,7 @@ def test_another_controller_gets_every_open_request_again(remote: Remote) -> Non
     link, front_end = remote.links[0]
     link._orphan_s = WAIT_S
     # The front end is back before its requests would be ended, however slow it dials.
-    scheduler = replace(remote.config.scheduler, held_timeout_us=round(WAIT_S * 1e6))
-    remote.port._config = replace(remote.config, scheduler=scheduler)
+    remote.port._attended_s = WAIT_S
     member = FakeMember(Member("instance", 0), front_end.members_address)
     with Client(front_end.address) as client:
         chunks = client.generate([5], max_tokens=3)

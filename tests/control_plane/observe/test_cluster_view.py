@@ -41,7 +41,7 @@ class Story:
 
     def __init__(self, config=TWO):
         self.scheduler = Scheduler(config.cluster, config.scheduler)
-        self.view = ClusterView(config, lambda: (0, 0.0))
+        self.view = ClusterView(config.cluster, config.scheduler.policy, lambda: (0, 0.0))
 
     def plan(self, *events):
         now_us = time.monotonic_ns() // 1000

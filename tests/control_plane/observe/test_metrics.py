@@ -23,10 +23,8 @@ from control_plane.scheduler.scheduler import Scheduler
 from harness.services.drained_seat import drained_scheduler
 from harness.services.hash_service import generate, hash_service, prompt
 from nanocp.config.cluster import ClusterConfig
-from nanocp.config.prefill import PrefillConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.service import ServiceConfig
-from nanocp.config.whole import Config
 from nanocp.values.plan import Arrival, Ended, FinishReason, SeatsWanted, TransferDone, WindowDone
 
 PROMETHEUS_ACCEPTS = (
@@ -53,7 +51,7 @@ CLUSTER = ClusterConfig(num_instances=2, num_frames=8, max_model_len=1000)
 
 @pytest.fixture
 def metrics():
-    return Metrics(Config(cluster=CLUSTER, scheduler=SchedulerConfig(steps_per_window=2)))
+    return Metrics(CLUSTER, SchedulerConfig(steps_per_window=2))
 
 
 @pytest.fixture
@@ -259,8 +257,8 @@ def test_drafts_are_counted_by_vllms_names():
         }
 
     cluster, steps = ClusterConfig(num_instances=1), SchedulerConfig(steps_per_window=2)
-    assert not [name for name, *_ in samples(Metrics(Config(cluster=cluster))) if "spec" in name]
-    metrics = Metrics(Config(cluster=cluster, scheduler=replace(steps, num_drafts=2)))
+    assert not [name for name, *_ in samples(Metrics(cluster, SchedulerConfig())) if "spec" in name]
+    metrics = Metrics(cluster, replace(steps, num_drafts=2))
     done = WindowDone(0, 0, num_rows=3, bucket_rows=9, num_received=1, bucket_received=3)
     # The second window has room for one draft, the third for none.
     for drafts in (((6, 4), (4, 1)), ((5, 2),), ()):
@@ -328,7 +326,7 @@ def test_a_service_counts_what_its_clients_got():
 
 
 def test_no_series_says_when_it_was_created():
-    page = metrics_page(Metrics(Config()).registry).decode()
+    page = metrics_page(Metrics(CLUSTER, SchedulerConfig()).registry).decode()
     assert "nanocp:" in page and not re.search(r"^\S+_created\b", page, re.M)
 
 
@@ -359,8 +357,7 @@ def test_the_load_of_a_seat_that_leaves_counts_what_it_has_and_nothing_as_free()
 
 
 def test_the_page_has_each_row_of_the_table():
-    config = Config(cluster=CLUSTER, prefill=PrefillConfig(engines=("http://a:1",)))
-    metrics = Metrics(config)
+    metrics = Metrics(CLUSTER, SchedulerConfig(), ("http://a:1",))
     metrics.offload.planned(OffloadReading((3, 1), (9, 4), (5, 2), 448))
     StageMetrics(metrics.registry, num_stages=2)
     page = {

@@ -17,7 +17,6 @@ from harness.gpu.gpu_cluster import GpuCluster
 from harness.gpu_stand_ins.published_packages import deep_gemm
 from harness.kernels.kernel_cases import dense_in_fp8, poisoned
 from nanocp.config.data_plane import DataPlaneConfig
-from nanocp.config.whole import Config
 
 BLOCK = (128, 128)
 
@@ -109,7 +108,7 @@ def test_steps_over_dense_layers_in_fp8_are_near_the_reference(tmp_path, monkeyp
         assert layer.attention.k_up.dtype == layer.attention.v_up.dtype == torch.bfloat16
     assert all(isinstance(layer, DenseLayer) for layer in layers)
     need, without = (
-        memory_need(cluster.model, Config(cluster.cluster, data_plane=each), stores_bf16=False)
+        memory_need(cluster.model, cluster.cluster, each, has_lanes=False, stores_bf16=False)
         for each in (data_plane, replace(data_plane, expert_backend="triton"))
     )
     num_elements = sum(math.prod(layer.shape) for layer in layers)

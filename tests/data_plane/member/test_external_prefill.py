@@ -14,7 +14,6 @@ from data_plane.prefill.connector.ticket import EngineTicket
 from data_plane.prefill.external_prefill import ExternalLoop
 from harness.members.member_fakes import LIMITS, Link, until
 from nanocp.config.prefill import PrefillConfig
-from nanocp.config.whole import Config
 from nanocp.values.commands import CancelPrefill, Join, PrefillRequest, Shutdown
 from nanocp.values.members import EnginesNow, Envelope, Ready
 from nanocp.values.plan import TargetRun, Transfer, TransferFailed
@@ -64,7 +63,7 @@ def silent_engine():
 @contextlib.contextmanager
 def running(link, prober, clock, url, limits=LIMITS):
     prefill = PrefillConfig(engines=(url,), timeout_ms=10_000_000)
-    loop = ExternalLoop(replace(Config(), prefill=prefill, limits=limits), link, prober, clock)
+    loop = ExternalLoop(prefill, limits, link, prober, clock)
 
     def run():
         with pytest.raises(ShutdownRequested), contextlib.closing(loop):

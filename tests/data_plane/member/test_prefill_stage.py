@@ -27,6 +27,7 @@ from data_plane.transport.segments import Segments
 from harness.hash_clusters.hash_model import HashModel
 from harness.hash_clusters.pipeline.hash_stage import HashStage
 from harness.members.member_fakes import CLUSTER_ID, LIMITS, Link, Sink, serve, until
+from harness.members.staged_prefill import prefill_scheduler
 from harness.transports.local_pages import local_peer_rings
 from harness.transports.local_stage_links import LocalStageLinks
 from harness.waits import WAIT_S
@@ -34,7 +35,6 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
-from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.values.commands import CancelPrefill, Join, PrefillRequest, Shutdown
 from nanocp.values.members import Envelope, Ready
 from nanocp.values.offload import page_hashes
@@ -124,7 +124,7 @@ def running(link, model, limits=PATIENT):
     """Run a prefill, which is asked to shut down at the end; yields its stage."""
     cluster = ClusterConfig(num_instances=1, num_frames=20, max_model_len=1024)
     config = Config(cluster=cluster, limits=limits)
-    loop = StagedPrefillLoop(make_prefill_scheduler(config), link, 1, 60_000.0, lambda: None)
+    loop = StagedPrefillLoop(prefill_scheduler(config), link, 1, 60_000.0, lambda: None)
 
     def run():
         with pytest.raises(ShutdownRequested):
@@ -221,7 +221,7 @@ def cursed_stage():
     """Yields a real stage of the prefill, what it reports, and a function that plans a pass."""
     cluster = ClusterConfig(num_instances=1, num_frames=20, max_model_len=1024)
     config = Config(cluster=cluster, limits=PATIENT, prefill=PrefillConfig(chunk_tokens=320))
-    scheduler, pipeline = make_prefill_scheduler(config), PipelineConfig(num_stages=1, num_layers=2)
+    scheduler, pipeline = prefill_scheduler(config), PipelineConfig(num_stages=1, num_layers=2)
     (links,), (mover,) = LocalStageLinks.create_all(1), local_peer_rings(1)
     model = Cursed(0, pipeline, 32, HashModel(2), links, mover)
     model.stage = model

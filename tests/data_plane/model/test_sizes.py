@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_plane.model.config import ModelConfig
-from data_plane.model.sizes import page_bytes, stays_fp8, stored_shapes
+from data_plane.model.sizes import stays_fp8, stored_shapes
 from data_plane.model.weights import load_weights, stores_bf16
 from data_plane.startup import memory_need
 from data_plane.startup.memory_need import check_memory
 from nanocp.config.cluster import ClusterConfig
-from nanocp.config.whole import Config
+from nanocp.config.data_plane import DataPlaneConfig
 
 
 @pytest.fixture
@@ -96,16 +96,16 @@ def test_an_instance_that_needs_more_than_the_machine_has_says_what_for(
     model = ModelConfig.from_folder(tiny_checkpoint)
     memory = SimpleNamespace(total=10 * 10**9)
     monkeypatch.setattr(memory_need.psutil, "virtual_memory", lambda: memory)
-    config = Config(cluster=ClusterConfig(num_instances=8, instances_per_node=2))
-    check_memory(model, config, stores_bf16=False)
-    num_frames = 6 * 10**9 // page_bytes(model, config.data_plane)
-    too_large = replace(config, cluster=replace(config.cluster, num_frames=num_frames))
+    cluster = ClusterConfig(num_instances=8, instances_per_node=2)
+    need = memory_need.memory_need(model, cluster, DataPlaneConfig(), False, False)
+    check_memory(cluster, need)
+    num_frames = 6 * 10**9 // need.page
     sentence = (
         rf"each of 2 instances needs 0\.\d GB for weights and exchange, and 6\.0 GB for frames "
         rf"\(cluster.num_frames is {num_frames}, of .* MB\); the machine has 10\.0 GB"
     )
     with pytest.raises(ValueError, match=sentence):
-        check_memory(model, too_large, stores_bf16=False)
+        check_memory(replace(cluster, num_frames=num_frames), need)
 
 
 def test_matrices_that_stay_in_fp8_in_the_published_checkpoint_are_known_by_name(tmp_path):

@@ -92,7 +92,8 @@ def test_plain_tensors_under_an_entry_that_was_left_are_plain(folder, tmp_path, 
     assert model.fp8_block is None
     hardware = Hardware(device=DeviceName("h100"))
     assert report_folder(path, hardware)
-    need = memory_need(model, hardware.config(), stores_bf16=True)
+    config = hardware.config()
+    need = memory_need(model, config.cluster, config.data_plane, False, stores_bf16=True)
     num_frames = int((0.9 * 80e9 - 5.7e9 - need.fixed) // need.page)
     assert f"{num_frames:,} pages" in capsys.readouterr().out
 

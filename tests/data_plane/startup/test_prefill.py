@@ -15,10 +15,10 @@ from data_plane.startup.shared_parts import new_carry, with_carry
 from data_plane.transport.segments import Segments
 from harness.exact.reference_prefill import prefill_pages
 from harness.exact.states import assert_same_state
+from harness.members.staged_prefill import prefill_scheduler
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.prefill import PrefillConfig
 from nanocp.config.whole import Config
-from nanocp.serve.prefill_scheduler import make_prefill_scheduler
 from nanocp.serve.service import member_environment
 from nanocp.values.plan import CARRY_PAGE, Arrival
 
@@ -52,7 +52,7 @@ def test_pages_and_states_of_prompts_are_the_reference_prefills(preset, tmp_path
     )
     built = prefill.build_prefill_stage(config, 0, Segments(uuid4().hex[:8]), tmp_path)
     built.stage.connect()
-    scheduler, random = make_prefill_scheduler(config), Random(3)
+    scheduler, random = prefill_scheduler(config), Random(3)
     model = ModelConfig.from_folder(tmp_path)
     weights = load_weights(tmp_path, model, torch.float32, range(model.num_experts))
     prompts = {

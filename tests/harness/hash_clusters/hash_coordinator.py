@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from control_plane.coordinator.coordinator import Coordinator
@@ -18,6 +19,7 @@ from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import KillProcess, MembersEvent, StartProcess
 from control_plane.observe.metrics.registry import Metrics
 from control_plane.ports.controller_interface import ControllerEvents
+from control_plane.shell.controller import members_of
 from harness.hash_clusters.hash_model import NUM_EXPERTS
 from nanocp.config.whole import Config
 from nanocp.values.commands import Join, Leave, Shutdown
@@ -44,7 +46,7 @@ class HashCoordinator(Coordinator):
         first_term: the one before the first, of a controller that takes the place of a lost one.
         num_layers: of a pipeline, all of whose stages must serve; 0: of instances.
         """
-        metrics = Metrics(config)
+        metrics = Metrics(config.cluster, config.scheduler)
 
         def make_flights(members: Members) -> Flights:
             if num_layers:
@@ -52,7 +54,8 @@ class HashCoordinator(Coordinator):
             return DecodeFlights(config, members, metrics)
 
         num_experts = None if num_layers else NUM_EXPERTS
-        super().__init__(config, front_end, metrics, make_flights, num_experts)
+        make_members = partial(members_of, config, metrics.recovery, num_experts)
+        super().__init__(config.limits, front_end, metrics, make_members, make_flights)
         self._take_work = take_work
         self.members.takes_over = first_term > 0
         self.members.terms.number = first_term

@@ -2,9 +2,9 @@
 
 from prometheus_client import CollectorRegistry
 
-from control_plane.coordinator.members.members import Members
 from control_plane.coordinator.members.output import KillProcess
 from control_plane.observe.metrics.recovery import RecoveryMetrics
+from control_plane.shell.controller import members_of
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.limits import LimitsConfig
 from nanocp.config.prefill import PrefillConfig
@@ -39,7 +39,7 @@ class Cluster:
         )
         self.facts = Facts()
         self.registry = CollectorRegistry()
-        self.members = Members(config, self.facts, RecoveryMetrics(self.registry))
+        self.members = members_of(config, RecoveryMetrics(self.registry), None, self.facts)
         self.progress = []
         self.members.start.progress = self.progress.append
         self.now_us = 0

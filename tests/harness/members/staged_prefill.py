@@ -122,11 +122,16 @@ class Threads:
             loop.run()
 
 
+def prefill_scheduler(config):
+    own = config.of_prefill_stages
+    return make_prefill_scheduler(own.cluster, own.scheduler, own.pipeline)
+
+
 @contextlib.contextmanager
 def staged(checkpoint, link, config):
     """The loop of the prefill with its stages, which is asked to shut down at the end."""
     num_stages = config.prefill.stages
-    scheduler = make_prefill_scheduler(config)
+    scheduler = prefill_scheduler(config)
     loop = StagedPrefillLoop(scheduler, link, num_stages, 60_000.0, lambda: None)
     if num_stages > 1:
         loop.stages = Threads(checkpoint, loop, config)
@@ -177,7 +182,7 @@ def scripted(tiny_checkpoint, *messages, limit_ms=60_000.0):
     """A loop with stages that do nothing; it runs until it would wait."""
     link = Link(*messages)
     loop = StagedPrefillLoop(
-        make_prefill_scheduler(CONFIG), link, 2, limit_ms, lambda: link.send(Beat())
+        prefill_scheduler(CONFIG), link, 2, limit_ms, lambda: link.send(Beat())
     )
     loop.stages = Recorder()
     return loop, link

@@ -196,7 +196,9 @@ class Service:
     ) -> None:
         """A front end; with a model it has the HTTP API too."""
         self.observer = Recorder()
-        http = HttpServer(config, model, lambda: b"", lambda: b"{}") if model else None
+        num, page, http = config.cluster.num_instances, lambda: b"{}", None
+        if model:
+            http = HttpServer(config.service, config.limits, num, model, bytes, page)
         self.front_end = FrontEnd(
             config,
             TOKENIZER if with_tokenizer else None,

@@ -10,7 +10,6 @@ from nanocp.cli.main import app
 from nanocp.cli.overlap.show import reason
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.scheduler import SchedulerConfig
-from nanocp.config.whole import Config
 from nanocp.simulator.fit.lanes import measure_lane_table, with_lane_table
 
 
@@ -95,16 +94,16 @@ def test_show_says_why_a_window_runs_in_one_lane(tmp_path):
 
 
 def test_a_profile_of_lanes_is_a_table_by_rows_and_links():
-    config = Config(cluster=ClusterConfig(num_instances=2))
-    table = measure_lane_table(config, lambda batch: LaneTimes(100.0, 80.0 + len(batch)))
+    cluster = ClusterConfig(num_instances=2)
+    table = measure_lane_table(cluster, lambda batch: LaneTimes(100.0, 80.0 + len(batch)))
     assert (4, 0, 88) in table and (4, 4, 88) in table and (16, 16, 112) in table
-    scheduler = with_lane_table(config, table).scheduler
+    scheduler = with_lane_table(SchedulerConfig(), table)
     assert scheduler.lanes_pay(4, 0) and not scheduler.lanes_pay(16, 16)
 
 
 def test_a_profile_in_which_two_lanes_pay_nowhere_has_one_and_says_why(tmp_path):
     table = ((4, 0, 131), (8, 0, 98))
-    scheduler = with_lane_table(Config(), table).scheduler
+    scheduler = with_lane_table(SchedulerConfig(), table)
     assert (scheduler.lanes, scheduler.lane_table) == ("off", table)
     path, profile = tmp_path / "serve.yaml", tmp_path / "profile.yaml"
     profile.write_text(yaml.safe_dump({"scheduler": {"lane_table": list(map(list, table))}}))

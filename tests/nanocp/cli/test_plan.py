@@ -23,6 +23,7 @@ from harness.paths import ROOT
 from nanocp.cli.main import app
 from nanocp.config.cluster import ClusterConfig
 from nanocp.config.data_plane import DataPlaneConfig
+from nanocp.config.pipeline import PipelineConfig
 from nanocp.config.scheduler import SchedulerConfig
 from nanocp.config.whole import Config
 
@@ -150,13 +151,13 @@ def test_the_weights_take_what_was_said(tmp_path, preset):
     experts = expert_range(model, 0, 4)
     load_weights(tmp_path, model, torch.float32, experts, lambda _, total: elements.append(total))
     config = Config(cluster=ClusterConfig(num_instances=4))
-    need, kept = (memory_need(model, config, stores_bf16) for stores_bf16 in (False, True))
+    own = config.data_plane
+    need, kept = (memory_need(model, config.cluster, own, False, each) for each in (False, True))
     head = model.vocab_size * model.hidden_size if model.tied_embeddings else 0
     assert need.experts + need.other_weights == 4 * (elements[-1] + head)
     assert 2 * kept.experts == need.experts
     assert 0.5 < kept.other_weights / need.other_weights < 0.52  # norms, biases, gates
-    lanes = replace(config, scheduler=SchedulerConfig(lanes="always"))
-    assert memory_need(model, lanes, stores_bf16=False).exchange == 2 * need.exchange
+    assert memory_need(model, config.cluster, own, True, False).exchange == 2 * need.exchange
 
 
 def test_drafts_need_one_layer_more_of_weights_and_pages(published):
@@ -170,12 +171,16 @@ def test_drafts_need_one_layer_more_of_weights_and_pages(published):
         elements.append(total)
 
     load_weights(TALE, drafts, torch.float32, experts, say)
-    need = memory_need(drafts, drafting, stores_bf16=False)
+    need, less = (
+        memory_need(each, config.cluster, config.data_plane, False, False)
+        for each in (drafts, plain)
+    )
     head = drafts.vocab_size * drafts.hidden_size if drafts.tied_embeddings else 0
     assert need.experts + need.other_weights == 4 * (elements[-1] + head)
-    assert 4 * need.page == 5 * memory_need(plain, config, stores_bf16=False).page
+    assert 4 * need.page == 5 * less.page
     StageWeights(TALE, drafts, torch.float32, PlainPacking(), range(5), True, True, say).close()
-    assert prefill_bytes(drafts, drafting) == 4 * elements[-1], "without experts of that layer"
+    prefill = prefill_bytes(drafts, config.data_plane, 64)
+    assert prefill == 4 * elements[-1], "without experts of that layer"
     said = plan(TALE, "--set", "drafts=on", "--instances", 2, "--memory-gb", 2).output
     assert "4 layers and an MTP layer, " in said and f"of {need.page / 1e6:.2f} MB" in said
     refused = plan(published("kimi-k2"), "--set", "drafts=on")
@@ -198,8 +203,8 @@ def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):
     assert "stage 0    layers   0 to 1" in result.output and "3 to 3" in result.output
     assert "It fits. KV: " in result.output and "The folder has all" in result.output
     model = ModelConfig.from_folder(tmp_path)
-    cluster = ClusterConfig(num_instances=3, layout="pipeline")
-    needs = stage_needs(model, Config(cluster=cluster), stores_bf16=False)
+    pipeline = PipelineConfig(num_stages=3, num_layers=model.num_layers)
+    needs = stage_needs(model, pipeline, DataPlaneConfig(), stores_bf16=False)
     elements, experts = [], range(model.num_experts)
     load_weights(tmp_path, model, torch.float32, experts, lambda _, total: elements.append(total))
     assert sum(need.weights for need in needs) == 4 * elements[-1]
@@ -212,9 +217,9 @@ def test_a_pipeline_is_planned_by_stage_as_its_weights_are_loaded(tmp_path):
 
 def test_states_of_rows_are_counted_and_priced(tmp_path):
     make_checkpoint(tmp_path, "tiny-qwen3-next")
-    config, model = Config(), ModelConfig.from_folder(tmp_path)
-    need = memory_need(model, config, stores_bf16=False)
-    rows = config.cluster.bounds.max_rows + 2
+    cluster, model = ClusterConfig(), ModelConfig.from_folder(tmp_path)
+    need = memory_need(model, cluster, DataPlaneConfig(), False, False)
+    rows = cluster.bounds.max_rows + 2
     assert need.states == rows * need.state > 0
     assert need.fixed >= need.states + need.other_weights + need.experts
     result = plan(tmp_path)
@@ -224,7 +229,8 @@ def test_states_of_rows_are_counted_and_priced(tmp_path):
 
 
 def test_a_model_without_linear_attention_layers_has_no_states(tiny_checkpoint):
-    need = memory_need(ModelConfig.from_folder(tiny_checkpoint), Config(), stores_bf16=False)
+    model = ModelConfig.from_folder(tiny_checkpoint)
+    need = memory_need(model, ClusterConfig(), DataPlaneConfig(), False, False)
     assert (need.state, need.states) == (0, 0)
     assert "states" not in plan(tiny_checkpoint).output
 

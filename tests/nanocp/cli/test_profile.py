@@ -18,6 +18,7 @@ from nanocp.config.cluster import ClusterConfig
 from nanocp.config.cost import CostConfig
 from nanocp.config.file import doubts_in, load_config
 from nanocp.config.whole import Config
+from nanocp.config.yaml import changed
 from nanocp.simulator.costs.cluster_file import Costs, WireForm, load_cluster_file
 from nanocp.simulator.costs.cost import CostModel
 from nanocp.simulator.fit.fit import (
@@ -132,9 +133,8 @@ def planted(tiny_checkpoint):
         *local_batches(NUM_INSTANCES, 64, 8192),
         *linked_batches(NUM_INSTANCES, config.cluster.bounds, 8192),
     ]
-    return config, fit_cluster(
-        config, model, [1, 2], [Point(batch, times(batch)) for batch in batches], 5.0
-    )
+    points = [Point(batch, times(batch)) for batch in batches]
+    return config, fit_cluster(config.cluster, config.data_plane, model, [1, 2], points, 5.0)
 
 
 def test_the_planted_costs_of_a_cluster_come_back(planted):
@@ -156,7 +156,8 @@ def test_a_dense_model_is_fitted_without_experts(tmp_path):
     batches = [*local_batches(2, 64, 4096), *linked_batches(2, config.cluster.bounds, 4096)]
     times = PhaseTimes(10.0, 20.0, 30.0, 0.0, 0.0, 40.0)
     model = ModelConfig.from_folder(tmp_path / "dense")
-    fitted = fit_cluster(config, model, [1, 2], [Point(batch, times) for batch in batches], 5.0)
+    points = [Point(batch, times) for batch in batches]
+    fitted = fit_cluster(config.cluster, config.data_plane, model, [1, 2], points, 5.0)
     assert (fitted.file.model.num_moe_layers, fitted.file.model.num_experts) == (0, 0)
     assert not {"experts", "dispatch + combine"} & set(fitted.fits)
     (tmp_path / "cluster.yaml").write_text(cluster_yaml(fitted, []))
@@ -169,8 +170,10 @@ def test_serve_and_simulate_read_what_is_written(planted, tmp_path):
     config, fitted = planted
     config = replace(config, prefill=replace(config.prefill, chunk_tokens=100))
     profile = tmp_path / "profile.yaml"
-    profile.write_text(profile_yaml(as_measured(config, fitted, SWEEP), ["about the machine"]))
-    (tmp_path / "serve.yaml").write_text(serve_yaml(config, profile, ["about the machine"]))
+    measured, about = as_measured(config.scheduler, fitted, SWEEP), ["about the machine"]
+    profile.write_text(profile_yaml(measured, about))
+    written = serve_yaml(changed(config, Config()), config.cluster.num_instances, profile, about)
+    (tmp_path / "serve.yaml").write_text(written)
     (tmp_path / "cluster.yaml").write_text(cluster_yaml(fitted, ["about the machine"]))
     assert (tmp_path / "serve.yaml").read_text().startswith("# about the machine\n")
     read = load_config(tmp_path / "serve.yaml", {}, {})
@@ -303,7 +306,7 @@ def test_two_lanes_are_profiled_and_shown(tiny_checkpoint, tmp_path):
     result = nanocp("profile", tiny_checkpoint, *arguments, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     config = load_config(served, {}, {})
-    scheduler, sizes = config.scheduler, {size[:2] for size in lane_batches(config)}
+    scheduler, sizes = config.scheduler, {size[:2] for size in lane_batches(config.cluster)}
     assert {size[:2] for size in scheduler.lane_table} == sizes and len(sizes) > 1
     assert scheduler.lanes in ("off", "measured")
     shown = nanocp("overlap", "show", "--config", served)
@@ -328,9 +331,10 @@ def test_costs_of_a_busy_machine_say_so_in_the_files_and_at_the_start(
     said = doubts(fitted)
     assert len(said) == is_doubted
     path, profile = tmp_path / "serve.yaml", tmp_path / "profile.yaml"
-    measured = as_measured(config, fitted, SWEEP)
+    measured = as_measured(config.scheduler, fitted, SWEEP)
     profile.write_text(profile_yaml(measured, ["Measured here", *said]))
-    path.write_text(serve_yaml(measured, profile, []))
+    served = changed(replace(config, scheduler=measured), Config())
+    path.write_text(serve_yaml(served, config.cluster.num_instances, profile, []))
     assert load_config(path, {}, {}).scheduler.profile == str(profile)
     assert doubts_in(str(profile)) == said and doubts_in("") == []
     if is_doubted:

@@ -10,7 +10,7 @@ from data_plane.model.config import ModelConfig
 from data_plane.startup.memory_need import memory_need
 from harness.paths import TESTS
 from nanocp.cli.plan.memory import DEVICES
-from nanocp.config.whole import Config
+from nanocp.config.data_plane import DataPlaneConfig
 from nanocp.simulator.costs.cluster_file import load_cluster_file, shipped_names
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -33,14 +33,10 @@ def test_frames_are_those_of_the_plan_for_every_family_and_device(name: str, tmp
     assert (memory.hbm_gb, memory.usable_share) == (device.memory_gb, device.usable_share)
     assert memory.reserve_gb == device.reserve_gb
     num_tried, max_rows = 0, file.cluster.bounds.max_rows
+    data_plane = DataPlaneConfig(device="cuda", dtype="bfloat16")
     for num in (8, 16, 32, 64):
-        base = Config()
-        config = replace(
-            base,
-            cluster=replace(file.cluster, num_instances=num, instances_per_node=num),
-            data_plane=replace(base.data_plane, device="cuda", dtype="bfloat16"),
-        )
-        need = memory_need(model, config, stores_bf16=False)
+        cluster = replace(file.cluster, num_instances=num, instances_per_node=num)
+        need = memory_need(model, cluster, data_plane, has_lanes=False, stores_bf16=False)
         left = 1e9 * (device.usable_share * device.memory_gb - device.reserve_gb) - need.fixed
         if left < need.page:
             with pytest.raises(ValueError, match="does not fit"):
